@@ -8,7 +8,7 @@ GPU_WHEELS := annotated-types array-record cffi cloudpickle cryptography flatbuf
 GPU_MACHINE := 'jax[cuda13]==$(OLDEST)' flax optax orbax-checkpoint chex numpy typer nvidia-ml-py jaxtyping
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest test-sinks wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check notebook docs clean
+.PHONY: setup demo test test-slow test-oldest check-maxtext test-sinks wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check notebook docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -64,6 +64,20 @@ test-oldest: .venv-oldest/installed
 	@$(PY) -m venv .venv-oldest
 	@sed -E 's/^(jax|jaxlib|jax-cuda12-pjrt|jax-cuda12-plugin)==.*/\1==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
 	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[plan,dev]'
+	@touch $@
+
+# MaxText's own step, planned and rehearsed, in an environment of its own. Downloads MaxText, and what it imports without
+# naming it.
+MAXTEXT := maxtext==0.2.5 absl-py aqtp cloud-accelerator-diagnostics datasets drjax google-cloud-mldiagnostics google-cloud-storage \
+  huggingface_hub jinja2 jsonlines ml-collections ml-goodput-measurement omegaconf pathwaysutils pillow qwix sentencepiece sympy \
+  tensorboardx tiktoken tokamax transformers
+check-maxtext: .venv-maxtext/installed
+	.venv-maxtext/bin/python -m pytest -q -s -m slow tests/integrations
+
+.venv-maxtext/installed: .venv/installed
+	@$(PY) -m venv .venv-maxtext
+	@.venv-maxtext/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[plan]' $(MAXTEXT) \
+	  pytest hypothesis chex beartype
 	@touch $@
 
 # Seeded damages to a checkpoint's files, and what is restored after each: a minute.
@@ -127,4 +141,4 @@ docs: setup
 	.venv/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-gpu runs site build dist
+	rm -rf .venv .venv-oldest .venv-maxtext .venv-gpu runs site build dist

@@ -101,7 +101,7 @@ def test_make_targets_exist():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_toml_parses_and_whole_experiments_load(page, tmp_path):
-    known = set(tables.ExperimentTable.model_fields) | set(tables.ClusterTable.model_fields) | {"file"}
+    known = set(tables.ExperimentTable.model_fields) | {"program"} | set(tables.ClusterTable.model_fields) | {"file"}
     for mark, text in blocks(page, "toml"):
         if mark.startswith("not run"):
             continue

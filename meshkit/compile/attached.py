@@ -45,6 +45,7 @@ from meshkit.compile.options import (
 )
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
+from meshkit.config.places import Places
 from meshkit.console import say
 from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError
@@ -107,17 +108,39 @@ def compile_step(
         ConfigError: XLA refuses an option of the user's.
         RunError: other processes of the job did not answer.
     """
+
+    def lower() -> Any:
+        return program.step.lower(program.abstract_state, program.abstract_batch)
+
+    choices = CompileChoices(xla) if cluster.is_cpu else choices_for(program, cluster, placement, xla)
+    return compile_attached(lower, cluster, placement, choices, program.spec.places)
+
+
+def compile_attached(
+    lower: Callable[[], Any], cluster: Cluster, placement: Placement, choices: CompileChoices, places: Places
+) -> CompiledStep:
+    """Return any step compiled ahead of time for the devices that are there.
+
+    Args:
+        lower: traces and lowers it.
+        cluster, placement: of these devices.
+        choices: of the compiler; on CPUs its `options` alone.
+        places: where `[xla]` was written.
+
+    Raises:
+        ConfigError: XLA refuses an option of the user's.
+        RunError: other processes of the job did not answer.
+    """
     began = time.perf_counter()
-    lowered = program.step.lower(program.abstract_state, program.abstract_batch)
+    lowered = lower()
     try:
         if cluster.is_cpu:
-            compiled, _ = compile_lowered(lowered, xla, xla)
-            return CompiledStep(compiled, xla, time.perf_counter() - began)
-        choices = choices_for(program, cluster, placement, xla)
+            compiled, _ = compile_lowered(lowered, choices.options, choices.options)
+            return CompiledStep(compiled, choices.options, time.perf_counter() - began)
         made = compile_for_gpus(lowered, cluster, placement, choices)
     except RefusedOption as e:
         message = f"XLA refuses the option {e.name}: {e.reason}."
-        raise program.spec.places.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
+        raise places.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
     if jax.process_index() == 0:
         for line in made.log:
             say(f"meshkit: {line}")

@@ -8,6 +8,7 @@ What a user's code raises is the user's to mend: `UserCode.calling` says it at t
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -24,6 +25,9 @@ from meshkit.redaction import redact
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# Packages that a model or a trainer is made with: their lines say nothing of it.
+TOOLS = "jax|jaxlib|flax|optax|chex|equinox|haiku|keras|einops|jaxtyping|beartype"
+_OF_TOOLS = re.compile(rf"^<|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:{TOOLS})/")
 _LONGEST_MESSAGE = 300
 
 
@@ -109,6 +113,16 @@ def raised_by_user(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
     return _user_line(error) if refuses else None
+
+
+def line_within(error: BaseException) -> str | None:
+    """Return `file:line` of the innermost frame of a program, installed or not; None where meshkit's are further in."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(_OURS):
+            return None
+        if not _OF_TOOLS.search(frame.filename):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return None
 
 
 def _user_line(error: BaseException) -> str | None:

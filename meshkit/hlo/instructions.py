@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from meshkit.config.places import TOOLS
 from meshkit.hlo.proto import (
     Computation,
     Fields,
@@ -62,11 +63,11 @@ _PLANNING = re.compile(
     r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/"
 )  # call the program: no line beyond is of it
 # Packages that a model is written with: a line of theirs says less than the one that calls it.
-_TOOLS = "jax|jaxlib|flax|optax|chex|equinox|haiku|keras|einops|jaxtyping|beartype"
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _NOT_USERS = re.compile(
-    rf"^<|(?:^|/)bin/[^/]*$|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|{_INSTALLED.pattern}(?:{_TOOLS})/|{_OURS.pattern}"
+    rf"^<|(?:^|/)bin/[^/]*$|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|{_INSTALLED.pattern}(?:{TOOLS})/|{_OURS.pattern}"
 )
+_NEARLY_ALL = 0.8
 _CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # of a kernel that runs a notebook, one file a cell
 _SHIPPED = "/meshkit/_shipped/models/"  # what a wheel brings along is a model's code all the same
 
@@ -258,9 +259,21 @@ class SourceLines:
                 found.append((name, line))
         if not found:
             return innermost or None
-        own = [f for f in found if _SHIPPED in f[0] or not _INSTALLED.search(f[0])]
-        others = [f for f in own or found if f[0] != found[0][0]]
+        told = found if _is_own(found[0][0]) else [found[0], *(f for f in found[1:] if f not in self._entry)]
+        own = [f for f in told if _is_own(f[0])]
+        others = [f for f in own or told if f[0] != found[0][0]]
         return " from ".join(f"{_short(name)}:{line}" for name, line in [found[0], *others[:1]])
+
+    @functools.cached_property
+    def _entry(self) -> set[tuple[str, int]]:
+        """The user's lines that nearly everything comes through, as a wrapper's that calls an installed trainer's step.
+
+        Not all: jax remembers what it traced before, while the step was made.
+        """
+        inner = self._frames.keys() - {parent for _, parent in self._frames.values()}
+        chains = [{f for f in self._from_inside(n) if _is_own(f[0]) and not _NOT_USERS.search(f[0])} for n in inner]
+        counts = Counter(f for chain in chains for f in chain)
+        return {f for f, count in counts.items() if count > _NEARLY_ALL * sum(map(bool, chains)) > 1}
 
     def _from_inside(self, frame: int) -> Iterator[tuple[str, int]]:
         """(file, line) of a frame and of those that called it."""
@@ -272,6 +285,11 @@ class SourceLines:
             if parent >= frame:  # parents come first; anything else would go round in circles
                 return
             frame = parent
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a file is the user's own, or a model that comes with meshkit, and not of an installed package."""
+    return _SHIPPED in name or not _INSTALLED.search(name)
 
 
 def _kind(body: Iterable[HloInstruction]) -> str:

@@ -10,16 +10,24 @@ leaves out have size 1. Tried with MaxText 0.2.5 (`make check-maxtext`), which n
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshkit.errors import ConfigError
-from meshkit.sharding.mesh import DescribedMesh, absent_devices
+import yaml
+
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec
+from meshkit.errors import ConfigError, a_type
+from meshkit.sharding.mesh import AnyMesh, DescribedMesh, absent_devices
 from meshkit.step.given import Program
 
 TESTED = "0.2.5"
+# Of its mesh, outermost first.
+AXES = ("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "context_autoregressive",
+        "tensor", "tensor_sequence", "expert", "autoregressive")  # fmt: skip
 # MaxText writes what a run needs and a plan does not: checkpoints, data, a run's folder.
 _OF_A_PLAN = {
     "hardware": "gpu",
@@ -31,8 +39,8 @@ _OF_A_PLAN = {
 }
 
 
-def make(mesh: DescribedMesh, config: str | None = None, **overrides: Any) -> Program:
-    """Return MaxText's training step for a mesh of absent GPUs.
+def make(mesh: AnyMesh, config: str | None = None, **overrides: Any) -> Program:
+    """Return MaxText's training step for a mesh, of absent GPUs or of attached ones.
 
     Args:
         mesh: with names of MaxText's axes.
@@ -56,7 +64,8 @@ def make(mesh: DescribedMesh, config: str | None = None, **overrides: Any) -> Pr
     from flax.core.spmd import logical_axis_rules
 
     said = {**_OF_A_PLAN, **_parallelism(mesh), **overrides}
-    with absent_devices(list(mesh.devices.flat)):
+    absent = absent_devices(list(mesh.devices.flat)) if isinstance(mesh, DescribedMesh) else contextlib.nullcontext()
+    with absent:
         made = pyconfig.initialize([None, config or _base_file(), *(f"{k}={_text(v)}" for k, v in said.items())])
         whole = _whole_mesh(mesh, made.mesh_axes)
         arguments, _, state, _, model = train_compile.get_shaped_inputs(whole, made)
@@ -68,9 +77,11 @@ def make(mesh: DescribedMesh, config: str | None = None, **overrides: Any) -> Pr
         )
         teraflops, _, _ = maxtext_utils.calculate_tflops_training_per_device(made, log=False)
 
+    abstract: Any = whole if isinstance(whole, DescribedMesh) else whole.abstract_mesh
+
     @functools.wraps(step)
     def train_step(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(whole), logical_axis_rules(made.logical_axis_rules):
+        with jax.sharding.use_abstract_mesh(abstract), logical_axis_rules(made.logical_axis_rules):
             return step(*args)
 
     jitted = jax.jit(train_step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donated)
@@ -89,17 +100,78 @@ def _base_file() -> str:
     return str(Path(pyconfig.__file__).with_name("base.yml"))
 
 
-def _parallelism(mesh: DescribedMesh) -> Mapping[str, int]:
+def _parallelism(mesh: AnyMesh) -> dict[str, int]:
     """Return MaxText's keys for the sizes of a mesh.
 
     All are `ici`, where MaxText looks for no slices: the mesh itself says what lies inside an NVLink domain.
     """
-    return {"ici_fsdp_parallelism": 1, "dcn_data_parallelism": 1} | {
-        f"ici_{name}_parallelism": size for name, size in mesh.shape.items()
+    ones = {f"{link}_{key}_parallelism": 1 for link in ("ici", "dcn") for key in map(_key, AXES)}
+    return ones | {f"ici_{_key(name)}_parallelism": size for name, size in mesh.shape.items()}
+
+
+def _key(axis: str) -> str:
+    """Return how MaxText's configuration calls an axis of its mesh."""
+    return {"stage": "pipeline"}.get(axis, axis)
+
+
+def experiment_table(config: str | None, settings: Sequence[str], cluster: Cluster) -> dict[str, Any]:
+    """Return an experiment for a configuration of MaxText's, whose mesh follows from its `ici` and `dcn` integers.
+
+    Args:
+        config: a MaxText configuration file; None is MaxText's own `base.yml`.
+        settings: `key=value` of its keys, as on MaxText's command line.
+        cluster: `ici` integers are of an NVLink domain of it, `dcn` integers over its domains; one of each may be -1.
+
+    Raises:
+        ConfigError: a file that is no such configuration, or sizes that are not the cluster's.
+    """
+    overrides = dict(_setting(text) for text in settings)
+    said = {**(_read(Path(config)) if config else {}), **overrides}
+    places = {"nvlink": ("ici", "fsdp"), "infiniband": ("dcn", "data")}
+    mesh: dict[str, dict[str, Any]] = {}
+    for link, (prefix, filling) in places.items():
+        for name in AXES:
+            size = said.get(f"{prefix}_{_key(name)}_parallelism", -1 if name == filling else 1)
+            if not isinstance(size, int) or (size < 1 and size != -1):
+                raise ConfigError(f"{prefix}_{_key(name)}_parallelism is {size!r}, not a number of GPUs, nor -1.")
+            if size != 1:
+                mesh.setdefault(name, {})[link] = "fill" if size == -1 else size
+    ordered = {name: mesh[name] for name in AXES if name in mesh}
+    resolved = MeshSpec.parse(ordered).resolve(cluster)
+    options = {key: value for key, value in overrides.items() if not key.startswith(("ici_", "dcn_"))}
+    return {
+        "mesh": {axis.name: axis.to_plain() for axis in resolved.axes if axis.size > 1},
+        "program": {
+            "make": f"{__name__}:make",
+            "options": ({"config": str(Path(config).resolve())} if config else {}) | options,
+        },
     }
 
 
-def _whole_mesh(mesh: DescribedMesh, names: list[str]) -> DescribedMesh:
+def _read(path: Path) -> dict[str, Any]:
+    """Return the keys of a MaxText configuration, those of the files that it is based on beside it included."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ConfigError(f"{path} cannot be read: {str(e).splitlines()[0]}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no configuration of MaxText's: it holds {a_type(found)}.", hint="key: value")
+    base = path.parent / str(found.get("base_config") or "")
+    return {**(_read(base) if base.is_file() and base != path else {}), **found}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Return the key and the value of `key=value`."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigError(f"'{text}' is no key and value.", at="--set", hint="--set ici_fsdp_parallelism=8")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        return key, value
+
+
+def _whole_mesh(mesh: AnyMesh, names: list[str]) -> AnyMesh:
     """Return the mesh with every axis of MaxText's, in MaxText's order.
 
     Raises:
@@ -111,7 +183,8 @@ def _whole_mesh(mesh: DescribedMesh, names: list[str]) -> DescribedMesh:
     devices = mesh.devices.transpose(order).reshape([mesh.shape.get(name, 1) for name in names])
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     default = next(iter(mesh.axis_types))
-    return DescribedMesh(devices, names, [kinds.get(name, default) for name in names])
+    made: Any = type(mesh)
+    return made(devices, tuple(names), axis_types=tuple(kinds.get(name, default) for name in names))
 
 
 def _text(value: Any) -> str:

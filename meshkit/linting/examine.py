@@ -43,7 +43,7 @@ from meshkit.sharding.resolve import (
     placements_by_state,
 )
 from meshkit.sharding.strategy import BYTES_OF, SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
-from meshkit.step.given import Groups, group_arguments, held_bytes
+from meshkit.step.given import Groups, Program, group_arguments, held_bytes
 from meshkit.step.program import TrainProgram, local_bytes
 from meshkit.units import format_bytes
 
@@ -367,12 +367,12 @@ def announce_findings(examined: Examined, console: Console) -> None:
 
 
 def lint_step(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., Any] | Program,
+    args: Sequence[Any] = (),
     *,
     mesh: AnyMesh,
     cluster: Cluster,
-    rules: ShardingRules,
+    rules: ShardingRules | None = None,
 ) -> tuple[Finding, ...]:
     """What is legal and probably not meant about a step of anybody's: its rules, parameters and activations.
 
@@ -380,12 +380,14 @@ def lint_step(
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
-        rules: that the arguments were placed by.
+        rules: that the arguments were placed by; None: they are meant to lie where they do.
 
     Raises:
         ConfigError: rules that do not fit the arrays or the mesh.
     """
-    return tuple(examine_step(step, args, mesh=mesh, cluster=cluster, rules=rules).lint().findings)
+    program = step if isinstance(step, Program) else Program(step, args)
+    found = examine_step(program.step, program.args, mesh=mesh, cluster=cluster, rules=rules, names=program.names)
+    return tuple(found.lint().findings)
 
 
 def examine_step(

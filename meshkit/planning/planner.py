@@ -23,8 +23,9 @@ from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, ProgramExperiment
+from meshkit.config.places import describe_error, line_within
 from meshkit.console import notebook_line
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, MeshkitError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, rematerialization_findings
@@ -121,7 +122,7 @@ def plan_program(
         training_steps: of the whole training, for its time and cost.
     """
     groups = group_arguments(program.args, program.names)
-    mesh = _mesh_of(groups) or mesh
+    mesh = mesh_of_arguments(groups, DescribedMesh) or mesh
     given = {"tokens": program.tokens, "model_flops": program.model_flops, "training_steps": training_steps}
     facts = groups.facts().model_copy(update={key: value for key, value in given.items() if value is not None})
     return make_plan(
@@ -136,11 +137,11 @@ def plan_program(
     )
 
 
-def _mesh_of(groups: Groups) -> DescribedMesh | None:
-    """Return the described mesh that a program's arguments lie on, which a trainer may have made itself."""
+def mesh_of_arguments[T](groups: Groups, kind: type[T]) -> T | None:
+    """Return the mesh of a kind that a program's arguments lie on, which a trainer may have made itself."""
     arrays = map(array_of, (*groups.of_state, *groups.batch.values()))
     meshes = (getattr(getattr(array, "sharding", None), "mesh", None) for array in arrays)
-    return next((mesh for mesh in meshes if isinstance(mesh, DescribedMesh)), None)
+    return next((mesh for mesh in meshes if isinstance(mesh, kind)), None)
 
 
 def plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
@@ -176,22 +177,38 @@ def _plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
 def _plan_users_program(experiment: ProgramExperiment) -> Plan:
     """As `_plan_experiment`, of a `[program]`."""
     with absent_program(experiment) as (program, mesh):
-        choices = CompileChoices(
-            options=readable_options(experiment.xla, experiment.places),
-            memory_fraction=experiment.train.memory_fraction,
-        )
         facts = group_arguments(program.args, program.names).facts()
-        tokens, total = program.tokens or facts.tokens, experiment.train.tokens_total
-        said = experiment.train.steps if "steps" in experiment.train.model_fields_set else None
-        steps = math.ceil(total / tokens) if total and tokens else said
         return plan_program(
             program,
             mesh=mesh,
             cluster=experiment.cluster,
-            choices=choices,
+            choices=choices_of(experiment),
             examined=examine_program(experiment, program, mesh) if experiment.has_rules else None,
-            training_steps=steps,
+            training_steps=steps_of(experiment, program.tokens or facts.tokens),
         )
+
+
+def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
+    """Return the steps of the whole training; None where the file says neither them nor its tokens.
+
+    Args:
+        experiment: whose `train.tokens_total`, or `train.steps`, it is.
+        tokens: of a step.
+    """
+    train = experiment.train
+    if train.tokens_total and tokens:
+        return math.ceil(train.tokens_total / tokens)
+    return train.steps if "steps" in train.model_fields_set else None
+
+
+def choices_of(experiment: ProgramExperiment) -> CompileChoices:
+    """Return what a `[program]` is compiled with: its `[xla]` and `train.memory_fraction`; meshkit derives nothing.
+
+    Raises:
+        ConfigError: an option of XLA names what is no file to read.
+    """
+    options = readable_options(experiment.xla, experiment.places)
+    return CompileChoices(options=options, memory_fraction=experiment.train.memory_fraction)
 
 
 @contextmanager
@@ -199,14 +216,23 @@ def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, Des
     """Give what `program.make` makes for absent GPUs, and their mesh; jax's devices are these inside.
 
     Raises:
-        ConfigError: see `make_program`.
+        ConfigError: see `make_program`; or what the step raised that the block traced.
     """
     use_no_accelerator()
     cluster = experiment.cluster
     mesh = build_mesh(experiment.mesh, cluster, devices=describe_devices(cluster))
     assert isinstance(mesh, DescribedMesh)
     with absent_devices(describe_devices(cluster)):
-        yield make_program(experiment, mesh), mesh
+        program = make_program(experiment, mesh)
+        try:
+            yield program, mesh
+        except MeshkitError:
+            raise
+        except Exception as error:
+            if line_within(error) is None:
+                raise
+            said = f"the step that {experiment.program.make} made raised {describe_error(error)}"
+            raise experiment.error("program.make", f"{said}.") from error
 
 
 def absent_step(experiment: Experiment) -> TrainProgram:

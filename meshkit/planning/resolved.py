@@ -89,7 +89,7 @@ def find_sinks(experiment: Experiment) -> SinkCode:
     )
 
 
-def functions_by_command(experiment: Experiment) -> list[str]:
+def functions_by_command(experiment: ExperimentFile) -> list[str]:
     """Return what the command line set of `FUNCTIONS`, for `load` in another process: `data.tokenizer="pkg.mod:fn"`."""
     document, table = experiment.document, experiment.to_dict()
     keys = [split_key(key) for key in FUNCTIONS]

@@ -51,6 +51,7 @@ def plan_warnings(
         *_precision_warning(facts.precision, cluster),
         *([Warning_(code="calibration", message=measured)] if measured else []),
         *_dead_update_warning(compiled),
+        *_given_flops_warning(compiled, facts),
         *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),
         *_warnings(compiled, simulation, memory, steps),
@@ -94,6 +95,20 @@ def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
         "or giving the nnx.jit'ed step itself, with its modules as arguments"
     )
     return [Warning_(code="dead_update", message=message)]
+
+
+def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Warning_]:
+    """Return that the model FLOP which a program states are not those of its traced step, whole or causal."""
+    traced, given = compiled.traced_flops, facts.model_flops
+    if facts.flops_source != "given" or not given or traced is None or traced.model <= 0:
+        return []
+    if traced.model_causal * (1 - _NOTABLE) <= given <= traced.model * (1 + _NOTABLE):
+        return []
+    message = (
+        f"the program states {given:.4g} model FLOP a step, and its traced step without recomputation has "
+        f"{traced.model:.4g} ({given / traced.model - 1:+.0%}); MFU is by the stated ones"
+    )
+    return [Warning_(code="given_flops", message=message)]
 
 
 def _flop_warning(

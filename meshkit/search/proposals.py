@@ -19,11 +19,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment, load
+from meshkit.config.experiment import Experiment, ProgramExperiment, load, load_any
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
@@ -40,12 +41,22 @@ _WORTH = 0.01
 # Remedies that are looked for, and compiles at most; what the closed forms rule out costs none.
 WANTED = 3
 TRIES = 9
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # What XLA does of itself where meshkit chooses otherwise: in words, how the options' names begin and end, their value
 # (sizes: kDefaultAllReduceCombineThreshold and its kin, xla/service/collective_utils.h).
 _XLAS_OWN = (
     ("collectives not pipelined over layers", "xla_gpu_pipeline_", "", "COLLECTIVE_PIPELINING_MODE_OFF"),
     ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
     ("messages combined up to 30 MiB", "xla_gpu_", "_combine_threshold_bytes", 30 * 2**20 + 7),
+)
+# Of a program, for which meshkit derives none: what it would choose for a loop over layers of its own.
+_FOR_A_PROGRAM: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "collectives pipelined over layers",
+        {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _KINDS},
+    ),
+    ("two layers in the body of the loop", {"xla_gpu_enable_while_loop_double_buffering": True}),
+    ("messages combined up to 256 MiB", {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in _KINDS}),
 )
 _WORDS = {"full": "recompute every layer", "dots": "keep the projections, recompute the rest"}
 
@@ -281,15 +292,21 @@ def find_alternatives(
     Raises:
         ConfigError: no valid experiment.
     """
-    asked = list(other_options(load(path, overrides), report))
+    asked = list(other_options(load_any(path, overrides), report))
     with open_workers(request_of_file(path, overrides), jobs) as workers:
         workers.plan(asked)
     planned = sorted((c for c in asked if c.time_s), key=lambda c: c.time_s or 0.0)
     return tuple(_part(change, report.step.time_s) for change in planned)
 
 
-def other_options(experiment: Experiment, report: Report) -> Iterator[Candidate]:
-    """XLA's own options in the place of derived ones, kind by kind and all at once; schedules by other latencies."""
+def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:
+    """Give XLA's own options in the place of derived ones, kind by kind and all at once, and other latencies.
+
+    Of a `[program]`, for which none are derived: those that meshkit would choose, kind by kind and all at once.
+    """
+    if isinstance(experiment, ProgramExperiment):
+        yield from _options_of_a_program(experiment)
+        return
     derived = [o.name for o in report.program.options or () if o.name not in experiment.xla]
     for what, begin, end, value in _XLAS_OWN:
         names = [name for name in derived if name.startswith(begin) and name.endswith(end)]
@@ -300,6 +317,19 @@ def other_options(experiment: Experiment, report: Report) -> Iterator[Candidate]
     for latencies, words in (("predicted", "this plan's prices"), ("table", "its prices of collectives")):
         if experiment.train.pgle != latencies and not {PGLE_OPTION, TABLE_OPTION} & set(experiment.xla):
             yield _change("options", f"scheduled by {words}", (f"train.pgle={inline(latencies)}",))
+
+
+def _options_of_a_program(experiment: ProgramExperiment) -> Iterator[Candidate]:
+    """Give the options that the file does not set itself."""
+    kinds = [
+        (what, tuple(f"xla.{name}={inline(value)}" for name, value in options.items() if name not in experiment.xla))
+        for what, options in _FOR_A_PROGRAM
+    ]
+    found = [(what, settings) for what, settings in kinds if settings]
+    for what, settings in found:
+        yield _change("options", what, settings)
+    if len(found) > 1:
+        yield _change("options", "; ".join(what for what, _ in found), tuple(s for _, each in found for s in each))
 
 
 def _change(group: str, what: str, settings: Settings, parts: tuple[Candidate, ...] = ()) -> Candidate:

@@ -1,7 +1,8 @@
 """How a step changes with the number of hosts or GPUs: the same experiment planned at several sizes.
 
 Weak scaling gives every GPU the same part of a batch that grows; strong scaling divides the experiment's batch among
-more GPUs. Efficiency is tokens per second per GPU relative to the smallest size.
+more GPUs. The batch of a `[program]` is what its `make` returns for the mesh of each size. Efficiency is tokens per
+second per GPU relative to the smallest size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment, load
+from meshkit.config.experiment import Experiment, ProgramExperiment, load_any
 from meshkit.config.mesh import MeshAxis
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
@@ -23,13 +24,14 @@ from meshkit.search.workers import default_jobs, open_workers, request_of_file
 
 SCALING_SCHEMA = "meshkit.scaling/1"
 SCALING_FILE = "scaling.json"
-Kind = Literal["weak", "strong"]
+Kind = Literal["weak", "strong", "program"]
 
 
 class ScalingPoint(Part):
     """The experiment at one size.
 
     Attributes:
+        global_batch: of the experiment; None of a `[program]`.
         efficiency: tokens per second per GPU, relative to the smallest size that could be planned.
         speedup: tokens per second, relative to it.
         exposed_share: of the step.
@@ -37,7 +39,7 @@ class ScalingPoint(Part):
 
     hosts: int
     num_gpus: int
-    global_batch: int
+    global_batch: int | None
     efficiency: float | None = None
     speedup: float | None = None
     exposed_share: float | None = None
@@ -74,18 +76,18 @@ def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def sizes_of(
-    experiment: Experiment, what: str, numbers: Sequence[int], kind: Kind
+    experiment: Experiment | ProgramExperiment, what: str, numbers: Sequence[int], kind: Kind
 ) -> tuple[str, tuple[Candidate, ...]]:
     """The axis that grows, and the experiment at each size of a sweep.
 
     The axis whose factor is `"fill"` grows; without one, the outermost that crosses domains; on a cluster of one
-    domain, the outermost that cuts the batch.
+    domain, the outermost that cuts the batch, and of a `[program]` the outermost.
 
     Args:
         experiment: loaded; its own size need not be in the sweep.
         what: `hosts` or `gpus`: what the numbers count.
         numbers: positive; the sizes come in their order.
-        kind: `weak` scales the global batch with the GPUs, `strong` keeps it.
+        kind: `weak` scales the global batch with the GPUs, `strong` keeps it; `program`: `make` decides.
 
     Raises:
         ConfigError: no axis can grow, or a size that the cluster, the mesh or the batch cannot have.
@@ -94,7 +96,7 @@ def sizes_of(
     return axis.name, tuple(_size(experiment, axis, what, number, kind) for number in numbers)
 
 
-def growing_axis(experiment: Experiment) -> MeshAxis:
+def growing_axis(experiment: Experiment | ProgramExperiment) -> MeshAxis:
     """The axis of a mesh that a sweep changes.
 
     Args:
@@ -116,6 +118,8 @@ def growing_axis(experiment: Experiment) -> MeshAxis:
     crossing = [axis for axis in experiment.mesh.axes if axis.number("infiniband") > 1]
     if crossing:
         return crossing[0]
+    if isinstance(experiment, ProgramExperiment):
+        return experiment.mesh.axes[0]
     (batch,) = experiment.rules.spec_for(("act_batch",), kind="activations")
     cutting = [axis for axis in experiment.mesh.axes if axis.name in batch]
     if cutting:
@@ -128,7 +132,7 @@ def growing_axis(experiment: Experiment) -> MeshAxis:
     )
 
 
-def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Candidate:
+def _size(experiment: Experiment | ProgramExperiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Candidate:
     """One size: the cluster, the mesh with its growing axis, and the batch."""
     cluster = experiment.cluster
     target = _cluster_of(cluster, what, number)
@@ -136,22 +140,29 @@ def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: 
     across = _grown(experiment, axis, "infiniband", target.num_nvlink_domains)
     axes = [MeshAxis(axis.name, inside, across) if a.name == axis.name else a for a in experiment.mesh.axes]
     mesh = {a.name: a.to_plain() for a in axes}
-    batch = experiment.train.global_batch
-    if kind == "weak":
-        batch, rest = divmod(batch * target.num_gpus, cluster.num_gpus)
-        if rest:
-            raise experiment.error(
-                "train.global_batch",
-                f"{experiment.train.global_batch} sequences on {cluster.num_gpus} GPUs make no whole number on "
-                f"{target.num_gpus}.",
-                hint="a global_batch that the GPUs divide, or --scaling strong",
-            )
-    settings = [f"cluster.hosts={target.hosts}", f"mesh={inline(mesh)}", f"train.global_batch={batch}"]
+    settings = [f"cluster.hosts={target.hosts}", f"mesh={inline(mesh)}"]
+    if isinstance(experiment, Experiment):
+        settings.append(f"train.global_batch={_batch(experiment, target, kind)}")
     if target.gpus_used_per_domain != cluster.gpus_used_per_domain:
         settings.append(f"cluster.gpus_used_per_domain={target.gpus_used_per_domain}")
     if target.nvlink_domain_size != cluster.nvlink_domain_size:
         settings.append(f"cluster.nvlink_domain_size={target.nvlink_domain_size}")
     return Candidate(tuple(settings))
+
+
+def _batch(experiment: Experiment, target: Cluster, kind: Kind) -> int:
+    """Return the global batch at one size."""
+    batch, now = experiment.train.global_batch, experiment.cluster.num_gpus
+    if kind == "strong":
+        return batch
+    scaled, rest = divmod(batch * target.num_gpus, now)
+    if rest:
+        raise experiment.error(
+            "train.global_batch",
+            f"{batch} sequences on {now} GPUs make no whole number on {target.num_gpus}.",
+            hint="a global_batch that the GPUs divide, or --scaling strong",
+        )
+    return scaled
 
 
 def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
@@ -169,7 +180,7 @@ def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
     return Cluster.load(table, hosts=hosts_per_domain, gpus_used_per_domain=gpus)
 
 
-def _grown(experiment: Experiment, axis: MeshAxis, link: str, total: int) -> int:
+def _grown(experiment: Experiment | ProgramExperiment, axis: MeshAxis, link: str, total: int) -> int:
     """The axis's factor on a link whose factors multiply to `total`; the other axes keep theirs."""
     others = 1
     for other in experiment.mesh.axes:
@@ -189,7 +200,7 @@ def scale(
     path: str | Path,
     overrides: Sequence[str],
     sweep: str,
-    kind: Kind,
+    kind: Kind | None = None,
     *,
     jobs: int | None = None,
 ) -> ScalingReport:
@@ -198,19 +209,26 @@ def scale(
     Args:
         path, overrides: the experiment.
         sweep: `hosts=1,2,4` or `gpus=1,2,4`.
-        kind: `weak`: the batch grows with the GPUs; `strong`: it stays.
+        kind: `weak` (the default): the batch grows with the GPUs; `strong`: it stays. None of a `[program]`.
         jobs: planning processes at a time; None: one for each CPU.
 
     Raises:
-        ConfigError: no such sweep, or a size that cannot be.
+        ConfigError: no such sweep, a size that cannot be, or a kind of a `[program]`, whose `make` decides the batch.
     """
-    experiment = load(path, overrides)
+    experiment = load_any(path, overrides)
+    if isinstance(experiment, ProgramExperiment):
+        if kind is not None:
+            raise experiment.error(
+                "program", "the batch at each size is what its function returns.", hint="without --scaling"
+            )
+        kind = "program"
+    kind = kind or "weak"
     if experiment.cluster.is_cpu:
         raise ConfigError(f"cluster '{experiment.cluster.name}' has no GPUs, and a sweep predicts GPUs.")
     what, numbers = parse_sweep(sweep)
     axis, sizes = sizes_of(experiment, what, numbers, kind)
     # what cannot be is said before anything is compiled
-    experiments = [load(path, (*overrides, *size.settings)) for size in sizes]
+    experiments = [load_any(path, (*overrides, *size.settings)) for size in sizes]
     with open_workers(request_of_file(path, overrides), min(jobs or default_jobs(), len(sizes))) as workers:
         workers.plan(sizes)
     points = _points(experiments, [size.outcome for size in sizes if size.outcome])
@@ -218,9 +236,12 @@ def scale(
     return ScalingReport(experiment=experiment.name, gpu=gpu, kind=kind, axis=axis, points=points)
 
 
-def _points(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> tuple[ScalingPoint, ...]:
+def _points(
+    experiments: Sequence[Experiment | ProgramExperiment], outcomes: Sequence[Outcome]
+) -> tuple[ScalingPoint, ...]:
     """The sizes with their outcomes, held against the smallest that has one."""
-    sizes = [(e.cluster.hosts, e.cluster.num_gpus, e.train.global_batch) for e in experiments]
+    batches = [e.train.global_batch if isinstance(e, Experiment) else None for e in experiments]
+    sizes = [(e.cluster.hosts, e.cluster.num_gpus, batch) for e, batch in zip(experiments, batches)]
     rates = [outcome.tokens_per_s_per_gpu for outcome in outcomes]
     first = next(((size[1], rate) for size, rate in zip(sizes, rates) if rate), None)
     points = []

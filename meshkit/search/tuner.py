@@ -27,7 +27,7 @@ from meshkit.search.bounds import Bounds
 from meshkit.search.candidate import Candidate
 from meshkit.search.order import Journal, Pruned, Search, candidates
 from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, report_of
-from meshkit.search.variants import REMATS, Space, Variant, make_space, meshes_over
+from meshkit.search.variants import REMATS, Options, Space, Variant, make_space, meshes_over
 from meshkit.search.workers import (
     Build,
     Workers,
@@ -75,6 +75,7 @@ def tune_experiment(
     jobs: int | Executor | None = None,
     axes: Sequence[str] | None = None,
     sizes: Sizes = OWN_SIZE,
+    vary: Sequence[str] = (),
     progress: SearchProgress = SILENT,
 ) -> TuneReport:
     """The search's report; with `out` also `tune.json`, `winner.toml`, and what a later call resumes from.
@@ -87,6 +88,7 @@ def tune_experiment(
         jobs: planning processes at a time, or an executor that plans; None: one process for each CPU.
         axes: names of mesh axes that may have a size; None: those that the rules know.
         sizes: of the cluster to look at, and what decides between them.
+        vary: `key=[values]` of a `[program]`: options of its function, or of XLA.
         progress: hears how it goes.
 
     Raises:
@@ -98,7 +100,10 @@ def tune_experiment(
     path, overrides = str(experiment), tuple(overrides)
     loaded = load_any(path, overrides)
     if isinstance(loaded, ProgramExperiment):
-        return _tune_program(loaded, path, overrides, out, budget, jobs, sizes, progress)
+        space = _space_of_program(loaded, axes, vary)
+        return _tune_program(loaded, path, overrides, space, out, budget, jobs, sizes, progress)
+    if vary:
+        raise ConfigError("only a [program] says by --vary what is tried.", at="--vary", hint="--axes, or [xla]")
     _check(loaded, budget, jobs, sizes.objective)
     others = [n for n in sizes.hosts if n != loaded.cluster.hosts]
     at_sizes = {n: _at_size(path, overrides, loaded, n) for n in others}
@@ -149,6 +154,7 @@ def _tune_program(
     experiment: ProgramExperiment,
     path: str,
     overrides: tuple[str, ...],
+    space: Space,
     out: Path | None,
     budget: int,
     jobs: int | Executor | None,
@@ -162,7 +168,7 @@ def _tune_program(
         raise experiment.error(
             "program", "a [program] is tuned at the size of its cluster.", hint="--set cluster.hosts=4"
         )
-    start, space = time.perf_counter(), _space_of_step(experiment.mesh, cluster, {})
+    start = time.perf_counter()
     journal = Journal(out, experiment)
     search = _searched(space, budget, journal, open_workers(request_of_file(path, overrides), jobs), progress)
     report = _report(
@@ -171,7 +177,7 @@ def _tune_program(
         experiment=experiment.name,
         gpu=cluster.gpu.key,
         num_gpus=cluster.num_gpus,
-        space=len(space.meshes),
+        space=len(space.meshes) * len(space.options),
         pruned=(),
         jobs=default_jobs() if not isinstance(jobs, int) else jobs,
         wall_s=time.perf_counter() - start,
@@ -182,6 +188,52 @@ def _tune_program(
             winner = load_any(path, (*overrides, *report.winner.settings))
             (out / WINNER_FILE).write_text(_HEADER + winner.to_toml(), encoding="utf-8")
     return report
+
+
+def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None, vary: Sequence[str]) -> Space:
+    """Return every mesh of the program's axes with every combination of the values of `--vary`.
+
+    What the file says of a key is tried first; of a key that it lacks, the function's own default.
+
+    Raises:
+        ConfigError: an axis that the mesh has not, or what is no list of values of a key.
+    """
+    names = experiment.mesh.axis_names
+    if other := [name for name in axes or () if name not in names]:
+        raise ConfigError(f"the mesh has no axis '{other[0]}'.", at="--axes", hint=f"of {', '.join(names)}")
+    said = {"program.options": experiment.program.options, "xla": experiment.xla}
+    sets: list[Options] = [()]
+    for text in vary:
+        key, values = _varied(text)
+        section, _, name = key.rpartition(".")
+        own = ((key, said[section][name]),) if name in said[section] else ()
+        each = [own, *(((key, value),) for value in values if ((key, value),) != own)]
+        sets = [(*before, *more) for before in sets for more in each]
+    meshes = [experiment.mesh]
+    for mesh in meshes_over(experiment.cluster, [n for n in names if axes is None or n in axes], names):
+        sized = {axis.name: axis for axis in mesh.axes}
+        meshes.append(MeshSpec(tuple(sized.get(name) or MeshAxis(name, 1, 1) for name in names)))
+    base = Variant(experiment.mesh, 1, False, None, sets[0])
+    return Space(
+        base=base,
+        preset=None,
+        meshes=tuple(dict.fromkeys(meshes)),
+        accumulates=(1,),
+        remats=(None,),
+        options=tuple(sets),
+    )
+
+
+def _varied(text: str) -> tuple[str, list[Any]]:
+    """Return the key and the values of one `--vary`."""
+    key, _, values = text.partition("=")
+    found = None
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        found = tomllib.loads(f"values = {values}")["values"]
+    if key.rpartition(".")[0] not in ("program.options", "xla") or not isinstance(found, list) or not found:
+        hint = '--vary \'program.options.remat=["full", "none"]\', or a key of [xla]'
+        raise ConfigError(f"'{text}' is no list of values of an option.", at="--vary", hint=hint)
+    return key, found
 
 
 def _searched(space: Space, budget: int, journal: Journal, workers: Workers, progress: SearchProgress) -> Search:

@@ -23,12 +23,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.mesh import abstract_mesh_context_manager
+from jax._src.mesh import abstract_mesh_context_manager, device_context
 from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
-from meshkit.config.sections import TrainTable
+from meshkit.config.sections import ProgramTrainTable, TrainTable
 from meshkit.config.toml import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.discover.probe import has_driver
@@ -135,7 +135,7 @@ def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
     """A block in which the cluster's devices are those of `jax.devices()`, `jax.make_mesh` and the like.
 
     So code that makes its mesh itself makes one of GPUs that are not there. Names that it imported from jax before
-    (`from jax import devices`) are jax's own.
+    (`from jax import devices`) are jax's own. A mesh that it sets by `jax.set_mesh` is set no more after the block.
     """
     devices = sorted(devices, key=lambda device: device.id)
     of_jax = jax.sharding.Mesh.__new__
@@ -161,6 +161,7 @@ def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
         "make_mesh": make_mesh,
     }
     before = {name: getattr(jax, name) for name in answers}
+    contexts = [(context, context.get_local()) for context in (abstract_mesh_context_manager, device_context)]
     for name, answer in answers.items():
         setattr(jax, name, answer)
     jax.sharding.Mesh.__new__ = new_mesh
@@ -168,6 +169,8 @@ def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
         yield
     finally:
         jax.sharding.Mesh.__new__ = of_jax
+        for context, value in contexts:
+            context.set_local(value)
         for name, answer in before.items():
             setattr(jax, name, answer)
 
@@ -422,7 +425,7 @@ def is_of_memory(said: str) -> bool:
 
 def too_little_memory(
     cluster: Cluster,
-    train: TrainTable,
+    train: ProgramTrainTable,
     file: str,
     said: str,
     *,
@@ -450,8 +453,10 @@ def too_little_memory(
         used = f", {format_bytes(stats['bytes_in_use'])} of them in use" if "bytes_in_use" in stats else ""
         name, there = cluster.gpu.name, format_bytes(cluster.gpu.memory_bytes)
         message += f": of the {there} of {name} XLA has {format_bytes(pool)}{used}"
-    less = [] if train.remat == "full" else ['train.remat = "full"']
-    less += [f"train.accumulate above {train.accumulate}", f"train.global_batch below {train.global_batch}"]
+    less = ["a smaller batch", "more recomputation"]
+    if isinstance(train, TrainTable):
+        less = [] if train.remat == "full" else ['train.remat = "full"']
+        less += [f"train.accumulate above {train.accumulate}", f"train.global_batch below {train.global_batch}"]
     remedies = f"`meshkit plan {file}`, which says what makes it fit, as {', '.join(less)}, or more GPUs to shard over"
     return RunError(f"{message}.", at=at or file, hint=hint or remedies)
 

@@ -79,6 +79,16 @@ def test_the_users_own_file_led_to_an_installed_layer():
     assert lines(range(7), range(1, 8), files).of({15: [6]}) == "layers/linears.py:60 from me/my_steps.py:20"
 
 
+def test_a_line_that_everything_comes_through_is_a_wrappers():
+    """Two layers of a trainer, called by one line of the user's: `parents` makes two chains of it."""
+    files = (TRAINER[0], TRAINER[2], TRAINER[4], TRAINER[2].replace("llama2", "gemma"))
+    found = lines((0, 1, 2, 1), (1, 2, 3, 4), files)
+    assert [found.of({15: [n]}) for n in (3, 4)] == [
+        "layers/linears.py:30 from models/llama2.py:20",
+        "models/gemma.py:40",
+    ]
+
+
 def test_frames_that_call_each_other_end():
     assert lines(parents=(0, 4, 2, 2, 3, 5), locations=(1, 1, 3, 4, 5, 6)).of({15: [2]}) is not None
 

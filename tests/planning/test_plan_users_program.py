@@ -54,6 +54,12 @@ def too_small(mesh):
 def broken(mesh):
     raise KeyError("layers")
 
+def broken_step(mesh):
+    def step(state, batch):
+        return state @ batch
+
+    return mk.Program(jax.jit(step), tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(4, 4), (3,)]))
+
 def nothing(mesh):
     return 3
 
@@ -116,6 +122,10 @@ def test_options_are_the_functions(file, plan):
     [
         ("too_small", r"\(4,\), \('data',\)\) is of 4 devices, and 16 are described \(steps_of_a_user.py:\d+\)"),
         ("broken", r"raised KeyError: 'layers' \(steps_of_a_user.py:\d+\)"),
+        (
+            "broken_step",
+            r"the step that .*broken_step made raised TypeError: .* \(steps_of_a_user.py:\d+\)",
+        ),
         ("nothing", "returned an int; it must return an mk.Program"),
         ("real_arrays", r"steps_of_a_user.py:\d+"),
         ("absent", "has no 'absent'"),
@@ -150,6 +160,67 @@ def test_it_is_tuned_over_every_mesh_of_its_axes(file, tmp_path, capsys):
     assert found["compiled"] == 2
     winner = load_any(tmp_path / "t" / "winner.toml")
     assert winner.mesh.size == 16
+
+
+def test_the_axes_that_may_have_a_size_and_the_options_to_try_are_the_users(file, tmp_path, capsys):
+    vary = ["--vary", "program.options.layers=[4, 2]", "--axes", "fsdp", "--candidates", "3"]
+    assert cli.main(["tune", str(file), *vary, "--jobs", "1", "--out", str(tmp_path / "t"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["space"], found["compiled"]) == (
+        6,
+        3,
+    )  # its mesh, and fsdp of 16 in two orders; two, three, four layers
+    assert {"program.options.layers=4"} in [set(outcome["settings"]) for outcome in found["outcomes"]]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--vary", "train.steps=[1]"], "is no list of values of an option"),
+        (["--vary", "xla.xla_gpu_graph_level=3"], "is no list of values of an option"),
+        (["--axes", "tensor"], "the mesh has no axis 'tensor'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(file, option, message, tmp_path, capsys):
+    assert cli.main(["tune", str(file), *option, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_is_planned_at_several_sizes_with_the_batch_that_it_makes(file, capsys):
+    assert cli.main(["plan", str(file), "--sweep", "hosts=1,2", "--jobs", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["axis"], [p["global_batch"] for p in found["points"]]) == (
+        "program",
+        "data",
+        [None, None],
+    )
+    assert [p["outcome"]["num_gpus"] for p in found["points"]] == [8, 16]
+    assert found["points"][1]["efficiency"] < 1  # the batch of `make` stays
+    assert cli.main(["plan", str(file), "--sweep", "hosts=1,2", "--scaling", "weak"]) == 2
+    assert "the batch at each size is what its function returns" in capsys.readouterr().err
+
+
+def test_options_of_xla_that_meshkit_would_derive_are_tried(file, capsys):
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    said = [f"xla.xla_gpu_{kind}_combine_threshold_bytes=1000" for kind in kinds]
+    said += [f'xla.xla_gpu_pipeline_{kind}="COLLECTIVE_PIPELINING_MODE_ON"' for kind in kinds]
+    settings = [argument for one in said for argument in ("--set", one)]
+    assert cli.main(["plan", str(file), "--options", "--jobs", "1", "--json", *settings]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["program"]["alternatives"]  # what the file does not say itself
+    assert found["settings"] == ["xla.xla_gpu_enable_while_loop_double_buffering=true"]
+
+
+def test_doctor_topo_and_compare_know_it(file, plan, tmp_path, capsys):
+    cli.main(["doctor", str(file), "--json"])
+    (check,) = [c for c in json.loads(capsys.readouterr().out)["checks"] if c["check"] == "experiment"]
+    assert check["status"] == "ok"
+    assert "steps_of_a_user:make has 0.4 M parameters" in check["message"]
+    assert cli.main(["topo", "--check", str(file)]) == 3  # no GPUs here
+    assert "differs from the cluster" in capsys.readouterr().err
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(plan.report.to_json())
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-if", "step.time_s > 1.01"]) == 0
 
 
 def test_train_says_how_to_launch_a_script(file, capsys):

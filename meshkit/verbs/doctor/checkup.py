@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshkit.children import Child, ChildDied, ChildFailed
-from meshkit.config.experiment import Experiment
+from meshkit.config.experiment import Experiment, ProgramExperiment
 from meshkit.discover import LiveProbe
 from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
 from meshkit.distributed.join import bind_address, certificates_of
@@ -55,7 +55,7 @@ _CLOCK_S = 1.0
 
 
 def examine(
-    experiment: Experiment | None = None,
+    experiment: Experiment | ProgramExperiment | None = None,
     *,
     folder: Path = Path("runs"),
     gang_timeout_s: float | None = None,
@@ -86,8 +86,11 @@ def examine(
     results += check_network(gang, several=several)
     needed_bytes = None
     if experiment is not None:
-        result, needed_bytes = check_experiment(experiment)
-        results.append(result)
+        if isinstance(experiment, ProgramExperiment):
+            results.append(check_program(experiment))
+        else:
+            result, needed_bytes = check_experiment(experiment)
+            results.append(result)
     results += check_disk(folder, needed_bytes)
     if gang_timeout_s is not None:
         results += check_gang(env, gang_timeout_s)
@@ -123,6 +126,24 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     if not experiment.checkpoint.every:
         return ok("experiment", f"{text}, of which none is written"), None
     return ok("experiment", text), each * (experiment.checkpoint.keep + 1)
+
+
+def check_program(experiment: ProgramExperiment) -> Result:
+    """Return whether `program.make` makes its step, for the cluster's GPUs, none of which need be here."""
+    from meshkit.planning.planner import absent_program
+    from meshkit.step.given import group_arguments
+
+    try:
+        with absent_program(experiment) as (program, _):
+            facts = group_arguments(program.args, program.names).facts()
+    except MeshkitError as e:
+        return failed("experiment", e, "meshkit explain, which shows where")
+    state = (facts.parameters_bytes or 0) + (facts.optimizer_bytes or 0)
+    millions = (facts.parameters or 0) / 1e6
+    text = (
+        f"{experiment.program.make} has {millions:.1f} M parameters, and a GPU holds {format_bytes(state)} of its state"
+    )
+    return ok("experiment", text)
 
 
 def check_network(

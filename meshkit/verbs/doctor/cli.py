@@ -29,11 +29,11 @@ def doctor(
 
     Every finding comes with a way out. Exit code 3 if a job would fail or hang here.
     """
-    from meshkit.config.experiment import load
+    from meshkit.config.experiment import load_any
     from meshkit.verbs.doctor.checkup import examine
     from meshkit.verbs.doctor.node import show
 
-    loaded = load(experiment, set_) if experiment else None
+    loaded = load_any(experiment, set_) if experiment else None
     diagnosis = examine(loaded, folder=out, gang_timeout_s=timeout if gang else None)
     if json_:
         output(json.dumps(diagnosis.to_dict(), indent=2))

@@ -29,7 +29,7 @@ from meshkit.console import Printed
 from meshkit.errors import ConfigError
 from meshkit.linting.examine import SCALARS, Examined, Explained, examine_step
 from meshkit.linting.placements import SEVERITY_COLOURS, Finding, Subject, finding_lines
-from meshkit.planning.planner import Plan, absent_program, absent_step, make_plan, plan_experiment, plan_program
+from meshkit.planning.planner import Plan, absent_program, absent_step, plan_experiment, plan_program
 from meshkit.planning.resolved import examine_experiment, examine_program
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
@@ -38,6 +38,7 @@ from meshkit.search.proposals import propose
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed
+from meshkit.step.given import Program
 from meshkit.step.program import NO_FACTS
 from meshkit.units import format_bytes
 
@@ -150,12 +151,12 @@ def _explain_program(experiment: ProgramExperiment, note: str | None) -> Explana
 
 
 def explain_step(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., Any] | Program,
+    args: Sequence[Any] = (),
     *,
     mesh: AnyMesh,
     cluster: Cluster,
-    rules: ShardingRules,
+    rules: ShardingRules | None = None,
     accumulate: int = 1,
     compile: bool = True,
 ) -> Explanation:
@@ -166,7 +167,7 @@ def explain_step(
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
-        rules: that the arguments were placed by.
+        rules: that the arguments were placed by; None: they are meant to lie where they do.
         accumulate: micro-batches of the step, each of which may gather weights and reduce gradients.
         compile: whether to hold the compiled step's collectives against the rules, where it can be compiled.
 
@@ -174,13 +175,22 @@ def explain_step(
         ConfigError: rules that do not fit the arrays or the mesh.
         ProgramError: XLA refuses the step.
     """
-    examined = examine_step(step, args, mesh=mesh, cluster=cluster, rules=rules, accumulate=accumulate)
+    program = step if isinstance(step, Program) else Program(step, args)
+    examined = examine_step(
+        program.step,
+        program.args,
+        mesh=mesh,
+        cluster=cluster,
+        rules=rules,
+        accumulate=accumulate,
+        names=program.names,
+    )
     note = why_not_compiled(cluster) if compile else "compile=False"
     made = None
     if note is None:
-        made = make_plan(step, args, mesh=mesh, cluster=cluster, examined=examined)
+        made = plan_program(program, mesh=mesh, cluster=cluster, examined=examined)
     held = examined.parameters_bytes, examined.optimizer_bytes
-    name = getattr(step, "__name__", None) or type(step).__name__
+    name = getattr(program.step, "__name__", None) or type(program.step).__name__
     return _explanation(name, examined, cluster, made=made, note=note, held=held)
 
 

@@ -17,25 +17,43 @@ def new(
         typer.Option(metavar="PKG.MOD:CLASS", help="The model's import path; models.llama:Llama without it."),
     ] = None,
     preset: Annotated[str | None, typer.Option(metavar="NAME", help="Of the model, where it has presets.")] = None,
-    cluster: Annotated[str, typer.Option(metavar="NAME", help="A shipped cluster, or a file.")] = "cpu8",
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A shipped cluster, or a file; cpu8, of MaxText dgx_h100.")
+    ] = None,
     hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="Hosts of the cluster.")] = None,
     copy_model: Annotated[
         str | None, typer.Option("--copy-model", metavar="NAME", help="Copy a shipped model beside it, to edit: llama.")
     ] = None,
+    from_maxtext: Annotated[
+        str | None,
+        typer.Option("--from-maxtext", metavar="CONFIG.yml", help="Of MaxText's step: its file, or base for its own."),
+    ] = None,
+    set_: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="A key of MaxText's, as ici_fsdp_parallelism=8.")
+    ] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; stdout without it.")] = None,
 ) -> None:
-    """Write a commented experiment file."""
+    """Write a commented experiment file; with --from-maxtext one that plans MaxText's own training step."""
     from meshkit.verbs.new.template import copy_model as copy
-    from meshkit.verbs.new.template import new_experiment
+    from meshkit.verbs.new.template import maxtext_experiment, new_experiment
 
     if copy_model is not None and model is not None:
         raise ConfigError("--copy-model names the model.", at="--model", hint="one of the two")
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists, and `new` overwrites nothing.", hint="another --out")
+    if set_ and from_maxtext is None:
+        raise ConfigError("--set is for keys of MaxText's.", at="--set", hint="--from-maxtext CONFIG.yml")
     copied: list[Path] = []
     if copy_model is not None:
         model, copied = copy(copy_model, out.parent if out else Path())
-    text = new_experiment(model=model or "models.llama:Llama", preset=preset, cluster=cluster, hosts=hosts, file=out)
+    if from_maxtext is not None:
+        if model or preset:
+            raise ConfigError("MaxText's configuration names its model.", at="--from-maxtext", hint="--set model_name=")
+        text = maxtext_experiment(from_maxtext, set_, cluster=cluster or "dgx_h100", hosts=hosts, file=out)
+    else:
+        text = new_experiment(
+            model=model or "models.llama:Llama", preset=preset, cluster=cluster or "cpu8", hosts=hosts, file=out
+        )
     if copied:
         say(f"copied {', '.join(map(str, copied))}; what you change there is what the experiment runs")
     if out is None:

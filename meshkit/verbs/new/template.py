@@ -8,7 +8,7 @@ import re
 import shlex
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -19,7 +19,7 @@ from meshkit.config.cluster import Cluster, shipped_clusters
 from meshkit.config.files import STDLIB_SOURCE
 from meshkit.config.rules import PRESETS, ShardingRules
 from meshkit.config.sections import ExperimentTable
-from meshkit.config.toml import did_you_mean, inline, string_text
+from meshkit.config.toml import did_you_mean, inline, string_text, to_toml
 from meshkit.config.user_code import MODELS, find_source, is_shipped_name, shipped_experiments, shipped_folder
 from meshkit.errors import ConfigError
 
@@ -155,6 +155,32 @@ def new_experiment(
         source=string_text(source),
     )
     return "\n".join(_commented(text.splitlines())) + "\n"
+
+
+def maxtext_experiment(
+    config: str, settings: Sequence[str], *, cluster: str, hosts: int | None = None, file: Path | None = None
+) -> str:
+    """Return the text of an experiment file that plans MaxText's own training step.
+
+    Args:
+        config: a MaxText configuration file, or `base` for MaxText's own.
+        settings: `key=value` of its keys.
+        cluster: a shipped name, or a path.
+        hosts: how many, where not as the cluster says.
+        file: that the text is for.
+
+    Raises:
+        ConfigError: there is no such cluster or configuration, or its parallelism is not of the cluster's size.
+    """
+    from meshkit.integrations.maxtext import experiment_table
+
+    machines = Cluster.load(cluster, hosts=hosts)
+    table = experiment_table(None if config == "base" else config, settings, machines)
+    where = {"name" if cluster in shipped_clusters() else "file": cluster, "hosts": hosts}
+    command = f"meshkit plan {shlex.quote(str(file)) if file else 'FILE'}"
+    head = f"# MaxText's training step on {machines.num_gpus} x {machines.gpu.name}: {command}\n"
+    named = {"cluster": where if hosts is not None else cluster}
+    return head + to_toml({**named, **table})
 
 
 def _commented(lines: Iterable[str]) -> Iterator[str]:

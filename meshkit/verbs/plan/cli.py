@@ -36,8 +36,8 @@ def plan(
         str | None, typer.Option(metavar="hosts=1,2,4", help="Plan at several sizes: scaling over hosts, or gpus=...")
     ] = None,
     scaling: Annotated[
-        str, typer.Option(metavar="weak|strong", help="Of --sweep: the batch grows with the GPUs, or stays.")
-    ] = "weak",
+        str | None, typer.Option(metavar="weak|strong", help="Of --sweep: the batch grows with the GPUs, or stays.")
+    ] = None,
     remedies: Annotated[
         bool, typer.Option("--remedies/--no-remedies", help="Where it does not fit, compile changes until some do.")
     ] = True,
@@ -75,10 +75,6 @@ def plan(
         return
     loaded = load_any(experiment, set_)
     own = isinstance(loaded, Experiment)
-    if options and not own:
-        raise loaded.error(
-            "program", "--options changes what meshkit derives from its own step.", "other values in [xla]"
-        )
     title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
     with compiling(keep=not no_cache, timeout_s=compile_timeout):
         with status(title):
@@ -134,13 +130,19 @@ def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int
 
 
 def _sweep(
-    experiment: Path, set_: list[str], sweep: str, scaling: str, out: Path | None, as_json: bool, jobs: int | None
+    experiment: Path,
+    set_: list[str],
+    sweep: str,
+    scaling: str | None,
+    out: Path | None,
+    as_json: bool,
+    jobs: int | None,
 ) -> None:
     """Plans, prints and writes the sizes of `--sweep`."""
     from meshkit.search.scaling import SCALING_FILE, scale
     from meshkit.verbs.plan.scaling_page import render, write_scaling_html
 
-    if scaling not in ("weak", "strong"):
+    if scaling not in (None, "weak", "strong"):
         raise ConfigError(f"there is no scaling '{scaling}'.", at="--scaling", hint="weak or strong")
     start = time.perf_counter()
     with status(f"planning at every size of {sweep}"):

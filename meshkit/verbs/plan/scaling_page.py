@@ -16,7 +16,7 @@ from meshkit.units import format_bytes, format_percent, format_seconds
 
 def render(report: ScalingReport) -> RenderableType:
     """The sweep, for `rich.print`."""
-    title = f"{report.experiment} on {report.gpu}: {report.kind} scaling, axis '{report.axis}' grows"
+    title = f"{report.experiment} on {report.gpu}: {_kind(report)}, axis '{report.axis}' grows"
     notes = [Text(f"{p.num_gpus} GPUs: {p.outcome.error}", "red") for p in report.points if p.outcome.error]
     return Group(Text(title, "bold underline"), _sizes(report).terminal(), *notes)
 
@@ -28,12 +28,18 @@ def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
     batches = {p.global_batch for p in report.points}
-    batch = f"batch {report.points[0].global_batch}{'' if len(batches) == 1 else ' at the smallest size'}"
-    page = Page(f"{report.experiment}: {report.kind} scaling", f"{report.gpu} · axis {report.axis} grows · {batch}")
+    batch = f" · batch {report.points[0].global_batch}{'' if len(batches) == 1 else ' at the smallest size'}"
+    known = "" if batches == {None} else batch
+    page = Page(f"{report.experiment}: {_kind(report)}", f"{report.gpu} · axis {report.axis} grows{known}")
     note = "Tokens per second per GPU, relative to the smallest size; the step below, by what it is made of."
     charts = page.chart("efficiency", efficiency_chart(report)), page.chart("steps", steps_chart(report))
     page.add(section("Efficiency", note, *charts), section("Sizes", "", _sizes(report).html()))
     return page.write(path)
+
+
+def _kind(report: ScalingReport) -> str:
+    """Return how the batch goes with the size, in words."""
+    return "its own batch at each size" if report.kind == "program" else f"{report.kind} scaling"
 
 
 def _sizes(report: ScalingReport) -> Table:
@@ -46,7 +52,7 @@ def _sizes(report: ScalingReport) -> Table:
             (
                 mesh_text(outcome),
                 str(point.num_gpus),
-                str(point.global_batch),
+                "-" if point.global_batch is None else str(point.global_batch),
                 format_seconds(outcome.time_s),
                 format_seconds(outcome.exposed_s),
                 format_percent(point.exposed_share),

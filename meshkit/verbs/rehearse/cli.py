@@ -34,11 +34,11 @@ def rehearse(
     One process runs its program of the whole job with NCCL mocked: real kernel times and the allocator's real peak;
     communication is predicted, as in a plan. Writes a calibration that later plans read.
     """
-    from meshkit.config.experiment import load
+    from meshkit.config.experiment import load_any
     from meshkit.report.folder import write_folder
     from meshkit.verbs.rehearse.rehearsal import check_gpu, measure, run
 
-    loaded = load(experiment, set_)
+    loaded = load_any(experiment, set_)
     if recorded and out is None:
         raise ConfigError("--recorded reads a rehearsal's run folder, and none is named.", hint="--out DIR")
     if not recorded:

@@ -15,31 +15,36 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.children import Child, ChildDied, ChildFailed, serve
-from meshkit.compile.attached import compile_step
+from meshkit.compile.attached import compile_attached, compile_step
 from meshkit.compile.choices import choices_for
+from meshkit.compile.lowering import over_arrays
 from meshkit.compile.options import version_of
 from meshkit.compile.program import CompiledProgram, compile_absent
+from meshkit.compile.traced import traced_flops
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment, load
+from meshkit.config.experiment import Experiment, ExperimentFile, ProgramExperiment, load_any
+from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.xla_options import as_overrides
 from meshkit.discover.probe import read_nvml
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
-from meshkit.planning.planner import absent_step
-from meshkit.planning.resolved import find_tokenizer, functions_by_command, make_train_step
+from meshkit.planning.planner import absent_step, choices_of, mesh_of_arguments, plan_experiment, steps_of
+from meshkit.planning.resolved import find_tokenizer, functions_by_command, make_program, make_train_step
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
@@ -47,7 +52,9 @@ from meshkit.report.measured import captured_program, noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, is_of_memory, too_little_memory
+from meshkit.sharding.resolve import array_of
 from meshkit.step.data import Batches, check_tokens, open_data, vocab_of
+from meshkit.step.given import group_arguments
 from meshkit.step.program import training_steps
 from meshkit.step.train_step import TrainProgram
 from meshkit.timeline import Timeline
@@ -107,7 +114,7 @@ def gpus_here() -> int:
     return 0 if isinstance(found, str) else len(found["gpus"])
 
 
-def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
+def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int) -> None:
     """Runs one process's part of an experiment on this machine's first GPU, and captures it into a run folder.
 
     Args:
@@ -151,7 +158,7 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
             raise RunError(f"the rehearsal failed: {said[:300]}", at=str(log)) from None
 
 
-def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, str]:
+def gpu_environment(experiment: Experiment | ProgramExperiment, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the process on the GPU, made of this process's.
 
     One GPU of the machine is visible.
@@ -171,7 +178,7 @@ def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> d
     }
 
 
-def measure(experiment: Experiment, folder: Path) -> Rehearsed:
+def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehearsed:
     """The report of a rehearsal's capture; writes the rates of its kernels as a calibration.
 
     Args:
@@ -181,13 +188,17 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
     Raises:
         TraceError: there is no capture, it cannot be read, or it is of another mesh.
     """
-    cluster, train = experiment.cluster, experiment.train
+    cluster = experiment.cluster
     captured = open_capture(folder)
     _check_same(experiment, captured)
     trace, record, schedule = read_captured(captured), captured.record, captured.schedule
     if schedule is None:
         raise TraceError("this version does not know a form of HLO in the captured program.", at=str(captured.folder))
     times = kernel_seconds(trace, schedule)
+    if isinstance(experiment, ProgramExperiment):
+        known: dict[str, Any] = {"training_steps": steps_of(experiment, record.work.tokens)}
+    else:
+        known = {"precision": experiment.train.precision, "training_steps": training_steps(experiment.train)}
     price = MeasuredKernels(times, cluster)
     assumptions = replace(assumptions_for(experiment.xla), contention=False, slowest=False)
     simulation = simulate(schedule, cluster, seconds=price, assumptions=assumptions)
@@ -201,7 +212,7 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
         schedule,
         source="rehearse",
         machines=Machines(captured.placement, cluster, processes_expected=cluster.num_gpus),
-        facts=record.work.model_copy(update={"precision": train.precision, "training_steps": training_steps(train)}),
+        facts=record.work.model_copy(update=known),
         instructions=read_instructions(captured.module),
         warnings=[
             *_other_gpu(captured, cluster),
@@ -216,12 +227,13 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
     return Rehearsed(report.model_copy(update=parts), simulation.timeline, file)
 
 
-def _check_same(experiment: Experiment, captured: Captured) -> None:
+def _check_same(experiment: ExperimentFile, captured: Captured) -> None:
     """Stops where the capture is of another mesh than the experiment."""
-    axes, shape = captured.record.mesh.axes, captured.record.mesh.shape
-    if (axes, shape) != (experiment.mesh.axis_names, experiment.mesh.shape):
+    sizes = dict(zip(captured.record.mesh.axes, captured.record.mesh.shape))
+    found, expected = ([(n, s) for n, s in each.items() if s > 1] for each in (sizes, experiment.mesh.sizes))
+    if found != expected:
         raise TraceError(
-            f"the capture is of a mesh {dict(zip(axes, shape))}, and the experiment has {experiment.mesh.sizes}.",
+            f"the capture is of a mesh {sizes}, and the experiment has {experiment.mesh.sizes}.",
             at=str(captured.folder),
             hint="the experiment that was rehearsed, or rehearsing again",
         )
@@ -239,7 +251,7 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
     return Calibration((), measured, rates)
 
 
-def _memory(experiment: Experiment, captured: Captured, reserved: Reserved) -> MemoryPart:
+def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, reserved: Reserved) -> MemoryPart:
     """The allocator's peak, judged by the cluster's memory; it holds cuDNN's workspace and what was lost to packing."""
     capacity = int(experiment.cluster.gpu.memory_bytes)
     pool = int(capacity * experiment.train.memory_fraction)
@@ -277,7 +289,7 @@ def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
     return [Warning_(code="rehearsal_other_gpu", message=message)]
 
 
-def _not_measured(experiment: Experiment, reserved: Reserved) -> Iterator[Warning_]:
+def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Warning_]:
     """What a reader must not take for measured."""
     messages = {
         "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
@@ -326,7 +338,9 @@ def _unnamed(price: MeasuredKernels) -> list[Warning_]:
     return [Warning_(code="rehearsal_unnamed", message=message, seconds=missing)]
 
 
-def _against_plan(experiment: Experiment, captured: Captured, schedule: Schedule) -> Iterator[Warning_]:
+def _against_plan(
+    experiment: Experiment | ProgramExperiment, captured: Captured, schedule: Schedule
+) -> Iterator[Warning_]:
     """Whether the rehearsed program communicates what the planned one does, and how much memory each takes."""
     try:
         planned = planned_program(experiment)
@@ -381,13 +395,15 @@ def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
     return f"{collective} {dtype} over {' + '.join(axes) or 'no axis'} of {format_bytes(payload)}"
 
 
-def planned_program(experiment: Experiment) -> CompiledProgram:
-    """The experiment's own step, compiled for GPUs that are not there, as plan does it.
+def planned_program(experiment: Experiment | ProgramExperiment) -> CompiledProgram:
+    """The experiment's step, compiled for GPUs that are not there, as plan does it.
 
     Raises:
         ConfigError: the experiment does not fit its cluster, or no compiler is installed.
         ProgramError: XLA refuses the step.
     """
+    if isinstance(experiment, ProgramExperiment):
+        return plan_experiment(experiment).compiled
     program = absent_step(experiment)
     assert isinstance(program.mesh, DescribedMesh)
     args = (program.abstract_state, program.abstract_batch)
@@ -402,7 +418,7 @@ def main(request: dict[str, Any]) -> None:
         request: as `run` writes it: `experiment` (a file of all keys), `overrides` (of keys that a file may not set),
             `beside` (the user's file or None), `folder` (of the run) and `steps` (to capture).
     """
-    experiment = load(request["experiment"], request["overrides"])
+    experiment = load_any(request["experiment"], request["overrides"])
     if request["beside"]:
         experiment = replace(experiment, path=Path(request["beside"]))
     mock(experiment.cluster)
@@ -419,7 +435,7 @@ def mock(cluster: Cluster) -> None:
     jax.config.update("jax_mock_gpu_topology", topology)
 
 
-def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: int) -> None:
+def rehearse(experiment: Experiment | ProgramExperiment, devices: list[Any], folder: Path, steps: int) -> None:
     """Runs the experiment's step on what of the devices is this process's, and captures `steps` of it.
 
     Args:
@@ -429,21 +445,103 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
         steps: to capture, after WARM_UP others.
     """
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
+    ready = _program_ready(experiment, mesh) if isinstance(experiment, ProgramExperiment) else _ready(experiment, mesh)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / IDS_FILE).write_text(json.dumps(ready.ids), encoding="utf-8")
+    last = WARM_UP + steps - 1
+    capture = Capture(folder / TRACE_FOLDER, ready.step, steps=(WARM_UP, last), processes=(jax.process_index(),))
+    args = ready.args
+    for step in range(WARM_UP + steps):
+        capture.before(step, args)
+        outputs = ready.step.program(*args)
+        capture.after(step, outputs)
+        args = ready.following(args, outputs)
+        del outputs
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A compiled step with the arguments of its first call."""
+
+    step: CapturedStep
+    args: tuple[Any, ...]
+    following: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]  # a call's arguments, what it returned -> the next's
+    ids: dict[str, dict[str, int]]  # see `ids_of`
+
+
+def _ready(experiment: Experiment, mesh: Any) -> _Ready:
+    """Return meshkit's own step of an experiment."""
     program = make_train_step(experiment, mesh)
     compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
     state, batch = filled(program, experiment)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / IDS_FILE).write_text(json.dumps(ids_of(batch)), encoding="utf-8")
-    capture = Capture(
-        folder / TRACE_FOLDER,
-        CapturedStep(compiled.program, mesh, experiment.cluster, experiment.mesh, program.facts, compiled.options),
-        steps=(WARM_UP, WARM_UP + steps - 1),
-        processes=(jax.process_index(),),
-    )
-    for step in range(WARM_UP + steps):
-        capture.before(step, state)
-        state, metrics = compiled.program(state, batch)
-        capture.after(step, (state, metrics))
+    step = CapturedStep(compiled.program, mesh, experiment.cluster, experiment.mesh, program.facts, compiled.options)
+    return _Ready(step, (state, batch), lambda args, outputs: (outputs[0], args[1]), ids_of(batch))
+
+
+def _program_ready(experiment: ProgramExperiment, mesh: Any) -> _Ready:
+    """Return the step of a `[program]`, made for the mesh of the job's devices.
+
+    Weights are normal with a deviation of 0.02, other floats their absolute values, ids random below 256. What a call
+    is given to overwrite is in the next one what the call returned of that shape and layout, in order, as XLA pairs
+    them.
+    """
+    program = make_program(experiment, mesh)
+    groups = group_arguments(program.args, program.names)
+    function, given = over_arrays(program.step, program.args)
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    traced: list[Any] = []
+    lowered: list[Any] = []
+
+    def lower() -> Any:
+        traced.append(jitted.trace(*given))
+        lowered.append(traced[0].lower())
+        return lowered[0]
+
+    cluster = experiment.cluster
+    compiled = compile_attached(lower, cluster, experiment.placement, choices_of(experiment), experiment.places)
+    tree = compiled.program.in_tree
+    infos = tree.flatten_up_to(lowered[0].args_info)
+    layouts = tree.flatten_up_to(compiled.program.input_shardings)
+    leaves = jax.tree.leaves(given)
+    weights = {id(array_of(leaf)) for leaf in groups.parameters.values()}
+    aligned = len(leaves) == len(infos)  # else some arguments are static
+    random = np.random.default_rng(0)
+
+    def fill(number: int) -> jax.Array:
+        info, layout = infos[number], layouts[number]
+        layout = NamedSharding(mesh, PartitionSpec()) if layout is None else layout  # the step does not read it
+        abstract = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=layout)
+        return _filled(abstract, random, signed=aligned and id(array_of(leaves[number])) in weights)
+
+    def following(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+        returned = jax.tree.leaves(outputs)
+        found = jax.tree.leaves(args)
+        for number, (info, array) in enumerate(zip(infos, found)):
+            if not info.donated:
+                continue
+            same = (i for i, out in enumerate(returned) if out.aval == array.aval and out.sharding == array.sharding)
+            place = next(same, None)
+            found[number] = fill(number) if place is None else returned.pop(place)
+        return jax.tree.unflatten(tree, found)[0]
+
+    arrays = [fill(number) for number in range(len(infos))]
+    facts = groups.facts()
+    known: dict[str, Any] = {"tokens": program.tokens or facts.tokens, "model_flops": program.model_flops}
+    if program.model_flops is None and (flops := traced_flops(traced[0].jaxpr)) is not None:
+        known |= {"model_flops": flops.model, "model_flops_causal": flops.model_causal, "flops_source": "traced"}
+    its_mesh = mesh_of_arguments(groups, jax.sharding.Mesh) or mesh
+    spec = _spec_of(experiment.mesh, its_mesh)
+    step = CapturedStep(compiled.program, its_mesh, cluster, spec, facts.model_copy(update=known), compiled.options)
+    ids = {str(i): array for i, array in enumerate(arrays) if array.ndim and jnp.issubdtype(array.dtype, np.integer)}
+    return _Ready(step, jax.tree.unflatten(tree, arrays)[0], following, ids_of(ids))
+
+
+def _spec_of(spec: MeshSpec, mesh: Any) -> MeshSpec | None:
+    """Return the spec with the axes of size 1 that a program's own mesh adds; None where its axes are others."""
+    known = {axis.name: axis for axis in spec.axes}
+    if {name: size for name, size in mesh.shape.items() if size > 1} != {n: s for n, s in spec.sizes.items() if s > 1}:
+        return None
+    return MeshSpec(tuple(known.get(name) or MeshAxis(name, 1, 1) for name in mesh.axis_names))
 
 
 def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
@@ -497,6 +595,11 @@ def _filled(
 
     Floats are normally distributed, or their absolute values are; integers are so many ids, each as often.
     """
+
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        implementation: Any = leaf.dtype
+        keys = jax.random.split(jax.random.key(0, impl=implementation._impl), leaf.shape)
+        return jax.device_put(keys, leaf.sharding)
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert leaf.sharding is not None

@@ -37,14 +37,14 @@ def topo(
 
     As a table, a picture, and a cluster file. Needs no GPU: it says so where there is none.
     """
-    from meshkit.config.experiment import load
+    from meshkit.config.experiment import load_any
     from meshkit.verbs.topo.topo import render, run
 
     if action not in (None, "record"):
         raise ConfigError(f"`topo` has no action '{action}'.", hint="meshkit topo record --out DIR")
     if action == "record" and out is None:
         raise ConfigError("`topo record` needs a place for the bundle.", hint="meshkit topo record --out DIR")
-    declared = load(check).cluster if check else None
+    declared = load_any(check).cluster if check else None
     recording = out if action == "record" else None
     cluster_file = None if action == "record" else out
     report = run(bundle=bundle, check=declared, out=cluster_file, record=recording, xml=xml, matrix=matrix, gpu=gpu)

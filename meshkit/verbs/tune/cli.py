@@ -29,6 +29,10 @@ def tune(
     objective: Annotated[
         str, typer.Option(metavar="WHAT", help="time: fastest at the experiment's size; gpu_hours: of any size.")
     ] = "time",
+    vary: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=[A,B]", help="Values of a key of a [program] file to try, as program.options.remat."),
+    ] = [],  # noqa: B006
     jobs: JobsOption = None,
     compile_timeout: CompileTimeoutOption = None,
     as_json: JsonOption = False,
@@ -39,12 +43,12 @@ def tune(
     with what it gained over the experiment as it is. The global batch stays. Killed, it resumes where it was.
     """
     from meshkit.compile.program import compiling
-    from meshkit.config.experiment import load
+    from meshkit.config.experiment import load_any
     from meshkit.search.tune_report import render
     from meshkit.search.tuner import WINNER_FILE, Sizes, parse_hosts, tune_experiment
     from meshkit.verbs.tune.page import progress_bar, write_tune_html
 
-    folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
+    folder = run_folder(out or Path("runs") / f"{load_any(experiment, set_).name}-tune")
     names = [name.strip() for name in axes.split(",")] if axes else None
     with compiling(timeout_s=compile_timeout), progress_bar(stderr()) as progress:
         report = tune_experiment(
@@ -54,6 +58,7 @@ def tune(
             budget=candidates,
             jobs=jobs,
             axes=names,
+            vary=vary,
             sizes=Sizes(parse_hosts(hosts), objective),
             progress=progress,
         )

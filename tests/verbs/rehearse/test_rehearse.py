@@ -20,7 +20,7 @@ from meshkit.compile.options import CompileChoices, chosen_options
 from meshkit.compile.program import compile_absent
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import load
+from meshkit.config.experiment import load, load_any
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.planning.resolved import make_train_step
 from meshkit.predict.kernels import kernel_work
@@ -390,3 +390,63 @@ def test_a_rehearsal_runs_on_the_first_batch_of_its_data_or_on_ids_over_the_whol
     assert (made_up in capsys.readouterr().err) is (source != "python-stdlib")
     spread = 4096 * (1 - (1 - 1 / 4096) ** (16 * 128))  # of so many draws
     assert ids["different"] < 128 if source == "python-stdlib" else ids["different"] == pytest.approx(spread, rel=0.05)
+
+
+OF_A_USER = """
+import jax, jax.numpy as jnp, optax
+import meshkit as mk
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def make(mesh, style="plain"):
+    def array(*shape, spec=P(), dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    batch = {"ids": array(16, 32, spec=P("data"), dtype=jnp.int32), "key": array(dtype=jax.random.key(0).dtype)}
+    if style == "nnx":
+        model = nnx.eval_shape(lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+
+        @nnx.jit
+        def train(model, optimizer, batch):
+            x = jax.nn.one_hot(batch["ids"], 64)
+            loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return mk.Program(train, (model, optimizer, batch))
+    params = {"w": array(64, 64, spec=P("data"))}
+    tx = optax.adam(1e-3)
+
+    def step(state, batch):
+        params, moments = state
+        loss, grads = jax.value_and_grad(lambda p: (jax.nn.one_hot(batch["ids"], 64) @ p["w"]).var())(params)
+        updates, moments = tx.update(grads, moments)
+        noise = jax.random.normal(batch["key"])
+        return loss + noise, (optax.apply_updates(params, updates), moments)
+
+    return mk.Program(jax.jit(step, donate_argnums=0), ((params, jax.eval_shape(tx.init, params)), batch), tokens=512)
+"""
+PROGRAM = """
+cluster = { name = "x", gpu = "cpu", hosts = 1, gpus_per_host = 8 }
+mesh = { data = 8 }
+[program]
+make = "NAME:make"
+"""
+
+
+@pytest.mark.parametrize("style", ["plain", "nnx"])
+def test_a_step_of_the_users_own_is_filled_run_and_captured(tmp_path, style):
+    """On eight virtual devices instead of one GPU of many."""
+    name = f"rehearsed_by_a_user_{style}"
+    (tmp_path / f"{name}.py").write_text(OF_A_USER)
+    (tmp_path / "mine.toml").write_text(PROGRAM.replace("NAME", name))
+    experiment = load_any(tmp_path / "mine.toml", [f'program.options.style="{style}"'])
+    rehearsal.rehearse(experiment, list(jax.devices()), tmp_path / "run", 2)
+    record = json.loads((tmp_path / "run" / "trace" / "capture-p0.json").read_text())
+    assert (record["num_steps"], record["work"]["tokens"]) == (2, 512)
+    forward = 2 * 16 * 32 * 64 * 64
+    assert record["work"]["model_flops"] == 2 * forward  # no gradient reaches the one-hot input
+    assert record["mesh_spec"] == {"data": 8}
+    (ids,) = json.loads((tmp_path / "run" / rehearsal.IDS_FILE).read_text()).values()
+    assert ids["count"] == 16 * 32
