@@ -9,6 +9,7 @@ from benchmarks.published.__main__ import COLUMNS, main, plan
 from benchmarks.published.experiments import KEPT, Unplannable, experiment_of
 from benchmarks.published.rows import measured_step_s, parse_row, read_rows, trainer_of
 from meshkit.config.experiment import load
+from meshkit.planning.planner import plan_experiment
 
 OWN = KEPT.with_name("rows.csv")
 LLAMA = {"id": "x", "framework": "axlearn", "model": "llama2-7b", "params_b": "6.74", "layers": "32", "hidden": "4096",
@@ -222,10 +223,9 @@ def test_the_plan_of_a_file_is_what_meshkit_says(tmp_path):
              "layers": "1", "hidden": "256", "heads": "2", "kv_heads": "2", "ffn": "512", "vocab": "512",
              "seq_len": "256", "params_b": "", "step_time_s": "1"}  # fmt: skip
     found = written(tmp_path, [{**LLAMA, **cells}])
-    report, why = plan(tmp_path / "out" / "experiments" / "x.toml")
-    assert report is not None, why
-    assert float(found[0]["predicted_step_time_s"]) == pytest.approx(report["step"]["time_s"], rel=1e-5)
-    assert float(found[0]["predicted_peak_bytes"]) == report["memory"]["peak_bytes"]
+    report = plan_experiment(load(tmp_path / "out" / "experiments" / "x.toml")).report
+    assert float(found[0]["predicted_step_time_s"]) == pytest.approx(report.step.time_s, rel=1e-5)
+    assert float(found[0]["predicted_peak_bytes"]) == report.memory.peak_bytes
 
 
 def test_what_plan_refuses_is_a_reason(tmp_path):

@@ -6,7 +6,6 @@ Needs a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.third_party.__main__ import row_of
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "third_party"
 CHECKOUT = os.environ.get("MESHKIT_FLAX_REPO")
 # The largest difference of a gradient, of the largest entry of its leaf. lm1b: sums of at most 2048 terms (mlp), 40 of
@@ -22,7 +23,6 @@ CHECKOUT = os.environ.get("MESHKIT_FLAX_REPO")
 # 53 times over, which multiplies rounding errors: its bound is 200 times what was measured.
 LARGEST = {"lm1b_transformer": 1.7e-5, "imagenet_resnet50": 1e-3}
 
-ROOT = SCRIPTS.parents[1]
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
@@ -45,15 +45,6 @@ def test_the_sharded_model_equals_the_whole_one_in_an_eighth_of_the_memory(name,
     assert float(re.findall(r"largest difference (\S+)", result.stdout)[0]) < largest
 
 
-def row_of(name, checkout):
-    """A row of the table of ten, made in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.third_party", checkout, "--only", name]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def check(row):
     _, lines, loss, difference, measured, planned, _ = row
     assert int(lines) <= 15
@@ -65,13 +56,13 @@ def check(row):
 
 @pytest.mark.deviceless
 def test_a_model_with_flaxs_own_names_and_constraints_is_sharded_trained_profiled_and_planned():
-    check(row_of("logical", "-"))
+    check(row_of("logical", Path("-")))
 
 
 @pytest.mark.deviceless
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 def test_a_model_of_keras_is_sharded_trained_profiled_and_planned():
-    check(row_of("keras", "-"))
+    check(row_of("keras", Path("-")))
 
 
 def test_the_table_of_ten_is_whole():
@@ -85,4 +76,4 @@ def test_the_table_of_ten_is_whole():
 @pytest.mark.skipif(not CHECKOUT, reason="needs a checkout of the Flax repository: MESHKIT_FLAX_REPO=PATH")
 @pytest.mark.parametrize("name", ["gemma", "mnist", "scan", "own_step", "lm1b", "wmt", "imagenet", "explicit"])
 def test_a_model_of_others_is_sharded_trained_profiled_and_planned(name):
-    check(row_of(name, str(CHECKOUT)))
+    check(row_of(name, Path(str(CHECKOUT))))

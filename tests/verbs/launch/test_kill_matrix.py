@@ -1,6 +1,6 @@
 """Faults at every moment of a real gang (2 processes x 4 devices): down in time, up again, no loss differs by a bit.
 
-The eight cells here are the attempts of one run, one fault each, so that they cost nine starts instead of sixteen.
+The six cells here are the attempts of one run, one fault each, so that they cost seven starts instead of twelve.
 Every cell by itself: `make kill-matrix`, or the slow tests. What gates and faults are: benchmarks/kill_matrix.
 """
 
@@ -32,29 +32,21 @@ pytestmark = [
 
 # One after the other, in one run with a checkpoint every 4 steps. Two attempts in a row without a new step end a run,
 # so each that makes none is between two that do; beside the commit of step 8, training goes on as far as step 12.
-EIGHT = (
+SIX = (
     (Cell("kill -9 of rank 0, the coordinator", "step"), 6),
-    (Cell("kill -9 of rank 1", "compile"), 0),
-    (Cell("kill -9 of rank 0, the coordinator", "commit"), 8),
-    (Cell("exception on rank 0", "step"), 14),
     (Cell("exception on rank 1", "start"), 0),
-    (Cell("SIGSTOP of rank 1", "save"), 16),
+    (Cell("kill -9 of rank 0, the coordinator", "commit"), 8),
     (Cell("kill -9 of rank 1", "restore"), 0),
+    (Cell("SIGSTOP of rank 1", "save"), 16),
     (Cell("SIGTERM to rank 1 alone", "step"), 17),
-)
-_RAISED = (
-    r"process RANK ended first: exit code 1 [^\n]*\n"
-    r"(  \| [^\n]*\n)*  \| [^\n]*InjectedError: an injected fault of process RANK"
 )
 # What the launcher says of each.
 SAID = (
     r"process 0 ended first: killed by SIGKILL .*in phase 'step' at step 6",
-    r"process 1 ended first: killed by SIGKILL .*in phase 'compile'",
+    r"process 1 ended first: exit code 1 [^\n]*\n(  \| [^\n]*\n)*  \| [^\n]*InjectedError: an injected fault of",
     r"process 0 ended first: killed by SIGKILL",
-    _RAISED.replace("RANK", "0"),
-    _RAISED.replace("RANK", "1"),
-    r"process 1 is stuck in attempt 5: it has been stopped \(SIGSTOP\) for 1\d s, in phase 'save' at step 16",
     r"process 1 ended first: killed by SIGKILL .*in phase 'restore'",
+    r"process 1 is stuck in attempt 4: it has been stopped \(SIGSTOP\) for 1\d s, in phase 'save' at step 16",
     r"stopped by SIGTERM after step \d+; a checkpoint is saved",
 )
 
@@ -73,13 +65,13 @@ class Chain:
 def chain(tmp_path_factory):
     alone = baseline(tmp_path_factory.mktemp("alone"))
     gates = {}
-    for attempt, (cell, step) in enumerate(EIGHT):
+    for attempt, (cell, step) in enumerate(SIX):
         kind, rank = FAULTS[cell.fault]
         gates[attempt] = Gate(cell.phase, rank, step, kind == "raise", True, SLOW_STEP_S.get(kind, 0.0))
-    launch = Launch(tmp_path_factory.mktemp("eight"), gates, ("--max-restarts", "8"))
+    launch = Launch(tmp_path_factory.mktemp("six"), gates, ("--max-restarts", "8"))
     launch.start()
     try:
-        hits = [hit_at_gate(launch, i, gates[i], *FAULTS[cell.fault]) for i, (cell, _) in enumerate(EIGHT)]
+        hits = [hit_at_gate(launch, i, gates[i], *FAULTS[cell.fault]) for i, (cell, _) in enumerate(SIX)]
         codes = [launch.end()]  # the last fault was SIGTERM
         launch.start()
         codes.append(launch.end())
@@ -88,10 +80,10 @@ def chain(tmp_path_factory):
         launch.kill()
 
 
-@pytest.mark.parametrize("number", range(8), ids=[cell.name for cell, _ in EIGHT])
+@pytest.mark.parametrize("number", range(len(SIX)), ids=[cell.name for cell, _ in SIX])
 def test_the_gang_is_down_in_time_and_the_cause_is_said(chain, number):
     """Promised: 15 s. Of the phases, what the victim's own pulse said; beside a commit, training goes on."""
-    cell, hit = EIGHT[number][0], chain.hits[number]
+    cell, hit = SIX[number][0], chain.hits[number]
     assert hit.detection_s < 2 * DOWN_S
     assert hit.pulse in ("", cell.phase) or cell.phase == "commit"
     assert re.search(SAID[number], chain.said), chain.said
