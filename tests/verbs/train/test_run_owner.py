@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from meshkit.cli import main
 from meshkit.verbs.checkpoint.manifest import read_manifest, whole_steps
 
 ROOT = Path(__file__).parents[3]
 SETS = ["cluster=cpu8", "mesh.fsdp=8", "checkpoint.every=5", "checkpoint.keep=3", "train.evaluate_every=0"]
 
 
-def start(out, steps, *options):
-    words = [word for text in [*SETS, f"train.steps={steps}"] for word in ("--set", text)]
-    command = [sys.executable, "-m", "meshkit", "train", "configs/experiments/mlp.toml", *words, *options]
-    return subprocess.Popen(
-        [*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+def train(folder, steps):
+    """The words of the command; a step waits, so that the first job leaves the CPU to the others."""
+    (folder / "slow.py").write_text("import time, meshkit\nhook = meshkit.Hook(lambda step: time.sleep(0.05))\n")
+    shutil.copy(ROOT / "configs/experiments/mlp.toml", folder)
+    sets = [*SETS, f"train.steps={steps}", 'train.hooks=["slow:hook"]']
+    return ["train", str(folder / "mlp.toml"), *(f"--set={text}" for text in sets), "--out", str(folder / "run")]
 
 
 def wait_for_checkpoint(out, process, after=0):
@@ -33,26 +35,26 @@ def wait_for_checkpoint(out, process, after=0):
 
 
 @pytest.mark.multiprocess
-def test_the_second_job_on_a_folder_is_turned_away_and_a_killed_one_is_taken_over(tmp_path):
-    first = start(tmp_path, 1_000_000)
+def test_the_second_job_on_a_folder_is_turned_away_and_a_killed_one_is_taken_over(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "meshkit", *train(tmp_path, 1_000_000)]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        wait_for_checkpoint(tmp_path, first)
-        second = start(tmp_path, 1_000_000)
-        _, said = second.communicate(timeout=120)
-        assert second.returncode == 2, said
+        wait_for_checkpoint(out, first)
+        assert main(train(tmp_path, 1_000_000)) == 2
+        said = capsys.readouterr().err
         assert f"another job has this run folder: process {first.pid} on host" in said
         assert "Traceback" not in said
         os.kill(first.pid, signal.SIGSTOP)  # in the middle of whatever it writes
-        reached = whole_steps(tmp_path / "checkpoints")[0]
+        reached = whole_steps(out / "checkpoints")[0]
     finally:
         first.kill()
         first.communicate()
-    third = start(tmp_path, reached + 10)
-    _, said = third.communicate(timeout=120)
-    assert third.returncode == 0, said
-    assert "resuming" in said
-    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert main(train(tmp_path, reached + 10)) == 0
+    assert "resuming" in capsys.readouterr().err
+    lines = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, reached + 11))
-    run = json.loads((tmp_path / "run.json").read_text())["run"]
-    assert {read_manifest(p).record["run"] for p in (tmp_path / "checkpoints").iterdir()} == {run}
-    assert [p.name for p in (tmp_path / "owner").iterdir()] == ["2.released.json"]
+    run = json.loads((out / "run.json").read_text())["run"]
+    assert {read_manifest(p).record["run"] for p in (out / "checkpoints").iterdir()} == {run}
+    assert [p.name for p in (out / "owner").iterdir()] == ["2.released.json"]
