@@ -37,6 +37,23 @@ jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook(["meshkit.parallel", "models"], "tests.shapes.check")
 
 
+# Files of half a minute and more, the longest first: at the end, workers share out the short ones.
+LONG = (
+    *("test_sharded_equals_single", "test_kill_matrix", "test_explain", "test_gradients", "test_context", "test_cli"),
+    *("test_bytes", "test_expert", "test_docs", "test_precision", "test_trainer", "test_third_party", "test_moe"),
+    *("test_wheel", "test_context_llama", "test_reductions", "test_own_loop", "test_dropout", "test_composition"),
+    *("test_notebook", "test_loss", "test_host_memory", "test_linen", "test_published", "test_run_owner"),
+)
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist's own order: by the number of a file's tests
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 def pytest_collection_finish():
     """What collecting made stays until the end: no garbage collection looks through it again."""
     gc.collect()
