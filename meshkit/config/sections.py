@@ -253,7 +253,12 @@ class TrainTable(ProgramTrainTable):
     precision: Literal["fp32", "bf16", "fp8"] = Field(
         default="bf16",
         description="of compute (fp8: of linear layers, the rest bf16); parameters and optimizer state stay fp32 "
-        "unless [optimizer] says otherwise",
+        "unless parameter_precision and [optimizer] say otherwise",
+    )
+    parameter_precision: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="that parameters are kept in between steps; in bf16 an update below 1/256 of a parameter is lost. "
+        "Gradients and moments stay as they are",
     )
     reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
     remat: Remat = Field(

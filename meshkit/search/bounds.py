@@ -391,11 +391,11 @@ def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) 
 
 
 def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
-    """fp32 parameters and the moments of the optimizer on one GPU; what waits in host memory is none of it."""
+    """Parameters and the moments of the optimizer on one GPU; what waits in host memory is none of it."""
     optimizer = variant.optimizer
     unknown = optimizer.memory == "host" or optimizer.class_path is not None
     moments = 0 if unknown else 4 + _BYTES[optimizer.dtype]
-    state = 4 * sum(_local(leaf, sizes) for leaf in places["parameters"])
+    state = _BYTES[variant.train.parameter_precision] * sum(_local(leaf, sizes) for leaf in places["parameters"])
     return state + moments * sum(_local(leaf, sizes) for leaf in places["optimizer"])
 
 

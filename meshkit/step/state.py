@@ -51,7 +51,7 @@ class TrainState:
 
     Attributes:
         step: int32 scalar, number of steps done.
-        params: nested dict of fp32 arrays, `{"layers": {"attention": ...}}`.
+        params: nested dict of arrays in `train.parameter_precision`, `{"layers": {"attention": ...}}`.
         opt_state: of optax.
         variables: the model's other state (batch statistics and the like); empty for a Llama.
         rng: key data (uint32) that each step folds its number into.
@@ -177,6 +177,7 @@ def describe_model(spec: StepSpec) -> ModelDescription:
     with spec.model_class.calling():
         abstract = nnx.eval_shape(lambda: build_model(spec, nnx.Rngs(spec.train.seed)))
         graph, params, variables = nnx.split(abstract, nnx.Param, ...)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept_dtype(spec, leaf)), params)
     accepted = _parameters(spec.model_class.found)
     return ModelDescription(graph, params, variables, "dtype" in accepted, "remat" in accepted)
 
@@ -283,7 +284,20 @@ def init_state(spec: StepSpec, optimizer: optax.GradientTransformation, stack: S
     if stack is not None:
         params = {**params, LAYERS: stack.arrange(params[LAYERS])}
     rng = jax.random.key_data(jax.random.key(spec.train.seed))
-    return TrainState(jnp.int32(0), params, optimizer.init(params), nnx.to_pure_dict(variables), rng)
+    kept = jax.tree.map(lambda leaf: leaf.astype(kept_dtype(spec, leaf)), params)
+    return TrainState(
+        jnp.int32(0), kept, optimizer.init(jax.tree.map(in_fp32, params)), nnx.to_pure_dict(variables), rng
+    )
+
+
+def kept_dtype(spec: StepSpec, parameter: Any) -> Any:
+    """Return the dtype that a parameter has between steps: `train.parameter_precision` in place of fp32."""
+    return DTYPES[spec.train.parameter_precision] if parameter.dtype == jnp.float32 else parameter.dtype
+
+
+def in_fp32(parameter: jax.Array) -> jax.Array:
+    """Return a parameter as the optimizer sees it: bf16 in fp32, so that its moments are fp32 from the start."""
+    return parameter.astype(jnp.float32) if parameter.dtype == jnp.bfloat16 else parameter
 
 
 def split_rng(state: TrainState) -> jax.Array:

@@ -57,6 +57,7 @@ from meshkit.step.state import (
     TrainState,
     cast,
     describe_model,
+    in_fp32,
     init_state,
     lay_out,
     returned_kinds,
@@ -89,7 +90,8 @@ def update_params(
     if layout.opt_on_device is not None:
         gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
         opt_state = jax.device_put(opt_state, layout.opt_on_device)
-    updates, opt_state = optimizer.update(gradients, opt_state, state.params)
+    # The optimizer sees fp32 whatever the parameters are kept in: its moments have the dtype of what it was made for.
+    updates, opt_state = optimizer.update(gradients, opt_state, jax.tree.map(in_fp32, state.params))
     if layout.opt_on_device is not None:
         opt_state = jax.device_put(opt_state, layout.opt_state)
     return optax.apply_updates(state.params, updates), opt_state
@@ -254,6 +256,9 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
     step = inner = _build_step(spec, mesh, rules)
     local = None
     if (algorithm := find_local_sgd(spec.local_sgd, spec.places, mesh, step.layout)) is not None:
+        if spec.train.parameter_precision != "fp32":
+            message = "[local_sgd] adds up what parameters differ by, too little for bf16."
+            raise spec.places.error("train.parameter_precision", message, hint='parameter_precision = "fp32"')
         inner = _build_step(spec, mesh, rules.without((algorithm.axis,)))
         local = LocalSgdStep(algorithm, inner.train, step.micro.batch_axes)
     params = nnx.to_pure_dict(step.model.params)
