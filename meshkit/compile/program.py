@@ -58,6 +58,10 @@ _REMEDIES = (
     ("size mismatch when packing elements", '[xla] xla_gpu_experimental_use_collective_kernels = ""'),
     ("cudaErrorInvalidDevice", "[xla] xla_gpu_enable_cub_radix_sort = false"),
     ("Cannot infer shape for dot operation", "[xla] without xla_gpu_threshold_for_windowed_einsum_mib"),
+    (
+        "HloShardingV3",
+        "with_sharding_constraint on what mixes arrays cut over one axis; on GPUs this XLA dies of it, too",
+    ),
     ("Unsupported algorithm on the current device", 'train.precision = "fp32": GPUs before Ampere have no bf16'),
     ("No supported config", "[xla] without xla_gpu_deterministic_ops"),
 )

@@ -113,7 +113,10 @@ class DescribedMesh(AbstractMesh):
         return Placement.of_gpus(self.axis_names, self._devices.shape, gpus, cluster)
 
     def __enter__(self) -> DescribedMesh:
-        _entered.stack.append(jax.set_mesh(self))  # pyright: ignore[reportArgumentType]
+        # Not jax.set_mesh, which is refused inside of a jitted function, where `with mesh:` may stand.
+        context = jax.sharding.use_abstract_mesh(self)
+        context.__enter__()
+        _entered.stack.append(context)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -157,6 +160,7 @@ def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
         "devices": lambda backend=None: list(devices),
         "local_devices": lambda *_, **__: [d for d in devices if d.process_index == 0],
         "device_count": lambda backend=None: len(devices),
+        "default_backend": lambda: devices[0].platform,
         "local_device_count": lambda backend=None: sum(d.process_index == 0 for d in devices),
         "make_mesh": make_mesh,
     }

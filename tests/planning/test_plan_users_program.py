@@ -42,7 +42,7 @@ def make(mesh, layers=2, width=256):
     return mk.Program(jax.jit(step, donate_argnums=0), (state, batch))
 
 def with_its_own_mesh(mesh):
-    assert (jax.device_count(), len(jax.local_devices())) == (16, 8)
+    assert (jax.device_count(), len(jax.local_devices()), jax.default_backend()) == (16, 8, "gpu")
     one = Mesh(np.array(jax.devices()).reshape(2, 8), ("data", "fsdp"))
     other = jax.make_mesh((2, 8), ("data", "fsdp"), axis_types=mesh.axis_types)
     assert one.devices.shape == other.devices.shape == (2, 8)
