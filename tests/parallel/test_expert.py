@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 
@@ -224,51 +223,36 @@ def test_experts_that_the_axes_do_not_divide_are_refused(inputs):
         expert_layer(x, weights, choices % 6, kernels)
 
 
-DEBUG = Path(__file__).parents[2] / "configs/experiments/moe_debug_cpu.toml"
-SIZES = {"layers": 3, "experts": 16, "embed": 256, "mlp": 512, "k": 2, "sequences": 16, "length": 128}
-ON_H100S = [
-    "cluster={name='dgx_h100',hosts=2}",
-    "mesh.fsdp={infiniband=2}",
-    "mesh.expert=8",
-    f"model.layers={SIZES['layers']}",
-    f"model.experts={SIZES['experts']}",
-    f"model.embed={SIZES['embed']}",
-    f"model.mlp={SIZES['mlp']}",
-    f"train.global_batch={SIZES['sequences']}",
-    f"train.sequence_length={SIZES['length']}",
-]
-
-
-@functools.cache
-def planned(remat: str, capacity_factor: float | None):
-    """Rows of communication of the debug model's step on 2 x 8 H100s."""
-    from meshkit.planning.planner import plan_experiment
-
-    options = [f'train.remat="{remat}"', *([f"model.capacity_factor={capacity_factor}"] if capacity_factor else [])]
-    return plan_experiment(load(DEBUG, [*ON_H100S, *options])).report.communication
+MIXTRAL = Path(__file__).parents[2] / "configs/experiments/mixtral_8x7b.toml"  # on 2 x 8 H100s; fsdp 2 x expert 8
+SIZES = {"layers": 2, "experts": 8, "embed": 4096, "k": 2, "sequences": 16, "length": 4096}
+DROPLESS = "model.buffer_factor="
 
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
-    ("remat", "capacity_factor", "exchanges"),
+    ("options", "exchanges"),
     [
-        pytest.param("none", None, 4, marks=pytest.mark.slow),
-        ("full", None, 5),
-        pytest.param("full", 1.5, 5, marks=pytest.mark.slow),
+        ((), 5),  # a program of tests/verbs/explain too
+        pytest.param((DROPLESS,), 5, marks=pytest.mark.slow),
+        pytest.param((DROPLESS, "train.remat=none"), 4, marks=pytest.mark.slow),
+        pytest.param((DROPLESS, "model.capacity_factor=1.5"), 5, marks=pytest.mark.slow),
     ],
-    ids=["none", "full", "full, capacity"],
+    ids=["full, buffer", "full", "none", "full, capacity"],
 )
-def test_exchanges_of_the_compiled_step(remat, capacity_factor, exchanges):
+def test_exchanges_of_the_compiled_step(options, exchanges):
     """Per GPU and layer: 2 exchanges forward, 2 backward, 1 more when the forward pass is recomputed.
 
-    Dropless each moves tokens x k rows of the bf16 embedding at most, with a capacity all the slots; and one fp32 a row
-    takes the gradients of the routing weights back.
+    Each moves tokens x k rows of the bf16 embedding at most, with a capacity all the slots; and one fp32 a row takes
+    the gradients of the routing weights back.
     """
+    from meshkit.planning.planner import plan_experiment
+
+    experiment = load(MIXTRAL, [f"model.layers={SIZES['layers']}", *options])
     tokens, layers = SIZES["sequences"] * SIZES["length"] // 16, SIZES["layers"]
     slots, kind = tokens * SIZES["k"], "ragged-all-to-all"
-    if capacity_factor:
+    if capacity_factor := experiment.model.options.get("capacity_factor"):
         slots, kind = SIZES["experts"] * math.ceil(capacity_factor * slots / SIZES["experts"]), "all-to-all"
-    rows = [r for r in planned(remat, capacity_factor) if r.collective == kind]
+    rows = [r for r in plan_experiment(experiment).report.communication if r.collective == kind]
     found = {r.dtype: r for r in rows if r.axes != ("fsdp",)}  # the embedding's gradient has one over fsdp
     assert set(found) == {"bf16", "f32"}
     for dtype, count, row_bytes in (("bf16", exchanges * layers, 2 * SIZES["embed"]), ("f32", layers, 4)):
