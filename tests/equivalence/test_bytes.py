@@ -167,6 +167,7 @@ def logsumexp(ways: int) -> int:
     return 3 * FP32 * BATCH * LENGTH // ways
 
 
+@pytest.mark.slow  # by default of a perceptron: tests/planning/test_plan.py
 def test_tensor():
     got = moved("mesh.data={infiniband=2}", "mesh.tensor=8", 'rules.preset="tensor"')
     assert got == {
