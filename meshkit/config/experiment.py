@@ -63,6 +63,7 @@ from meshkit.errors import ConfigError
 from meshkit.redaction import has_credentials, is_secret_name
 
 __all__ = ["Experiment", "ProgramExperiment", "experiment_json_schema", "load", "load_any"]
+PROGRAMS = (".bin", ".mlir", ".pb")  # endings of files that hold a program, see meshkit.integrations.exported
 
 # Keys of [optimizer] that say something of AdamW alone.
 ADAMW_KEYS = ("weight_decay", "dtype", "b1", "b2", "eps")
@@ -210,8 +211,9 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
 
 
 def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment | ProgramExperiment:
-    """As `load`, of a file with a `[program]`, too."""
-    document = TomlDocument.read(find_experiment(path))
+    """As `load`, of a file with a `[program]`, or of a program that jax or XLA wrote, too."""
+    is_program = Path(path).suffix in PROGRAMS
+    document = _program_file(Path(path), overrides) if is_program else TomlDocument.read(find_experiment(path))
     try:
         check_plain(document.table)
         check_secrets(document.table)
@@ -221,6 +223,19 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
         return _build(document)
     except SpecError as error:
         raise document.locate(error) from None
+
+
+def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
+    """Return the experiment that plans a program from a file; its cluster and mesh are laid over it.
+
+    Raises:
+        ConfigError: the overrides name no cluster or no mesh.
+    """
+    if missing := [key for key in ("cluster", "mesh") if not any(text.startswith(key) for text in overrides)]:
+        hint = "--cluster dgx_h100 --mesh '{ fsdp = 8 }' of `meshkit plan`, or --set cluster=... --set mesh=..."
+        raise ConfigError(f"a program from a file needs a {' and a '.join(missing)}.", at=str(path), hint=hint)
+    table = {"program": {"make": "meshkit.integrations.exported:make", "options": {"file": str(path.absolute())}}}
+    return TomlDocument(path.absolute(), str(path), to_toml(table), table)
 
 
 def _build(document: TomlDocument) -> Experiment | ProgramExperiment:

@@ -27,6 +27,8 @@ def plan(
     experiment: ExperimentArg,
     *,
     set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="As --set cluster=NAME.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="TABLE", help="As --set mesh='{ fsdp = 8 }'.")] = None,
     out: OutOption = None,
     as_json: JsonOption = False,
     propose: Annotated[
@@ -52,8 +54,9 @@ def plan(
 ) -> None:
     """Predict a step on GPUs that are not there.
 
-    Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis, link
-    and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
+    EXPERIMENT may also be a program: what jax.export serialized (.bin), StableHLO (.mlir) or HLO (.pb), with --cluster
+    and --mesh. Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per
+    axis, link and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
     """
     import resource
 
@@ -65,6 +68,7 @@ def plan(
     from meshkit.search.proposals import remedies_table
 
     start = time.perf_counter()
+    set_ = [*set_, *(f"{key}={value}" for key, value in (("cluster", cluster), ("mesh", mesh)) if value is not None)]
     if out is not None:
         run_folder(out)
     if sweep is not None and options:
