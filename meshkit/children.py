@@ -258,7 +258,7 @@ class KeptChild:
 
 def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:
     """Return those whose `receive` need not wait, once there is one; none where that takes longer than the timeout."""
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # epoll forgets what another thread closes, and waits for ever
         for child in children:
             selector.register(child, selectors.EVENT_READ, child)
         return [key.data for key, _ in selector.select(timeout_s)]
