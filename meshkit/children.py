@@ -382,8 +382,8 @@ def _remove(scratch: _Scratch) -> None:
 
 
 @atexit.register
-def _remove_all() -> None:
-    """Where a thread that nobody waits for any more is still in the block."""
+def end_all() -> None:
+    """End all processes and remove all folders, as where a thread that nobody waits for is still in a block."""
     with _changing:
         _ends.set()
     for scratch in list(_made.values()):

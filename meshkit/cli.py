@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -41,6 +43,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_GRACE_S = 1.0  # that an interrupted verb has to stop by itself
+_interrupted, _ending = threading.Event(), threading.Lock()
 # Of the machine, and not of what was asked for: a full disk, quota or table of open files, or a device that failed.
 _OUT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _FEW_ADDRESSES = 8 * 2**30  # bytes; a step on eight CPU devices takes 4 GB of them, one on GPUs more than their memory
@@ -90,6 +94,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         condition the user asked for is not met; 4 the run failed and may be restarted; 75 preempted with a checkpoint
         saved; 130 interrupted.
     """
+    if argv is not None:
+        return _main(argv)
+    _hear_interrupts()
+    try:
+        code = _main(None)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == INTERRUPTED or _interrupted.is_set():
+        _end_at_once()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done
+    return code
+
+
+def _hear_interrupts() -> None:
+    """End with 130 within two seconds of Ctrl-C, whatever code it meets; verbs that stop in order hear it themselves.
+
+    Python raises KeyboardInterrupt in whatever runs. Some callbacks of C++ swallow it, and an interpreter that is torn
+    down under a thread of XLA's crashes.
+    """
+
+    def interrupted(number: int, frame: Any) -> None:
+        _interrupted.set()
+        sys.unraisablehook = lambda _: None  # which would print where the exception was swallowed
+        late = threading.Timer(_GRACE_S, _end_at_once)
+        late.daemon = True
+        late.start()
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
+        signal.signal(signal.SIGINT, interrupted)
+
+
+def _end_at_once() -> None:
+    """End this process with 130, its children and folders first, without tearing the interpreter down."""
+    from meshkit.children import end_all
+
+    _interrupted.set()
+    _ending.acquire()  # the first who comes does it
+    end_all()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(INTERRUPTED)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    """Run the command line as `main` does."""
     # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     if sys.stdout is None or sys.stderr is None:  # the next file that is opened would get what is printed
@@ -147,7 +198,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _tell(text: str) -> None:
-    """Says an error where anybody may hear it; the exit code says the rest."""
+    """Says an error where anybody may hear it; the exit code says the rest. Nothing after Ctrl-C, which causes some."""
+    if _interrupted.is_set():
+        return
     with suppress(OSError):
         say(f"meshkit: {text}")
 
@@ -175,7 +228,8 @@ def _warn_of_limits() -> None:
 
 def _bug() -> int:
     with suppress(OSError):
-        say(f"{traceback.format_exc()}meshkit: this is a bug of ours; please report it with the lines above.")
+        if not _interrupted.is_set():
+            say(f"{traceback.format_exc()}meshkit: this is a bug of ours; please report it with the lines above.")
     return BUG
 
 
