@@ -8,8 +8,9 @@
 What is too large for a line lies in the child's folder. XLA aborts its process on some programs, and a machine can run
 out of memory: then the child dies, its request is lost, and nothing else is.
 
-An end of any kind that Python hears ends the processes, then removes the folders. After SIGKILL the kernel ends the
-processes (on Linux) and lets go of the locks, and whoever makes a folder next removes those that nobody holds.
+An end of any kind that Python hears ends the processes with what these have started (XLA's `ptxas`), then removes the
+folders. After SIGKILL the kernel ends the processes (on Linux) and lets go of the locks, and whoever makes a folder next
+removes those that nobody holds.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=stderr,
                     text=True,
+                    process_group=None if _serving.is_set() else 0,
                 )
         except BaseException:
             _remove(self._scratch)
@@ -272,6 +274,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
             prints meanwhile goes to stderr.
     """
     _die_with_parent()
+    _serving.set()
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and decides
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):  # there is no such file but on Linux
@@ -318,6 +321,7 @@ class _Scratch:
 _made: dict[Path, _Scratch] = {}
 _changing = threading.Lock()
 _ends = threading.Event()  # the interpreter does
+_serving = threading.Event()  # this process is a child itself: what it starts is of its group, and ends with that
 
 
 @contextmanager
@@ -350,18 +354,16 @@ def sweep() -> None:
 
 def _make() -> _Scratch:
     """Make a folder, lock it, then mark it: what has the mark and is not locked is left over."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    lock = os.open(folder, _FOLDER)
-    with suppress(OSError):  # a file system without locks, where nothing is swept either
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    (folder / MARK).touch(mode=0o600)
-    with _changing:
-        if not _ends.is_set():
-            _made[folder] = _Scratch(folder, lock)
-            return _made[folder]
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
-    raise ProcessLookupError("this process is ending")
+    with _changing:  # whole before the interpreter ends
+        if _ends.is_set():
+            raise ProcessLookupError("this process is ending")
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        lock = os.open(folder, _FOLDER)
+        with suppress(OSError):  # a file system without locks, where nothing is swept either
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        (folder / MARK).touch(mode=0o600)
+        _made[folder] = _Scratch(folder, lock)
+        return _made[folder]
 
 
 def _remove(scratch: _Scratch) -> None:
@@ -371,7 +373,7 @@ def _remove(scratch: _Scratch) -> None:
             return
     ends = time.monotonic() + _REMOVE_S
     if scratch.process is not None:
-        scratch.process.kill()
+        _kill(scratch.process)
         with suppress(subprocess.TimeoutExpired):
             scratch.process.wait(_REMOVE_S)
     while scratch.folder.exists() and time.monotonic() < ends:  # what it has started may write for a moment
@@ -379,6 +381,15 @@ def _remove(scratch: _Scratch) -> None:
         if scratch.folder.exists():
             time.sleep(0.02)
     os.close(scratch.lock)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills a process, and all of its group where it leads one."""
+    with suppress(ProcessLookupError):
+        if process.poll() is None and os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
 
 
 @atexit.register

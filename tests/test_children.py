@@ -62,8 +62,8 @@ with workers.open_workers({"experiment": "x.toml"}, 2) as pool:
 """
 # What answers, prints, raises and dies as it is told.
 TOLD = """
-import os, sys, time
-from meshkit.children import serve
+import os, subprocess, sys, time
+from meshkit.children import Child, serve
 from meshkit.errors import ConfigError
 def answer(request):
     print("asked for", request, flush=True)
@@ -73,6 +73,10 @@ def answer(request):
         raise ValueError("of its own")
     if request == "end":
         sys.exit(3)
+    if request == "start":
+        return subprocess.Popen(["sleep", "600"]).pid
+    if request == "start by another":
+        return Child("told").ask("start")
     if request == "folder":
         return open(os.path.join(os.environ["TMPDIR"], "large"), "rb").read().decode()
     time.sleep(request)
@@ -256,6 +260,14 @@ def test_a_child_that_takes_too_long_is_ended(place):
         with pytest.raises(TimeoutError):
             child.ask(60, timeout_s=0.1)
         assert not child.folder.exists()
+
+
+@pytest.mark.parametrize("request_", ["start", "start by another"])
+def test_what_a_child_has_started_ends_with_it(place, request_):
+    with Child("told") as child:
+        started = child.ask(request_)
+        assert is_alive(started)
+    wait_for(lambda: not is_alive(started), "it lives on")
 
 
 def test_a_child_that_is_closed_in_the_middle_answers_nothing(place):

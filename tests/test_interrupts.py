@@ -12,20 +12,20 @@ import pytest
 
 MLP = Path(__file__).parents[1] / "configs" / "experiments" / "mlp.toml"
 PLAN = ["plan", str(MLP), "--set", "cluster=dgx_h100", "--no-cache"]
-START = "import sys; from meshkit.cli import main; print('started', flush=True); sys.exit(main())"
+START = "import sys; from meshkit.cli import main; print('started', flush=True); code = main(); print('done'); sys.exit(code)"
 LONGEST_S = 6.0  # of such a plan on a quiet core; the last moment that is tried
 
 
-def processes_of(group):
-    """Return the processes of a group that are no zombies."""
+def processes_of(session):
+    """Return the processes of a session that are no zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, _, of_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                state, _, _, of_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
             except OSError:
                 continue
-            if int(of_group) == group and state != "Z":
+            if int(of_session) == session and state != "Z":
                 found.append(entry.name)
     return found
 
@@ -48,8 +48,13 @@ def interrupted_after(seconds, folder):
             return None
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, said = process.communicate(timeout=20)
-        return process.returncode, time.monotonic() - began, said, processes_of(process.pid)
+        printed, said = process.communicate(timeout=20)
+        if printed.endswith("done\n"):
+            return None
+        took = time.monotonic() - began
+        while (left := processes_of(process.pid)) and time.monotonic() - began < 2:  # what is killed is gone soon
+            time.sleep(0.02)
+        return process.returncode, took, said, left
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
