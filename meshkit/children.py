@@ -9,8 +9,8 @@ What is too large for a line lies in the child's folder. XLA aborts its process 
 out of memory: then the child dies, its request is lost, and nothing else is.
 
 An end of any kind that Python hears ends the processes with what these have started (XLA's `ptxas`), then removes the
-folders. After SIGKILL the kernel ends the processes (on Linux) and lets go of the locks, and whoever makes a folder next
-removes those that nobody holds.
+folders. After SIGKILL the kernel ends the processes (on Linux) and lets go of the locks, and whoever makes a folder
+next removes those that nobody holds.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 MLP = Path(__file__).parents[1] / "configs" / "experiments" / "mlp.toml"
 PLAN = ["plan", str(MLP), "--set", "cluster=dgx_h100", "--no-cache"]
-START = "import sys; from meshkit.cli import main; print('started', flush=True); code = main(); print('done'); sys.exit(code)"
+START = "from meshkit.cli import main; print('started', flush=True); code = main(); print('done'); exit(code)"
 LONGEST_S = 6.0  # of such a plan on a quiet core; the last moment that is tried
 
 
