@@ -28,6 +28,7 @@ _PUBLIC = {
     "constrain": "meshkit.sharding.constrain",
     "describe_devices": "meshkit.sharding.mesh",
     "explain": "meshkit.verbs.explain.explainer",
+    "keep_shardings": "meshkit.sharding.resolve",
     "lint": "meshkit.linting.examine",
     "load_experiment": "meshkit.config.experiment",
     "init_distributed": "meshkit.runs.phases",
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from meshkit.search.workers import SubmititExecutor
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
-    from meshkit.sharding.resolve import abstract, shard_model, shardings
+    from meshkit.sharding.resolve import abstract, keep_shardings, shard_model, shardings
     from meshkit.step.given import Program
     from meshkit.step.train_step import sharded_step
     from meshkit.timeline import overlap
@@ -100,6 +101,7 @@ __all__ = [
     "describe_devices",
     "explain",
     "init_distributed",
+    "keep_shardings",
     "lint",
     "load_experiment",
     "make_train_step",

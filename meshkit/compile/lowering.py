@@ -5,7 +5,7 @@
 Tracing and lowering need no GPU; what would ask one (cuDNN attention) is answered from the cluster's description, and
 so is the compiler (`target_config`). The FLOP of the traced program are what the compiled one is held against.
 
-    nnx.jit'ed or plain step, (model, optimizer, batch) -> over_arrays -> pure function of lists of arrays
+    nnx.jit'ed or plain step, (model, optimizer, batch) -> over_arrays -> pure function of arrays by number
 
 What a step changes in nnx modules is what it is for, and no value that it returns: it becomes an output here.
 """
@@ -76,6 +76,7 @@ class Exported:
     flops: TracedFlops | None = None  # None where they cannot be counted
     dead_updates: tuple[str, ...] = ()  # see `traced.dead_updates`
     partitioned: Mapping[str, bytes] = field(default_factory=dict)  # see `partitioned.lowered_for`
+    carried: tuple[tuple[int, int], ...] = ()  # see `_carried`
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
@@ -92,7 +93,8 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
             shard_map, is of another mesh, or changes a module that is not among its arguments.
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)
-    leaves, tree = jax.tree.flatten(tuple(args))
+    within, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
+    leaves = [leaf for _, leaf in within]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     arrays = [leaves[i] for i in places]
 
@@ -114,7 +116,36 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
             exported = _export(exported_step, arrays)
     arguments = [_describe_sharding(a.sharding) for a in arrays]
     flops, dead = traced_flops(traced.jaxpr), dead_updates(traced.jaxpr)
-    return Exported(bytes(exported.serialize()), donated, arguments, flops, dead, partitioned)
+    carried = _carried([within[i] for i in places], jax.tree_util.tree_flatten_with_path(traced.out_info)[0])
+    return Exported(bytes(exported.serialize()), donated, arguments, flops, dead, partitioned, carried)
+
+
+def _carried(arrays: Sequence[tuple[tuple, Any]], outputs: Sequence[tuple[tuple, Any]]) -> tuple[tuple[int, int], ...]:
+    """Return pairs of numbers: an array of an argument, and the output that is given back in its place.
+
+    What is given back of an argument is the largest part of the outputs, whole or a member or a member of a member,
+    whose arrays all have the path, shape and type of one of the argument's.
+
+    Args:
+        arrays: of all arguments, and their paths; the first key is the argument's number.
+        outputs: of the step, with their paths.
+    """
+
+    def by_path(found: Sequence[tuple[tuple, Any]], above: int) -> dict[tuple, dict[tuple, tuple[int, Any]]]:
+        parts: dict[tuple, dict[tuple, tuple[int, Any]]] = {}
+        for number, (path, leaf) in enumerate(found):
+            if len(path) >= above:
+                parts.setdefault(path[:above], {})[path[above:]] = number, (leaf.shape, leaf.dtype)
+        return parts
+
+    given_back = [part for above in range(3) for part in by_path(outputs, above).values()]
+    pairs: list[tuple[int, int]] = []
+    for argument in by_path(arrays, 1).values():
+        alike = [
+            p for p in given_back if all(argument.get(path, (0, None))[1] == kind for path, (_, kind) in p.items())
+        ]
+        pairs += [(argument[path][0], number) for path, (number, _) in max(alike, key=len, default={}).items()]
+    return tuple(pairs)
 
 
 def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
@@ -359,9 +390,10 @@ def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, abse
 def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step as a function of arrays, and its arguments: what it is given to overwrite, and the rest.
 
-    Its outputs are what the step returns and every array that it left changed in its modules, as flax's own program has
-    them: `nnx.jit` in its default mode gives back all arrays of a module that it is called with. A step under `jax.jit`
-    is given back as it is, and so is a plain one without modules: jax says what those are a function of.
+    Its arguments are the arrays that it may overwrite and the others, by number. Its outputs are what the step returns
+    and every array that it left changed in its modules, by number, as flax's own program has them: `nnx.jit` in its
+    default mode gives back all arrays of a module that it is called with. A step under `jax.jit` is given back as it
+    is, and so is a plain one without modules: jax says what those are a function of.
 
     Args:
         step: under `nnx.jit`, plain, or under `jax.jit`.
@@ -387,21 +419,19 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
     given = [n for n, owner in enumerate(owners) if owner in overwritten]
     kept = [n for n, owner in enumerate(owners) if owner not in overwritten]
 
-    def step_over_arrays(donated: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
-        values: list[Any] = [None] * len(arrays)
-        for n, value in zip([*given, *kept], [*donated, *others]):
-            values[n] = value
+    def step_over_arrays(donated: dict[int, Any], others: dict[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+        values = [value for _, value in sorted((donated | others).items())]
         merged = nnx.merge(graph, jax.tree_util.tree_unflatten(state_tree, values[: len(within)]))
         filled = list(leaves)
         for i, leaf in [*zip(modules, merged), *zip(plain, values[len(within) :])]:
             filled[i] = leaf
         returned = step(*jax.tree.unflatten(tree, filled))
         entered = {id(value) for value in values}
-        changed = [leaf for leaf in jax.tree.leaves(nnx.split(merged)[1]) if id(leaf) not in entered]
-        return jax.tree.leaves(returned), changed
+        left = enumerate(jax.tree.leaves(nnx.split(merged)[1]))
+        return jax.tree.leaves(returned), {n: leaf for n, leaf in left if id(leaf) not in entered}
 
     pure = jax.jit(step_over_arrays, donate_argnums=0)
-    return pure, ([arrays[n] for n in given], [arrays[n] for n in kept])
+    return pure, ({n: arrays[n] for n in given}, {n: arrays[n] for n in kept})
 
 
 def _is_of_nnx(step: Any) -> bool:

@@ -99,6 +99,10 @@ class CompiledProgram:
     """Of the temporaries, those in collective memory, which the client takes outside of its pool."""
     dead_updates: tuple[str, ...] = ()
     """Types of parameters whose new values the step drops, see `traced.dead_updates`."""
+    donated: tuple[int, ...] = ()
+    """Numbers of the arguments' arrays that the step may overwrite."""
+    carried: tuple[tuple[int, int], ...] = ()
+    """Numbers of an array of the arguments and of the output that is given back in its place."""
 
     @functools.cached_property
     def hlo(self) -> Module:
@@ -191,6 +195,8 @@ def compile_absent(
             cached=read_s is not None,
             traced_flops=exported.flops,
             dead_updates=exported.dead_updates,
+            donated=tuple(exported.donated),
+            carried=exported.carried,
         )
 
     best, made = compile_to_fit(make, cluster, choices)

@@ -49,7 +49,7 @@ from meshkit.units import format_bytes
 
 SCALARS = "scalars and norms, up to 4 KiB each"
 WITHIN = "copied by a GPU to itself: leaves no GPU"
-CODES = ("unexplained_collective", "involuntary_rematerialization")
+CODES = ("unexplained_collective", "involuntary_rematerialization", "state_drifts")
 # XLA combines small sums with large ones and pads; a twentieth and a mebibyte is less than any array worth a finding.
 _SLACK, _SLACK_BYTES = 1.05, 2**20
 _LONGEST, _PLACES = 100, 4  # of a path that a finding shows, in characters; of a combined collective's, how many
@@ -146,6 +146,36 @@ def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
             hint='x = meshkit.constrain(x, "act_batch", ...) on both sides of it, or rules that cut both alike',
         )
         for r in compiled.rematerializations
+    ]
+
+
+def drift_findings(compiled: CompiledProgram, state: Mapping[int, str]) -> list[Finding]:
+    """Return a finding where arrays of a state are given back in other parts than a GPU was given them in.
+
+    Args:
+        compiled: the step.
+        state: number of an argument's array -> its path, of those that a next call is given.
+    """
+    entry = compiled.hlo.entry
+    given = {i.parameter_number: i.shape for i in entry.order if i.opcode == "parameter"}
+    outputs = entry.root.shape.parts or (entry.root.shape,)
+    carried = [(state[n], given[n], outputs[m]) for n, m in compiled.carried if n in state and n in given]
+    drifting = [(path, before, after) for path, before, after in carried if before.dims != after.dims]
+    if not drifting:
+        return []
+    shown = ", ".join(f"{path} ({before} a GPU before, {after} after)" for path, before, after in drifting[:_PLACES])
+    more = f" and {len(drifting) - _PLACES} more" if len(drifting) > _PLACES else ""
+    return [
+        Finding(
+            code="state_drifts",
+            severity="warning",
+            path=drifting[0][0] if len(drifting) == 1 else "state",
+            message=f"{len(drifting)} of {len(carried)} arrays of the state do not lie where they did after a step: "
+            f"{shown}{more}; the next call is another program than the one that is planned, and a compiled step "
+            "refuses it",
+            hint="@meshkit.keep_shardings(mesh, rules) below nnx.jit; under jax.jit out_shardings=(meshkit.shardings("
+            "state, mesh, rules), None)",
+        )
     ]
 
 
@@ -258,14 +288,15 @@ class Examined:
         kept, allowed = apply_allow_list([*lint(self.subject), *self.more], self.allow, unchecked=CODES)
         return Lint(in_sums(kept, self.subject), allowed)
 
-    def lint_compiled(self, compiled: CompiledProgram) -> Lint:
-        """Findings of the same, and of the compiled step's collectives."""
+    def lint_compiled(self, compiled: CompiledProgram, drifts: Sequence[Finding] = ()) -> Lint:
+        """Findings of the same, and of the compiled step's collectives; `drifts` are those of `drift_findings`."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),
             *self.more,
             *collective_findings(rows, of_file=self.subject.of_file),
             *rematerialization_findings(compiled),
+            *drifts,
         ]
         kept, allowed = apply_allow_list(found, self.allow)
         return Lint(in_sums(kept, self.subject), allowed, rows)

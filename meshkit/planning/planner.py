@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from meshkit.compile.child import CARRIED, FORWARD, OTHER
 from meshkit.compile.choices import choices_for, readable_options
@@ -28,7 +29,7 @@ from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, MeshkitError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
-from meshkit.linting.examine import Examined, Lint, rematerialization_findings
+from meshkit.linting.examine import Examined, Lint, drift_findings, rematerialization_findings
 from meshkit.planning.resolved import examine_experiment, examine_program, make_program, make_train_step
 from meshkit.planning.warnings import plan_warnings
 from meshkit.predict.assumptions import assumptions_for
@@ -283,8 +284,9 @@ def make_plan(
         facts = _completed(facts, groups, given, compiled)
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
-    lint = examined.lint_compiled(compiled) if examined else None
-    findings = lint.findings if lint else rematerialization_findings(compiled)
+    drifts = drift_findings(compiled, _paths_of_state(groups, given, compiled)) if groups else []
+    lint = examined.lint_compiled(compiled, drifts) if examined else None
+    findings = lint.findings if lint else [*rematerialization_findings(compiled), *drifts]
     instructions = read_instructions(module)
     report = summarize_simulation(
         simulation,
@@ -323,6 +325,23 @@ def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled:
         if wanted and len(places) == len(wanted):
             known[f"{group}_bytes"] = sum(held[number].bytes for number in places if number in held)
     return facts.model_copy(update=known)
+
+
+def _paths_of_state(groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> dict[int, str]:
+    """Return number -> path of the arrays that have a place and that a training step gives back.
+
+    A step trains that gives back an optimizer's state, or an array that it may overwrite.
+    """
+    state = {id(array_of(leaf)): path for path, leaf in {**groups.parameters, **groups.others}.items()}
+    moments = {id(array_of(leaf)): path for path, leaf in groups.optimizer.items()}
+    if not any(id(given[n]) in moments or n in compiled.donated for n, _ in compiled.carried):
+        return {}
+    known = state | moments
+    return {
+        n: known[id(leaf)]
+        for n, leaf in enumerate(given)
+        if id(leaf) in known and isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
 
 
 def _program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:

@@ -6,6 +6,7 @@ Names of dims come from the tree itself: nnx variables (`out_sharding` metadata)
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from meshkit.config.rules import AutoRule, ShardingRules, Spec, path_matches
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, a_type
 from meshkit.sharding.constrain import Sharded, partition_spec, sharding_scope, warn_misspelt
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.units import format_bytes
@@ -164,6 +165,45 @@ def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRul
 
         state = jax.jit(init, out_shardings=_shardings(tree, mesh, rules, "parameters", stacklevel=4))()
         return state if graph is None else nnx.merge(graph, state)
+
+
+def keep_shardings[**P, R](mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a step that changes nnx modules: after each call they lie where the rules put them.
+
+    Without it XLA chooses where what has changed lies, and a second call is given other shardings than the first.
+
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        @mk.keep_shardings(mesh, rules)
+        def train_step(model, optimizer, batch): ...
+
+    Args:
+        mesh: attached, to train on; described, to plan for.
+        rules: that the modules were placed by.
+
+    Raises:
+        ConfigError: when the step is called, that no argument is a module.
+    """
+
+    def decorate(step: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(step)
+        def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+            is_module = nnx.graphlib.is_graph_node
+            modules = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_module) if is_module(leaf)]
+            if not modules:
+                raise ConfigError(
+                    f"the step is given {', '.join(map(a_type, args)) or 'nothing'}, and none is an nnx module.",
+                    hint="jax.jit(step, out_shardings=(meshkit.shardings(state, mesh, rules), None))",
+                )
+            returned = step(*args, **kwargs)
+            if AxisType.Explicit not in mesh.axis_types:  # where types say where arrays lie, they stay there
+                state = nnx.state(modules)
+                layout = _shardings(state, mesh, rules, "parameters", stacklevel=4)
+                nnx.update(modules, jax.lax.with_sharding_constraint(state, layout))
+            return returned
+
+        return kept
+
+    return decorate
 
 
 def _graph_and_tree(made: Any) -> tuple[Any, Any]:

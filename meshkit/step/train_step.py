@@ -34,6 +34,7 @@ from meshkit.config.toml import did_you_mean
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.sharding import sharding_scope, shardings
 from meshkit.sharding.mesh import AnyMesh
+from meshkit.sharding.resolve import keep_shardings
 from meshkit.step.data import abstract_batch
 from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd, wait_before_backward
 from meshkit.step.loss import (
@@ -511,18 +512,13 @@ def sharded_step(
         rules: where parameters and constrained activations go.
         optimizer: of a step without nnx modules.
     """
-    typed = AxisType.Explicit in mesh.axis_types  # where types say where arrays lie, they stay there
-
-    def pinned(state: Any) -> Any:
-        return state if typed else jax.lax.with_sharding_constraint(state, shardings(state, mesh, rules))
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    @keep_shardings(mesh, rules)
     def of_modules(model: Any, optimizer: nnx.Optimizer, *batch: Any) -> Any:
         with sharding_scope(mesh, rules):
             value, gradients = nnx.value_and_grad(loss)(model, *batch)
         optimizer.update(model, gradients)
-        for changed in (model, optimizer):
-            nnx.update(changed, pinned(nnx.state(changed)))
         return value
 
     if optimizer is None:
@@ -533,6 +529,9 @@ def sharded_step(
         with sharding_scope(mesh, rules):
             value, gradients = jax.value_and_grad(loss)(state["params"], *batch)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        return pinned({"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}), value
+        state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+        if AxisType.Explicit not in mesh.axis_types:  # where types say where arrays lie, they stay there
+            state = jax.lax.with_sharding_constraint(state, shardings(state, mesh, rules))
+        return state, value
 
     return of_arrays
