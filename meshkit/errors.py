@@ -12,6 +12,11 @@ A message is one sentence with the numbers, then where (file, line, key), then w
 
 from __future__ import annotations
 
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+
 from meshkit.redaction import printable, redact
 
 DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
@@ -66,6 +71,43 @@ class RunError(MeshkitError):
     """A run failed for a reason that a restart may mend."""
 
     exit_code = RUN_FAILED
+
+
+_MADE_BY = {
+    "Cluster": 'meshkit.Cluster.load("dgx_h100")',
+    "Mesh": "meshkit.build_mesh(spec, cluster)",
+    "MeshSpec": 'meshkit.MeshSpec.parse({"data": 2, "fsdp": 4})',
+    "Report": "meshkit.read_report(folder)",
+    "ShardingRules": 'meshkit.ShardingRules({"embed": "fsdp"})',
+}
+
+
+def check_kinds(function: Callable[..., object], **given: object) -> None:
+    """Refuse arguments of a public function that are of other classes than its signature says, as swapped ones are.
+
+    Args:
+        function: whose annotations of these arguments are classes, or unions of them.
+        given: arguments by their names.
+
+    Raises:
+        ConfigError: one is of another class.
+    """
+    hints = _hints(function)
+    for name, value in given.items():
+        if not isinstance(value, hints[name]):
+            kinds = [kind.__name__ for kind in typing.get_args(hints[name]) or (hints[name],)]
+            made = next(filter(None, map(_MADE_BY.get, kinds)), None)
+            taken = [*inspect.signature(function).parameters]
+            order = ", ".join(taken[: max(map(taken.index, given)) + 1])
+            raise ConfigError(
+                f"{name} is {a_type(value)}, not a {' or '.join(kind for kind in kinds if kind != 'NoneType')}.",
+                hint=(f"{name} = {made}; " if made else "") + f"the arguments in this order: {order}",
+            )
+
+
+@functools.cache
+def _hints(function: Callable[..., object]) -> dict[str, typing.Any]:
+    return typing.get_type_hints(function)
 
 
 def a_type(value: object) -> str:

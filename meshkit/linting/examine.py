@@ -28,7 +28,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import AllowTable
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, check_kinds
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.proto import dtype_bits
 from meshkit.hlo.schedule import Collective
@@ -448,6 +448,7 @@ def examine_step(
     Raises:
         ConfigError: arguments that are no tuple, a mesh of another size than the cluster, or rules that do not fit.
     """
+    check_kinds(examine_step, mesh=mesh, cluster=cluster, rules=rules)
     absent = described(mesh, cluster)
     pure, arrays, _ = traceable(step, args, mesh, absent)
     found = group_arguments(args, names)

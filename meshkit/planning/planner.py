@@ -26,7 +26,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, ProgramExperiment
 from meshkit.config.places import describe_error, line_within
 from meshkit.console import notebook_line
-from meshkit.errors import ConfigError, MeshkitError
+from meshkit.errors import ConfigError, MeshkitError, check_kinds
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, drift_findings, rematerialization_findings
@@ -96,6 +96,7 @@ def plan(
         ConfigError: a cluster without GPUs, a mesh of another size, or no compiler installed.
         ProgramError: XLA refuses the program.
     """
+    check_kinds(plan, mesh=mesh, cluster=cluster)
     program = step if isinstance(step, Program) else Program(step, args, tokens=tokens, model_flops=model_flops)
     choices = CompileChoices(options=options or {}, memory_fraction=memory_fraction)
     show, start = notebook_line(), time.perf_counter()

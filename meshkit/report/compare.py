@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, check_kinds
 from meshkit.report import schema
 from meshkit.report.schema import KernelPart, OpPart, Part, Report
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
@@ -177,6 +177,7 @@ def compare(a: Report, b: Report) -> Comparison:
         With a verdict where both steps have a time. Single operations are joined by name where both are of one compiled
         program, else by key.
     """
+    check_kinds(compare, a=a, b=b)
     fingerprint = a.program.fingerprint
     same_program = fingerprint is not None and fingerprint == b.program.fingerprint
     ops, share = _joined_ops(a, b, by_name=same_program)

@@ -21,7 +21,7 @@ from meshkit.config.experiment import Experiment, ProgramExperiment, load, load_
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.toml import inline
 from meshkit.console import notebook_line
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, check_kinds
 from meshkit.planning.planner import check_has_gpus
 from meshkit.search.bounds import Bounds
 from meshkit.search.candidate import Candidate
@@ -382,6 +382,7 @@ def tune(
         return tune_experiment(what, out=folder, budget=budget, jobs=jobs, progress=_progress())
     if mesh is None or cluster is None:
         raise ConfigError("a step is tuned on a mesh of a cluster.", hint="mk.tune(build, mesh, cluster)")
+    check_kinds(tune, mesh=mesh, cluster=cluster)
     check_has_gpus(cluster, "tune")
     if budget < 1:
         raise ConfigError("a search compiles one variant at least.", hint="budget=64")

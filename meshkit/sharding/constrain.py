@@ -31,7 +31,7 @@ from flax.linen import spmd as linen
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshkit.config.rules import ShardingRules
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, a_type, check_kinds
 from meshkit.sharding.mesh import AnyMesh
 
 LogicalAxes = Sequence[str | None]
@@ -131,6 +131,7 @@ def sharding_scope(
         rules: of whole arrays.
         manual: mesh axes of the `jax.shard_map` around, over which arrays are cut by hand already.
     """
+    check_kinds(sharding_scope, mesh=mesh, rules=rules)
     if mesh is None or rules is None:
         scope = None
     else:
@@ -204,8 +205,11 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
         logical_axes: one name, or None for a replicated dim, per dim of x.
 
     Raises:
-        ConfigError: not one name per dim, one mesh axis on two dims, or rules with `strict` and an axis left out.
+        ConfigError: no array, not one name per dim, one mesh axis on two dims, or rules with `strict` and an axis left
+            out.
     """
+    if not hasattr(x, "ndim"):
+        raise ConfigError(f"constrain() got {a_type(x)} as its array.", hint='constrain(x, "act_batch", None)')
     scope = current_scope()
     if scope is None:
         return x

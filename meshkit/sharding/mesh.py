@@ -34,7 +34,7 @@ from meshkit.discover import LiveProbe, domain_identities, identity_record, loca
 from meshkit.discover.probe import has_driver
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.distributed.join import Agreement, jax_runtime
-from meshkit.errors import ConfigError, MeshkitError, RunError, a_type
+from meshkit.errors import ConfigError, MeshkitError, RunError, a_type, check_kinds
 from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
 _FABRIC_S = 60.0  # for all processes to say where their devices are
@@ -66,6 +66,7 @@ class DescribedDevice:
 
 def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:
     """The devices of a cluster that is not there, by GPU index."""
+    check_kinds(describe_devices, cluster=cluster)
     capability = ".".join(map(str, cluster.gpu.compute_capability or ()))
     platform = "cpu" if cluster.is_cpu else "gpu"
     return tuple(
@@ -222,6 +223,7 @@ def build_mesh(
     Raises:
         ConfigError: sizes that do not multiply to the cluster, devices that do not match it, or a type of no axis.
     """
+    check_kinds(build_mesh, spec=spec, cluster=cluster)
     spec = spec.resolve(cluster)
     types = _axis_types(spec.axis_names, axis_types)
     chosen = attached_devices(cluster) if devices is None else tuple(devices)

@@ -7,6 +7,7 @@ Names of dims come from the tree itself: nnx variables (`out_sharding` metadata)
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from meshkit.config.rules import AutoRule, ShardingRules, Spec, path_matches
-from meshkit.errors import ConfigError, a_type
+from meshkit.errors import ConfigError, a_type, check_kinds
 from meshkit.sharding.constrain import Sharded, partition_spec, sharding_scope, warn_misspelt
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.units import format_bytes
@@ -67,6 +68,7 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
         ConfigError: a rule to an axis the mesh lacks, an override of the wrong rank, one mesh axis on two dims, or
             a dim that its axes do not divide.
     """
+    check_kinds(shardings, mesh=mesh, rules=rules)
     return _shardings(tree, mesh, rules, kind, stacklevel=4)
 
 
@@ -82,10 +84,11 @@ def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> An
         rules: where the arrays go.
 
     Raises:
-        ConfigError: as `shardings` does.
+        ConfigError: as `shardings` does; or a model in place of the function that makes it.
     """
+    check_kinds(abstract, mesh=mesh, rules=rules)
     with nnx.use_eager_sharding(False):
-        graph, tree = _graph_and_tree(nnx.eval_shape(make))
+        graph, tree = _abstract_of(make)
     placed = _on(tree, _shardings(tree, mesh, rules, "parameters", stacklevel=4))
     return placed if graph is None else nnx.merge(graph, placed)
 
@@ -108,6 +111,10 @@ def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, sta
     rules.check(mesh.axis_names)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
     placed = _place_all(leaves, mesh, rules, kind)
+    if leaves and not any(placed):
+        raise ConfigError(
+            f"the tree holds no array: its first leaf is {a_type(leaves[0][1])}.", hint="jax.eval_shape(make)"
+        )
     warn_misspelt(
         {n for p in placed if p and p.rule == "logical" for n in p.logical_axes or () if n is not None},
         rules,
@@ -154,9 +161,13 @@ def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRul
             variables, or any other pytree of arrays.
         mesh: attached devices.
         rules: where the parameters go.
+
+    Raises:
+        ConfigError: as `abstract` does.
     """
+    check_kinds(shard_model, mesh=mesh, rules=rules)
     with nnx.use_eager_sharding(False):
-        graph, tree = _graph_and_tree(nnx.eval_shape(make_model))
+        graph, tree = _abstract_of(make_model)
 
         def init():
             with sharding_scope(mesh, rules):
@@ -167,7 +178,7 @@ def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRul
         return state if graph is None else nnx.merge(graph, state)
 
 
-def keep_shardings[**P, R](mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of a step that changes nnx modules: after each call they lie where the rules put them.
 
     Without it XLA chooses where what has changed lies, and a second call is given other shardings than the first.
@@ -184,9 +195,11 @@ def keep_shardings[**P, R](mesh: AnyMesh, rules: ShardingRules) -> Callable[[Cal
         ConfigError: when the step is called, that no argument is a module.
     """
 
-    def decorate(step: Callable[P, R]) -> Callable[P, R]:
+    check_kinds(keep_shardings, mesh=mesh, rules=rules)
+
+    def decorate(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
-        def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        def kept(*args: Any, **kwargs: Any) -> Any:
             is_module = nnx.graphlib.is_graph_node
             modules = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_module) if is_module(leaf)]
             if not modules:
@@ -204,6 +217,37 @@ def keep_shardings[**P, R](mesh: AnyMesh, rules: ShardingRules) -> Callable[[Cal
         return kept
 
     return decorate
+
+
+def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what `_graph_and_tree` does of what a function makes, without making it.
+
+    Raises:
+        ConfigError: it is no such function, as a model is none; or what it makes holds more than arrays.
+    """
+    try:
+        if not callable(make):
+            raise TypeError("it cannot be called")
+        if inspect.isclass(make):  # the signature of a class of flax's takes anything
+            inspect.signature(make.__init__).bind(None)
+        else:
+            inspect.signature(make).bind()
+    except TypeError as error:
+        given = make.__name__ if inspect.isclass(make) or inspect.isfunction(make) else a_type(make)
+        raise ConfigError(
+            f"what makes the model is a function without arguments, and {given} is none: {error}.",
+            hint="lambda: Model(rngs=nnx.Rngs(0)); jax.device_put(state, meshkit.shardings(state, mesh, rules)) for "
+            "arrays that are there",
+        ) from None
+    try:
+        return _graph_and_tree(nnx.eval_shape(make))
+    except TypeError as error:
+        if "not a valid JAX type" not in str(error):
+            raise
+        raise ConfigError(
+            f"the model holds more than arrays: {str(error).splitlines()[0]}.",
+            hint="lambda: equinox.filter(make(), equinox.is_array), and equinox.combine(arrays, the rest) in the loss",
+        ) from None
 
 
 def _graph_and_tree(made: Any) -> tuple[Any, Any]:
@@ -318,12 +362,15 @@ def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
     """Whether a leaf is of an optimizer's state, whose arrays need not have the shapes of the parameters.
 
     Args:
-        key_path: of jax, to the leaf; its innermost attribute (not key), if any, is `params` on the way to a parameter.
+        key_path: of jax, to the leaf; on the way to a parameter its innermost attribute (not key), if any, is `params`,
+            or a key before the first one is.
         leaf: a variable, a box or an array.
         kind: the mapping of the rules that is asked for; of `optimizer` every leaf is one.
     """
     fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]  # of optax's named tuples, of a TrainState
-    return kind == "optimizer" or isinstance(leaf, nnx.OptState) or (bool(fields) and fields[-1] != "params")
+    keys = [getattr(key, "key", None) for key in takewhile(lambda key: not isinstance(key, GetAttrKey), key_path)]
+    within = bool(fields) and fields[-1] != "params" and "params" not in keys
+    return kind == "optimizer" or isinstance(leaf, nnx.OptState) or within
 
 
 def _place(

@@ -53,6 +53,11 @@ class Program:
     names: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if hasattr(self.step, "runtime_executable"):
+            raise ConfigError(
+                "the step is compiled already, for the devices of its own mesh.",
+                hint="the jitted function, without .lower(...).compile()",
+            )
         if not callable(self.step):
             raise ConfigError(
                 f"the step is {a_type(self.step)}, not a function.", hint="mk.Program(step, (state, batch))"

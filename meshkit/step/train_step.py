@@ -31,6 +31,7 @@ from meshkit.config.places import UserCode
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import OptimizerTable
 from meshkit.config.toml import did_you_mean
+from meshkit.errors import ConfigError, a_type, check_kinds
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.sharding import sharding_scope, shardings
 from meshkit.sharding.mesh import AnyMesh
@@ -507,19 +508,31 @@ def sharded_step(
     is `{"params": ..., "opt_state": optimizer.init(params)}`. What it is given to change is donated.
 
     Args:
-        loss: `loss(model, *batch)`, or `loss(params, *batch)`, a scalar.
+        loss: `loss(model, *batch)`, or `loss(params, *batch)`: a scalar, or a tuple whose first member it is; the step
+            returns what it does.
         mesh: attached, to train on; described, to plan for.
         rules: where parameters and constrained activations go.
         optimizer: of a step without nnx modules.
     """
 
+    check_kinds(sharded_step, mesh=mesh, rules=rules, optimizer=optimizer)
+
+    def with_rest(*args: Any) -> tuple[Any, Any]:
+        returned = loss(*args)
+        return (returned[0], returned) if isinstance(returned, tuple) else (returned, returned)
+
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     @keep_shardings(mesh, rules)
     def of_modules(model: Any, optimizer: nnx.Optimizer, *batch: Any) -> Any:
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise ConfigError(
+                f"the step's second argument is {a_type(optimizer)}, not an nnx.Optimizer.",
+                hint="step(model, optimizer, *batch); of arrays, sharded_step(..., optimizer=optax.adamw(1e-3))",
+            )
         with sharding_scope(mesh, rules):
-            value, gradients = nnx.value_and_grad(loss)(model, *batch)
+            (_, returned), gradients = nnx.value_and_grad(with_rest, has_aux=True)(model, *batch)
         optimizer.update(model, gradients)
-        return value
+        return returned
 
     if optimizer is None:
         return of_modules
@@ -527,11 +540,11 @@ def sharded_step(
     @functools.partial(jax.jit, donate_argnums=0)
     def of_arrays(state: Any, *batch: Any) -> Any:
         with sharding_scope(mesh, rules):
-            value, gradients = jax.value_and_grad(loss)(state["params"], *batch)
+            (_, returned), gradients = jax.value_and_grad(with_rest, has_aux=True)(state["params"], *batch)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
         if AxisType.Explicit not in mesh.axis_types:  # where types say where arrays lie, they stay there
             state = jax.lax.with_sharding_constraint(state, shardings(state, mesh, rules))
-        return state, value
+        return state, returned
 
     return of_arrays

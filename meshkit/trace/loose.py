@@ -359,6 +359,11 @@ def _notes(
             f" (program {scan.program})" if len(scan.programs) > 1 and scan.program is not None else ""
         )
         message = f"Steps are the executions of {which}, which has {format_percent(scan.share)} of the devices' time."
+        if scan.program is not None and (more := len(scan.programs) - 1):
+            message += (
+                f" {more} more of that name ran, since shapes or shardings of its arguments changed between calls; "
+                "their executions are no steps: call it before the block, and keep what it gives back where it lay."
+            )
         if scan.others:
             most = sorted(scan.others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
             message += f" Others: {', '.join(f'{name} {format_percent(share)}' for name, share in most)}."

@@ -1,6 +1,8 @@
 """States of optimizers whose arrays have not the parameters' shapes, and names that are spelt nearly right."""
 
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import meshkit as mk
 from meshkit.sharding.resolve import kept_spec
+from meshkit.step.given import group_arguments
 
 P = PartitionSpec
 RULES = mk.ShardingRules({"embed": "fsdp", "mlp": "tensor"}, overrides=[("**/plain", ("fsdp", "tensor"))])
@@ -95,6 +98,25 @@ def test_adafactor_of_an_nnx_optimizer_and_of_plain_arrays(mesh):
     assert alone[0].v_row["a"]["plain"].spec == P(None)
     both = mk.shardings({"params": params, "state": FACTORED.init(params)}, mesh, RULES)
     assert both["state"][0].v_row["a"]["plain"].spec == P("fsdp")
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Layer:
+    """A module of attributes, as Equinox's are."""
+
+    weight: Any
+
+
+def test_attributes_below_params_are_parameters(mesh):
+    params = {"layers": [Layer(jnp.ones((8, 8)))]}
+    state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+    found = mk.shardings(state, mesh, mk.ShardingRules({}, overrides=[("layers/0/weight", ("fsdp", None))]))
+    assert found["params"]["layers"][0].weight.spec == P("fsdp", None)
+    assert found["opt_state"][0].mu["layers"][0].weight.spec == P("fsdp", None)
+    groups = group_arguments((state,))
+    assert [*groups.parameters] == ["params/layers/0/weight"]
+    assert len(groups.optimizer) == 3
 
 
 def test_a_parameter_of_the_wrong_rank_stays_an_error(mesh):

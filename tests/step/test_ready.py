@@ -60,6 +60,26 @@ def test_an_nnx_model_trains_as_unsharded_and_stays_where_it_was():
     assert moment.sharding.is_equivalent_to(before, 2)
 
 
+def test_a_loss_may_return_more_than_its_value():
+    mesh = mk.build_mesh(SPEC, mk.Cluster.load("cpu8"))
+
+    def with_aux(model, x):
+        return loss(model, x), {"rows": x.shape[0]}
+
+    plain = mk.sharded_step(loss, mesh, RULES)(*mk.shard_model(make, mesh, RULES), X)
+    value, aux = mk.sharded_step(with_aux, mesh, RULES)(*mk.shard_model(make, mesh, RULES), X)
+    assert (value, aux) == (plain, {"rows": 16})
+
+    def of(params, x):
+        return jnp.sum((x @ params["w"]) ** 2), params["w"][0, 0]
+
+    optimizer, params = optax.sgd(0.1), {"w": jnp.ones((16, 16))}
+    step = mk.sharded_step(of, mesh, RULES, optimizer=optimizer)
+    _, (value, before) = step({"params": params, "opt_state": optimizer.init(params)}, X)
+    assert before == 1
+    np.testing.assert_allclose(value, jnp.sum((X @ jnp.ones((16, 16))) ** 2), rtol=1e-5)
+
+
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):

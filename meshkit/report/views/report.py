@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshkit.console import Rendered
+from meshkit.errors import check_kinds
 from meshkit.report.compare import Comparison
 from meshkit.report.schema import CommunicationPart, GoodputPart, Report
 from meshkit.report.views import charts, tables, words
@@ -66,6 +67,7 @@ def write_html(
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
+    check_kinds(write_html, report=report, path=path)
     path = Path(path) / "report.html" if Path(path).is_dir() else Path(path)
     reports = [report] if other is None else [report, other]
     names = words.names_of([r.source for r in reports])
@@ -406,6 +408,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
         report: of `mk.plan`, `mk.profile` or `mk.read_report`; or what `mk.compare` returns.
         title: what the report is about: an experiment, a run.
     """
+    check_kinds(render, report=report)
     if isinstance(report, Comparison):
         return Rendered(tables.render_comparison(report))
     shown, planned = Shown(report), report.source == "plan"

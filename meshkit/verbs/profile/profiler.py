@@ -24,7 +24,7 @@ from meshkit.config.calibration import CALIBRATION_FILE
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.console import run_folder
-from meshkit.errors import ConfigError, a_type
+from meshkit.errors import ConfigError, a_type, check_kinds
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
@@ -150,6 +150,7 @@ def profile(
     Raises:
         ConfigError: `program` is none, or a process that the job does not have.
     """
+    check_kinds(profile, folder=folder, mesh=mesh, cluster=cluster, mesh_spec=mesh_spec)
     folder = Path(folder)
     facts = StepFacts(model_flops=model_flops, tokens=tokens)
     chosen = chosen_processes(processes, jax.process_count())

@@ -125,6 +125,19 @@ def test_a_mesh_gives_axes_and_a_cluster_links(file):
     assert codes(linked) == ["steps_found", "no_mesh"]
 
 
+def test_a_jitted_step_that_is_another_program_in_its_second_call_is_told_of(mesh, tmp_path):
+    @jax.jit
+    def drifting(weights, x):
+        return weights - jax.grad(lambda w: ((x @ w) ** 2).sum())(weights)
+
+    weights, x = jnp.ones((64, 64)), jax.device_put(jnp.ones((16, 64)), NamedSharding(mesh, PartitionSpec("data")))
+    with mk.profile(tmp_path, program=drifting, mesh=mesh) as capture:
+        for _ in range(4):
+            weights = drifting(weights, x)
+    assert capture.report.window.steps < 3  # which the four calls of one program would be
+    assert "1 more of that name ran, since shapes or shardings" in capture.report.warnings[0].message
+
+
 def test_a_mesh_or_cluster_of_another_size_is_refused(file):
     with pytest.raises(ConfigError, match=r"the mesh has 4 devices \(data 4\), but the program in the trace runs on 8"):
         profile_traces(file, mesh=MeshSpec.parse({"data": 4}))
