@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.attack import doors
 from benchmarks.attack.harness import Attack, Broken, Campaign, captured, command
 from benchmarks.attack.mutate import damage_bytes, damage_json, damage_text
 
@@ -406,6 +407,11 @@ CAMPAIGNS = {
     "weights": Campaign(400, _weights),
     "kills": Campaign(15, _kills, limit_s=60.0),
     "renderings": Campaign(980, _renderings),
+    "settings": Campaign(600, doors.settings),
+    "modules": Campaign(200, doors.modules),
+    "caches": Campaign(100, doors.caches),
+    "inputs": Campaign(200, doors.inputs),
+    "interrupts": Campaign(60, doors.interrupts, limit_s=60.0),
 }
 SHOWN = {
     "experiments": "mutated experiments: `explain`",
@@ -414,4 +420,9 @@ SHOWN = {
     "weights": "safetensors headers: weights read",
     "kills": "SIGKILL in a save: restore",
     "renderings": "launch scripts of hostile names: rendered, and run against stubs",
+    "settings": "texts for XLA's options, functions of installed packages: loaded",
+    "modules": "code that others may write, own or link: loaded",
+    "caches": "files of a user's in or below MESHKIT_CACHE: all stay",
+    "inputs": "pipes, devices, loops, a tebibyte, bombs in the place of files: every verb that reads",
+    "interrupts": "SIGINT in a plan: 130 within 2 s, nothing left",
 }

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.attack import campaigns, harness, mutate
+from benchmarks.attack import campaigns, doors, harness, mutate
 
 
 def test_a_name_that_runs_is_seen(tmp_path):
@@ -34,3 +34,23 @@ def test_damages_are_the_same_every_time_and_differ(damage, what):
     found = [damage(what, random.Random(seed)) for seed in range(50)]
     assert found == [damage(what, random.Random(seed)) for seed in range(50)]
     assert len(set(found)) > 15
+
+
+@pytest.mark.parametrize(
+    ("campaign", "outcomes"),
+    [(doors.settings, {"refused", "read"}), (doors.modules, {"refused", "run"}), (doors.inputs, {"refused"}),
+     (doors.caches, {"refused", "kept beside"})],
+)  # fmt: skip
+def test_the_doors_hold(tmp_path, monkeypatch, capfd, campaign, outcomes):
+    for name in ("MESHKIT_CACHE", "MESHKIT_CACHE_BYTES"):
+        monkeypatch.setenv(name, "")  # to be as it was afterwards
+    with capfd.disabled():  # what a command prints, an attack reads
+        assert {campaign(tmp_path)(number).run() for number in range(20)} == outcomes
+
+
+def test_a_door_that_is_open_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(doors, "load_function", lambda *_: None)
+    attacks = (doors.settings(tmp_path)(number) for number in range(200))
+    taken = next(attack for attack in attacks if not attack.name.startswith("xla."))
+    with pytest.raises(harness.Broken, match="it is taken"):
+        taken.run()
