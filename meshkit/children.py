@@ -292,11 +292,23 @@ def serve(answer: Callable[[Any], Any]) -> None:
             said = {"error": f"{type(error).__name__}: {error}"}
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = used.ru_utime + used.ru_stime
-        usage = {"cpu_s": cpu_s - counted_s, "peak_rss_bytes": used.ru_maxrss * 1024}
+        usage = {"cpu_s": cpu_s - counted_s, "peak_rss_bytes": peak_rss_bytes()}
         counted_s = cpu_s
         sys.stderr.flush()
         answers.write(json.dumps(said | usage) + "\n")
         answers.flush()
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process has held, in bytes.
+
+    On Linux `ru_maxrss` of getrusage(2) starts at the peak of whoever started the process; VmHWM of proc(5) does not.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
 def _die_with_parent() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.children import PREFIX, Child, ChildDied, ChildFailed, KeptChild, ready, scratch_folder, sweep
+from meshkit.children import PREFIX, Child, ChildDied, ChildFailed, KeptChild, peak_rss_bytes, ready, scratch_folder, sweep
 from meshkit.private import MARK
 
 ROOT = Path(__file__).parents[1]
@@ -215,6 +215,14 @@ def test_folders_are_made_while_others_sweep(place):
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(use, range(400))) == {"x"}
     assert left(place) == []
+
+
+def test_the_memory_of_a_child_is_its_own(place):
+    large = b"x" * 2**28
+    assert peak_rss_bytes() > len(large)
+    with Child("told") as child:
+        child.ask(0)
+        assert child.peak_rss_bytes < len(large)
 
 
 def test_a_child_answers_one_request_after_the_other(place):

@@ -58,8 +58,7 @@ def plan(
     and --mesh. Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per
     axis, link and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
     """
-    import resource
-
+    from meshkit.children import peak_rss_bytes
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import Experiment, load_any
     from meshkit.planning.planner import plan_experiment
@@ -95,7 +94,7 @@ def plan(
         stdout().print(remedies_table("what makes it fit", report.memory.remedies))
     if report.program.alternatives and not as_json:
         stdout().print(remedies_table("other options of XLA", report.program.alternatives))
-    own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    own_bytes = peak_rss_bytes()
     memory = f"{format_bytes(own_bytes)} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
     wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
     say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
