@@ -2,12 +2,13 @@
 # llama3-70b: 64 hosts x 8 GPUs, 8 process(es) a host. Start it with `bash FILE`.
 # Rendered by `meshkit launch`; ready to be edited.
 
+python=python3
 out=runs/llama3-70b
 num_processes=512
 devices_per_process=1
 max_restarts=3
-command=(python3 -m meshkit train configs/experiments/llama3_70b.toml --out runs/llama3-70b)
-make_certificates=(python3 -m meshkit launch certificates)
+command=("$python" -m meshkit train configs/experiments/llama3_70b.toml --out runs/llama3-70b)
+make_certificates=("$python" -m meshkit launch certificates)
 hostfile=hosts
 mpirun_options=(-np 512 --map-by ppr:8:node --bind-to none -x MESHKIT_MTLS)
 

@@ -13,12 +13,13 @@
 #SBATCH --output=%x-%j.out
 #SBATCH --time=2-00:00:00
 
+python=python3
 out=runs/llama3-70b
 num_processes=64
 devices_per_process=0
 max_restarts=3
-command=(python3 -m meshkit train configs/experiments/llama3_70b.toml --out runs/llama3-70b)
-make_certificates=(python3 -m meshkit launch certificates)
+command=("$python" -m meshkit train configs/experiments/llama3_70b.toml --out runs/llama3-70b)
+make_certificates=("$python" -m meshkit launch certificates)
 srun_options=(--kill-on-bad-exit=1 --cpu-bind=none --ntasks=64)
 
 first_host() { scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1; }

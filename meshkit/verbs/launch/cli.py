@@ -51,7 +51,8 @@ ExperimentArg = Annotated[
         autocompletion=complete_experiment,
     ),
 ]
-HostsOption = Annotated[int | None, typer.Option(metavar="H", min=1, help="Machines, of a command without experiment.")]
+_HOSTS_HELP = "Machines, of a command without experiment; with a hostfile, those that it names."
+HostsOption = Annotated[int | None, typer.Option(metavar="H", min=1, help=_HOSTS_HELP)]
 GpusOption = Annotated[
     int, typer.Option("--gpus-per-host", metavar="G", min=1, help="GPUs of each, of a command without experiment.")
 ]
@@ -63,7 +64,8 @@ RestartsOption = Annotated[int, typer.Option("--max-restarts", metavar="K", min=
 PerHostOption = Annotated[
     int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one for each GPU of a host.")
 ]
-PythonOption = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter on the hosts.")]
+_PYTHON_HELP = "The interpreter on the hosts; the command's own, or python3."
+PythonOption = Annotated[str | None, typer.Option("--python", metavar="PATH", help=_PYTHON_HELP, show_default=False)]
 _MTLS_HELP = "Certificates made for this run: nobody else can join it or read the meeting."
 MtlsOption = Annotated[bool, typer.Option("--mtls/--no-mtls", help=_MTLS_HELP)]
 
@@ -154,16 +156,17 @@ def slurm(
     container_workdir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Of pyxis: the folder in the image that has the experiment.")
     ] = None,
-    python: PythonOption = "python3",
+    python: PythonOption = None,
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
-    from meshkit.verbs.launch.jobs import Slurm, make_job, slurm_script, submit
+    from meshkit.verbs.launch.jobs import Slurm, interpreter_of, make_job, slurm_script, submit
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
     job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
-    site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
+    python, mounts = python or interpreter_of(own), tuple(container_mount)
+    site = Slurm(_pairs(sbatch, "--sbatch"), container_image, mounts, container_workdir, python, mtls)
     _warn_of_the_open(mtls)
     text = slurm_script(job, site)
     output(text, end="") if dry_run else say(submit(["sbatch"], text))
@@ -196,17 +199,21 @@ def jobset(
     workdir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder in the image that has the experiment.")
     ] = None,
-    python: PythonOption = "python3",
+    python: PythonOption = None,
+    fs_group: Annotated[
+        int, typer.Option(metavar="GID", min=1, help="Group of the pods, which may read the run's certificates.")
+    ] = 1000,
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
-    from meshkit.verbs.launch.jobs import Kubernetes, jobset_yaml, make_job, submit_jobset
+    from meshkit.verbs.launch.jobs import Kubernetes, interpreter_of, jobset_yaml, make_job, submit_jobset
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
     job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
-    site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
+    python = python or interpreter_of(own)
+    site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls, fs_group)
     _warn_of_the_open(mtls)
     output(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
 
@@ -223,17 +230,18 @@ def mpi(
     gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
-    python: PythonOption = "python3",
+    python: PythonOption = None,
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
     """A script around OpenMPI's mpirun, which runs until the job is done."""
-    from meshkit.verbs.launch.jobs import make_job, mpi_script
+    from meshkit.verbs.launch.jobs import count_hosts, interpreter_of, make_job, mpi_script
 
-    own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
+    own = _own_command(context, experiment)
+    machines = (hosts or (count_hosts(hostfile) if experiment is None else None), gpus_per_host)
     job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     _warn_of_the_open(mtls)
-    text = mpi_script(job, hostfile, python=python, mtls=mtls)
+    text = mpi_script(job, hostfile, python=python or interpreter_of(own), mtls=mtls)
     if dry_run:
         output(text, end="")
         return

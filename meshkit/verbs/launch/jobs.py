@@ -33,6 +33,7 @@ from typing import Any
 import yaml
 
 from meshkit.config.experiment import load
+from meshkit.config.files import read_bounded
 from meshkit.distributed.certificates import FILES, make_certificates
 from meshkit.distributed.environment import (
     ATTEMPT,
@@ -49,6 +50,7 @@ from meshkit.errors import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR, Config
 SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
 _NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]*-]*", re.ASCII)
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*", re.ASCII)
 _Value = int | str | tuple[str, ...]  # of a shell variable: a whole number, a word, or an array of words
 _API_VERSION = "jobset.x-k8s.io/v1alpha2"
 _WORKERS, _CONTAINER = "workers", "main"
@@ -147,6 +149,24 @@ def make_job(
         max_restarts=max_restarts,
         own=own,
     )
+
+
+def count_hosts(hostfile: str) -> int:
+    """Return how many machines an OpenMPI hostfile names.
+
+    Raises:
+        ConfigError: it cannot be read, or names none.
+    """
+    text = read_bounded(hostfile, "hostfile", unfit=ConfigError).decode(errors="replace")
+    names = {words[0] for line in text.splitlines() if (words := line.partition("#")[0].split())}
+    if not names:
+        raise ConfigError("the hostfile names no host.", at=hostfile, hint="a line for each, as `gpu7 slots=8`")
+    return len(names)
+
+
+def interpreter_of(command: Sequence[str]) -> str:
+    """Return the Python that a command names, which has meshkit if it imports it; `python3` where it names none."""
+    return next((word for word in command if _PYTHON.fullmatch(word)), "python3")
 
 
 def command_name(command: Sequence[str]) -> str:
@@ -289,13 +309,15 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
 def _assignments(job: Job, python: str, mtls: bool) -> dict[str, _Value]:
     several = job.processes_per_host > 1
     make = (python, "-m", "meshkit", "launch", "certificates")
+    words = lambda command, at: tuple(_Python() if word == python else _one_line(word, at) for word in command)
     return {
+        "python": _one_line(python, "--python"),
         "out": _one_line(job.out, "--out"),
         "num_processes": job.num_processes,
         "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all of the host
         "max_restarts": job.max_restarts,
-        "command": tuple(_one_line(word, "the command") for word in job.command((python,))),
-        **({"make_certificates": tuple(_one_line(word, "--python") for word in make)} if mtls else {}),
+        "command": words(job.command((python,)), "the command"),
+        **({"make_certificates": words(make, "--python")} if mtls else {}),
     }
 
 
@@ -347,9 +369,14 @@ def _directive(name: str, value: str) -> str:
     return f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
 
 
+class _Python(str):
+    """The word of a command that is the interpreter, which a script names once."""
+
+
 def _value(value: _Value) -> str:
     if isinstance(value, tuple):
-        return "(" + " ".join(map(shlex.quote, value)) + ")"
+        words = ('"$python"' if isinstance(word, _Python) else shlex.quote(word) for word in value)
+        return "(" + " ".join(words) + ")"
     return str(value) if isinstance(value, int) else shlex.quote(value)
 
 
@@ -373,6 +400,8 @@ class Kubernetes:
     """The interpreter in the image."""
     mtls: bool = True
     """Whether the processes know each other by certificates; else by a secret."""
+    fs_group: int = 1000
+    """Group that may read the certificates: of an image whose user is not root."""
 
 
 def jobset_yaml(job: Job, site: Kubernetes) -> str:
@@ -484,7 +513,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
         volumes.append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
     if site.mtls:
         mounts.append({"name": "mtls", "mountPath": _MTLS_FOLDER, "readOnly": True})
-        # for the container's user and group, and not for everybody
+        # for fsGroup, which the container's user is made a member of, and not for everybody
         volumes.append({"name": "mtls", "secret": {"secretName": _secret_name(job, site), "defaultMode": 0o440}})
     container = {
         "name": _CONTAINER,
@@ -499,6 +528,8 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
             "capabilities": {"add": ["IPC_LOCK"]},  # RDMA pins memory
         },
     }
+    # without the policy kubelet goes through every file of a claim at each start
+    group = {"fsGroup": site.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     on_one_host = {
         "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}},
         "topologyKey": "kubernetes.io/hostname",
@@ -508,6 +539,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": SAVE_S + _KILL_S,
         "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [on_one_host]}},
+        **({"securityContext": group} if site.mtls else {}),
         "containers": [container],
         "volumes": volumes,
     }

@@ -55,7 +55,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 MOST_BYTES = 1 << 20
 MOST_AT_ONCE, MOST_AT_THE_END = 4 << 20, 64 << 20
 _MOST_OF_A_TRACEBACK = 60
-_CHATTER = "[Gloo] Rank"
+_CHATTER = "[Gloo] Rank"  # a line for every group of processes that it connects: in the logs alone
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,8 @@ class Supervisor:
 
     def _follow(self, gang: LocalGang, follower: Follower, *, last: bool = False) -> None:
         for line in follower.new_lines(last=last):
-            self._show(f"[{gang.members[0].rank}] {line}")
+            if not line.startswith(_CHATTER):
+                self._show(f"[{gang.members[0].rank}] {line}")
 
     def _show(self, line: str) -> None:
         """A terminal that is gone is no reason to stop; the logs have it all."""

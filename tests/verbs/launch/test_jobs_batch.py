@@ -281,6 +281,29 @@ def test_nothing_of_the_users_is_run_by_the_shell(site, word):
     assert word in (site / f"out {word}/logs/attempt0/rank0.log").read_text().splitlines()
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+@pytest.mark.parametrize(
+    ("command", "python"),
+    [(["/opt/v 1/bin/python3.12", "train.py"], "/opt/v 1/bin/python3.12"), (["bash", "run.sh"], "python3")],
+)
+def test_a_script_names_one_python_and_certificates_are_made_by_that_of_the_command(launcher, command, python, capsys):
+    more = ["--hostfile", "hosts"] if launcher == "mpi" else []
+    assert main(["launch", launcher, *more, "--hosts", "2", "--dry-run", "--", *command]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "python" in line]
+    assert lines[0] == f"python={shlex.quote(python)}"
+    assert 'make_certificates=("$python" -m meshkit launch certificates)' in lines
+    assert not any(python in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(("text", "hosts"), [("gpu7 slots=8\n# off\ngpu8\n\ngpu7 slots=2\n", 2), ("# none\n", None)])
+def test_a_command_runs_on_the_hosts_that_the_hostfile_names(text, hosts, tmp_path, capsys):
+    (tmp_path / "hosts").write_text(text)
+    words = ["launch", "mpi", "--hostfile", str(tmp_path / "hosts"), "--dry-run", "--", "python", "train.py"]
+    assert main(words) == (0 if hosts else 2)
+    said = capsys.readouterr()
+    assert f"\nnum_processes={hosts}\n" in said.out if hosts else "the hostfile names no host." in said.err
+
+
 def test_a_line_break_is_refused():
     with pytest.raises(ConfigError, match="line break"):
         slurm_script(replace(JOB, overrides=("a\nb",)), Slurm())

@@ -98,6 +98,16 @@ def test_one_pod_a_host_with_shared_memory_and_no_rights():
     assert made["containers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
 
 
+def test_certificates_are_read_by_the_pods_group_where_the_image_is_of_another_user_than_root():
+    """A Secret's files are root's: their mode lets in the group, which fsGroup makes that of the container."""
+    made = pod()
+    (volume,) = (v["secret"] for v in made["volumes"] if "secret" in v)
+    assert volume["defaultMode"] == 0o440
+    assert made["securityContext"]["fsGroup"] == 1000
+    assert pod(site=Kubernetes("image", fs_group=65532))["securityContext"]["fsGroup"] == 65532
+    assert "securityContext" not in pod(site=Kubernetes("image", mtls=False))  # the secret is in no file
+
+
 def test_the_environment_of_a_process_a_host():
     assert environment() == {
         "MESHKIT_COORDINATOR": "llama3-70b-workers-0-0.llama3-70b:61000",

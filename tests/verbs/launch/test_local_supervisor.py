@@ -37,6 +37,14 @@ def test_all_done(tmp_path):
     assert (tmp_path / "logs/attempt0/rank1.log").read_text() == "hello from 1\n"
 
 
+def test_what_gloo_says_of_every_group_is_in_the_logs_alone(tmp_path):
+    said = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    run = Run(tmp_path, f"print({said!r}); print('hello'); sys.exit(0)")
+    assert run() == 0
+    assert run.shown == ["[0] hello"]
+    assert (tmp_path / "logs/attempt0/rank0.log").read_text() == f"{said}\nhello\n"
+
+
 def test_a_failure_is_shown_and_takes_the_gang_down_and_the_next_attempt_finishes(tmp_path):
     body = """
         if attempt == 0 and rank == 1:
