@@ -446,7 +446,7 @@ class StragglersPart(Part):
 
 
 class StepSample(Part):
-    """One captured step: means over its devices, and the slowest of them."""
+    """One captured step: means over its devices, and the slowest of them; and why no other number is of it."""
 
     step: int
     time_s: float
@@ -458,6 +458,7 @@ class StepSample(Part):
     idle_s: float
     slowest_device: int
     slowest_time_s: float
+    left_out: str | None = None
 
 
 class HistoryPart(Part):

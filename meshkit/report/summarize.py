@@ -111,12 +111,12 @@ def summarize(
             processes_expected=machines.processes_expected,
         ),
         step=step,
-        spread=schema.SpreadsPart() if source == "plan" else _spreads(timeline, sweeps, each),
+        spread=schema.SpreadsPart() if source == "plan" else _spreads(timeline, sweeps),
         communication=rows,
         training=training_cost(step.time_s, facts, machines),
         pipeline=pipeline_part(facts.pipeline, rows) if facts.pipeline else None,
         kernels=kernels_part(timeline.op_names, totals, known, steps_per_execution=each) if totals else None,
-        per_step=None if source == "plan" else _step_samples(timeline, sweeps, each),
+        per_step=None if source == "plan" else _step_samples(timeline, sweeps, swept, each),
         warnings=(*warnings, *_unmapped_warning(rows)),
     )
     check_invariants(report)
@@ -334,45 +334,45 @@ def _utilization(amount: float | None, time_s: float, capacity: float | None) ->
     return _ratio(amount, time_s * capacity if capacity else None)
 
 
-def _spreads(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int) -> schema.SpreadsPart:
+def _spreads(timeline: Timeline, sweeps: Sequence[Sweep]) -> schema.SpreadsPart:
     if not sweeps:
         return schema.SpreadsPart()
-    steps = _training_steps(timeline, steps_per_execution)
 
     def spread(field: str) -> schema.SpreadPart:
         values = np.array([getattr(s.total, field) for s in sweeps])
         low, median, p90, high = map(float, np.percentile(values, [0, 50, 90, 100]))
         worst = int(np.argmax(values))
-        where = {"worst_device": timeline.steps[worst].device, "worst_step": steps[worst]}
+        where = {"worst_device": timeline.steps[worst].device, "worst_step": timeline.steps[worst].step}
         return schema.SpreadPart(min=low, median=median, p90=p90, max=high, **where)
 
     fields = {"time_s": "window_s", "compute_s": "compute_s", "exposed_s": "exposed_s", "idle_s": "idle_s"}
     return schema.SpreadsPart(**{key: spread(field) for key, field in fields.items()})
 
 
-def _training_steps(timeline: Timeline, steps_per_execution: int) -> list[int]:
-    """The training step of each device step; where one execution makes several, the number of its last."""
-    first = min((s.step for s in timeline.steps), default=0)
-    return [first + (s.step - first) * steps_per_execution for s in timeline.steps]
-
-
-def _step_samples(timeline: Timeline, sweeps: Sequence[Sweep], each: int) -> tuple[schema.StepSample, ...]:
+def _step_samples(
+    timeline: Timeline, sweeps: Sequence[Sweep], trace: Trace | None, each: int
+) -> tuple[schema.StepSample, ...]:
     """Each captured step by itself: means over its devices, which add up as those of the whole report do.
 
-    Where one execution makes several training steps it is one sample, a mean of them, with the number of the last.
+    Where one execution makes several training steps it is one sample, a mean of them. Those that a trace leaves out of
+    all else are here too, and say why.
     """
-    by_step: dict[int, list[int]] = {}
-    for i, number in enumerate(_training_steps(timeline, each)):
-        by_step.setdefault(number, []).append(i)
+    left_out = trace.left_out if trace else ()
+    by_step: dict[int, list[tuple[Sweep, int]]] = {}
+    found = [*zip(timeline.steps, sweeps), *((out.step, out.swept.each_of(each)) for out in left_out)]
+    for step, swept in found:
+        by_step.setdefault(step.step, []).append((swept, step.device))
+    why = {out.step.step: out.why for out in left_out}
     samples = []
     for number, members in sorted(by_step.items()):
-        slowest = max(members, key=lambda i: sweeps[i].total.window_s)
+        slowest, device = max(members, key=lambda member: member[0].total.window_s)
         samples.append(
             schema.StepSample(
                 step=number,
-                **_means([sweeps[i] for i in members]),
-                slowest_device=timeline.steps[slowest].device,
-                slowest_time_s=sweeps[slowest].total.window_s,
+                **_means([swept for swept, _ in members]),
+                slowest_device=device,
+                slowest_time_s=slowest.total.window_s,
+                left_out=why.get(number),
             )
         )
     return tuple(samples)

@@ -2,7 +2,7 @@
 
 report, trace, program -> causes, each with its seconds -> findings, the most seconds first -> verdict
 
-Where a few steps are outliers, all others are judged by the usual ones. What a step would take with something in it
+The steps are the usual ones; the reader has set warm-up and outliers apart. What a step would take with something in it
 mended is replayed: one execution on all of its devices, each of which goes through its own work and its collectives in
 order. A group leaves a collective together, once its last member has come and the data is moved, so that no clocks are
 needed: who came last is who did not wait. Of what a device saves, only what was exposed makes its step shorter.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,13 +26,11 @@ from meshkit.predict.pricing import Pricer
 from meshkit.report import causes
 from meshkit.report.causes import JudgedReport, Mended, finding
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
-from meshkit.report.summarize import communication_rows, group_rows, step_part
 from meshkit.timeline import DeviceStep, exposed_spans
 from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import Trace
 from meshkit.units import format_bytes, format_percent, format_seconds
 
-_OUTLIER = 1.5  # x the median step
 _LOW_RATE = 2.0  # x the model's seconds, of a kernel
 _PART = {  # of the step, which a cause takes from
     **dict.fromkeys(
@@ -83,33 +81,10 @@ class _Measured(JudgedReport):
 
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):
         self.known, self.history = known, history
-        self.mean_s, self.outliers = report.step.time_s or 0.0, ()
         self.cpu = known.trace.facts.cpu
-        samples = report.per_step or ()
-        if len(samples) >= 3:
-            usual_s = statistics.median(s.time_s for s in samples)
-            self.outliers = tuple(s for s in samples if s.time_s > _OUTLIER * usual_s)
-        if self.outliers:
-            report, self.usual = self._usual(report, {s.step for s in self.outliers}), "usual "
+        self.outliers = [s for s in report.per_step or () if s.left_out == "outlier"]
+        self.usual = "usual " if self.outliers else ""
         super().__init__(report, known.cluster, known.trace.timeline.collectives)
-
-    def _usual(self, report: Report, left_out: set[int]) -> Report:
-        """The report without some steps."""
-        trace, each = self.known.trace, self.known.steps_per_execution
-        first = min(s.step for s in trace.steps.steps)
-        pairs = [
-            (step, swept.each_of(each))
-            for step, swept in zip(trace.steps.steps, trace.sweeps)
-            if first + (step.step - first) * each not in left_out
-        ]
-        sweeps = [swept for _, swept in pairs]
-        update: dict[str, Any] = {"step": step_part("profile", sweeps)}
-        if trace.facts.believes_axes:
-            timeline = replace(trace.steps, steps=tuple(step for step, _ in pairs))
-            placed, known = group_rows(timeline.collectives), self.known
-            rows = communication_rows(timeline, sweeps, *placed, known.instructions, known.cluster)
-            update["communication"] = rows
-        return report.model_copy(update=update)
 
     def per_device(self, name: str) -> dict[int, float]:
         each, seconds = self.known.steps_per_execution, dict[int, list[float]]()
@@ -149,17 +124,18 @@ def _outlier_steps(case: _Measured) -> Iterator[FindingPart]:
     """A few steps make the mean."""
     if not case.outliers:
         return
-    worst = max(case.outliers, key=lambda s: s.time_s)
+    worst, usual = max(case.outliers, key=lambda s: s.time_s), case.report.window.steps
+    lost_s = sum(s.time_s - case.time_s for s in case.outliers) * case.known.steps_per_execution
     parts = {"compute": worst.compute_s - (case.step.compute_s or 0), "exposed communication": worst.exposed_s
              - (case.step.exposed_s or 0), "idle time": worst.idle_s - (case.step.idle_s or 0)}  # fmt: skip
     most = max(parts, key=lambda name: parts[name])
     yield finding(
         case,
         "outlier_steps",
-        case.mean_s - case.time_s,
-        f"The mean of {format_seconds(case.mean_s)} is not the usual step of {format_seconds(case.time_s)}: step "
-        f"{worst.step} takes {format_seconds(worst.time_s)}, most of it more {most}.",
-        evidence=("per_step", "spread.time_s"),
+        lost_s / (usual + len(case.outliers) * case.known.steps_per_execution),
+        f"Step {worst.step} takes {format_seconds(worst.time_s)} where the usual one takes "
+        f"{format_seconds(case.time_s)}, most of it more {most}; it is in no other number.",
+        evidence=("per_step",),
         hint="what runs at that step (checkpoint, evaluation, a recompile, garbage collection), or another capture",
         step_s=case.time_s,
     )
@@ -361,7 +337,7 @@ def _verdict(case: _Measured, findings: Sequence[FindingPart]) -> str:
         sentences += [f.message for f in members[: 2 if len(ranked) == 1 else 1]]
     first = ranked[0][1][0]
     told = first.code == "capture_overhead"  # it has its own words for the step without it
-    if not told and first.step_s is not None and first.step_s < 0.995 * case.mean_s:
+    if not told and first.step_s is not None and first.step_s < 0.995 * case.time_s:
         without = f"Were no {case.device} slower than the median" if first.code == causes.WAITING else "Without that"
         without += f" the step would take {format_seconds(first.step_s)}."
         sentences.insert(2 if ranked[0][0] in totals else 1, without)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -240,12 +240,12 @@ def open_program(run: str | Path, *, only_process: int | None = None) -> Capture
     return Captured(folder, tuple(records), cluster, placement, module, read.schedule, program, {})
 
 
-def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
+def read_captured(captured: Captured, rows: np.ndarray | None = None, chosen: Container[int] | None = None) -> Trace:
     """Reads the traces of a capture.
 
     Args:
         captured: from `open_capture`.
-        rows: report row of each collective, see `read_trace`.
+        rows, chosen: report row of each collective, and the steps to keep; see `read_trace`.
 
     Raises:
         TraceError: no trace can be read, or none is of the program.
@@ -256,7 +256,15 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
         for r in captured.records
         if r.process not in captured.broken
     ]
-    trace = read_trace(files, captured.program, rows=rows, first_step=first_step, num_steps=num_steps)
+    trace = read_trace(
+        files,
+        captured.program,
+        rows=rows,
+        first_step=first_step,
+        num_steps=num_steps,
+        steps_per_execution=captured.record.work.steps_per_call,
+        chosen=chosen,
+    )
     trace.facts.damaged.update(captured.broken)
     return trace
 

@@ -16,8 +16,9 @@ without a trace, collectives that ran more or less often than the program says (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -45,9 +46,12 @@ from meshkit.units import format_percent, format_seconds
 
 COMMAND_BUFFERS_FLAG = "--xla_gpu_enable_command_buffer="  # the empty value turns CUDA graphs off
 MOST_UNMAPPED = 0.02  # share of communication above which numbers by axis are not believed
+_OUTLIER = 1.5  # x the median step
+_WARM_UP = 0.02  # of the median step, by which a first step is longer than every later one
 _KEPT_SPANS = 4_000_000  # of all steps together, for drawing: 100 MB
 _NO_SPANS = np.zeros((0, 2))
 _NO_INDEX = np.zeros(0, np.int32)
+Apart = Literal["warm-up", "outlier", "not chosen"]
 
 
 @dataclass(frozen=True)
@@ -136,16 +140,26 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A device step that is in no other number of a trace."""
+
+    step: DeviceStep  # without its spans
+    swept: Sweep
+    why: Apart
+
+
+@dataclass(frozen=True)
 class Trace:
     """What was read, and what could not be."""
 
     timeline: Timeline  # the steps with their spans; of a large trace those of the first devices only
-    steps: Timeline  # every step of every device, without spans where there are too many
+    steps: Timeline  # the usual steps of every device, or those that were chosen; of many steps without spans
     sweeps: tuple[Sweep, ...]  # of `steps`
     kernels: KernelTotals  # what computes, as means over `steps`
     skew: Skew  # waiting and transfer, and who waited for whom
     facts: Facts  # how much of the trace could be used
     notes: tuple[Note, ...]  # what a reader of the numbers must know
+    left_out: tuple[LeftOut, ...] = ()  # warm-up and outliers, or what was not chosen
 
 
 def read_trace(
@@ -155,6 +169,8 @@ def read_trace(
     rows: np.ndarray | None = None,
     first_step: int = 0,
     num_steps: int | None = None,
+    steps_per_execution: int = 1,
+    chosen: Container[int] | None = None,
     kept_spans: int = _KEPT_SPANS,
 ) -> Trace:
     """The steps of a program in the traces of its processes.
@@ -165,6 +181,8 @@ def read_trace(
         rows: [collectives + 1] row of the report of each distinct collective in order (last: unmapped), as for `sweep`.
         first_step: number of the first execution in the trace.
         num_steps: executions in the trace, if known; helps where the trace does not number them.
+        steps_per_execution: training steps in each, which are numbered so.
+        chosen: numbers of the steps to keep; None sets warm-up and outliers apart.
         kept_spans: how many spans to keep for drawing.
 
     Raises:
@@ -182,7 +200,7 @@ def read_trace(
             reader.facts.damaged[file.process] = error.message
     if errors and len(errors) == len(files):
         raise errors[0]
-    return reader.trace(first_step)
+    return reader.trace(first_step, steps_per_execution, chosen)
 
 
 @dataclass(frozen=True)
@@ -322,8 +340,7 @@ class _Reader:
         spans = len(step.compute) + len(step.communication) + len(step.copies)
         self.kept_spans -= spans
         if self.kept_spans < 0 and self.steps:
-            step = replace(step, compute=_NO_SPANS, communication=_NO_SPANS, copies=_NO_SPANS, compute_op=_NO_INDEX,
-                           collective=_NO_INDEX)  # fmt: skip
+            step = _bare(step)
         self.steps.append(step)
         self.operations.append(spans)
         self.sweeps.append(swept)
@@ -338,16 +355,18 @@ class _Reader:
         self.facts.mapped_s += float(seconds[known].sum())
         self.facts.on_axes_s += float(seconds[on_axes[step.collective]].sum())
 
-    def trace(self, first_step: int) -> Trace:
+    def trace(self, first_step: int, each: int, chosen: Container[int] | None) -> Trace:
         """What all files together say."""
-        numbers = _numbers(self.steps, self.runs)
-        keep = _in_common(self.steps, numbers, self.facts)
+        executions = _numbers(self.steps, self.runs)
+        whole, numbers = _in_common(self.steps, executions, self.facts), first_step + executions * each
+        left_out = self._left_out(numbers, whole, chosen)
+        keep = whole & ~np.isin(numbers, [out.step.step for out in left_out])
         skew = measure_skew(self.instances, self.collectives, self.program.groups, self.steps, numbers, keep)
         steps, sweeps, n = [], [], len(self.collectives)
         _, owners, _, starts, ends, _ = (self.instances.by_step(column) for column in self.instances.columns())
         rows = np.arange(n + 1) if self.rows is None else np.asarray(self.rows)
         for entry in np.flatnonzero(keep).tolist():
-            step, swept = replace(self.steps[entry], step=first_step + int(numbers[entry])), self.sweeps[entry]
+            step, swept = replace(self.steps[entry], step=int(numbers[entry])), self.sweeps[entry]
             if skew.transfers:
                 transfer, owner = skew.transfers[entry], np.where(owners[entry] < 0, n, owners[entry])
                 spans = np.stack([starts[entry], ends[entry]], axis=1)
@@ -365,10 +384,69 @@ class _Reader:
         self.facts.counts(self.program.expected, self.collectives, sweeps)
         self.facts.step_s = float(np.median([swept.total.window_s for swept in sweeps]))
         for device in {step.device for step in steps}:
-            each = [n for step, n in zip(self.steps, self.operations) if step.device == device]
-            self.facts.kernels[device] = sum(each) / len(each)
-        notes = tuple(notes_of(self.facts, skew))
-        return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes)
+            counts = [n for step, n in zip(self.steps, self.operations) if step.device == device]
+            self.facts.kernels[device] = sum(counts) / len(counts)
+        notes = (*_apart(left_out, self.facts.step_s), *notes_of(self.facts, skew))
+        return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes, left_out)
+
+    def _left_out(self, numbers: np.ndarray, whole: np.ndarray, chosen: Container[int] | None) -> tuple[LeftOut, ...]:
+        """The device steps that are not usual, or not chosen.
+
+        Raises:
+            TraceError: none is chosen.
+        """
+        windows: dict[int, list[float]] = {}
+        for entry in np.flatnonzero(whole).tolist():
+            windows.setdefault(int(numbers[entry]), []).append(self.sweeps[entry].total.window_s)
+        why: dict[int, Apart] = {}
+        if chosen is not None:
+            why = {number: "not chosen" for number in windows if number not in chosen}
+        elif not self.facts.cpu:  # virtual devices take whatever the CPUs leave them
+            why = unusual({number: sum(of) / len(of) for number, of in windows.items()})
+        if len(why) == len(windows):
+            raise TraceError(f"none of the {len(windows)} steps is chosen.", hint=f"steps of {some(windows)}")
+        entries = ((i, int(numbers[i])) for i in np.flatnonzero(whole).tolist())
+        return tuple(
+            LeftOut(_bare(replace(self.steps[i], step=n)), self.sweeps[i], why[n]) for i, n in entries if n in why
+        )
+
+
+def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
+    """Which steps are not like the others: number -> why. Of fewer than three none is.
+
+    An outlier takes more than 1.5 x the median. Warm-up are the first steps, at most half of all, that take longer than
+    every later step, by more than those differ.
+
+    Args:
+        times_s: number of a step -> seconds.
+    """
+    order = sorted(times_s)
+    if len(order) < 3:
+        return {}
+    usual_s = float(np.median(list(times_s.values())))
+    found: dict[int, Apart] = {n: "outlier" for n in order if times_s[n] > _OUTLIER * usual_s}
+    for i, number in enumerate(order[: len(order) // 2]):
+        later = [times_s[n] for n in order[i + 1 :] if n not in found]
+        if times_s[number] < max(later) + max(_WARM_UP * usual_s, max(later) - min(later)):
+            break
+        found[number] = "warm-up"
+    return found
+
+
+def _apart(left_out: Sequence[LeftOut], usual_s: float) -> Iterator[Note]:
+    """Which steps are in no number."""
+    times: dict[tuple[int, Apart], list[float]] = {}
+    for out in left_out:
+        times.setdefault((out.step.step, out.why), []).append(out.swept.total.window_s)
+    if not times:
+        return
+    listed = [f"{n} ({format_seconds(sum(of) / len(of))}, {why})" for (n, why), of in sorted(times.items())]
+    more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+    yield Note(
+        "steps_left_out",
+        f"Steps left out of all numbers: {', '.join(listed[:4])}{more}; the others take {format_seconds(usual_s)}. "
+        "--steps all keeps every step.",
+    )
 
 
 def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) -> TraceError:
@@ -387,6 +465,12 @@ def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) 
         at=str(file.path),
         hint="capturing again: the traced steps must run the program that was recorded",
     )
+
+
+def _bare(step: DeviceStep) -> DeviceStep:
+    """A device step without its spans."""
+    empty = {"compute": _NO_SPANS, "communication": _NO_SPANS, "copies": _NO_SPANS}
+    return replace(step, **empty, compute_op=_NO_INDEX, collective=_NO_INDEX)
 
 
 def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:

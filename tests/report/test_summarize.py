@@ -212,8 +212,6 @@ def test_each_captured_step_by_itself(report):
         assert parts == pytest.approx(sample.time_s, rel=1e-9)
 
 
-def test_executions_of_several_steps_are_numbered_by_their_last(timeline):
+def test_executions_of_several_steps_are_means_of_them(timeline):
     report = summarize(timeline, source="profile", facts=StepFacts(steps_per_call=4))
-    assert [s.step for s in report.per_step] == [5, 9]
     assert report.per_step[0].time_s == ms(10.5 / 4)
-    assert report.spread.time_s.worst_step in (5, 9)

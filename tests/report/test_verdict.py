@@ -31,6 +31,10 @@ ACROSS = replace(
 PAIR = [[0, 1]]
 
 
+def ms(x):
+    return pytest.approx(1e-3 * x)
+
+
 def write(folder, devices, *, processes=None, clocks=None):
     """A file per process; `devices` is device -> the operations (name, start, end) of a step, or of each step."""
     files = []
@@ -185,7 +189,7 @@ def planted():
     slow = [*BUSY[:1], ("dot.2", 600, 9000)]
     yield (
         "outlier_steps",
-        "step 1 takes 9.00 ms, most of it more compute",
+        "Step 1 takes 9.00 ms where the usual one takes 1.00 ms, most of it more compute",
         {d: [BUSY, slow, BUSY, BUSY] for d in (0, 1)},
         {},
     )
@@ -214,12 +218,23 @@ def test_the_first_finding_names_what_was_planted(code, says, devices, known, tm
     assert (first.code, first.severity) == (code, "warning"), [f.message for f in report.findings]
     assert says in first.message
     assert first.message in report.verdict
-    assert ("the step would take" in report.verdict) == (code != "capture_overhead")  # which says so itself
+    assert ("the step would take" in report.verdict) == (code not in ("capture_overhead", "outlier_steps"))
     assert first.hint
     assert first.evidence
     assert first.step_s is not None
-    assert 0 < first.step_s < report.step.time_s
+    assert 0 < first.step_s <= report.step.time_s
     assert [f.seconds for f in report.findings] == sorted((f.seconds for f in report.findings), reverse=True)
+
+
+def test_warm_up_and_outliers_are_in_no_number_but_their_own(tmp_path):
+    slow = [("fusion.1", 0, 600), ("dot.2", 600, 1100)]
+    stall = [*BUSY, ("end", 0, 5000)]
+    devices = {device: [slow, BUSY, stall, BUSY] for device in (0, 1)}
+    report = report_of(tmp_path, devices)
+    assert (report.window.steps, report.step.time_s, report.spread.time_s.max) == (1, ms(1), ms(1))
+    assert [(s.step, s.left_out) for s in report.per_step] == [(0, "warm-up"), (1, None), (2, "outlier")]
+    assert report.per_step[2].time_s == ms(5)
+    assert {k.name: k.busy_s for c in report.kernels.classes for k in c.ops} == {"fusion.1": ms(0.6), "dot.2": ms(0.4)}
 
 
 def healthy():

@@ -8,7 +8,7 @@ import pytest
 from meshkit.errors import TraceError
 from meshkit.timeline import sweep
 from meshkit.trace.operations import TracedProgram, TraceFile
-from meshkit.trace.reader import read_trace
+from meshkit.trace.reader import read_trace, unusual
 from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes, write_trace
 
 DATA = Path(__file__).parent.parent / "data"
@@ -45,6 +45,30 @@ def test_synthetic_gpu_trace_gives_the_hand_computed_numbers(num_steps):
         assert found.sole_exposed_s[:2] == pytest.approx([(20 + late) * 1e-6, 20e-6])
         assert found.exposed_share_s.sum() == microseconds(50)
     assert sweep(trace.timeline.steps[0], 2).exposed_share_s[:2] == pytest.approx([25e-6, 25e-6])
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([1959, 141.6, 126.7, 126.5, 126.6], {0: "warm-up", 1: "warm-up"}),  # Pax on A100s, in ms
+        ([100, 101, 99, 100, 180, 100], {4: "outlier"}),
+        ([100, 102, 98, 101, 99], {}),
+        ([103, 95, 101, 99], {}),  # the others differ by more
+        ([500, 100], {}),
+        ([130, 120, 110, 100], {}),  # it gets faster and faster: nobody knows what is usual
+    ],
+)
+def test_warm_up_and_outliers_are_told_from_the_usual_steps(times, expected):
+    assert unusual(dict(enumerate(times))) == expected
+
+
+def test_steps_of_executions_that_make_several_are_numbered_and_chosen():
+    trace = read_synthetic([ALL_GATHER, ALL_REDUCE], first_step=5, steps_per_execution=4, chosen=range(6, 10))
+    assert {(s.device, s.step) for s in trace.steps.steps} == {(0, 9), (1, 9)}
+    assert [(out.step.step, out.why) for out in trace.left_out] == [(5, "not chosen")] * 2
+    assert [n.code for n in trace.notes] == ["steps_left_out"]
+    with pytest.raises(TraceError, match="none of the 2 steps is chosen"):
+        read_synthetic([ALL_GATHER], chosen=range(9, 12))
 
 
 def test_nccl_kernels_of_unknown_instructions_are_unmapped_communication():

@@ -145,7 +145,7 @@ def per_step_chart(report: Report) -> dict | None:
     if len(samples) < 2:
         return None
     scale, unit = unit_of(max(s.time_s for s in samples))
-    names = [f"step {s.step}" for s in samples]
+    names = [f"step {s.step}" + (f" ({s.left_out})" if s.left_out else "") for s in samples]
     data = []
     for shares in zip(*map(words.step_shares, samples)):
         values = [share.value for share in shares]

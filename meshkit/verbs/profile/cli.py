@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from meshkit.config.cluster import Cluster
     from meshkit.config.mesh import MeshSpec
 
+_MOST_STEPS = 1_000_000
 _FILES = "report.json, report.html and trace.json.gz"
 
 
@@ -42,6 +45,10 @@ def profile(
     program: Annotated[
         str | None, typer.Option("--program", metavar="NAME", help="Of a bare trace with several: the jitted function.")
     ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option("--steps", metavar="STEPS", help="That count: 20-29 or 3,5, or all; else the usual ones."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Of a bare trace: where to write the report.")
     ] = None,
@@ -59,7 +66,9 @@ def profile(
     from meshkit.trace.loose import is_loose
     from meshkit.verbs.profile.profiler import profile_inspector, profile_run, profile_traces
 
-    inspector = find_inspector_files(run)
+    inspector, chosen = find_inspector_files(run), _chosen(steps)
+    if inspector and steps:
+        raise ConfigError("--steps is for a trace; NCCL Inspector's files have no steps.", at=str(run))
     if inspector or is_loose(run):
         axes, where = _declared(experiment, mesh, cluster)
         other = read_report(predicted) if predicted else None
@@ -67,7 +76,9 @@ def profile(
             if inspector:
                 report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
             else:
-                report = profile_traces(run, program=program, mesh=axes, cluster=where, out=out, predicted=other)
+                report = profile_traces(
+                    run, program=program, mesh=axes, cluster=where, out=out, predicted=other, steps=chosen
+                )
     else:
         options = {"experiment": experiment, "mesh": mesh, "cluster": cluster, "program": program, "out": out}
         if given := [name for name, value in options.items() if value is not None]:
@@ -78,13 +89,33 @@ def profile(
         out = run if run.is_dir() else run.parent
         other = read_report(predicted) if predicted else find_prediction(out)
         with status(f"reading the trace of {run}"):
-            report = profile_run(run, predicted=other)
+            report = profile_run(run, predicted=other, steps=chosen)
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
         output("")
         stdout().print(render(compare_reports(other, report)))
     if out is not None:
         say(f"wrote {'report.json and report.html' if inspector else _FILES} into {out}")
+
+
+def _chosen(steps: str | None) -> Container[int] | None:
+    """The numbers of the steps that an option names; None where it is not given.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if steps is None or steps == "all":
+        return None if steps is None else range(sys.maxsize)
+    numbers: set[int] = set()
+    for part in steps.split(","):
+        first, _, last = (word.strip() for word in part.partition("-"))
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal() and 0 <= int(last) - int(first) < _MOST_STEPS):
+            raise ConfigError(
+                f"'{steps}' names no steps.", at="--steps", hint="--steps 20-29, --steps 3,5, --steps all"
+            )
+        numbers |= set(range(int(first), int(last) + 1))
+    return numbers
 
 
 def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) -> tuple[MeshSpec | None, Cluster | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,7 +195,7 @@ def _name_of(program: Any) -> str | None:
     return re.sub(r"\W", "_", name)  # as jax names modules: `<lambda>` is `jit__lambda_`
 
 
-def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
+def profile_run(run: str | Path, *, predicted: Report | None = None, steps: Container[int] | None = None) -> Report:
     """The measured report of a run folder that holds a capture; writes its files into the folder (see `report.folder`).
 
     Also `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
@@ -205,30 +205,34 @@ def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
     Args:
         run: the folder, or the `report.json` in it.
         predicted: a plan's report, which the page shows next to the measurement; None looks for one in the folder.
+        steps: numbers of the steps that count; None sets warm-up and outliers apart.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
     """
     folder = Path(run).parent if Path(run).suffix == ".json" else Path(run)
-    measured = measure_run(folder)
+    measured = measure_run(folder, steps=steps)
     write_calibration(folder / CALIBRATION_FILE, measured.captured, measured.trace)
     write_pgle(folder / PGLE_FILE, measured_costs(measured.trace, measured.captured.schedule))
     return write_folder(measured.report, folder, measured.timeline, predicted=predicted)
 
 
-def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurement:
+def measure_run(
+    run: str | Path, *, only_process: int | None = None, steps: Container[int] | None = None
+) -> Measurement:
     """The measured report of a run folder, and its timeline.
 
     Args:
         run: the folder.
         only_process: reads the trace of this process alone; None reads those of all.
+        steps: numbers of the steps that count; None sets warm-up and outliers apart.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
     """
     captured = open_capture(run, only_process=only_process)
     record, each = captured.record, captured.record.work.steps_per_call
-    trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0])
+    trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0], steps)
     seen = len(captured.records) - len(trace.facts.damaged)
     instructions = read_instructions(captured.module, also=trace.timeline.op_names)
     report = summarize(
@@ -282,6 +286,7 @@ def profile_traces(
     cluster: Cluster | None = None,
     out: str | Path | None = None,
     predicted: Report | None = None,
+    steps: Container[int] | None = None,
 ) -> Report:
     """The measured report of a trace that any JAX job has left, or of a folder of them; see `trace.loose`.
 
@@ -292,12 +297,13 @@ def profile_traces(
         cluster: where its devices are; without it links have no name.
         out: a folder for the report's files; None writes nothing.
         predicted: a plan's report, which the page shows next to the measurement.
+        steps: numbers of the steps that count, from 0; None sets warm-up and outliers apart.
 
     Raises:
         TraceError: there is no trace, it cannot be read, or no GPU and no CPU device ran anything.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
-    report, timeline = measure_traces(path, TracedJob(mesh, cluster), program=program)
+    report, timeline = measure_traces(path, TracedJob(mesh, cluster), program=program, steps=steps)
     if out is None:
         warnings = plan_warnings(predicted, report) if predicted else ()
         return report.model_copy(update={"warnings": (*warnings, *report.warnings)})
@@ -313,11 +319,13 @@ class TracedJob:
     facts: StepFacts = NO_FACTS
 
 
-def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = None) -> tuple[Report, Timeline]:
+def measure_traces(
+    path: str | Path, job: TracedJob, *, program: str | None = None, steps: Container[int] | None = None
+) -> tuple[Report, Timeline]:
     """The measured report of bare traces, and the measured steps; see `profile_traces`.
 
     Args:
-        path, program: see `profile_traces`.
+        path, program, steps: see `profile_traces`.
         job: what is known beside the traces; with a mesh rows have axes, with facts the report has MFU.
 
     Raises:
@@ -326,7 +334,8 @@ def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = No
     """
     cluster = job.cluster
     loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
-    trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
+    rows = group_rows(loose.program.distinct_collectives)[0]
+    trace = read_trace(loose.files, loose.program, rows=rows, chosen=steps)
     trace.facts.damaged.update(loose.damaged)
     module = loose.module
     instructions = {} if module is None else read_instructions(module, also=trace.timeline.op_names)

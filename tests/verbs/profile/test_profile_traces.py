@@ -278,6 +278,17 @@ def test_options_that_say_nothing_are_one_clear_error(arguments, message):
     assert message in done.exception.message
 
 
+def test_steps_are_chosen():
+    def shown(*arguments):
+        return CliRunner().invoke(app, ["profile", str(SYNTHETIC), "--json", *arguments])
+
+    for count, arguments in ((2, []), (2, ["--steps", "all"]), (1, ["--steps", "1,5-9"])):
+        assert json.loads(shown(*arguments).stdout)["window"]["steps"] == count
+    done = shown("--steps", "5-3")
+    assert isinstance(done.exception, ConfigError)
+    assert "'5-3' names no steps" in done.exception.message
+
+
 def test_options_of_bare_traces_do_not_change_a_run_folder(tmp_path):
     (tmp_path / "trace").mkdir()
     done = CliRunner().invoke(app, ["profile", str(tmp_path), "--out", str(tmp_path / "out")])
