@@ -1,6 +1,6 @@
 """What a verdict is made of, whether of a measurement, of a plan, or of communication alone: causes that any can have.
 
-report -> a case: what is known of it -> causes, each with its seconds -> findings, the most seconds first -> verdict
+report -> a case: what is known of it -> causes, each with its seconds -> findings, what saves most first -> verdict
 
 The exposed time of a row of communication is divided among its causes: waiting for peers first, then what a faster link
 or fewer messages would save, then why nothing hides the rest. A cause that cannot be told from what is known is not
@@ -36,6 +36,7 @@ _UNEVEN = 1.03  # x the median device's compute
 _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
 # What to try, of a plan as of a measurement.
 BESIDE_WORK = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
+BESIDE_WORK_OF_CPU = "micro-batches or layers that do not need it yet, or another axis for it"  # memory is the link
 KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
 COMBINED = {
     "all-reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
@@ -51,17 +52,17 @@ class Mended:
 
     hidden: Collection[int] = ()  # run under compute
     transfer: Mapping[int, float] = field(default_factory=dict)  # seconds to move their data over those measured
-    evenly: bool = False  # no device has more to do by itself than the median device
+    evenly: bool = False  # no device has more to do by itself before any collective than the median device
 
 
 def findings_of[C: JudgedReport](
     case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
 ) -> tuple[FindingPart, ...]:
-    """What the causes find that is worth a line, the most seconds first.
+    """Return what the causes find that is worth a line, that which saves the most seconds first.
 
     Args:
         case: the report, with what its causes ask of it.
-        causes: each yields what it finds; one that costs less than LEAST of the step is left out.
+        causes: each yields what it finds; one that saves less than LEAST of the step is left out.
     """
     every = (found for cause in causes for found in cause(case))
     worth = (f for f in every if (f.seconds or 0.0) >= LEAST * case.time_s)
@@ -180,22 +181,37 @@ class JudgedReport:
 
 
 def finding(
-    case: JudgedReport, code: str, seconds: float, message: str, *, warns: float = WARNS, **more: Any
+    case: JudgedReport,
+    code: str,
+    seconds: float,
+    message: str,
+    *,
+    step_s: float | None = None,
+    of_s: float | None = None,
+    warns: float = WARNS,
+    **more: Any,
 ) -> FindingPart:
-    """A finding, which is a warning if it costs enough of the step.
+    """Return a finding, whose seconds are what mending it saves; it is a warning if that is enough of the step.
 
     Args:
         case: whose step it is.
         code: names the cause.
-        seconds: of a step that it costs; kept to nine digits.
+        seconds: of a step that it costs. Where the step without it is known, it saves no more than that is shorter:
+            what one collective loses less, another may wait longer. Kept to nine digits.
         message: a sentence; its first letter is made a capital.
+        step_s: the step without it, in seconds; None where unknown.
+        of_s: the step that is compared with; the case's own by default.
         warns: share of the step from which it is a warning.
-        more: `evidence`, `hint` and `step_s` of `FindingPart`.
+        more: `evidence` and `hint` of `FindingPart`.
     """
+    if step_s is not None:
+        of_s = case.time_s if of_s is None else of_s
+        seconds = min(seconds, max(0.0, of_s - step_s))
+        step_s = of_s - seconds
     severity = "warning" if seconds >= warns * case.time_s else "note"
     message = message[0].upper() + message[1:]
     seconds = float(f"{seconds:.9g}")  # what sums of floats add would order equals
-    return FindingPart(code=code, severity=severity, message=message, seconds=seconds, **more)
+    return FindingPart(code=code, severity=severity, message=message, seconds=seconds, step_s=step_s, **more)
 
 
 def waiting(case: JudgedReport) -> Iterator[FindingPart]:
@@ -219,20 +235,26 @@ def waiting(case: JudgedReport) -> Iterator[FindingPart]:
         message += " for peers that come late, now one and now another."
         hint = "work that varies between devices (padding, experts), hosts that are busy, a loss read every step"
     evenly = case.with_(Mended(evenly=True))
-    yield finding(case, WAITING, case.waits_s, message, evidence=tuple(evidence), hint=hint, step_s=evenly)
+    saved_s = case.waits_s if evenly is None else case.time_s - evenly
+    yield finding(case, WAITING, saved_s, message, evidence=tuple(evidence), hint=hint, step_s=evenly)
 
 
 def _why_late(case: JudgedReport, device: int) -> tuple[str, str]:
     """What a device that others wait for does longer than they do, as a clause; and what to try."""
     longer = case.uneven.get(device, 1.0)
     if longer > _UNEVEN:
-        hint = "its clocks, temperature and neighbours (`meshkit doctor` there), or its share of the work"
-        return f", which computes {format_percent(longer - 1)} longer than the median", hint
+        return f", which computes {format_percent(longer - 1)} longer than the median", _slow_device(case)
     idle = case.per_device("idle_s")
     more_s = idle[device] - statistics.median_low(idle.values()) if device in idle else 0.0
     if more_s > LEAST * case.time_s:
         return f", which idles {format_seconds(more_s)} more: its host is late", "what its host does beside the job"
     return "", "its share of the work (padding, experts, stages), or what its host does"
+
+
+def _slow_device(case: JudgedReport) -> str:
+    """What to try where a device computes longer than others: virtual ones share the cores of a CPU."""
+    where = "what else runs on its cores" if case.cpu else "its clocks, temperature and neighbours (`meshkit doctor`)"
+    return f"{where}, or its share of the work"
 
 
 def _uneven_compute(case: JudgedReport) -> Iterator[FindingPart]:
@@ -247,7 +269,7 @@ def _uneven_compute(case: JudgedReport) -> Iterator[FindingPart]:
         f"{case.device} {worst} computes {format_percent(case.uneven[worst] - 1)} longer than the median: the others "
         f"wait {format_seconds(case.late_s)} a step for it in their collectives.",
         evidence=("spread.compute_s",),
-        hint="its clocks, temperature and neighbours, or its share of the work",
+        hint=_slow_device(case),
         step_s=case.with_(Mended(evenly=True)),
     )
 
@@ -310,7 +332,7 @@ def named(row: CommunicationPart) -> str:
     what = " ".join(part for part in (row.collective or "communication", row.dtype) if part)
     over = f" over {' + '.join(row.axes)}" if row.axes else ""
     groups = f" over {row.replica_groups}" if row.replica_groups and not row.axes else ""
-    sized = f" among {row.group_size} GPUs" if row.group_size and not over and not groups else ""
+    sized = f" in groups of {row.group_size}" if row.group_size and not over and not groups else ""
     return f"the {what}{over}{groups}{sized}"
 
 

@@ -293,8 +293,8 @@ class Warning_(Part):
 
 
 class FindingPart(Part):
-    """Why a measured step takes so long: seconds of it, where in the report they stand, what to try, the step without
-    it (`step_s`)."""
+    """Why a step takes so long: seconds of it that mending saves, where in the report it stands, what to try, and the
+    step without it (`step_s`), shorter by these seconds."""
 
     model_config = ConfigDict(populate_by_name=True)
     code: str

@@ -1,6 +1,6 @@
-"""Why a measured step takes as long as it does: findings by what they cost, and a verdict in a few sentences.
+"""Why a measured step takes as long as it does: findings by what mending saves, and a verdict in a few sentences.
 
-report, trace, program -> causes, each with its seconds -> findings, the most seconds first -> verdict
+report, trace, program -> causes, each with its seconds -> findings, what saves most first -> verdict
 
 The steps are the usual ones; the reader has set warm-up and outliers apart. What a step would take with something in it
 mended is replayed: one execution on all of its devices, each of which goes through its own work and its collectives in
@@ -126,18 +126,20 @@ def _outlier_steps(case: _Measured) -> Iterator[FindingPart]:
         return
     worst, usual = max(case.outliers, key=lambda s: s.time_s), case.report.window.steps
     lost_s = sum(s.time_s - case.time_s for s in case.outliers) * case.known.steps_per_execution
+    mean_s = case.time_s + lost_s / (usual + len(case.outliers) * case.known.steps_per_execution)
     parts = {"compute": worst.compute_s - (case.step.compute_s or 0), "exposed communication": worst.exposed_s
              - (case.step.exposed_s or 0), "idle time": worst.idle_s - (case.step.idle_s or 0)}  # fmt: skip
     most = max(parts, key=lambda name: parts[name])
     yield finding(
         case,
         "outlier_steps",
-        lost_s / (usual + len(case.outliers) * case.known.steps_per_execution),
+        mean_s - case.time_s,
         f"Step {worst.step} takes {format_seconds(worst.time_s)} where the usual one takes "
         f"{format_seconds(case.time_s)}, most of it more {most}; it is in no other number.",
         evidence=("per_step",),
         hint="what runs at that step (checkpoint, evaluation, a recompile, garbage collection), or another capture",
         step_s=case.time_s,
+        of_s=mean_s,
     )
 
 
@@ -163,6 +165,7 @@ def _exposed(case: _Measured) -> Iterator[FindingPart]:
                 continue
             what = f"{causes.named(row)}{causes.source(row)} is exposed for {format_seconds(seconds)} a step"
             message, hint, warns = _reason(code, what, off, row)
+            hint = causes.BESIDE_WORK_OF_CPU if case.cpu else hint
             yield finding(case, code, seconds, message, warns=warns, evidence=evidence, hint=hint, step_s=hidden)
 
 
@@ -345,6 +348,7 @@ def _verdict(case: _Measured, findings: Sequence[FindingPart]) -> str:
 
 
 _MOST_SPANS = 50_000  # of the step: a replay takes some microseconds for each
+_END = (-2, 0)  # of a step, in the place of a collective and its how-manieth time
 
 
 @dataclass(frozen=True)
@@ -372,7 +376,7 @@ class Replay:
         self._steps = whole[times[(len(times) - 1) // 2][1]] if times else []
         if sum(len(s.communication) for s in self._steps) > _MOST_SPANS:
             self._steps = []
-        self._own_s: dict[int, float] = {}
+        self._own_s: dict[int, float] = {}  # device -> of its own work, communication that it waits for left out
         found: dict[tuple[int, int, int], list[_Member]] = {}
         starts: dict[tuple[int, int, int], float] = {}
         names = [c.name for c in trace.timeline.collectives]
@@ -381,7 +385,8 @@ class Replay:
                 name = names[key[0]] if key[0] >= 0 else ""
                 found.setdefault((*key, _group_of(program, name, step.device)), []).append(member)
                 starts.setdefault((*key, _group_of(program, name, step.device)), start)
-        self._instances = [(key[0], found[key]) for key in sorted(found, key=starts.__getitem__)]
+        self._instances = [(key[:2], found[key]) for key in sorted(found, key=starts.__getitem__)]
+        self._more_s = self._more_than_the_median()
 
     def _members(self, step: DeviceStep):
         """(collective, its how-manieth time), its start, and the device's part in it, in time."""
@@ -404,28 +409,48 @@ class Replay:
                              float(sole[i]))  # fmt: skip
             yield (c, times[c]), float(start[i]), member
 
+    def _more_than_the_median(self) -> dict[tuple[int, int], dict[int, float]]:
+        """Return how many seconds more than the median a device has worked before each collective, and by the end.
+
+        Stretch by stretch, from one collective to the next: who is late now and early then has more in one of them.
+        """
+        came: dict[tuple[int, int], dict[int, float]] = {}
+        for key, members in self._instances:
+            came.setdefault(key, {}).update((m.device, m.before_s) for m in members)
+        before_s, more_s = dict.fromkeys(self._own_s, 0.0), dict.fromkeys(self._own_s, 0.0)
+        found = {}
+        for key, own_s in [*came.items(), (_END, self._own_s)]:
+            stretch = {d: max(0.0, s - before_s[d]) for d, s in own_s.items()}
+            usual = statistics.median_low(stretch.values()) if stretch else 0.0
+            found[key] = {d: more_s[d] + max(0.0, s - usual) for d, s in stretch.items()}
+            more_s |= found[key]
+            before_s |= {d: before_s[d] + s for d, s in stretch.items()}
+        return found
+
     def ratio(self, mended: Mended) -> float | None:
         """The mended step over the measured one, as means over devices; None for a step too large to replay."""
         if not self._steps:
             return None
-        own = sorted(self._own_s.values())
-        usual = own[(len(own) - 1) // 2]
-        less = {d: max(0.0, 1 - usual / s) if mended.evenly and s else 0.0 for d, s in self._own_s.items()}
         saved = dict.fromkeys(self._own_s, 0.0)
-        for collective, members in self._instances:
+        less = dict.fromkeys(self._own_s, 0.0)
+        for key, members in self._instances:
+            collective = key[0]
+            if mended.evenly:
+                less |= self._more_s[key]
             if collective in mended.hidden:
                 for m in members:
                     saved[m.device] += m.exposed_s
                 continue
             share = mended.transfer.get(collective, 1.0)
-            early = {m.device: saved[m.device] + less[m.device] * m.before_s for m in members}
+            early = {m.device: saved[m.device] + less[m.device] for m in members}
             alone = len(members) == 1  # or its peers were not seen
             ready = max((0.0 if alone else -m.wait_s) - early[m.device] for m in members)  # 0 is when the last came
             for m in members:
                 gain = m.transfer_s * (1 - share) - early[m.device] - ready
                 saved[m.device] += min(gain, m.exposed_s) if gain > 0 or m.exposed_s else 0.0
+        less = self._more_s[_END] if mended.evenly else less
         measured = sum(s.window[1] - s.window[0] for s in self._steps)
-        return 1 - sum(saved[d] + less[d] * self._own_s[d] for d in saved) / measured if measured else None
+        return 1 - sum(saved[d] + less[d] for d in saved) / measured if measured else None
 
 
 def _group_of(program: TracedProgram, name: str, device: int) -> int:

@@ -149,7 +149,7 @@ def test_the_verdict_names_the_late_rank_in_every_format(tmp_path: Path, version
     report = profile_inspector(steps_of(write(tmp_path / "seen", version, late=(6,)), 1.25e-3))
     # (2 x (100 us + 30 us x 3/4 of half of the hosts) + 50 us) of 1.25 ms
     assert report.verdict == (
-        AT_MOST.format("21.8", "1.25 ms") + "81.7 % of it is the all-reduce among 4 GPUs. Nothing stands out in it."
+        AT_MOST.format("21.8", "1.25 ms") + "81.7 % of it is the all-reduce in groups of 4. Nothing stands out in it."
     )
     (finding,) = report.findings
     assert (finding.code, finding.severity, finding.step_s) == ("waiting_for_peers", "note", None)

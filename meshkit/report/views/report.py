@@ -416,7 +416,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
     parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
     parts.append(_headline(report, title))
     if report.findings and not planned:
-        parts += [heading("findings, by what they cost a step"), *_findings(report)]
+        parts += [heading("findings, by what mending saves a step"), *_findings(report)]
     if report.step.time_s and report.step.compute_s is not None:
         parts += [heading("step time"), _step_bar(report)]
     parts += [heading(f"communication a step, per {report.device}"), _communication(shown)]
