@@ -51,6 +51,7 @@ class ComparedRow(Part):
 
     axes: tuple[str, ...]
     link: schema.LinkName | None
+    fabric: str | None = None  # what the link really is; null where the reports differ in it
     collective: str | None
     dtype: str | None
     replica_groups: str | None = None
@@ -315,11 +316,12 @@ def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
             side.setdefault((row.axes, row.link, row.collective, row.dtype, row.replica_groups), []).append(row)
     rows = []
     for key in dict.fromkeys([*sides[0], *sides[1]]):
-        values = {name: pair(*(total(side.get(key), name) for side in sides)) for name in _ROW_QUANTITIES}
+        values: dict[str, Any] = {n: pair(*(total(side.get(key), n) for side in sides)) for n in _ROW_QUANTITIES}
         axes, link, collective, dtype, groups = key
-        rows.append(
-            ComparedRow(axes=axes, link=link, collective=collective, dtype=dtype, replica_groups=groups, **values)
-        )
+        fabrics = {row.fabric for side in sides for row in side.get(key, ())}
+        fabric = fabrics.pop() if len(fabrics) == 1 else None
+        values |= {"collective": collective, "dtype": dtype, "replica_groups": groups}
+        rows.append(ComparedRow(axes=axes, link=link, fabric=fabric, **values))
     return tuple(sorted(rows, key=lambda row: (-abs(row.exposed_s.difference), -abs(row.time_s.difference))))
 
 

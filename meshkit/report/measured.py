@@ -26,6 +26,7 @@ COLUMNS = (
     "evaluation_loss",
     "step_time_s",
     "tokens_per_s",
+    "examples_per_s",
     "mfu",
     "data_wait_s",
     "device_wait_s",

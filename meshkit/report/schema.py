@@ -106,6 +106,7 @@ class StepPart(Part):
     mfu_causal: float | None = None
     hfu: float | None = None
     tokens_per_s_per_gpu: float | None = None
+    examples_per_s_per_gpu: float | None = None
     all_overlapped_s: float | None = None
     all_exposed_s: float | None = None
     idle_inside_s: float | None = None

@@ -218,14 +218,16 @@ def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machine
     """Time and cost of the whole training at one step time; what cannot be known is None.
 
     Returns:
-        Hours of wall time and of GPUs, cost in the currency of `price_per_gpu_hour`, seconds of one checkpoint.
+        Hours of wall time and of GPUs (None where the devices are none), cost in the currency of `price_per_gpu_hour`,
+        seconds of one checkpoint.
     """
     steps, cluster = facts.training_steps, machines.cluster
     checkpoint_s = checkpoint_time_s(facts.state_bytes, cluster) if cluster else None
     if step_time_s is None or steps is None:
         return schema.TrainingPart(steps=steps, checkpoint_s=checkpoint_s)
     hours = step_time_s * steps / 3600
-    gpu_hours = hours * machines.num_gpus if machines.num_gpus else None
+    has_gpus = cluster is None or not cluster.is_cpu
+    gpu_hours = hours * machines.num_gpus if machines.num_gpus and has_gpus else None
     price = cluster.price_per_gpu_hour if cluster else None
     cost = gpu_hours * price if gpu_hours is not None and price is not None else None
     return schema.TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost, checkpoint_s=checkpoint_s)
@@ -287,7 +289,7 @@ def step_part(
         source: a `profile` says where its idle time lies; any other knows its bubble, which is 0 until it is filled in.
         sweeps: of device steps, each as one training step; none leaves all times None.
         facts: FLOP and tokens of a step, and the peak that MFU refers to.
-        num_gpus: that share the work; None leaves out MFU and tokens/s.
+        num_gpus: that share the work; None leaves out MFU, tokens/s and examples/s.
         bounds: seconds of the step if all communication hid under compute, and if none did.
     """
     if not sweeps:
@@ -306,6 +308,7 @@ def step_part(
         mfu_causal=_utilization(facts.model_flops_causal, time_s, peak_of_all),
         hfu=_utilization(facts.hardware_flops_per_gpu, time_s, peak),
         tokens_per_s_per_gpu=_utilization(facts.tokens, time_s, num_gpus),
+        examples_per_s_per_gpu=_utilization(facts.examples, time_s, num_gpus),
         all_overlapped_s=bounds[0],
         all_exposed_s=bounds[1],
         **(_idle_parts(sweeps, means["idle_s"]) if measured else {}),

@@ -242,7 +242,10 @@ def _points(
     """The sizes with their outcomes, held against the smallest that has one."""
     batches = [e.train.global_batch if isinstance(e, Experiment) else None for e in experiments]
     sizes = [(e.cluster.hosts, e.cluster.num_gpus, batch) for e, batch in zip(experiments, batches)]
-    rates = [outcome.tokens_per_s_per_gpu for outcome in outcomes]
+    rates = [
+        outcome.tokens_per_s_per_gpu or (batch / outcome.time_s / gpus if batch and outcome.time_s else None)
+        for (_, gpus, batch), outcome in zip(sizes, outcomes)
+    ]
     first = next(((size[1], rate) for size, rate in zip(sizes, rates) if rate), None)
     points = []
     for (hosts, num_gpus, global_batch), rate, outcome in zip(sizes, rates, outcomes):

@@ -36,7 +36,7 @@ from meshkit.sharding.mesh import AnyMesh
 Loss = Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]]
 
 # What meshkit writes into a step's line itself; a loss may not use these names for its own metrics.
-_MEASURED = ("step_time_s", "tokens_per_s", "mfu", "evaluation_loss", "evaluation_s")
+_MEASURED = ("step_time_s", "tokens_per_s", "examples_per_s", "mfu", "evaluation_loss", "evaluation_s")
 _CAPTURED = ("exposed_s", "overlapped_share", "bytes_nvlink", "bytes_infiniband")
 RESERVED_METRICS = frozenset(("step", "loss", "grad_norm", "learning_rate", "weight", *_MEASURED, *_CAPTURED))
 _SHAPE_OF_A_LOSS = "return loss_sum, weight, metrics: two scalars and a dict of scalars"

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class StepFacts(BaseModel):
-    """What one step computes, holds and belongs to; None where unknown. FLOP, tokens and examples are of all GPUs."""
+    """What one step computes, holds and belongs to; None where unknown, as tokens of examples that have none. FLOP,
+    tokens and examples are of all GPUs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
@@ -134,6 +135,7 @@ def find_facts(
     spec: StepSpec,
     model: ModelDescription,
     state: TrainState,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
     *,
     gradients_bytes: int,
     steps_per_call: int = 1,
@@ -145,9 +147,11 @@ def find_facts(
         spec: names batch, precision and length of the training.
         model: as without a pipeline.
         state: abstract, with its shardings.
+        batch: of one step, abstract; tokens are whole numbers [batch, sequence, ...].
         gradients_bytes, steps_per_call, pipeline: of the program.
     """
     import jax
+    import jax.numpy as jnp
     from flax import nnx
 
     train = spec.train
@@ -155,8 +159,10 @@ def find_facts(
     params = nnx.to_pure_dict(model.params)
     with spec.model_class.calling(f"matmul_parameters or attention_shape of {spec.model_class.name}"):
         flops = count_model_flops(model.abstract_model(), params, tokens, train.sequence_length)
+    sequences = (train.global_batch, train.sequence_length)
+    has_tokens = any(x.shape[:2] == sequences and jnp.issubdtype(x.dtype, jnp.integer) for x in batch.values())
     return StepFacts(
-        **flops.model_dump(exclude_unset=True),
+        **flops.model_dump(exclude_unset=True, exclude=set() if has_tokens else {"tokens"}),
         precision=train.precision,
         examples=train.global_batch,
         parameters=sum(p.size for p in jax.tree.leaves(params)),

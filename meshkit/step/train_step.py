@@ -293,6 +293,7 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
         spec,
         step.described,
         state,
+        batch,
         gradients_bytes=inner.gradients_bytes(params),
         steps_per_call=local.local.every if local else 1,
         pipeline=pipelined and pipelined.train,

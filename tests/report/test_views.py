@@ -1,5 +1,6 @@
 """The terminal and the page say what report.json says."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -12,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import Placement
 from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import (
-    ClusterPart,
     FindingPart,
     KernelClassPart,
     KernelsPart,
+    MeshAxisPart,
     QualityPart,
     Report,
     StepPart,
@@ -25,9 +28,11 @@ from meshkit.report.schema import (
     StragglersPart,
     WindowPart,
 )
+from meshkit.report.summarize import Machines, cluster_part, training_cost
 from meshkit.report.views.charts import common, lanes, step_to_draw
 from meshkit.report.views.report import bar, render, write_html
 from meshkit.report.views.words import LOOKS, Share, interval_text, step_shares
+from meshkit.step.program import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 
 
@@ -57,13 +62,31 @@ def test_terminal_leaves_out_what_is_unknown(empty):
 
 
 def test_virtual_devices_of_a_cpu_are_called_no_gpus(report, tmp_path):
-    on_cpu = report.model_copy(update={"cluster": ClusterPart(gpu="cpu", num_gpus=2)})
+    cluster = Cluster.load("cpu8", hosts=2)
+    mesh = (MeshAxisPart(axis="fsdp", size=4, nvlink=2, infiniband=2),)
+    machines = dataclasses.replace(Machines(Placement.from_shape(("fsdp",), (4,), gpus_per_domain=2)), cluster=cluster)
+    training = training_cost(2.0, StepFacts(training_steps=1800), machines)
+    rows = [r.model_copy(update={"link": "nvlink", "fabric": "shared_memory"}) for r in report.communication]
+    parts = {"cluster": cluster_part(cluster), "mesh": mesh, "training": training, "communication": tuple(rows)}
+    on_cpu = report.model_copy(update=parts)
     text = shown(render(on_cpu))
     assert "communication a step, per device" in text
     assert "of 70.0 GiB per device" in text
     assert "per GPU" in shown(render(report))
     page = write_html(on_cpu, tmp_path / "a.html").read_text().partition("<script")[0]
-    assert "GPU" not in re.sub(r"\d+ x \d+ GPUs", "", text + page).replace("GPU hours", "")
+    beside = write_html(on_cpu, tmp_path / "b.html", other=on_cpu).read_text().partition("<script")[0]
+    assert not re.search("GPU|nvlink", text + re.sub('data-key="[^"]*"', "", page + beside), re.IGNORECASE)
+    assert "fsdp 4 (shared memory 2 x" in text
+    assert re.search("for 1,800 steps *\n", text)
+
+
+def test_a_step_without_tokens_counts_its_examples(report, tmp_path):
+    step = report.step.model_copy(update={"tokens_per_s_per_gpu": None, "examples_per_s_per_gpu": 512.0})
+    images = report.model_copy(update={"step": step})
+    page = write_html(images, tmp_path / "a.html").read_text().partition("<script")[0]
+    assert "512 examples/s per GPU" in shown(render(images))
+    assert "examples/s per GPU" in page
+    assert "tokens/s" not in shown(render(images)) + page
 
 
 def test_no_line_of_a_log_ends_in_blanks_and_advice_stands_once(report):

@@ -100,13 +100,17 @@ def test_a_size_that_cannot_be_is_an_error(what, numbers, message):
         sizes(what, numbers, overrides=(*overrides, *batch))
 
 
-def test_efficiency_is_relative_to_the_smallest_size(monkeypatch, tmp_path):
-    """Tokens per second per GPU: 100 at 8 GPUs, 95 at 16, 60 at 32; a quarter, half, ... of each step exposed."""
+@pytest.mark.parametrize("tokens", [True, False])
+def test_efficiency_is_relative_to_the_smallest_size(monkeypatch, tmp_path, tokens):
+    """Per second and GPU: 100 at 8 GPUs, 95 at 16, 60 at 32; a quarter, half, ... of each step exposed."""
     made_up = {8: (100.0, 0.25), 16: (95.0, 0.3), 32: (60.0, 0.5)}
 
     def outcome(settings):
         rate, exposed = made_up[load(TINY, (*HYBRID, *settings)).cluster.num_gpus]
-        return Outcome(settings=settings, status="fits", time_s=1.0, exposed_s=exposed, tokens_per_s_per_gpu=rate)
+        return Outcome(
+            settings=settings, status="fits", time_s=100 / rate, exposed_s=exposed * 100 / rate,
+            tokens_per_s_per_gpu=rate if tokens else None,
+        )  # fmt: skip
 
     MadeUpWorkers(outcome).install(monkeypatch)
     report = scale(TINY, HYBRID, "hosts=1,2,4", "weak", jobs=2)

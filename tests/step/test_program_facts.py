@@ -16,16 +16,26 @@ MLP = Path(__file__).parents[2] / "configs/experiments/mlp.toml"
 SIDECAR = "model_flops model_flops_causal hardware_flops_per_gpu tokens peak_flops_per_gpu training_steps"
 
 
-def facts_of(*overrides):
-    spec = load(MLP, overrides)
+def facts_of(*overrides, file=MLP):
+    spec = load(file, overrides)
     return make_train_step(spec, build_mesh(spec.mesh, spec.cluster, devices=describe_devices(spec.cluster))).facts
 
 
 def test_tokens_total_is_the_length_of_the_training():
-    plain = facts_of()
-    tokens = int(plain.tokens)
-    assert plain.training_steps == load(MLP).train.steps
+    train = load(MLP).train
+    tokens = train.global_batch * train.sequence_length
+    assert facts_of().training_steps == train.steps
     assert facts_of(f"train.tokens_total={10 * tokens + 1}").training_steps == 11
+
+
+def test_only_ids_in_sequences_are_tokens():
+    of = {name: facts_of(file=MLP.with_name(f"{name}.toml")) for name in ("mlp", "vit_cpu", "llama_debug_cpu")}
+    assert {name: (f.tokens, f.examples) for name, f in of.items()} == {
+        "mlp": (None, 64),
+        "vit_cpu": (None, 64),  # of images, though a sequence of patches
+        "llama_debug_cpu": (16 * 128, 16),
+    }
+    assert all(f.model_flops > 0 for f in of.values())
 
 
 def test_a_state_is_parameters_and_two_moments_in_fp32():

@@ -23,6 +23,7 @@ HISTORY = {
     "exposed_s": ("exposed", 1e3, " ms"),
     "mfu": ("MFU", 1e2, " %"),
     "tokens_per_s": ("tokens/s", 1.0, ""),
+    "examples_per_s": ("examples/s", 1.0, ""),
     "data_wait_s": ("data wait", 1e3, " ms"),
     "host_s": ("host", 1e3, " ms"),
     "loss": ("loss", 1.0, ""),

@@ -95,10 +95,10 @@ def _title(reports: Sequence[Report]) -> str:
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
     """Machines, meshes and what was measured: said once where the reports agree."""
     lines = list(dict.fromkeys(words.machines(r) for r in reports))
-    lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.mesh)}" for r in reports if r.mesh))
+    lines += list(dict.fromkeys(f"mesh {words.mesh_text(r)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
         lines = [
-            f"{name}: {words.machines(r)}, mesh {words.mesh_text(r.mesh)}"
+            f"{name}: {words.machines(r)}, mesh {words.mesh_text(r)}"
             for name, r in zip(words.names_of([r.source for r in reports]), reports)
         ]
     if any(r.source != "plan" for r in reports):
@@ -131,8 +131,9 @@ def _cards(shown: Sequence[Shown]) -> str:
     if "mfu" in known:
         hfus = " and ".join(format_percent(r.step.hfu) for r in reports if r.step.hfu is not None)
         boxes.append(box(f"MFU (HFU {hfus})" if hfus else "MFU", "step.mfu", format_percent))
-    if "tokens_per_s_per_gpu" in known:
-        boxes.append(box(f"tokens/s per {device}", "step.tokens_per_s_per_gpu", format_count))
+    what = "tokens" if "tokens_per_s_per_gpu" in known else "examples"
+    if f"{what}_per_s_per_gpu" in known:
+        boxes.append(box(f"{what}/s per {device}", f"step.{what}_per_s_per_gpu", format_count))
     if "peak_bytes" in known:
         boxes.append(box(memory_label, "memory.peak_bytes", format_bytes, judged))
     if reports[0].training.hours is not None:
@@ -513,7 +514,10 @@ def _communication(shown: Shown) -> RenderableType:
     ordered = sorted(groups.values(), key=lambda members: -sum(communication[i].exposed_s or 0 for i in members))
     return below_titles(
         _COLUMNS,
-        [(_group_title(communication[m[0]]), Table(_COLUMNS, [rows[i] for i in m])) for m in ordered],
+        [
+            (_group_title(communication[m[0]], shown.report.device), Table(_COLUMNS, [rows[i] for i in m]))
+            for m in ordered
+        ],
     )
 
 
@@ -525,9 +529,9 @@ def _exposed_ops(shown: Shown) -> RenderableType | None:
     return Table(_EXPOSED_COLUMNS, exposed).terminal(gap=1, header=None) if known else None
 
 
-def _group_title(row: CommunicationPart) -> Text:
+def _group_title(row: CommunicationPart, device: str) -> Text:
     title = Text(words.axes_text(row.axes), "bold cyan" if row.axes else "bold yellow")
-    details = [text for text in (words.link_text(row), words.group_text(row)) if text and text != "-"]
+    details = [text for text in (words.link_text(row), words.group_text(row, device)) if text and text != "-"]
     return title.append(f"  {', '.join(details)}" if details else "", "dim")
 
 

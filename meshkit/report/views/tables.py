@@ -34,6 +34,7 @@ from meshkit.report.views.words import (
     goodput_shares,
     group_text,
     link_text,
+    links,
     names_of,
     row_name,
     share_text,
@@ -110,20 +111,25 @@ def _spread_cells(shown: Shown, key: str) -> list[Cell]:
 
 def links_table(shown: Shown) -> Table:
     """Communication by mesh axis and link, the most exposed first: the sums over the kinds of collectives."""
-    groups: dict[tuple, list[int]] = {}
-    for i, row in enumerate(shown.report.communication):
+    communication, groups = shown.report.communication, dict[tuple, list[int]]()
+    keys = ("wire_bytes_nvlink", "wire_bytes_infiniband")
+    crossed = [
+        (key, link) for key, link in zip(keys, links(shown.report)) if any(getattr(r, key) for r in communication)
+    ]
+    for i, row in enumerate(communication):
         groups.setdefault((row.axes, link_text(row)), []).append(i)
     rows = []
     for (axes, link), members in groups.items():
         at = f"communication.{'+'.join(map(str, members))}"
         seconds = [("time_s", format_seconds), ("overlapped_s", format_seconds), ("exposed_s", format_seconds)]
-        sent = [("wire_bytes_nvlink", format_bytes), ("wire_bytes_infiniband", format_bytes)]
+        sent = [(key, format_bytes) for key, _ in crossed]
         exposed_s = shown.number.value(f"{at}.exposed_s")
         share = share_text(exposed_s, shown.report.step.time_s)
         row = [axes_text(axes), link, *shown.numbers(at, seconds), share, *shown.numbers(at, sent)]
         rows.append((-(exposed_s or 0), row))
     rows.sort(key=lambda item: item[0])
-    columns = number_columns("time", "overlapped", "exposed", "of the step", "sent, nvlink", "sent, infiniband")
+    names = [f"sent, {link}" for _, link in crossed]
+    columns = number_columns("time", "overlapped", "exposed", "of the step", *names)
     return Table([*text_columns("axes", "slowest link"), *columns], [row for _, row in rows])
 
 
@@ -151,7 +157,13 @@ def rows_table(shown: Shown) -> Table:
         columns = [column for column in columns if column[0] != "its peak"]
     keys = [(key, form) for _, key, form in columns]
     rows = [
-        [axes_text(r.axes), link_text(r), group_text(r), row_name(r), *shown.numbers(f"communication.{i}", keys)]
+        [
+            axes_text(r.axes),
+            link_text(r),
+            group_text(r, shown.report.device),
+            row_name(r),
+            *shown.numbers(f"communication.{i}", keys),
+        ]
         for i, r in enumerate(communication)
     ]
     heads = text_columns("axes", "link", "groups", "collective")
@@ -334,8 +346,8 @@ _QUANTITIES: Sequence[Line] = (
     ("  of it overlapped", "step.overlapped_s", format_seconds, False),
     ("MFU", "step.mfu", format_percent, False),
     ("HFU", "step.hfu", format_percent, False),
-    ("tokens/s per GPU", "step.tokens_per_s_per_gpu", format_count, False),
-    ("peak memory per GPU", "memory.peak_bytes", format_bytes, False),
+    ("tokens/s per device", "step.tokens_per_s_per_gpu", format_count, False),
+    ("peak memory per device", "memory.peak_bytes", format_bytes, False),
 )
 
 
@@ -361,7 +373,7 @@ def compared_section(a: Report, b: Report) -> str:
     """The page's panel: step, rows, kinds of work and single operations, the largest difference first."""
     found = compare(a, b)
     sides = _sides(found)
-    parts = [_known(found, "per step and GPU", _QUANTITIES).html()]
+    parts = [_known(found, "per step and device", _QUANTITIES).html()]
     for table in (
         _known(found, "exposed communication", _rows(found, "exposed_s")),
         _known(found, "communication, overlapped or not", _rows(found, "time_s")),
@@ -389,7 +401,7 @@ def _known(comparison: Comparison, title: str, lines: Iterable[Line]) -> Table:
 def _rows(comparison: Comparison, key: str) -> list[Line]:
     found = []
     for i, row in enumerate(comparison.communication):
-        label = f"{axes_text(row.axes)}, {row.link or '-'}: {row_name(row)}"
+        label = f"{axes_text(row.axes)}, {link_text(row)}: {row_name(row)}"
         found.append((label, f"communication.{i}.{key}", format_seconds, row.one_sided))
     return found
 

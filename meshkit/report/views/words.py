@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.coverage import NOT_PREDICTED
@@ -16,7 +16,6 @@ from meshkit.report.schema import (
     WORD,
     CommunicationPart,
     GoodputPart,
-    MeshAxisPart,
     Report,
     Source,
     StepPart,
@@ -162,19 +161,25 @@ def machines(report: Report) -> str:
         return gpus
     fabric = f", {c.fabric}" if c.fabric else ""
     hosts = f"{c.hosts} host{'s' if c.hosts != 1 else ''}"
-    return f"{gpus}: {hosts} x {c.gpus_per_host}, {c.scale_up} domains of {c.nvlink_domain_size}{fabric}"
+    return f"{gpus}: {hosts} x {c.gpus_per_host}, {links(report)[0]} domains of {c.nvlink_domain_size}{fabric}"
 
 
-def mesh_text(mesh: Sequence[MeshAxisPart]) -> str:
+def links(report: Report) -> tuple[str, str]:
+    """Return what connects devices inside a domain, and what connects domains: `shared memory`, `ethernet`."""
+    inside, across = report.cluster.scale_up or "nvlink", report.cluster.fabric or "infiniband"
+    return inside.replace("_", " "), across
+
+
+def mesh_text(report: Report) -> str:
     """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size.
 
     Axes of size 1 are left out, unless there are no others.
     """
-    parts = []
-    for axis in [axis for axis in mesh if axis.size != 1] or mesh:
+    parts, (inside, between) = [], links(report)
+    for axis in [axis for axis in report.mesh if axis.size != 1] or report.mesh:
         across = axis.infiniband or 1
-        where = "" if across == 1 else f" (nvlink {axis.nvlink} x infiniband {across})"
-        where = " (infiniband)" if across == axis.size and across > 1 else where
+        where = "" if across == 1 else f" ({inside} {axis.nvlink} x {between} {across})"
+        where = f" ({between})" if across == axis.size and across > 1 else where
         parts.append(f"{axis.axis} {axis.size}{where}")
     return " x ".join(parts) or "-"
 
@@ -184,7 +189,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     step, window = report.step, report.window
     found = [
         ("cluster", machines(report)),
-        ("mesh", mesh_text(report.mesh)),
+        ("mesh", mesh_text(report)),
         ("step", step_text(report)),
         ("MFU", format_percent(step.mfu) + _utilization(report)),
         ("throughput", _throughput(report)),
@@ -229,18 +234,20 @@ _HOURS_A_YEAR = 24 * 365.25
 
 
 def training_text(report: Report) -> str:
-    """`12 days 3 h for 100000 steps: 37.2 k GPU hours, 92.1 k at the cluster's price`."""
+    """`12 days 3 h for 100000 steps: 37.2 k GPU hours, cost 92.1 k`; without GPUs the time alone."""
     t = report.training
     hours = t.hours or 0.0
     length = f"{hours / 24:.1f} days" if hours >= 48 else format_seconds(hours * 3600)
     length = f"{hours / _HOURS_A_YEAR:.1f} years" if hours >= 2 * _HOURS_A_YEAR else length
+    said = f"{length} for {t.steps or 0:,} steps"
+    if t.gpu_hours is None:
+        return said
     cost = "" if t.cost is None else f", cost {format_count(t.cost).strip()}"
-    short = t.gpu_hours is not None and 0 < t.gpu_hours < 0.01
-    gpu_hours = "less than 0.01" if short else format_count(t.gpu_hours).strip()
-    return f"{length} for {t.steps or 0:,} steps: {gpu_hours} GPU hours{cost}"
+    gpu_hours = "less than 0.01" if 0 < t.gpu_hours < 0.01 else format_count(t.gpu_hours).strip()
+    return f"{said}: {gpu_hours} GPU hours{cost}"
 
 
-def link_text(row: CommunicationPart | Collective) -> str:
+def link_text(row: CommunicationPart | Collective | ComparedRow) -> str:
     """What the link is made of, by its name: `nvlink`, `infiniband`, `shared memory`, `roce 400`."""
     if not row.link or not row.fabric or row.fabric.startswith(row.link):
         return row.link or "-"
@@ -252,14 +259,14 @@ def axes_text(axes: Sequence[str]) -> str:
     return " + ".join(axes) or "no axis"
 
 
-def group_text(row: CommunicationPart) -> str:
+def group_text(row: CommunicationPart, device: str) -> str:
     """`8 x 16 GPUs, 8 per domain`: eight groups, each with eight of its GPUs in every NVLink domain it crosses."""
     if row.group_size is None:
         return ""
     inside = "" if row.link != "infiniband" else f", {row.gpus_per_domain} per domain"
     part = "" if row.axes_complete is not False else ", part of the axis"
     listed = f", {row.replica_groups}" if row.replica_groups else ""
-    return f"{row.num_groups} x {row.group_size} GPUs{inside}{part}{listed}"
+    return f"{row.num_groups} x {row.group_size} {device}s{inside}{part}{listed}"
 
 
 def row_name(row: CommunicationPart | ComparedRow) -> str:
@@ -368,7 +375,14 @@ def goodput_summary(goodput: Goodput | None) -> str:
     return f"goodput {goodput_text(part)}: {', '.join(parts)}"
 
 
-_TREND = {"step_time_s": "step time", "tokens_per_s": "tokens/s", "mfu": "MFU", "loss": "loss", "exposed_s": "exposed"}
+_TREND = {
+    "step_time_s": "step time",
+    "tokens_per_s": "tokens/s",
+    "examples_per_s": "examples/s",
+    "mfu": "MFU",
+    "loss": "loss",
+    "exposed_s": "exposed",
+}
 
 
 def trend_text(report: Report) -> str:
@@ -412,13 +426,21 @@ def _utilization(report: Report) -> str:
 
 
 def _throughput(report: Report) -> str:
-    tokens, flops = report.step.tokens_per_s_per_gpu, report.step.model_flops
+    (what, rate), flops = rate_of(report), report.step.model_flops
     parts = []
-    if tokens is not None:
-        parts.append(f"{format_count(tokens).strip()} tokens/s per {report.device}")
+    if rate is not None:
+        parts.append(f"{format_count(rate).strip()} {what}/s per {report.device}")
     if flops is not None:
         parts.append(f"{format_flops(flops)} of the model a step")
     return ", ".join(parts) or "-"
+
+
+def rate_of(report: Report) -> tuple[Literal["tokens", "examples"], float | None]:
+    """Return what a step is made of, and how many a second one device does of them: examples, if it has no tokens."""
+    step = report.step
+    if step.tokens_per_s_per_gpu is None and step.examples_per_s_per_gpu is not None:
+        return "examples", step.examples_per_s_per_gpu
+    return "tokens", step.tokens_per_s_per_gpu
 
 
 def _processes(report: Report) -> str:

@@ -98,6 +98,8 @@ class Explanation(Printed, Part):
     placement: PlacementPart | None
     of_file: bool = Field(default=True, exclude=True)
     device: str = Field(default="GPU", exclude=True)
+    links: tuple[str, str] = Field(default=("nvlink", "infiniband"), exclude=True)
+    """What connects devices inside a domain, and domains."""
 
     @property
     def failing(self) -> tuple[Finding, ...]:
@@ -217,6 +219,7 @@ def _explanation(
         placement=None if made is None else _placement(made, subject.spec, cluster),
         of_file=subject.of_file,
         device="device" if cluster.is_cpu else "GPU",
+        links=(cluster.scale_up.replace("_", " "), cluster.fabric or "infiniband"),
     )
 
 
@@ -274,9 +277,10 @@ def render(explanation: Explanation) -> RenderableType:
 
 
 def _headline(explanation: Explanation) -> Text:
+    inside, across = explanation.links
     axes = [
         f"{row['axis']} {row['size']}"
-        + (f" (nvlink {row['nvlink']} x infiniband {row['infiniband']})" if row["infiniband"] > 1 else "")
+        + (f" ({inside} {row['nvlink']} x {across} {row['infiniband']})" if row["infiniband"] > 1 else "")
         for row in explanation.mesh
     ]
     counts = {severity: sum(f.severity == severity for f in explanation.findings) for severity in SEVERITY_COLOURS}

@@ -110,11 +110,15 @@ class StepRecords:
 
 
 def speed_of(facts: StepFacts, devices: int, step_time_s: float) -> dict[str, float | None]:
-    """Return `tokens_per_s` and `mfu` at a step time; mfu is None without a known peak, as of virtual CPU devices."""
-    assert facts.tokens is not None
+    """Return `tokens_per_s` (of a step without tokens `examples_per_s`) and `mfu` at a step time.
+
+    mfu is None without a known peak, as of virtual CPU devices.
+    """
+    assert facts.examples is not None
     assert facts.model_flops is not None
+    what, count = ("tokens", facts.tokens) if facts.tokens is not None else ("examples", facts.examples)
     peak = facts.peak_flops_per_gpu
     return {
-        "tokens_per_s": facts.tokens / step_time_s,
+        f"{what}_per_s": count / step_time_s,
         "mfu": facts.model_flops / (peak * devices * step_time_s) if peak else None,
     }

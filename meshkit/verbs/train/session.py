@@ -158,10 +158,12 @@ class StepProgress:
         """Shows a step's record as metrics.jsonl has it.
 
         Args:
-            record: `step`, `loss`, `tokens_per_s`, and where they are known `mfu` (a share) and `evaluation_loss`.
+            record: `step`, `loss`, `tokens_per_s` or `examples_per_s`, and where they are known `mfu` (a share) and
+                `evaluation_loss`.
         """
         step, mfu = record["step"], record.get("mfu")
-        numbers = f"loss {record['loss']:.4f}  {format_count(record['tokens_per_s'])}tokens/s"
+        what = "tokens" if "tokens_per_s" in record else "examples"
+        numbers = f"loss {record['loss']:.4f}  {format_count(record[f'{what}_per_s'])}{what}/s"
         numbers += f"  MFU {format_percent(mfu)}" if mfu is not None else ""  # None where no peak is known
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)

@@ -75,6 +75,7 @@ class TrainResult:
     step_time_s: float | None
     """Median of this attempt's steps."""
     tokens_per_s: float | None
+    """None of examples without tokens."""
     mfu: float | None
     """At that step time; mfu is None where no peak is known."""
     compile_s: float
@@ -376,6 +377,6 @@ class _Run:
             compile_s=self.compiled.seconds,
             wall_s=wall_s,
             goodput=read_goodput(self.folder),
-            tokens_per_s=speed["tokens_per_s"] if speed else None,
+            tokens_per_s=speed.get("tokens_per_s") if speed else None,
             mfu=speed["mfu"] if speed else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_when_no_checkpoint_is_intact_every_attempt_is_refused_and_nothing_is_lo
             run(finished, "train.steps=3")
     assert (finished / "metrics.jsonl").read_text() == metrics
     assert checkpoints(finished) == before
+
+
+def test_a_step_without_tokens_is_counted_in_examples(trained, tmp_path):
+    (record, _) = read_metrics(trained / "metrics.jsonl")
+    assert record["examples_per_s"] == pytest.approx(64 / record["step_time_s"])
+    assert "tokens_per_s" not in record
+    console = Console(width=200, file=io.StringIO())
+    assert run(tmp_path / "run", console=console).tokens_per_s is None
+    assert "examples/s" in console.file.getvalue()
+    assert "tokens" not in console.file.getvalue()
 
 
 def test_what_the_order_of_the_data_depends_on_cannot_change(finished):
