@@ -180,7 +180,7 @@ def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
         f"{found.kernels // steps} kernels a step are priced below what any kernel takes: the step is bound by "
         f"launches, and on a GPU up to {format_seconds(seconds)} longer"
     )
-    return [Warning_(code="launch_bound", message=message, seconds=seconds)]
+    return [Warning_(code=coverage.LAUNCH_BOUND, message=message, seconds=seconds)]
 
 
 def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:

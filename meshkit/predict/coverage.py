@@ -30,6 +30,7 @@ _LEAST = 0.001
 _RAGGED = "ragged_dot"
 
 NOT_PREDICTED = "flops"
+LAUNCH_BOUND, UNKNOWN_TRIPS = "launch_bound", "unknown_trip_count"  # codes of warnings that the step takes longer
 REPEATED = "repeated_work"
 DENSE = "ragged_dot"
 

@@ -20,7 +20,7 @@ from meshkit.hlo.instructions import OTHER_KERNELS, InstructionInfo, kind_of_ker
 from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
 from meshkit.predict.algorithms import wire_factor
-from meshkit.predict.coverage import NOT_PREDICTED
+from meshkit.predict.coverage import LAUNCH_BOUND, NOT_PREDICTED, UNKNOWN_TRIPS
 from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.predict.kernels import compute_peak_flops, peak_flops
 from meshkit.predict.network import checkpoint_time_s, infiniband_share, peak_bus_bandwidth_bytes_per_s
@@ -123,6 +123,14 @@ def summarize(
     return report
 
 
+# Code of a warning -> why the errors of published runs, of which none has it, say nothing of the step.
+_LONGER = {
+    NOT_PREDICTED: "a kernel of the step has no predicted time",
+    UNKNOWN_TRIPS: "how often a loop of the step runs is not known",
+    LAUNCH_BOUND: "the step is bound by launches, and no comparable run is",
+}
+
+
 def summarize_simulation(
     simulation: Simulation,
     schedule: Schedule,
@@ -144,7 +152,7 @@ def summarize_simulation(
         machines: with a cluster.
         facts: what the model says; executed and peak FLOP are filled in here.
         instructions: name of an instruction -> what it is.
-        warnings: that others found; one that FLOP were not read leaves the interval out.
+        warnings: that others found; one by which the step takes longer than its prediction leaves the interval out.
     """
     each, flops, cluster = facts.steps_per_call, simulation.flops, machines.cluster
     assert cluster is not None
@@ -162,11 +170,11 @@ def summarize_simulation(
         step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
         warnings=warnings,
     )
-    unread = any(w.code == NOT_PREDICTED for w in warnings)
+    longer = next((_LONGER[w.code] for w in warnings if w.code in _LONGER), None)
     if source != "plan" or cluster.is_cpu or report.step.time_s is None:
         return report
-    if unread:
-        part, reason = None, "a kernel of the step has no predicted time"
+    if longer is not None:
+        part, reason = None, longer
     else:
         widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
         experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())

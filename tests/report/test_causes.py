@@ -30,7 +30,7 @@ def info(kind="matmul", source="jit(step)/mlp/dot", line=None):
     return InstructionInfo(kind, f"{kind}|1", source, line)
 
 
-def made(seconds, *, memory=FITS, steps=1, parts=None, infos=None):
+def made(seconds, *, memory=FITS, steps=1, parts=None, infos=None, warnings=()):
     """The plan of kernels, and of collectives that block, each with its seconds."""
     of = {c.name: c for c in (SCATTER, SMALL)}
     instructions, took, known = [], {}, {"dot.1": info(), **(infos or {})}
@@ -46,7 +46,7 @@ def made(seconds, *, memory=FITS, steps=1, parts=None, infos=None):
     simulation = simulate(schedule, CLUSTER, seconds=lambda i: took[i.name])
     report = summarize_simulation(
         simulation, schedule, source="plan", machines=Machines(cluster=CLUSTER), facts=StepFacts(steps_per_call=steps),
-        instructions=known, warnings=[],
+        instructions=known, warnings=warnings,
     ).model_copy(update={"memory": memory})  # fmt: skip
     report = report.model_copy(
         update={"step": report.step.model_copy(update=(parts or {}).pop("step", {})), **(parts or {})}
@@ -122,6 +122,20 @@ def test_what_is_no_prediction_has_no_verdict_but_of_its_memory():
     plan = made([("dot.1", 1.0)])
     unread = plan.model_copy(update={"warnings": (Warning_(code=NOT_PREDICTED, message="not all was read"),)})
     assert judged_plan(unread, None).verdict is None
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("launch_bound", "the step is bound by launches, and no comparable run is"),
+        ("unknown_trip_count", "how often a loop of the step runs is not known"),
+    ],
+)
+def test_a_step_that_takes_longer_than_its_price_has_no_interval(code, why):
+    assert made([("dot.1", 5e-4)]).step.time_interval is not None
+    longer = Warning_(code=code, message="on a GPU up to 438 us longer", seconds=4.38e-4)
+    step = made([("dot.1", 5e-4)], warnings=[longer]).step
+    assert (step.time_interval, step.time_interval_reason) == (None, why)
 
 
 @pytest.mark.parametrize("exposed_s", [0.0, 0.1, 0.5])
