@@ -126,7 +126,7 @@ def _flop_warning(
     )
     if note is None:
         return []
-    seconds = coverage.kernel_seconds_by_name(simulation) if note.names else {}
+    seconds = coverage.kernel_seconds_by_name(simulation.timeline) if note.names else {}
     known = note.share * sum(seconds.get(name, 0.0) for name in set(note.names)) / steps
     return [Warning_(code=note.code, message=note.message, seconds=known or None)]
 

@@ -21,6 +21,7 @@ import numpy as np
 from meshkit.config import catalog
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.simulate import Simulation
+from meshkit.timeline import Timeline
 from meshkit.units import format_count
 
 _MOST = 0.01  # XLA drops and adds a little: a first layer that is peeled off a loop, a recomputation it saves
@@ -149,7 +150,7 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
     `log` is what the compiler said.
     """
     families: dict[str, list[tuple[bool, float]]] = {}  # of each original: whether a clone, seconds
-    for name, s in kernel_seconds_by_name(simulation).items():
+    for name, s in kernel_seconds_by_name(simulation.timeline).items():
         families.setdefault(_CLONE.sub("", name), []).append((_CLONE.search(name) is not None, s))
     seconds = [s for found in families.values() for clone, s in sorted(found)[1:] if clone and s > 0]
     counted = next((int(found[1]) for line in log if (found := _COUNTED.search(line))), None)
@@ -167,14 +168,14 @@ def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, 
         Seconds; a kind that takes none is left out.
     """
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
-    seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation)}
+    seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation.timeline)}
     found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}
     return {kind: value for kind, value in found.items() if value > 0}
 
 
-def kernel_seconds_by_name(simulation: Simulation) -> Mapping[str, float]:
-    """Instruction name -> seconds of all its runs."""
-    step, names = simulation.timeline.steps[0], simulation.timeline.op_names
+def kernel_seconds_by_name(timeline: Timeline) -> Mapping[str, float]:
+    """Return instruction name -> seconds of all its runs in a simulated timeline."""
+    step, names = timeline.steps[0], timeline.op_names
     durations = step.compute[:, 1] - step.compute[:, 0]
     totals = np.bincount(step.compute_op, weights=durations, minlength=len(names))
     found: defaultdict[str, float] = defaultdict(float)

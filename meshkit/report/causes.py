@@ -399,7 +399,7 @@ def _lost(case: _Predicted) -> Iterator[FindingPart]:
     """What of a planned step is no new work of the model."""
     step, planned, pipeline = case.step, case.planned, case.report.pipeline
     of = f" ({pipeline.stages} stages, {pipeline.microbatches} microbatches)" if pipeline else ""
-    seconds = kernel_seconds_by_name(planned.simulation)
+    seconds = kernel_seconds_by_name(planned.simulation.timeline)
     again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
     parts = (
         ("exposed_communication", step.exposed_s, "exposed communication", "step.exposed_s", BESIDE_WORK),

@@ -534,6 +534,7 @@ class Report(Part):
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")
     source: Source
     verdict: str | None = None
+    change: str | None = None  # the sentence of a plan's verdict that names one
     findings: tuple[FindingPart, ...] = ()
     cluster: ClusterPart = ClusterPart()
     mesh: tuple[MeshAxisPart, ...] = ()

@@ -72,6 +72,7 @@ class Bound:
     estimate_bytes: float  # a guess of its memory
     host_bytes: float = 0.0  # of host memory for one GPU
     host_s: float = 0.0  # of what is offloaded, one way over the host link
+    recomputed_share: float = 0.0  # of the layers' matmuls, which the backward pass runs again
 
     @property
     def time_s(self) -> float:
@@ -185,6 +186,7 @@ class Bounds:
             estimate_bytes=state + whole + held + kept.guess_bytes + logits,
             host_bytes=kept.host_bytes,
             host_s=pieces * host_s,
+            recomputed_share=kept.recomputed_share,
         )
 
     def _places_over_layers(self, stages: int, chunks: int) -> float:

@@ -100,7 +100,7 @@ def simulated_loop():
 
 def test_seconds_are_those_of_every_run():
     simulation = simulated_loop()
-    assert kernel_seconds_by_name(simulation) == pytest.approx({"mine": 12.0, "known": 4.0})
+    assert kernel_seconds_by_name(simulation.timeline) == pytest.approx({"mine": 12.0, "known": 4.0})
     assert unpriced_seconds(simulation) == pytest.approx({"opaque custom call": 12.0})
     assert unpriced_seconds(simulation, steps=4) == pytest.approx({"opaque custom call": 3.0})
 

@@ -413,7 +413,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
     if isinstance(report, Comparison):
         return Rendered(tables.render_comparison(report))
     shown, planned = Shown(report), report.source == "plan"
-    said = words.two_lines(report.verdict, WIDTH) if planned else report.verdict  # all of a plan's is on its page
+    said = words.two_lines(report, WIDTH) if planned else report.verdict  # all of a plan's is on its page
     parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
     parts.append(_headline(report, title))
     if report.findings and not planned:

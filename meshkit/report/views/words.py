@@ -274,12 +274,17 @@ def row_name(row: CommunicationPart | ComparedRow) -> str:
     return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
 
 
-def two_lines(verdict: str | None, width: int) -> str:
-    """The sentences of a verdict that are short enough for two lines."""
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a verdict or a finding."""
+    return re.split(r"(?<=\.) (?=[A-Z\d])", text)
+
+
+def two_lines(report: Report, width: int) -> str:
+    """Return the sentences of a verdict that are short enough for two lines, and the change that it names."""
     said = ""
-    for sentence in re.split(r"(?<=\.) (?=[A-Z\d])", verdict or ""):
+    for sentence in split_sentences(report.verdict or ""):
         longer = f"{said} {sentence}".strip()
-        said = longer if len(textwrap.wrap(longer, width)) <= 2 else said
+        said = longer if sentence == report.change or len(textwrap.wrap(longer, width)) <= 2 else said
     return said
 
 

@@ -63,6 +63,7 @@ def plan(
     from meshkit.config.experiment import Experiment, load_any
     from meshkit.planning.planner import plan_experiment
     from meshkit.report.folder import write_folder
+    from meshkit.search.named_change import name_change, recomputed_matmuls_s
     from meshkit.search.proposals import propose as propose_placement
     from meshkit.search.proposals import remedies_table
 
@@ -87,6 +88,7 @@ def plan(
             report = _with_remedies(report, experiment, set_, jobs)
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
+        report = name_change(report, loaded, recomputed_matmuls_s=recomputed_matmuls_s(made))
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)
