@@ -10,7 +10,6 @@ named: of a plan no waiting, clocks or outliers, which a measurement alone has (
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,17 +23,53 @@ from meshkit.predict.kernels import peak_flops
 from meshkit.predict.nccl import RING_TURNS
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.simulate import Simulation
-from meshkit.report.schema import CommunicationPart, FindingPart, MemoryPart, OpPart, Report
+from meshkit.report.schema import (
+    CommunicationPart,
+    FindingPart,
+    LatePart,
+    MemoryPart,
+    OpPart,
+    Report,
+    StragglerPart,
+)
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
 LEAST, WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
 EXPOSED_WARNS = 0.1  # the same, of exposed communication of which nothing is wrong but that it is exposed
 WAITING = "waiting_for_peers"
+_STEADY = 0.75  # share of the steps from which a device is late step after step
+_AS_LATE, _MOST_LATE = 0.25, 3  # of the latest device's seconds, by which others are named too; so many
+_LATE_WORDS = {
+    "kernels": "in kernels",
+    "clock": "by its clock",
+    "memory": "by its memory",
+    "copies": "in memory copies",
+    "communication": "in transfers that nothing hides there",
+    "input": "waiting for its input",
+    "host": "idle between steps",
+    "launch_gaps": "idle between kernels",
+    "not_known": "not known",
+}
 _SLOW = 1.5  # x the model's seconds, of a collective; its error is below that where it was tested
 _SMALL_BYTES, _MANY = 2**20, 8  # messages that are latency more than data, and how many of them are worth combining
-_UNEVEN = 1.03  # x the median device's compute
 _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
 # What to try, of a plan as of a measurement.
+_HOST_BUSY = "what its host does beside the job"
+_LATE_HINTS = {
+    "clock": "its clocks, power and temperature (`meshkit doctor` there)",
+    "memory": "its memory: ECC errors, another process on it (`meshkit doctor` there)",
+    "copies": "what is copied there and not elsewhere",
+    "communication": "NCCL_DEBUG=INFO for its transport, and `meshkit bench` of the axis",
+    "input": "more workers or a deeper prefetch in [data], and what else its host does",
+    "host": _HOST_BUSY,
+    "launch_gaps": _HOST_BUSY,
+    "not_known": "its share of the work (padding, experts, stages), what its host does, a capture of more steps",
+}
+_OF_CORES = "what else runs on its cores, or its share of the work"  # of a CPU, which virtual devices share
+_KERNEL = "its share of the work (padding, experts, repeated tokens), or what autotuning chose in its process"
+_SCATTER = (
+    "a one-hot matmul in place of the scatter-add in float32, such as an embedding's gradient (openxla/xla#46225)"
+)
 BESIDE_WORK = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
 BESIDE_WORK_OF_CPU = "micro-batches or layers that do not need it yet, or another axis for it"  # memory is the link
 KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
@@ -80,6 +115,7 @@ class JudgedReport:
 
     lost, waited = "exposed communication", "exposed_wait_s"  # what waiting is a part of, and where that stands
     usual, cpu = "", False  # what a step is called; whether its devices are virtual ones
+    instructions: Mapping[str, InstructionInfo] = {}  # of the program, as far as they are known
 
     def __init__(self, report: Report, cluster: Cluster | None, collectives: Sequence[Collective] = ()):
         self.report, self.step, self.rows = report, report.step, report.communication
@@ -103,23 +139,16 @@ class JudgedReport:
 
     @cached_property
     def late_s(self) -> float:
-        """Where waits are unknown: by how much the device that computes longest is behind the others."""
-        worst = max(self.uneven.values(), default=1.0)
-        if self.waits_s or worst <= _UNEVEN:
-            return 0.0
-        compute = self.per_device("compute_s").values()
-        return min(max(compute) - statistics.fmean(compute), self.step.exposed_s or 0.0)
-
-    def per_device(self, name: str) -> dict[int, float]:
-        """Device -> the mean of a part of its steps; a measurement alone knows it."""
-        return {}
+        """Where waits are unknown: how long a device waits, as a mean, for the one that is the most behind."""
+        behind_s = max((late.behind_s for _, late in self.late), default=0.0)
+        others = 1 - 1 / max(1, self.report.window.devices)
+        return 0.0 if self.waits_s else min(others * behind_s, self.step.exposed_s or 0.0)
 
     @cached_property
-    def uneven(self) -> dict[int, float]:
-        """Device -> its compute over that of the median device."""
-        means = self.per_device("compute_s")
-        usual = statistics.median_low(means.values()) if means else 0.0
-        return {device: mean / usual for device, mean in means.items()} if usual else {}
+    def late(self) -> list[tuple[StragglerPart, LatePart]]:
+        """The devices that do something longer than the usual one, the most behind first; a measurement knows them."""
+        devices = self.report.stragglers.devices if self.report.stragglers else ()
+        return sorted(((d, d.late) for d in devices if d.late), key=lambda found: -found[1].behind_s)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -216,62 +245,78 @@ def finding(
 
 def waiting(case: JudgedReport) -> Iterator[FindingPart]:
     """Devices wait for the last one of their group."""
-    if not case.waits_s:
-        yield from _uneven_compute(case)
+    seconds = case.waits_s or case.late_s
+    if not seconds:
         return
-    devices = case.report.stragglers.devices if case.report.stragglers else ()
+    devices = [*case.report.stragglers.devices] if case.report.stragglers else []
     caused = sum(d.caused_wait_s or 0.0 for d in devices)
-    share = case.waits_s / case.step.exposed_s if case.step.exposed_s else 0.0
-    message = f"{format_percent(share)} of the {case.lost}, {format_seconds(case.waits_s)} a step, is waiting"
+    worst = devices[0] if caused and (devices[0].caused_wait_s or 0.0) > 1.5 * caused / len(devices) else None
+    most_s = case.late[0][1].behind_s if case.late else 0.0
+    steady = [(d, why) for d, why in case.late if why.late_share >= _STEADY and why.behind_s >= _AS_LATE * most_s]
+    late = [found for found in case.late if found[0] is worst] or steady or case.late[:1]
+    late = (late + [found for found in steady if found not in late])[:_MOST_LATE]
     evidence = [f"communication.{i}.{case.waited}" for i, row in enumerate(case.rows) if row.exposed_wait_s]
-    if devices and caused and (devices[0].caused_wait_s or 0.0) > 1.5 * caused / len(devices):
-        worst = devices[0]
-        why, hint = _why_late(case, worst.device)
+    evidence += [f"stragglers.devices.{devices.index(d)}.late" for d, _ in late]
+    share = seconds / case.step.exposed_s if case.step.exposed_s else 0.0
+    message = f"{format_percent(share)} of the {case.lost}, {format_seconds(seconds)} a step, is waiting for peers"
+    if worst:
         host = f" on {worst.host}" if worst.host else ""
         part = format_percent((worst.caused_wait_s or 0.0) / caused)
-        message += f" for peers, {part} of it for {case.device} {worst.device} (process {worst.process}{host}){why}."
+        message += f", {part} of it for {case.device} {worst.device} (process {worst.process}{host})"
         evidence.append("stragglers.devices.0.caused_wait_s")
-    else:
-        message += " for peers that come late, now one and now another."
-        hint = "work that varies between devices (padding, experts), hosts that are busy, a loss read every step"
+    elif not steady:
+        message += " that come late, now one and now another"
+    said = [f"{case.device} {d.device} is {_behind(why, 1 if i else None)}." for i, (d, why) in enumerate(late)]
+    hint = _LATE_HINTS["not_known"]
+    if late:
+        kernels, cause = late[0][1].kernels, next(iter(late[0][1].causes), "not_known")
+        name = kernels[0].name if cause == "kernels" else ""
+        hint = kernel_hint(name, case.instructions.get(name)) if name else _LATE_HINTS[cause]
+    hint = _OF_CORES if case.cpu else hint
     evenly = case.with_(Mended(evenly=True))
-    saved_s = case.waits_s if evenly is None else case.time_s - evenly
-    yield finding(case, WAITING, saved_s, message, evidence=tuple(evidence), hint=hint, step_s=evenly)
-
-
-def _why_late(case: JudgedReport, device: int) -> tuple[str, str]:
-    """What a device that others wait for does longer than they do, as a clause; and what to try."""
-    longer = case.uneven.get(device, 1.0)
-    if longer > _UNEVEN:
-        return f", which computes {format_percent(longer - 1)} longer than the median", _slow_device(case)
-    idle = case.per_device("idle_s")
-    more_s = idle[device] - statistics.median_low(idle.values()) if device in idle else 0.0
-    if more_s > LEAST * case.time_s:
-        return f", which idles {format_seconds(more_s)} more: its host is late", "what its host does beside the job"
-    return "", "its share of the work (padding, experts, stages), or what its host does"
-
-
-def _slow_device(case: JudgedReport) -> str:
-    """What to try where a device computes longer than others: virtual ones share the cores of a CPU."""
-    where = "what else runs on its cores" if case.cpu else "its clocks, temperature and neighbours (`meshkit doctor`)"
-    return f"{where}, or its share of the work"
-
-
-def _uneven_compute(case: JudgedReport) -> Iterator[FindingPart]:
-    """A device computes longer, and the others communicate longer by as much: groups, and so waits, are not known."""
-    if not case.late_s:
-        return
-    worst = max(case.uneven, key=lambda d: case.uneven[d])
+    saved_s = case.time_s - evenly if case.waits_s and evenly is not None else seconds
     yield finding(
         case,
         WAITING,
-        case.late_s,
-        f"{case.device} {worst} computes {format_percent(case.uneven[worst] - 1)} longer than the median: the others "
-        f"wait {format_seconds(case.late_s)} a step for it in their collectives.",
-        evidence=("spread.compute_s",),
-        hint=_slow_device(case),
-        step_s=case.with_(Mended(evenly=True)),
+        saved_s,
+        " ".join([f"{message}.", *(s[0].upper() + s[1:] for s in said)]),
+        evidence=tuple(evidence),
+        hint=hint,
+        step_s=evenly,
     )
+
+
+def _behind(late: LatePart, most: int | None = None) -> str:
+    """`9.00 ms a step behind the usual one: 8.00 ms by its clock (...), 1.00 ms not known`; the first causes alone."""
+    said = f"{format_seconds(late.behind_s)} a step behind the usual one"
+    if late.late_share < _STEADY:
+        said += f", in {format_percent(late.late_share)} of the steps"
+    ratios = [("compute-bound", late.compute_bound_ratio), ("memory-bound", late.memory_bound_ratio)]
+    slower = f" ({', '.join(f'{name} kernels take {r:.3f} x as long' for name, r in ratios if r is not None)})"
+    parts = []
+    for cause, seconds in list(late.causes.items())[:most]:
+        text = f"{_LATE_WORDS[cause]}{slower if cause in ('clock', 'memory') else ''}"
+        if cause == "kernels":
+            kernel, *more = late.kernels
+            takes = " to ".join(dict.fromkeys(map(format_seconds, (kernel.least_s, kernel.most_s))))
+            line = f"{kernel.line}; " if kernel.line else ""
+            text = f"in {kernel.name} ({line}{takes}, usually {format_seconds(kernel.usual_s)})"
+            text += f" and {len(more)} more" if more else ""
+        parts.append(f"{format_seconds(seconds)} {text}")
+    return f"{said}: {', '.join(parts)}"
+
+
+def kernel_hint(name: str, info: InstructionInfo | None) -> str:
+    """What to try for a kernel that takes longer than it should.
+
+    Args:
+        name: of the instruction.
+        info: what it is, if known.
+    """
+    what = f"{name} {info.source if info else ''}"
+    if re.search("scatter", what) and not re.search("reduce.scatter", what) and (info is None or "f32" in info.key):
+        return _SCATTER
+    return _KERNEL
 
 
 def slow_link(case: JudgedReport) -> Iterator[FindingPart]:

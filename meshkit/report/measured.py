@@ -82,16 +82,22 @@ def quality_part(
 
 
 def stragglers_part(
-    skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int, float], steps: int
+    skew: Skew,
+    hosts: Mapping[int, str],
+    compute_s: Mapping[int, float],
+    steps: int,
+    late: Mapping[int, schema.LatePart] | None = None,
 ) -> schema.StragglersPart:
-    """The devices that others wait for, the worst first.
+    """The devices that others wait for, the worst first; where no waiting is known, those that are late.
 
     Args:
         skew: of all steps.
         hosts: process -> host.
         compute_s: device -> its compute a step.
         steps: how many training steps `skew` is of.
+        late: device -> what it does longer than the usual one.
     """
+    late = late or {}
     devices = [
         schema.StragglerPart.of(
             s,
@@ -100,9 +106,12 @@ def stragglers_part(
             waited_s=s.waited_s / steps,
             delay_s=s.delay_s / steps,
             compute_s=compute_s.get(s.device),
+            late=late.get(s.device),
         )
         for s in skew.stragglers[:_MAX_STRAGGLERS]
     ]
+    for device in sorted(late.keys() - {d.device for d in devices}, key=lambda d: -late[d].behind_s):
+        devices.append(schema.StragglerPart(device=device, compute_s=compute_s.get(device), late=late[device]))
     return schema.StragglersPart.of(skew, devices=tuple(devices))
 
 

@@ -411,6 +411,44 @@ class KernelsPart(Part):
     classes: tuple[KernelClassPart, ...] = ()
 
 
+class LateKernelPart(Part):
+    """An instruction that a late device takes longer for.
+
+    Attributes:
+        excess_s: seconds a step by which it exceeds `usual_s`, those of the usual device.
+        least_s, most_s: the shortest and the longest step of it, on the late device.
+    """
+
+    name: str
+    line: str | None = None
+    excess_s: float
+    usual_s: float
+    least_s: float
+    most_s: float
+
+
+class LatePart(Part):
+    """What a device does longer than the usual (median) one: means over the steps.
+
+    Attributes:
+        behind_s: seconds a step of all but waiting for peers, over the usual device's.
+        late_share: share of the steps in which it was late.
+        causes: `kernels` (those that are named), `clock` (compute-bound kernels are slower alike), `memory`
+            (memory-bound ones alone are), `copies`, `communication` (moving data), `input` (waiting for the next
+            batch), `host` (idle between steps), `launch_gaps` (idle between kernels), `not_known` -> seconds, the most
+            first; what it does in less time than the usual device is not in it.
+        compute_bound_ratio, memory_bound_ratio: seconds of such kernels over the usual device's, their median.
+        kernels: that exceed the usual by themselves, the most first.
+    """
+
+    behind_s: float
+    late_share: float
+    causes: dict[str, float] = {}
+    compute_bound_ratio: float | None = None
+    memory_bound_ratio: float | None = None
+    kernels: tuple[LateKernelPart, ...] = ()
+
+
 class StragglerPart(Part):
     """A device that others waited for.
 
@@ -421,6 +459,7 @@ class StragglerPart(Part):
         last_share: share of its collectives that it was the last to reach.
         delay_s: seconds a step that each of the others waited for it, as a mean.
         compute_s: its own compute a step.
+        late: what it does longer than the usual device; null where that is less than 1 % of the step.
     """
 
     device: int
@@ -431,6 +470,7 @@ class StragglerPart(Part):
     last_share: float | None = None
     delay_s: float | None = None
     compute_s: float | None = None
+    late: LatePart | None = None
 
 
 class StragglersPart(Part):

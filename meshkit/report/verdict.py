@@ -23,7 +23,7 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.pricing import Pricer
-from meshkit.report import causes
+from meshkit.report import causes, late
 from meshkit.report.causes import JudgedReport, Mended, finding
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
 from meshkit.timeline import DeviceStep, exposed_spans
@@ -40,6 +40,7 @@ _PART = {  # of the step, which a cause takes from
     "host_bound": "idle",
     "input_wait": "idle",
 }  # fmt: skip
+_TILES = "shapes that tile (multiples of 128), the precision of the operands, the GPU's clock and power limit"
 _HIDES = "xla_gpu_enable_latency_hiding_scheduler"
 _ASYNC_OFF = "xla_gpu_disable_async_collectives"
 
@@ -67,11 +68,14 @@ def judged(report: Report, known: Known, history: HistoryPart | None = None) -> 
         history: of the run, if it has one.
 
     Returns:
-        The report as it is where the step has no time or the trace no steps.
+        The report as it is where the step has no time or the trace no steps; without findings, and with the reason for
+        a verdict, where its steps cannot be compared.
     """
     if not report.step.time_s or not known.trace.sweeps:
         return report
     case = _Measured(report, known, history)
+    if reason := known.trace.incomparable(case.device):
+        return report.model_copy(update={"verdict": f"No verdict: {reason}"})
     findings = causes.findings_of(case, _CAUSES)
     return report.model_copy(update={"findings": findings, "verdict": _verdict(case, findings)})
 
@@ -81,16 +85,10 @@ class _Measured(JudgedReport):
 
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):
         self.known, self.history = known, history
-        self.cpu = known.trace.facts.cpu
+        self.cpu, self.instructions = known.trace.facts.cpu, known.instructions
         self.outliers = [s for s in report.per_step or () if s.left_out == "outlier"]
         self.usual = "usual " if self.outliers else ""
         super().__init__(report, known.cluster, known.trace.timeline.collectives)
-
-    def per_device(self, name: str) -> dict[int, float]:
-        each, seconds = self.known.steps_per_execution, dict[int, list[float]]()
-        for step, swept in zip(self.known.trace.steps.steps, self.known.trace.sweeps):
-            seconds.setdefault(step.device, []).append(getattr(swept.total, name) / each)
-        return {device: statistics.fmean(values) for device, values in seconds.items()}
 
     @cached_property
     def _replay(self) -> Replay:
@@ -308,7 +306,7 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
         f"{len(slow)} kernels run at less than half of the rate that their work has on {cluster.gpu.name}, for "
         f"{format_seconds(seconds)} a step; {worst}{where} takes {times:.1f} x as long.",
         evidence=("kernels",),
-        hint="shapes that tile (multiples of 128), the precision of the operands, the GPU's clock and power limit",
+        hint=_TILES if info and info.kind in late.COMPUTE_BOUND else causes.kernel_hint(worst, info),
         step_s=case.time_s - seconds,
     )
 

@@ -48,6 +48,7 @@ COMMAND_BUFFERS_FLAG = "--xla_gpu_enable_command_buffer="  # the empty value tur
 MOST_UNMAPPED = 0.02  # share of communication above which numbers by axis are not believed
 _OUTLIER = 1.5  # x the median step
 _WARM_UP = 0.02  # of the median step, by which a first step is longer than every later one
+_MOST_APART = 3.0  # x the shortest window, of what can be one step
 _KEPT_SPANS = 4_000_000  # of all steps together, for drawing: 100 MB
 _NO_SPANS = np.zeros((0, 2))
 _NO_INDEX = np.zeros(0, np.int32)
@@ -91,7 +92,7 @@ class Facts:
     namesakes: int = 0  # programs in a trace that bear the name of the one that is measured, itself included
     cpu: bool = False  # the devices are CPUs
     hardware: dict[str, int | float | str] = field(default_factory=dict)  # what a trace says of its GPUs
-    kernels: dict[int, float] = field(default_factory=dict)  # device -> operations in a step, as a mean
+    kernels: dict[int, float] = field(default_factory=dict)  # device -> operations in a step but copies, as a mean
     step_s: float = 0.0  # the median device step
     damaged: dict[int, str] = field(default_factory=dict)  # process -> what is wrong with its trace
     messages: list[str] = field(default_factory=list)  # what the profiler says itself
@@ -160,6 +161,29 @@ class Trace:
     facts: Facts  # how much of the trace could be used
     notes: tuple[Note, ...]  # what a reader of the numbers must know
     left_out: tuple[LeftOut, ...] = ()  # warm-up and outliers, or what was not chosen
+    kernel_s: tuple[np.ndarray, ...] = ()  # [operations] of each of `steps`, as `KernelTotals.time_s`; short of zeros
+
+    def incomparable(self, device: str) -> str | None:
+        """Why nothing can be concluded from how the steps differ, as a sentence; None where it can.
+
+        Args:
+            device: what one is called.
+        """
+        windows = [swept.total.window_s for swept in self.sweeps]
+        short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
+        if max(windows) > _MOST_APART * min(windows):
+            return (
+                f"What counts as one step takes from {format_seconds(min(windows))} ({device} {short.device}, step "
+                f"{short.step}) to {format_seconds(max(windows))} ({device} {long.device}, step {long.step})."
+            )
+        counts = self.facts.kernels
+        few, many = (choose(counts, key=lambda d: counts[d]) for choose in (min, max))
+        if counts[few] < (1 - MOST_UNMAPPED) * counts[many]:
+            return (
+                f"{device} {few} has {counts[few]:,.0f} operations a step and {device} {many} has "
+                f"{counts[many]:,.0f}: the profiler dropped some, or their part of the program is another."
+            )
+        return None
 
 
 def read_trace(
@@ -243,6 +267,7 @@ class _Reader:
         self.exposed: list[np.ndarray] = []  # of each device step: when a collective runs and nothing computes
         self.instances = Instances()
         self.kernels: dict[int, KernelTotals] = {}  # by execution: sums over devices
+        self.kernel_s: list[np.ndarray] = []  # of each device step
         self.facts = Facts()
 
     def read(self, file: TraceFile) -> None:
@@ -337,12 +362,13 @@ class _Reader:
         key = step.step if run == -1 else run
         kernels = KernelTotals.of(step, len(self.classifier.op_names))
         self.kernels[key] = KernelTotals.sum([self.kernels[key], kernels]) if key in self.kernels else kernels
+        self.kernel_s.append(kernels.time_s.astype(np.float32))
         spans = len(step.compute) + len(step.communication) + len(step.copies)
         self.kept_spans -= spans
         if self.kept_spans < 0 and self.steps:
             step = _bare(step)
         self.steps.append(step)
-        self.operations.append(spans)
+        self.operations.append(spans - len(step.copies))
         self.sweeps.append(swept)
         self.runs.append(run)
 
@@ -384,10 +410,11 @@ class _Reader:
         self.facts.counts(self.program.expected, self.collectives, sweeps)
         self.facts.step_s = float(np.median([swept.total.window_s for swept in sweeps]))
         for device in {step.device for step in steps}:
-            counts = [n for step, n in zip(self.steps, self.operations) if step.device == device]
+            counts = [n for step, n, kept in zip(self.steps, self.operations, keep) if step.device == device and kept]
             self.facts.kernels[device] = sum(counts) / len(counts)
+        kernel_s = tuple(self.kernel_s[i] for i in np.flatnonzero(keep).tolist())
         notes = (*_apart(left_out, self.facts.step_s), *notes_of(self.facts, skew))
-        return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes, left_out)
+        return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes, left_out, kernel_s)
 
     def _left_out(self, numbers: np.ndarray, whole: np.ndarray, chosen: Container[int] | None) -> tuple[LeftOut, ...]:
         """The device steps that are not usual, or not chosen.
@@ -415,7 +442,8 @@ def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
     """Which steps are not like the others: number -> why. Of fewer than three none is.
 
     An outlier takes more than 1.5 x the median. Warm-up are the first steps, at most half of all, that take longer than
-    every later step, by more than those differ.
+    every later one that is usual, by more than those differ. Where more than a quarter are outliers, and more than one,
+    nobody knows what is usual, and all steps are.
 
     Args:
         times_s: number of a step -> seconds.
@@ -424,13 +452,16 @@ def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
     if len(order) < 3:
         return {}
     usual_s = float(np.median(list(times_s.values())))
-    found: dict[int, Apart] = {n: "outlier" for n in order if times_s[n] > _OUTLIER * usual_s}
+    late = {n for n in order if times_s[n] > _OUTLIER * usual_s}
+    found: dict[int, Apart] = {}
     for i, number in enumerate(order[: len(order) // 2]):
-        later = [times_s[n] for n in order[i + 1 :] if n not in found]
+        later = [times_s[n] for n in order[i + 1 :] if n not in late]
         if times_s[number] < max(later) + max(_WARM_UP * usual_s, max(later) - min(later)):
             break
         found[number] = "warm-up"
-    return found
+    for number in late - found.keys():
+        found[number] = "outlier"
+    return found if sum(why == "outlier" for why in found.values()) <= max(1, len(order) // 4) else {}
 
 
 def _apart(left_out: Sequence[LeftOut], usual_s: float) -> Iterator[Note]:

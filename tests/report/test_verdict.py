@@ -143,16 +143,21 @@ def small(count=40, each=10):
 def planted():
     """(code, what the message says, devices, what else is known)."""
     yield "waiting_for_peers", "100.0 % of it for GPU 1", late(), {"collectives": [GATHER]}
-    yield "waiting_for_peers", "GPU 1 (process 1 on n1), which computes", late(), {
+    yield "waiting_for_peers", "GPU 1 (process 1 on n1). GPU 1 is 300 us a step behind", late(), {
         "collectives": [GATHER], "at": {"processes": {0: 0, 1: 1}, "clocks": {0: 10**18, 1: 10**18 + 48 * 10**7}},
     }  # fmt: skip
     yield (
         "waiting_for_peers",
-        "which idles 300 us more: its host is late",
+        "GPU 1 is 300 us a step behind the usual one: 300 us idle between steps.",
         late((300, 800)),
         {"collectives": [GATHER]},
     )
-    yield "waiting_for_peers", "GPU 1 computes 46.2 % longer", late(), {"collectives": [GATHER], "groups": None}
+    yield (
+        "waiting_for_peers",
+        "300 us in fusion.1 (800 us, usually 500 us).",
+        late(),
+        {"collectives": [GATHER], "groups": None},
+    )
     yield "slow_link", "where the network model has", exposed(), {"collectives": [GATHER], "cluster": H100}
     yield "slow_link", "over data", exposed(ACROSS, compute=200), {"collectives": [ACROSS], "cluster": H100}
     devices, gathers = small()
@@ -250,7 +255,7 @@ def test_what_mending_saves_nothing_is_no_finding(tmp_path):
     last = [(ACROSS.name, 900, 1000)]
     devices = {
         0: [("fusion.1", 0, 400), (GATHER.name, 400, 700), ("dot.2", 700, 900), *last],
-        1: [("fusion.1", 0, 900), (GATHER.name, 400, 700), *last],
+        1: [("fusion.1", 0, 700), (GATHER.name, 400, 700), ("dot.2", 700, 900), *last],
     }
     report = report_of(tmp_path, devices, collectives=[GATHER, ACROSS])
     assert [row.exposed_s for row in report.communication] == pytest.approx([150e-6, 100e-6])  # 15 % of the step
@@ -295,8 +300,9 @@ def test_the_verdict_says_where_the_step_goes_and_how_long_it_would_be(tmp_path)
     report = report_of(tmp_path, late(), collectives=[GATHER])
     assert report.verdict == (
         "20.0 % of the step of 1.00 ms is exposed communication. 75.0 % of the exposed communication, 150 us a step, "
-        "is waiting for peers, 100.0 % of it for GPU 1 (process 0 on n0), which computes 46.2 % longer than the median."
-        " Were no GPU slower than the median the step would take 700 us."
+        "is waiting for peers, 100.0 % of it for GPU 1 (process 0 on n0). GPU 1 is 300 us a step behind the usual one: "
+        "300 us in fusion.1 (800 us, usually 500 us). Were no GPU slower than the median the step would "
+        "take 700 us."
     )
 
 

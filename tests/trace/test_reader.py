@@ -55,6 +55,8 @@ def test_synthetic_gpu_trace_gives_the_hand_computed_numbers(num_steps):
         ([100, 102, 98, 101, 99], {}),
         ([103, 95, 101, 99], {}),  # the others differ by more
         ([500, 100], {}),
+        ([500, 400, 100, 100], {0: "warm-up", 1: "warm-up"}),
+        ([100, 20, 100, 20, 100, 20], {}),  # windows that are no steps
         ([130, 120, 110, 100], {}),  # it gets faster and faster: nobody knows what is usual
     ],
 )

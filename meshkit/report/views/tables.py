@@ -251,8 +251,14 @@ def stragglers_table(shown: Shown) -> Table:
     for i, device in enumerate(devices[:_MAX_STRAGGLERS]):
         process = None if device.process is None else f"process {device.process}"
         where = ", ".join(text for text in (device.host, process) if text)
-        rows.append([f"{shown.report.device} {device.device}", where, *shown.numbers(f"stragglers.devices.{i}", keys)])
-    return Table([*text_columns("device", "where"), *number_columns(*(label for label, *_ in columns))], rows)
+        late: list[Cell] = ["", ""]
+        if device.late:
+            behind = shown.number(f"stragglers.devices.{i}.late.behind_s", format_seconds)
+            late = [behind, ", ".join(name.replace("_", " ") for name in device.late.causes)]
+        numbers = shown.numbers(f"stragglers.devices.{i}", keys)
+        rows.append([f"{shown.report.device} {device.device}", where, *numbers, *late])
+    labels = (*(label for label, *_ in columns), "behind the usual")
+    return Table([*text_columns("device", "where"), *number_columns(*labels), *text_columns("by")], rows)
 
 
 _QUALITY: Labelled = (

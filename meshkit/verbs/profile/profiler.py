@@ -25,13 +25,14 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.console import run_folder
 from meshkit.errors import ConfigError, a_type, check_kinds
-from meshkit.hlo.instructions import read_instructions
+from meshkit.hlo.instructions import InstructionInfo, read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
 from meshkit.report import schema
 from meshkit.report.causes import judged_by_communication
 from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import feedback_part, write_folder
+from meshkit.report.late import late_devices
 from meshkit.report.measured import (
     METRICS_FILE,
     bandwidth_notes,
@@ -260,7 +261,7 @@ def measure_run(
         "memory": _memory(captured.records, captured.cluster),
         "program": captured_program(record, captured.schedule),
         "quality": quality_part(trace, missing=captured.missing, overhead_s=overhead_s, steps_per_execution=each),
-        "stragglers": waited_for(trace, {r.process: r.host for r in captured.records}, each),
+        "stragglers": waited_for(trace, {r.process: r.host for r in captured.records}, instructions, each),
         "feedback": feedback_part(record.options),
     }
     report = _with_bandwidths(withhold_axes(report.model_copy(update=parts), trace))
@@ -363,7 +364,7 @@ def measure_traces(
         jax=loose.versions.get("jax"),
         jaxlib=loose.versions.get("jaxlib"),
     )
-    parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts)}
+    parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts, instructions)}
     report = _with_bandwidths(report.model_copy(update=parts))
     return judged(report, Known(trace, loose.program, schedule, instructions, cluster)), trace.timeline
 
@@ -405,25 +406,32 @@ def _untraced_s(records: Sequence[CaptureRecord], history: schema.HistoryPart | 
     return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
 
 
-def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> schema.StragglersPart | None:
-    """Who is waited for, with the compute and the host of each; `hosts` by process.
+def waited_for(
+    trace: Trace,
+    hosts: Mapping[int, str],
+    instructions: Mapping[str, InstructionInfo] | None = None,
+    steps_per_execution: int = 1,
+) -> schema.StragglersPart | None:
+    """Who is waited for or late, with the compute and the host of each, and what it does longer than others.
 
     Args:
         trace: of one program, with the skew of its collectives.
         hosts: process -> the name of its host.
+        instructions: of the program, as far as they are known.
         steps_per_execution: training steps of one call of the program; compute is given for one of them.
 
     Returns:
-        None where the skew is of no collective.
+        None where the skew is of no collective, and no device is late.
     """
-    if not trace.skew.instances:
+    late = late_devices(trace, instructions or {}, steps_per_execution)
+    if not trace.skew.instances and not late:
         return None
     by_device: dict[int, list[float]] = {}
     for step, swept in zip(trace.steps.steps, trace.sweeps):
         by_device.setdefault(step.device, []).append(swept.total.compute_s / steps_per_execution)
     compute_s = {device: sum(values) / len(values) for device, values in by_device.items()}
     steps = len({step.step for step in trace.steps.steps}) * steps_per_execution
-    return stragglers_part(trace.skew, hosts, compute_s, steps)
+    return stragglers_part(trace.skew, hosts, compute_s, steps, late)
 
 
 def profile_inspector(
