@@ -14,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.children import PREFIX, Child, ChildDied, ChildFailed, KeptChild, peak_rss_bytes, ready, scratch_folder, sweep
+from meshkit.children import (
+    PREFIX,
+    Child,
+    ChildDied,
+    ChildFailed,
+    KeptChild,
+    peak_rss_bytes,
+    ready,
+    scratch_folder,
+    sweep,
+)
 from meshkit.private import MARK
 
 ROOT = Path(__file__).parents[1]

@@ -37,8 +37,8 @@ from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 # ones that jaxlib 0.11 and 0.12 wheels are built against.
 _VERSIONS = {"driver_version": "13.0.0", "runtime_version": "12.9.0", "compile_time_toolkit_version": "12.9.0"}
 _CUDNN = "9.10.2"
-# The version of cuDNN that jax assumes, as cuDNN counts: 9.12, since attention on compute capability 10.3 needs 9.11.
-CUDNN_NUMBER = 91200
+# The version of cuDNN that jax assumes, as cuDNN counts: 9.13, since attention with a `score_mod` needs it.
+CUDNN_NUMBER = 91300
 # Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
 _ALLOWED_CALLS = (
     *(

@@ -7,6 +7,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,7 +18,7 @@ from meshkit.planning.planner import make_plan
 pytestmark = pytest.mark.deviceless
 MESH = {"data": {"infiniband": 2}, "fsdp": 4, "tensor": 2}
 CUT = PartitionSpec(("data", "fsdp"), None, "tensor", None)
-SHAPE = (16, 512, 8, 64)
+SHAPE = (16, 512, 8, 128)
 
 
 @functools.cache
@@ -63,7 +64,23 @@ def of_lengths(fn):
 
 
 LENGTHS = (array((16,), PartitionSpec(("data", "fsdp")), jnp.int32),)
+PACKED = tuple(array((16, n), PartitionSpec(("data", "fsdp")), jnp.int32) for n in (4, 5))
 BIAS = (array((16, 8, 512, 512), PartitionSpec(("data", "fsdp"), "tensor")),)
+
+
+def packed(q, k, v, lengths, offsets):
+    more = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
+    return fused.dot_product_attention(q, k, v, mask_type=fused.MaskType.PADDING_CAUSAL, **more)
+
+
+def modified(q, k, v):
+    return fused.dot_product_attention(q, k, v, score_mod=lambda scores: 30 * jnp.tanh(scores / 30))
+
+
+def in_eight_bits(q, k, v):
+    scales = dict.fromkeys(fused.fp8_params_keys, jnp.ones((1, 1, 1, 1), jnp.float32))
+    q, k, v = (x.astype(jnp.float8_e4m3fn) for x in (q, k, v))
+    return fused.dot_product_attention(q, k, v, fp8_params=scales, use_fp8=True)[0]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +90,11 @@ BIAS = (array((16, 8, 512, 512), PartitionSpec(("data", "fsdp"), "tensor")),)
         (lambda q, k, v, bias: attention()(q, k, v, bias), BIAS),
         (of_lengths(attention()), LENGTHS),
         (attention(is_causal=True, local_window_size=(128, 0)), ()),
+        (packed, PACKED),
+        (modified, ()),
+        (in_eight_bits, ()),
     ],
-    ids=["causal", "bias", "lengths", "window"],
+    ids=["causal", "bias", "lengths", "window", "packed", "score_mod", "fp8"],
 )
 def test_attention_is_that_of_a_shard_map_with_the_same_specs(fn, more):
     args = (*(array(SHAPE, CUT) for _ in range(3)), *more)
