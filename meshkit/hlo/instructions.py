@@ -210,7 +210,7 @@ class _Origins:
 
     def _text(self, i: HloInstruction) -> str:
         """Line and path of an instruction; of a fusion that has none, those of the last in it that has."""
-        line = (self._lines.of(i.metadata) or "").rpartition(" from ")[2]
+        line = short_line(self._lines.of(i.metadata) or "")
         path = "/".join([part for part in i.source.split("/") if not part.startswith("jit(")][-2:])
         text = " ".join(text for text in (line, path) if text)
         fused = _fused(i)
@@ -285,6 +285,16 @@ class SourceLines:
             if parent >= frame:  # parents come first; anything else would go round in circles
                 return
             frame = parent
+
+
+def short_line(line: str) -> str:
+    """Return the one of an `InstructionInfo.line` that says more: which layer it is of, else the innermost.
+
+    `models/llama.py:123` of `models/layers.py:90 from models/llama.py:123`; the first where a trainer in another folder
+    called the model.
+    """
+    inner, _, outer = line.partition(" from ")
+    return outer if outer and outer.split("/")[0] == inner.split("/")[0] else inner
 
 
 def _is_own(name: str) -> bool:

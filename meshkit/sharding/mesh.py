@@ -19,11 +19,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax._src.mesh import abstract_mesh_context_manager, device_context
+from jax._src.mesh import abstract_mesh_context_manager, device_context, thread_resources
 from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
@@ -117,11 +117,14 @@ class DescribedMesh(AbstractMesh):
         # Not jax.set_mesh, which is refused inside of a jitted function, where `with mesh:` may stand.
         context = jax.sharding.use_abstract_mesh(self)
         context.__enter__()
-        _entered.stack.append(context)
+        _entered.stack.append((context, thread_resources.env))
+        # Where trainers look the mesh up, to constrain activations.
+        thread_resources.env = thread_resources.env.with_mesh(cast("Any", self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _entered.stack.pop().__exit__(*error)
+        context, thread_resources.env = _entered.stack.pop()
+        context.__exit__(*error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DescribedMesh, (self._devices, self.axis_names, self.axis_types)

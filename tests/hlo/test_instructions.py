@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshkit.hlo.instructions import SourceLines, read_instructions
+from meshkit.hlo.instructions import SourceLines, read_instructions, short_line
 from meshkit.hlo.proto import Fields
 from tests.hlo_text import compiled_module, parse_hlo
 
@@ -157,3 +157,16 @@ def test_a_combined_collective_has_the_causes_of_its_arrays():
     used = "models/llama.py:119 mlp/dot"
     assert gather.causes == {"models/llama.py:20 embed/neg": 256, used: 256}  # of what takes each, in the loop too
     assert found["ahead"].causes == {used: 256, "models/llama.py:104 attention/dot": 256}  # in the loop's next turn
+
+
+@pytest.mark.parametrize(
+    ("line", "short"),
+    [
+        ("models/layers.py:9 from models/llama.py:12", "models/llama.py:12"),  # which layer it is of
+        ("llama3/model.py:481 from sft/peft_trainer.py:842", "llama3/model.py:481"),  # the trainer says nothing
+        ("train.py:3", "train.py:3"),
+        ("", ""),
+    ],
+)
+def test_where_there_is_room_for_one_line_the_one_that_says_more_stands(line, short):
+    assert short_line(line) == short

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import set_mesh  # before any described mesh is made
+from jax._src.mesh import thread_resources
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshkit as mk
@@ -37,6 +38,13 @@ def test_specs_are_of_the_mesh_in_context(context, axis_type):
         traced = step.trace(jax.ShapeDtypeStruct((16, 16), jnp.float32))
         assert "tensor" in traced.lower(lowering_platforms=("cuda",)).as_text()
     assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_code_that_asks_for_the_mesh_of_a_with_block_gets_it():
+    mesh = described(AxisType.Auto)
+    with mesh, mesh:
+        assert thread_resources.env.physical_mesh is mesh
+    assert thread_resources.env.physical_mesh.empty
 
 
 def test_set_as_a_call_it_stays_until_another_is_set():

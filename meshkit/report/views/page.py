@@ -29,6 +29,7 @@ from rich.text import Text
 
 from meshkit.config.files import write_file
 from meshkit.errors import ConfigError
+from meshkit.hlo.instructions import short_line
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Source:
         """The line and the end of the path, as short as a terminal needs."""
         if self.combined:
             return self.combined
-        line = (self.line or "").rpartition(" from ")[2]
+        line = short_line(self.line or "")
         path = "/".join(short_source(self.path).rstrip(")").split("/")[-2:])
         return " ".join(text for text in (line, path) if text) or "-"
 
