@@ -1,8 +1,10 @@
 """The page in a headless Chromium, at the width of a desk and of a phone. Skipped where there is none."""
 
+import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from meshkit.report.compare import compare
@@ -21,8 +23,10 @@ from meshkit.report.schema import (
 )
 from meshkit.report.views.report import write_html
 from meshkit.runs.phases import Goodput
+from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium
+from tests.report.conftest import make_step
 
 WIDTHS = (1280, 390)
 GOODPUT_S = {"start": 100.0, "compile": 300.0, "data": 20.0, "step": 38_000.0, "evaluate": 280.0, "save": 900.0,
@@ -249,6 +253,39 @@ def test_timeline_zooms_hovers_and_changes_device(browser, everything, timeline,
     browser.evaluate(f"(s => {{ s.selectedIndex = 1; s.dispatchEvent(new Event('change')) }})({select})")
     browser.wait_for("!!document.querySelector('#timeline-profile-1 svg')")
     assert browser.evaluate("document.querySelector('#timeline-profile-0').hidden") is True
+    assert browser.problems == []
+
+
+FILLED = """[...document.querySelectorAll('.timeline:not([hidden])')].flatMap(node => node.calcdata.map((points, i) => {
+    const plot = node.querySelector('.nsewdrag').getBoundingClientRect().width;
+    const bars = node.querySelectorAll('.barlayer .trace.bars')[i];
+    const seen = ({ x, width }) => Math.max(0, Math.min(plot, x + width) - Math.max(0, x));
+    const ink = [...bars.querySelectorAll('path')].map(p => seen(p.getBBox()) * getComputedStyle(p).opacity);
+    return [points[0].trace.name, ink.reduce((a, b) => a + b, 0) / plot];
+}))"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("count", [700, 4000])  # the larger is more than the page draws one by one
+def test_gaps_that_are_thinner_than_a_pixel_take_no_more_of_the_picture_than_of_the_step(
+    browser, report, tmp_path, width, count
+):
+    """0.2 % of 10 ms in so many gaps, as a whole and zoomed; far enough, each is drawn for itself."""
+    starts = np.arange(count) * 10e-3 / count
+    step = dataclasses.replace(
+        make_step(), compute=np.stack([starts, starts + 0.998 * 10e-3 / count], 1), compute_op=np.zeros(count, int),
+        communication=np.zeros((0, 2)), collective=np.zeros(0, int), copies=np.zeros((0, 2)),
+    )  # fmt: skip
+    browser.open(write_html(report, tmp_path / "a.html", Timeline((step,), (), ("fusion",))), width)
+    for high in (2.2, 2.001):
+        filled = dict(browser.evaluate(FILLED))
+        assert filled["idle"] == pytest.approx(0.002, abs=0.002)
+        assert filled["compute"] > 0.9
+        browser.evaluate(
+            f"Plotly.relayout(document.querySelector('.timeline'), {{'xaxis.range': [2, {high}]}}).then(() => 0)"
+        )
+    drawn = "document.querySelector('.timeline').data.at(-1).marker.opacity"
+    assert browser.evaluate(f"Math.max(...{drawn})") == (1 if count == 700 else pytest.approx(0.002, abs=0.001))
     assert browser.problems == []
 
 

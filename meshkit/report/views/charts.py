@@ -335,6 +335,8 @@ class Lane:
     labels: Sequence[str]  # [n] what each span is
     exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """[k, 2] the parts of communication under which nothing computes."""
+    fill: np.ndarray | None = None
+    """[n] the share of each span in which something runs, where spans were joined to their neighbours."""
 
 
 def step_to_draw(timeline: Timeline) -> list[DeviceStep]:
@@ -416,8 +418,10 @@ def _lane(
     shortest = (step.window[1] - step.window[0]) / _RESOLUTION
     joined, first = _joined(spans, shortest)
     counts = np.diff(np.r_[first, len(spans)])
+    ended = np.r_[0.0, np.maximum.accumulate(spans[:, 1])[:-1]]  # of all before: what is under them counts once
+    filled = np.add.reduceat(np.maximum(0.0, spans[:, 1] - np.maximum(spans[:, 0], ended)), first)
     texts = [labels[i] if n == 1 else f"{labels[i]} and {n - 1} more" for i, n in zip(first, counts)]
-    return Lane(name, kind, joined, texts)
+    return Lane(name, kind, joined, texts, fill=filled / (joined[:, 1] - joined[:, 0]))
 
 
 def timeline_charts(timeline: Timeline, device: str) -> list[tuple[str, dict]]:
@@ -435,7 +439,7 @@ def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
     for lane in [*lanes(timeline, step), *([idle] if len(idle.spans) else [])]:
         ticks.append(lane.name)
         color = COLORS[lane.kind] if lane.kind in COLORS else next(colors)
-        data.append(_spans(lane, lane.spans, lane.labels, color, scale, unit))
+        data.append(_spans(lane, lane.spans, lane.labels, color, scale, unit, lane.fill))
         if len(lane.exposed):
             texts = [f"{lane.name}: exposed"] * len(lane.exposed)
             under = _spans(lane, lane.exposed, texts, COLORS["exposed"], scale, unit)
@@ -450,7 +454,9 @@ def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
     return {"data": data, "layout": layout, "narrow": narrow_layout(ticks, ticks, 54, 44, lift=18)}
 
 
-def _spans(lane: Lane, spans, labels: Iterable[str], color: str, scale: float, unit: str) -> dict:
+def _spans(
+    lane: Lane, spans, labels: Iterable[str], color: str, scale: float, unit: str, fill: np.ndarray | None = None
+) -> dict:
     return {
         "type": "bar",
         "orientation": "h",
@@ -460,7 +466,11 @@ def _spans(lane: Lane, spans, labels: Iterable[str], color: str, scale: float, u
         "x": _rounded((spans[:, 1] - spans[:, 0]) * scale),
         "customdata": list(labels),
         "hovertemplate": f"%{{customdata}}<br>at %{{base:.4~f}} {unit}, %{{x:.4~f}} {unit}<extra></extra>",
-        "marker": {"color": color, "line": {"width": 0}},
+        "marker": {
+            "color": color,
+            "line": {"width": 0},
+            "opacity": [1] * len(spans) if fill is None else [round(v, 3) for v in fill.tolist()],
+        },
         "width": _LANE,
         "showlegend": False,
     }

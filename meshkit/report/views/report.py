@@ -229,7 +229,7 @@ def _communication_section(shown: Sequence[Shown], page: Page) -> str:
         return section("Communication by axis and link", "No collective ran.")
     note = (
         f"Time per step and {reports[0].device}, of the eight largest. Where several run at once, each has an equal "
-        "share, so that the bars add up. Alone: nothing else ran, so this is what a faster one would save at most."
+        "share, so that the bars add up."
     )
     parts = charts.communication_parts(reports)
     if "overlapped" not in parts:
@@ -243,7 +243,10 @@ def _communication_tables(shown: Shown) -> str:
     if not shown.report.communication:
         return ""
     links = folded("By axis and link", tables.links_table(shown).html())
-    links += folded("By kind of collective", tables.rows_table(shown).html())
+    alone = "Alone: nothing else ran, so this is what a faster one would save at most."
+    known = any(row.sole_exposed_s is not None for row in shown.report.communication)
+    note = f'<p class="note">{alone}</p>' if known else ""
+    links += folded("By kind of collective", note, tables.rows_table(shown).html())
     ops = tables.ops_table(shown)
     if not ops.rows:
         return links
@@ -283,7 +286,8 @@ def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: s
     drawn = [page.chart(n, c, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, of_gpus))]
     title = f"<h2>Timeline of one {words.WORD[report.source]} step{select}</h2>"
     note = (
-        "Drag to move, scroll or pinch to zoom, double-click to see all. Red in an axis's lane: its exposed parts, "
+        "Drag to move, scroll or pinch to zoom, double-click to see all. Paler: shorter than a pixel. Red in "
+        "an axis's lane: its exposed parts, "
         "under which nothing computes."
     )
     if trace_file:
