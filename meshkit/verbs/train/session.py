@@ -26,11 +26,12 @@ import socket
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,8 +43,9 @@ from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import jax_runtime
 from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
 from meshkit.report.schema import Report
-from meshkit.runs.metrics import MetricsLog, SinkCode, open_sinks
+from meshkit.runs.metrics import MetricsLog, SinkCode, open_sinks, read_metrics
 from meshkit.runs.phases import PULSE_VARIABLE
+from meshkit.step.train_step import make_schedule
 from meshkit.units import format_count, format_percent
 from meshkit.verbs.profile.profiler import measure_run
 
@@ -93,7 +95,32 @@ def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
                 at=str(path),
                 hint="another --out, or the value that the run began with",
             )
-    return [f"{key} was {saved.get(key)!r} in this run and is now {wanted.get(key)!r}" for key in changed]
+    told = [f"{key} was {saved.get(key)!r} in this run and is now {wanted.get(key)!r}" for key in changed]
+    if "train.steps" in changed:
+        told += _changed_rates(experiment, read_metrics(folder / "metrics.jsonl"))
+    return told
+
+
+def _changed_rates(experiment: Experiment, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which learning rates are others now that the run has another length; none of a schedule without an end.
+
+    Args:
+        experiment: as it is to run now.
+        records: of the steps that were made.
+    """
+    optimizer, steps = experiment.optimizer, experiment.train.steps
+    last = records[-1] if records else {}
+    done, rate = last.get("step", 0), last.get("learning_rate")
+    if optimizer.schedule == "constant" or optimizer.class_path is not None or rate is None or done >= steps:
+        return []
+    schedule = make_schedule(optimizer, steps)
+    there, then = (f"{np.asarray(schedule(step)):.3g}" for step in (done - 1, done))
+    text = f"the {optimizer.schedule} now ends at step {steps}: step {done + 1} has a learning rate of {then}, after "
+    text += f"{rate:.3g} at step {done}"
+    first = min(optimizer.warmup_steps, steps) + 1
+    if first <= done:
+        text += f"; a run of {steps} steps would have had {there} there, and others from step {first} on"
+    return [text]
 
 
 def write_experiment_file(experiment: Experiment, folder: Path) -> None:

@@ -89,6 +89,22 @@ def test_other_changes_of_the_recipe_are_told(finished, tmp_path):
     assert "is now 0.5" in told
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_run_that_is_extended_is_told_which_learning_rates_change(tmp_path, schedule):
+    sets = ["train.steps=4", "optimizer.warmup_steps=1", "optimizer.learning_rate=1e-3"]
+    sets.append(f'optimizer.schedule="{schedule}"')
+    run(tmp_path, *sets)
+    console = Console(width=300, file=io.StringIO())
+    run(tmp_path, *sets, "train.steps=6", console=console)
+    rates = [f"{record['learning_rate']:.3g}" for record in read_metrics(tmp_path / "metrics.jsonl")]
+    told = console.file.getvalue()
+    assert "train.steps was 4 in this run and is now 6" in told
+    said = f"the {schedule} now ends at step 6: step 5 has a learning rate of {rates[4]}, after {rates[3]} at step 4; "
+    assert (said in told) == (schedule != "constant")
+    assert ("and others from step 2 on" in told) == (schedule != "constant")
+    assert schedule == "constant" or float(rates[4]) > float(rates[3])  # the rate rises again
+
+
 @pytest.mark.parametrize("content", [b"", b"not = = toml", b"\xff\xfe"])
 def test_a_damaged_experiment_file_of_a_run_is_an_error_with_a_way_out(finished, content):
     (finished / "experiment.toml").write_bytes(content)
