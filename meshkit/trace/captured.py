@@ -34,6 +34,7 @@ LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice t
 # Numbers of a sidecar that comes from elsewhere: arrays and ranges are made of them.
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
+_MOST_ENTRIES = 6  # of a folder that are named
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
@@ -321,7 +322,7 @@ def read_records(folder: Path) -> list[CaptureRecord]:
         except OSError as e:
             raise TraceError(f"this file cannot be read: {e.strerror}.", at=str(file)) from None
     if not records:
-        raise TraceError("there is no captured trace.", at=str(folder), hint=_HINT)
+        raise TraceError(f"there is no captured trace; {contents(folder)}.", at=str(folder), hint=_HINT)
     records.sort(key=lambda r: r.process)
     # a smaller job that ran again in the same folder leaves the files of the larger one's other processes behind
     records = [r for r in records if r.processes == records[0].processes]
@@ -387,6 +388,21 @@ def _check_trace(folder: Path, record: CaptureRecord) -> None:
     raise TraceError(message, at=str(file), hint="copying it again, or capturing again")
 
 
+def has_capture(run: Path) -> bool:
+    """Whether a folder is a run's with a capture, or the capture itself."""
+    return any(next(folder.glob("capture-p*.json"), None) for folder in (run, run / TRACE_FOLDER))
+
+
+def contents(folder: Path) -> str:
+    """`it holds 12 entries (a, b, c, d, ...)`; `it is empty`."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        return f"it cannot be listed ({error.strerror})"
+    more = ", ..." if len(names) > _MOST_ENTRIES else ""
+    return f"it holds {len(names)} entries ({', '.join(names[:_MOST_ENTRIES])}{more})" if names else "it is empty"
+
+
 def _trace_folder(run: Path) -> Path:
     """The folder with the sidecars, of a run folder or itself."""
     folder = run / TRACE_FOLDER
@@ -394,7 +410,9 @@ def _trace_folder(run: Path) -> Path:
         return folder
     if run.name == TRACE_FOLDER and run.is_dir():
         return run
-    message = "there is no captured trace in this run." if run.is_dir() else "there is no such run folder."
+    if not run.is_dir():
+        raise TraceError("there is no such run folder.", at=str(run), hint=_HINT)
+    message = f"there is no captured trace in this run, and no *.xplane.pb in plugins/profile/ below; {contents(run)}."
     raise TraceError(message, at=str(run), hint=_HINT)
 
 

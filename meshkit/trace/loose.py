@@ -8,6 +8,7 @@ FILE.xplane.pb[.gz], a folder of them, or plugins/profile/RUN/ as jax.profiler l
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
 from meshkit.hlo.module import COLLECTIVES, Module, ReadProgram, read_program
 from meshkit.hlo.proto import ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective, read_groups
-from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
+from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, contents, has_capture, traced_program
 from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations
 from meshkit.trace.reader import Note, some
 from meshkit.trace.xspace import XSpace, read_xspace
@@ -30,6 +31,8 @@ from meshkit.units import format_percent
 
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
 _SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo_proto.pb")  # meshkit's own, XLA's dumps, and XProf's
+_BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))  # MaxText's RUN/tensorboard, and above it
+_TOGETHER_S = 60.0  # between the hosts of one profile
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
 _MOST_OTHERS = 4  # programs beside the steps' that are named
 _MOST_GROUPS = 8  # of a row's groups that are spelled out
@@ -52,16 +55,16 @@ class Loose:
 
 
 def is_loose(path: Path) -> bool:
-    """Whether a path is a trace, or a folder of traces, and no run folder with a capture."""
+    """Whether a path is a trace, or a folder with traces in it or below, and no run folder with a capture."""
     if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz")) and not path.exists()):
         return path.suffix != ".json"
-    if not path.is_dir() or (path / TRACE_FOLDER).is_dir() or any(path.glob("capture-p*.json")):
-        return False
-    return bool(_sessions(path))
+    return path.is_dir() and not has_capture(path) and bool(_sessions(path))
 
 
 def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
-    """The traces of one profile: a file's, or a folder's latest; and the folders of the others.
+    """The traces of one profile, a file's or the newest session's, and the sessions that are left out, the newest last.
+
+    Sessions of other hosts that began within a minute of the newest belong to it; their traces follow its own.
 
     Raises:
         TraceError: there is none.
@@ -72,10 +75,19 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
     if not path.exists():
         raise TraceError("there is no such trace.", at=str(path), hint="a *.xplane.pb file, or the folder it is in")
     if not sessions:
-        raise TraceError("there is no trace (*.xplane.pb) in this folder.", at=str(path))
+        message = f"there is no trace (*.xplane.pb) in this folder or in plugins/profile/ below; {contents(path)}."
+        raise TraceError(message, at=str(path))
     if all(_OF_A_PROCESS.fullmatch(s.name) for s in sessions):
         return [file for s in sessions for file in _traces(s)], []
-    return _traces(sessions[-1]), sessions[:-1]
+    *earlier, newest = sessions
+    found, others, hosts = _traces(newest), [], {(newest.parent, file.name) for file in _traces(newest)}
+    for session in reversed(earlier):
+        mine = {(session.parent, file.name) for file in _traces(session)}
+        if _began_s(newest) - _began_s(session) <= _TOGETHER_S and not mine & hosts:
+            found, hosts = found + _traces(session), hosts | mine
+        else:
+            others.insert(0, session)
+    return found, others
 
 
 def open_loose(
@@ -96,6 +108,12 @@ def open_loose(
     found, others = find_traces(Path(path))
     scan = _Scan(found, program)
     module, read, placement, ids = scan.module(), None, None, np.array(scan.devices)
+    own = [file for file in found if file.parent == found[0].parent]
+    joined = len(own) < len(found) and not _OF_A_PROCESS.fullmatch(found[0].parent.name)
+    if module is not None and joined and len(_assigned(module)) < len(scan.devices):
+        scan = _Scan(own, program)  # the program runs on fewer devices: what was beside it is another job
+        module, ids = scan.module(), np.array(scan.devices)
+        others += dict.fromkeys(file.parent for file in found[len(own) :])
     if module is not None:
         try:
             ids, placement = _placed(module, scan.devices, mesh, cluster)
@@ -132,10 +150,25 @@ def _traces(folder: Path) -> list[Path]:
 
 
 def _sessions(folder: Path) -> list[Path]:
-    """The folders with traces: itself, or the runs in `plugins/profile/`, the latest last."""
-    roots = [folder / "plugins" / "profile", folder / "profile", folder]
-    inside = [[s for s in sorted(root.iterdir()) if s.is_dir() and _traces(s)] for root in roots if root.is_dir()]
-    return next((sessions for sessions in ([folder] if _traces(folder) else [], *inside) if sessions), [])
+    """The folders with traces: itself, else the sessions in `plugins/profile/`, else those of folders below; the newest
+    last."""
+    if _traces(folder):
+        return [folder]
+    for patterns in (["plugins/profile/*"], ["profile/*"], ["*"], _BELOW):
+        found = [s for pattern in patterns for s in sorted(folder.glob(pattern)) if s.is_dir() and _traces(s)]
+        if patterns is _BELOW:
+            found = [s for s in found if not has_capture(s.parents[2])]
+        if found:
+            return sorted(found, key=_began_s)
+    return []
+
+
+def _began_s(session: Path) -> float:
+    """When a session began: jax names it so, to the second; else when its last trace was written."""
+    try:
+        return time.mktime(time.strptime(session.name, "%Y_%m_%d_%H_%M_%S"))
+    except ValueError:
+        return max(file.stat().st_mtime for file in _traces(session))
 
 
 class _EveryDevice(dict[int, int]):
@@ -273,12 +306,16 @@ def _loaded(content: bytes) -> Module:
     return Module(inner if wrapped else content)
 
 
+def _assigned(module: Module) -> list[int]:
+    """The devices of a program's partitions, each with its replicas."""
+    return [device for m in messages(module.device_assignment, 3) for device in ints(m, 1)]
+
+
 def _placed(
     module: Module, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
 ) -> tuple[np.ndarray, Placement]:
     """[partitions] the device of each, and where they are on the mesh (or on an axis of all devices)."""
-    rows = [ints(m, 1) for m in messages(module.device_assignment, 3)]  # of each partition, its replicas
-    assigned = [device for row in rows for device in row]
+    assigned = _assigned(module)
     ids = np.array(assigned if len(assigned) > 1 else sorted(devices))
     if not set(ids.tolist()) & set(devices):  # numbered in another way
         ids = np.array(sorted(devices))
@@ -392,8 +429,12 @@ def _notes(
         message = f"{len(scan.damaged)} of {count} traces cannot be used; number {first}: {reason}"
         yield Note("damaged_traces", message)
     if len(scan.files) > 1:
-        message = f"The {len(scan.files)} traces are taken as processes in the order of their names."
+        message = f"The {len(scan.files)} traces are taken as processes in the order of their names"
+        folders = {f"{f.path.parent.name} of {f.path.parent.parent}": 0 for f in scan.files}
+        message += f", of {len(folders)} sessions that began within a minute." if len(folders) > 1 else "."
         yield Note("assumed_order", message)
     if others:
         names = ", ".join(o.name for o in others[-3:])
-        yield Note("other_profiles", f"{len(others)} earlier profiles in the same folder are left out ({names}).")
+        newest = scan.files[0].path.parent.name
+        message = f"This is the newest profile, {newest}; {len(others)} others are left out ({names})."
+        yield Note("other_profiles", message)

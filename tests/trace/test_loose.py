@@ -147,14 +147,55 @@ def test_folders_as_jax_lays_them_out(tmp_path):
     assert codes == ["steps_found", "no_program", "assumed_order", "other_profiles"]
 
 
+def session(folder, name, trace, host="host"):
+    """A session that jax would have left below a folder."""
+    made = folder / "plugins" / "profile" / name
+    made.mkdir(parents=True, exist_ok=True)
+    shutil.copy(trace, made / f"{host}.xplane.pb")
+    return made
+
+
+def test_traces_below_the_folder_of_a_run_are_found(tmp_path):
+    """MaxText's RUN/tensorboard, from RUN and from the folder of its runs."""
+    run = tmp_path / "runs" / "mine"
+    (run / "checkpoints" / "0" / "default").mkdir(parents=True)
+    older, newer = (session(run / "tensorboard", f"2026_01_0{day}_00_00_00", SYNTHETIC) for day in (1, 2))
+    for folder in (tmp_path, tmp_path / "runs", run, run / "tensorboard"):
+        assert is_loose(folder)
+        assert find_traces(folder) == ([newer / "host.xplane.pb"], [older])
+    assert "This is the newest profile, 2026_01_02_00_00_00; 1 others" in open_loose(run).notes[-1].message
+    with pytest.raises(TraceError, match=r"no trace .* below; it holds 1 entries \(0\)"):
+        open_loose(run / "checkpoints")
+
+
+def test_hosts_of_one_profile_are_put_together_by_time_and_program(tmp_path):
+    newest = session(tmp_path / "a", "2026_01_02_00_00_09", SYNTHETIC)
+    beside = session(tmp_path / "b", "2026_01_02_00_00_07", SYNTHETIC)
+    earlier = [session(tmp_path / host, "2026_01_02_00_00_01", SYNTHETIC) for host in ("a", "b")]
+    session(tmp_path / "a", "2026_01_02_00_00_08", SYNTHETIC, host="host2")
+    files, others = find_traces(tmp_path)
+    assert [f.parent.name[-2:] for f in files] == ["09", "08", "07"]
+    assert (files[0].parent, files[2].parent) == (newest, beside)
+    assert others == earlier
+    message = next(n.message for n in open_loose(tmp_path).notes if n.code == "assumed_order")
+    assert "of 3 sessions that began within a minute" in message
+
+
+def test_a_program_that_is_whole_in_one_session_is_not_put_together_with_another_job(tmp_path):
+    session(tmp_path / "a", "2026_01_02_00_00_00", GEMM)
+    session(tmp_path / "b", "2026_01_02_00_00_01", GEMM)
+    loose = open_loose(tmp_path)
+    assert [f.path.parts[-5] for f in loose.files] == ["b"]
+    assert [n.code for n in loose.notes] == ["steps_found", "other_profiles"]
+
+
 def test_a_run_folder_is_not_loose(tmp_path):
-    (tmp_path / "trace" / "plugins" / "profile" / "p0").mkdir(parents=True)
-    shutil.copy(SYNTHETIC, tmp_path / "trace" / "plugins" / "profile" / "p0")
-    assert not is_loose(tmp_path)
-    (tmp_path / "trace" / "capture-p0.json").write_text("{}")
-    assert not is_loose(tmp_path / "trace")
-    assert not is_loose(tmp_path / "report.json")
-    assert not is_loose(tmp_path / "nowhere")
+    run = tmp_path / "runs" / "mine"
+    session(run / "trace", "p0", SYNTHETIC)
+    assert is_loose(run)  # nothing was recorded beside it
+    (run / "trace" / "capture-p0.json").write_text("{}")
+    for path in (run, run / "trace", tmp_path / "runs", run / "report.json", run / "nowhere"):
+        assert not is_loose(path)
 
 
 def test_a_packed_trace_reads_as_the_plain_one(tmp_path):

@@ -52,9 +52,10 @@ def compare(
 def _report(path: Path) -> Report:
     """The report of a run, or what a trace without one measures."""
     from meshkit.report.folder import read_report
+    from meshkit.report.schema import REPORT_FILE
     from meshkit.trace.loose import is_loose
 
-    if not is_loose(path):
+    if (path / REPORT_FILE).is_file() or not is_loose(path):
         return read_report(path)
     from meshkit.verbs.profile.profiler import profile_traces
 

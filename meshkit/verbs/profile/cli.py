@@ -62,6 +62,7 @@ def profile(
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction, read_report
     from meshkit.report.views.report import render
+    from meshkit.trace.captured import has_capture
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
     from meshkit.verbs.profile.profiler import profile_inspector, profile_run, profile_traces
@@ -84,8 +85,9 @@ def profile(
         if given := [name for name, value in options.items() if value is not None]:
             if not run.exists():
                 raise TraceError("there is no such trace or run folder.", at=str(run))
-            message = f"--{given[0]} is for a trace without a run folder; this one knows its mesh and cluster."
-            raise ConfigError(message, at=str(run))
+            if has_capture(run if run.is_dir() else run.parent):
+                message = f"--{given[0]} is for a trace without a run folder; this one knows its mesh and cluster."
+                raise ConfigError(message, at=str(run))
         out = run if run.is_dir() else run.parent
         other = read_report(predicted) if predicted else find_prediction(out)
         with status(f"reading the trace of {run}"):

@@ -291,6 +291,10 @@ def test_steps_are_chosen():
 
 def test_options_of_bare_traces_do_not_change_a_run_folder(tmp_path):
     (tmp_path / "trace").mkdir()
+    done = CliRunner().invoke(app, ["profile", str(tmp_path), "--mesh", "data=2"])
+    assert isinstance(done.exception, TraceError)
+    assert "there is no captured trace; it is empty" in done.exception.message
+    (tmp_path / "trace" / "capture-p0.json").write_text("{}")
     done = CliRunner().invoke(app, ["profile", str(tmp_path), "--out", str(tmp_path / "out")])
     assert isinstance(done.exception, ConfigError)
     assert "--out is for a trace without a run folder" in done.exception.message
