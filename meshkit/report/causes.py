@@ -56,6 +56,7 @@ _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.
 # What to try, of a plan as of a measurement.
 _HOST_BUSY = "what its host does beside the job"
 _LATE_HINTS = {
+    "kernels": "its share of the work (padding, experts, repeated tokens), or what autotuning chose in its process",
     "clock": "its clocks, power and temperature (`meshkit doctor` there)",
     "memory": "its memory: ECC errors, another process on it (`meshkit doctor` there)",
     "copies": "what is copied there and not elsewhere",
@@ -66,7 +67,6 @@ _LATE_HINTS = {
     "not_known": "its share of the work (padding, experts, stages), what its host does, a capture of more steps",
 }
 _OF_CORES = "what else runs on its cores, or its share of the work"  # of a CPU, which virtual devices share
-_KERNEL = "its share of the work (padding, experts, repeated tokens), or what autotuning chose in its process"
 _SCATTER = (
     "a one-hot matmul in place of the scatter-add in float32, such as an embedding's gradient (openxla/xla#46225)"
 )
@@ -271,7 +271,7 @@ def waiting(case: JudgedReport) -> Iterator[FindingPart]:
     if late:
         kernels, cause = late[0][1].kernels, next(iter(late[0][1].causes), "not_known")
         name = kernels[0].name if cause == "kernels" else ""
-        hint = kernel_hint(name, case.instructions.get(name)) if name else _LATE_HINTS[cause]
+        hint = scatter_hint(name, case.instructions.get(name)) or _LATE_HINTS[cause]
     hint = _OF_CORES if case.cpu else hint
     evenly = case.with_(Mended(evenly=True))
     saved_s = case.time_s - evenly if case.waits_s and evenly is not None else seconds
@@ -306,17 +306,16 @@ def _behind(late: LatePart, most: int | None = None) -> str:
     return f"{said}: {', '.join(parts)}"
 
 
-def kernel_hint(name: str, info: InstructionInfo | None) -> str:
-    """What to try for a kernel that takes longer than it should.
+def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
+    """What to try for a scatter-add in float32, whose adds to one place go one after another; None for other kernels.
 
     Args:
         name: of the instruction.
-        info: what it is, if known.
+        info: what it is; None where unknown, then its name alone says so.
     """
     what = f"{name} {info.source if info else ''}"
-    if re.search("scatter", what) and not re.search("reduce.scatter", what) and (info is None or "f32" in info.key):
-        return _SCATTER
-    return _KERNEL
+    scatters = "scatter" in what and not re.search("reduce.scatter", what) and (info is None or "f32" in info.key)
+    return _SCATTER if scatters else None
 
 
 def slow_link(case: JudgedReport) -> Iterator[FindingPart]:

@@ -24,7 +24,7 @@ _LEAST_RATIO = 1.01  # of kernels' seconds to the usual device's, below which th
 _ALIKE = 0.3  # of what a ratio exceeds 1 by, within which kernels have the same
 _MOST_OF = 0.75  # of the kernels, by number and by seconds, that say the same of a clock
 _FEWEST, _MOST_NAMED = 3, 3  # kernels that can say so; that are named
-COMPUTE_BOUND = {"matmul", "attention", "convolution"}
+_COMPUTE_BOUND = {"matmul", "attention", "convolution"}
 _MEMORY_BOUND = {"elementwise", "reduction", "data movement"}
 
 
@@ -131,7 +131,7 @@ class _Kernels:
 
     def __init__(self, kinds: Sequence[str], seconds: np.ndarray, usual: np.ndarray, least_s: float):
         self.usual, self.excess = usual, seconds - usual
-        bound = np.array([(kind in COMPUTE_BOUND) - (kind in _MEMORY_BOUND) for kind in kinds])
+        bound = np.array([(kind in _COMPUTE_BOUND) - (kind in _MEMORY_BOUND) for kind in kinds])
         self.ratio = np.divide(seconds, usual, out=np.ones_like(usual), where=usual > 0)
         self.compute_bound, clock = self._alike(bound == 1)
         self.memory_bound, memory = self._alike(bound == -1)

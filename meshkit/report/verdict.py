@@ -23,7 +23,7 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.pricing import Pricer
-from meshkit.report import causes, late
+from meshkit.report import causes
 from meshkit.report.causes import JudgedReport, Mended, finding
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
 from meshkit.timeline import DeviceStep, exposed_spans
@@ -306,7 +306,7 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
         f"{len(slow)} kernels run at less than half of the rate that their work has on {cluster.gpu.name}, for "
         f"{format_seconds(seconds)} a step; {worst}{where} takes {times:.1f} x as long.",
         evidence=("kernels",),
-        hint=_TILES if info and info.kind in late.COMPUTE_BOUND else causes.kernel_hint(worst, info),
+        hint=causes.scatter_hint(worst, info) or _TILES,
         step_s=case.time_s - seconds,
     )
 

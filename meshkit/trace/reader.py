@@ -171,7 +171,7 @@ class Trace:
         """
         windows = [swept.total.window_s for swept in self.sweeps]
         short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
-        if max(windows) > _MOST_APART * min(windows):
+        if max(windows) > _MOST_APART * min(windows) and not self.facts.cpu:
             return (
                 f"What counts as one step takes from {format_seconds(min(windows))} ({device} {short.device}, step "
                 f"{short.step}) to {format_seconds(max(windows))} ({device} {long.device}, step {long.step})."

@@ -330,6 +330,18 @@ def test_virtual_devices_are_given_no_options_of_gpus(tmp_path):
         assert not any(word in on_cpus for word in ("xla_gpu", "link", "meshkit tune"))
 
 
+@pytest.mark.parametrize(("dtype", "says"), [("f32", "one-hot matmul"), ("bf16", "multiples of 128")])
+def test_a_scatter_add_in_float32_has_a_way_out_of_its_own(dtype, says, tmp_path):
+    name = "input_scatter_fusion"
+    slow = Instruction(name, "fusion", "kernel", cost=Cost(bytes_accessed=1e6))
+    known = InstructionInfo(
+        "gather and scatter", f"gather and scatter|{dtype}[32000,4096]|x", "jit(f)/scatter-add", None
+    )
+    ops = [("fusion.1", 0, 600), (name, 600, 1000)]
+    report = report_of(tmp_path, {0: ops, 1: ops}, schedule=scheduled(slow), cluster=H100, instructions={name: known})
+    assert says in next(f.hint for f in report.findings if f.code == "low_rate_kernels")
+
+
 def test_what_if_replays_the_measured_timeline(tmp_path):
     hidden = report_of(tmp_path, exposed(), collectives=[GATHER]).findings[0]
     assert hidden.step_s == pytest.approx(600e-6)

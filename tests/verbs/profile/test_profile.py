@@ -183,6 +183,13 @@ def test_every_second_of_communication_is_attributed(report):
     assert quality.dropped_events is None  # the profiler said nothing
 
 
+def test_steps_of_a_run_are_chosen_by_their_numbers(run):
+    measured = profiler.measure_run(run, steps=range(11, 99))
+    assert {step.step for step in measured.timeline.steps} == {11, 12}
+    assert [(s.step, s.left_out) for s in measured.report.per_step] == [(10, "not chosen"), (11, None), (12, None)]
+    assert "steps_left_out" in {w.code for w in measured.report.warnings}
+
+
 def test_invariants_hold_on_every_step(run):
     measured = profiler.measure_run(run)
     for step, swept in zip(measured.trace.steps.steps, measured.trace.sweeps):
