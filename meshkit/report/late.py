@@ -142,7 +142,7 @@ class _Kernels:
             shared = np.where(near, self.excess, np.clip(self.excess, 0.0, as_slow))
             self.causes["clock"] = float(shared.sum())
         elif memory and self.compute_bound and self.compute_bound < _LEAST_RATIO:
-            shared = np.where(bound == -1, np.clip(self.excess, 0.0, usual * (self.memory_bound or 1) - usual), 0.0)
+            shared = np.where(bound == 1, 0.0, np.clip(self.excess, 0.0, usual * ((self.memory_bound or 1.0) - 1)))
             self.causes["memory"] = float(shared.sum())
         own = self.excess - shared
         self.named = [i for i in np.argsort(-own)[:_MOST_NAMED].tolist() if own[i] >= least_s]

@@ -91,12 +91,17 @@ class _Measured(JudgedReport):
         super().__init__(report, known.cluster, known.trace.timeline.collectives)
 
     @cached_property
-    def _replay(self) -> Replay:
-        return Replay(self.known.trace, self.known.program)
+    def _replays(self) -> list[Replay]:
+        """The median step alone, and every step: who is late may be so in some."""
+        trace, numbers = self.known.trace, sorted({s.step for s in self.known.trace.timeline.steps})
+        small = sum(len(s.communication) for s in trace.timeline.steps) <= _MOST_SPANS
+        return [Replay(trace, self.known.program, at) for at in (None, *(numbers if small else ()))]
 
     def with_(self, mended: Mended) -> float | None:
-        ratio = self._replay.ratio(mended)
-        return None if ratio is None else ratio * self.time_s
+        median, *every = self._replays
+        ratios = [replay.ratio(mended) for replay in (every if mended.evenly and every else [median])]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return statistics.fmean(known) * self.time_s if known else None
 
 
 def _capture_overhead(case: _Measured) -> Iterator[FindingPart]:
@@ -359,9 +364,9 @@ class _Member:
 
 
 class Replay:
-    """The step of a trace that takes the median time, to be replayed."""
+    """A step of a trace to be replayed: one that every drawn device has, by default that with the median time."""
 
-    def __init__(self, trace: Trace, program: TracedProgram):
+    def __init__(self, trace: Trace, program: TracedProgram, at: int | None = None):
         whole: dict[int, list[DeviceStep]] = {}
         for step in trace.timeline.steps:
             whole.setdefault(step.step, []).append(step)
@@ -369,7 +374,7 @@ class Replay:
         times = sorted(
             (statistics.fmean(s.window[1] - s.window[0] for s in steps), number)
             for number, steps in whole.items()
-            if len(steps) == most
+            if len(steps) == most and at in (None, number)
         )
         self._steps = whole[times[(len(times) - 1) // 2][1]] if times else []
         if sum(len(s.communication) for s in self._steps) > _MOST_SPANS:

@@ -85,6 +85,23 @@ def test_the_planted_cause_is_named_in_at_least_38_of_40_and_hardware_never_wher
     assert len(wrong) <= 2, wrong
 
 
+@pytest.mark.parametrize(
+    ("cause", "plant"),
+    [
+        (None, planted.Plant()),
+        ("memory", planted.Plant(memory={2: 1.5})),
+        ("clock", planted.Plant(clock={2: 1.08}, memory={2: 1.08})),
+        (
+            "clock",
+            planted.Plant(warm={(number, 2): 1.12 for number in range(1, 9, 2)}),
+        ),  # throttled in every other step
+    ],
+)
+def test_hardware_is_named_where_kernels_of_one_bound_are_slower_alike(cause, plant, tmp_path):
+    report = judge(planted.Case("alike", frozenset(), plant, 1), tmp_path)
+    assert named(report) == ({(cause, 2)} if cause else set())
+
+
 def test_a_kernel_that_varies_by_device_and_step_is_named_with_its_way_out(tmp_path):
     """MaxText on four H100s: the embedding's gradient takes 22 to 68 ms, all else the same everywhere."""
     seed = 20261128
