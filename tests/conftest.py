@@ -22,8 +22,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the tests, and none of another run
     os.environ["MESHKIT_CACHE"] = tempfile.mkdtemp(prefix="meshkit-tests-")
     atexit.register(shutil.rmtree, os.environ["MESHKIT_CACHE"], ignore_errors=True)
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each of the processes that tests start compiles all anew
-    os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(os.environ["MESHKIT_CACHE"], "bytecode")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the processes that tests start compiles all anew
 
 import jax
 import jaxtyping
