@@ -60,6 +60,7 @@ def test_a_model_with_flaxs_own_names_and_constraints_is_sharded_trained_profile
 
 
 @pytest.mark.deviceless
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 def test_a_model_of_keras_is_sharded_trained_profiled_and_planned():
     check(row_of("keras", Path("-")))
