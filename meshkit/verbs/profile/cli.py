@@ -57,7 +57,8 @@ def profile(
     """Measure a run from its trace, or any JAX trace.
 
     Overlapped and exposed communication per mesh axis, link and collective. Predicted beside measured with --plan, or
-    where the run folder holds the plan (plan.json, or a plan made with the same --out).
+    where the run folder holds the plan (plan.json, or a plan made with the same --out). The program of a bare trace is
+    itself priced where --cluster says on which GPUs and links it ran.
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction, read_report
@@ -65,7 +66,7 @@ def profile(
     from meshkit.trace.captured import has_capture
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
-    from meshkit.verbs.profile.profiler import profile_inspector, profile_run, profile_traces
+    from meshkit.verbs.profile.profiler import profile_and_price, profile_inspector, profile_run
 
     inspector, chosen = find_inspector_files(run), _chosen(steps)
     if inspector and steps:
@@ -77,7 +78,7 @@ def profile(
             if inspector:
                 report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
             else:
-                report = profile_traces(
+                report, other = profile_and_price(
                     run, program=program, mesh=axes, cluster=where, out=out, predicted=other, steps=chosen
                 )
     else:

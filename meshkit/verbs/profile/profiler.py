@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +28,7 @@ from meshkit.errors import ConfigError, a_type, check_kinds
 from meshkit.hlo.instructions import InstructionInfo, read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
+from meshkit.predict.simulate import simulate
 from meshkit.report import schema
 from meshkit.report.causes import judged_by_communication
 from meshkit.report.compare import plan_warnings
@@ -46,7 +47,15 @@ from meshkit.report.measured import (
     withhold_axes,
 )
 from meshkit.report.schema import CommunicationPart, Report
-from meshkit.report.summarize import Machines, cluster_part, group_rows, mesh_part, summarize, wire_numbers
+from meshkit.report.summarize import (
+    Machines,
+    cluster_part,
+    group_rows,
+    mesh_part,
+    summarize,
+    summarize_simulation,
+    wire_numbers,
+)
 from meshkit.report.verdict import Known, judged
 from meshkit.runs.metrics import read_metrics
 from meshkit.step.program import NO_FACTS, StepFacts
@@ -304,11 +313,33 @@ def profile_traces(
         TraceError: there is no trace, it cannot be read, or no GPU and no CPU device ran anything.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
-    report, timeline = measure_traces(path, TracedJob(mesh, cluster), program=program, steps=steps)
+    return profile_and_price(
+        path, program=program, mesh=mesh, cluster=cluster, out=out, predicted=predicted, steps=steps
+    )[0]
+
+
+def profile_and_price(
+    path: str | Path,
+    *,
+    program: str | None = None,
+    mesh: MeshSpec | None = None,
+    cluster: Cluster | None = None,
+    out: str | Path | None = None,
+    predicted: Report | None = None,
+    steps: Container[int] | None = None,
+) -> tuple[Report, Report | None]:
+    """The report of `profile_traces`, and the prediction that stands beside it.
+
+    That is the given one, else the price of the traced program itself: each instruction by the model that plans. None
+    where the trace does not hold its HLO, or no cluster of GPUs is given.
+    """
+    report, timeline, price = _measured_traces(path, TracedJob(mesh, cluster), program, steps)
+    predicted = predicted or price()
     if out is None:
         warnings = plan_warnings(predicted, report) if predicted else ()
-        return report.model_copy(update={"warnings": (*warnings, *report.warnings)})
-    return write_folder(report, run_folder(Path(out)), timeline, predicted=predicted, title=Path(path).name)
+        return report.model_copy(update={"warnings": (*warnings, *report.warnings)}), predicted
+    folder = run_folder(Path(out))
+    return write_folder(report, folder, timeline, predicted=predicted, title=Path(path).name), predicted
 
 
 @dataclass(frozen=True)
@@ -333,6 +364,13 @@ def measure_traces(
         TraceError: there is no trace, it cannot be read, or nothing of the program is in it.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
+    return _measured_traces(path, job, program, steps)[:2]
+
+
+def _measured_traces(
+    path: str | Path, job: TracedJob, program: str | None, steps: Container[int] | None
+) -> tuple[Report, Timeline, Callable[[], Report | None]]:
+    """What `measure_traces` returns, and a function that prices the program, for `profile_and_price`."""
     cluster = job.cluster
     loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
     rows = group_rows(loose.program.distinct_collectives)[0]
@@ -366,7 +404,23 @@ def measure_traces(
     )
     parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts, instructions)}
     report = _with_bandwidths(report.model_copy(update=parts))
-    return judged(report, Known(trace, loose.program, schedule, instructions, cluster)), trace.timeline
+
+    def price() -> Report | None:
+        if schedule is None or cluster is None or cluster.is_cpu or trace.facts.cpu:
+            return None
+        priced = summarize_simulation(
+            simulate(schedule, cluster),
+            schedule,
+            source="plan",
+            machines=Machines(loose.placement, cluster, processes_seen=0, processes_expected=len(loose.hosts)),
+            facts=job.facts,
+            instructions=instructions,
+            warnings=[],
+        )
+        return priced.model_copy(update={"program": compiled})
+
+    known = Known(trace, loose.program, schedule, instructions, cluster)
+    return judged(report, known), trace.timeline, price
 
 
 def _with_bandwidths(report: Report) -> Report:

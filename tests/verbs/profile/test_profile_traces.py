@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import jax
@@ -17,11 +18,12 @@ from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
+from meshkit.report.compare import compare
 from meshkit.report.folder import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
 from meshkit.trace.capture import Capture, CapturedStep
-from meshkit.verbs.profile.profiler import profile_run, profile_traces
+from meshkit.verbs.profile.profiler import profile_and_price, profile_run, profile_traces
 from tests.trace.trace_files import gpu_op, plane_text, write_planes
 
 DATA = Path(__file__).parents[2] / "data"
@@ -357,3 +359,19 @@ def test_compare_names_what_became_slower_in_two_traces(tmp_path, changed, first
     assert total == pytest.approx(found["step"]["time_s"]["b"] - found["step"]["time_s"]["a"])
     shown = CliRunner().invoke(app, ["compare", a, b]).output
     assert " ".join(shown.split()).startswith(f"{found['verdict']} step")
+
+
+def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
+    """A step of a Llama of 1B on one H100: no plan was made, and the trace holds the program."""
+    file = DATA / "traces" / "h100_llama_1b" / "vm.xplane.pb.gz"
+    assert profile_and_price(file)[1] is None
+    measured, priced = profile_and_price(file, cluster=Cluster.load("dgx_h100"))
+    assert priced is not None
+    found = compare(priced, measured)
+    assert found.joined_by == "name"
+    assert found.kernels_joined_share == pytest.approx(1, abs=0.01)
+    ratios = [op.busy_s.ratio for op in found.kernel_ops if op.kind == "matmul" and op.busy_s.ratio]
+    assert len(ratios) > 5
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.1)
+    said = CliRunner().invoke(app, ["profile", str(file), "--cluster", "dgx_h100"])
+    assert re.search(r"step time +\d+ ms +\d+ ms", said.stdout)
