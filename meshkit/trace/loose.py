@@ -57,7 +57,7 @@ class Loose:
 def is_loose(path: Path) -> bool:
     """Whether a path is a trace, or a folder with traces in it or below, and no run folder with a capture."""
     if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz")) and not path.exists()):
-        return path.suffix != ".json"
+        return path.suffix != ".json" or path.name.endswith("trace.json")
     return path.is_dir() and not has_capture(path) and bool(_sessions(path))
 
 
