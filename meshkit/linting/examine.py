@@ -452,12 +452,13 @@ def examine_step(
     absent = described(mesh, cluster)
     pure, arrays, _ = traceable(step, args, mesh, absent)
     found = group_arguments(args, names)
+    within = found.within if rules else {}  # rules made of where arrays lie are about whole paths
     rules = rules or _rules_as_placed(found)
     # traced anew: what jax remembers of a step, from a plan of it say, has asked for nothing
     anew = set_xla_metadata(meshkit_trace=uuid.uuid4().hex)
     activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster), anew)
-    placed = placements_by_state(found.parameters, absent, rules)
-    others = placements(found.others, absent, rules)
+    placed = placements_by_state(found.parameters, absent, rules, within=within)
+    others = placements(found.others, absent, rules, within=within)
     across = absent.placement(cluster).domains_along()
     axes = [MeshAxis(name, size // across[name], across[name]) for name, size in absent.shape.items()]
     subject = Subject(

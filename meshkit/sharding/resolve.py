@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import combinations, takewhile
@@ -134,11 +134,23 @@ def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, sta
     return structure.unflatten(one(leaf, p) for (_, leaf), p in zip(leaves, placed))
 
 
-def placements(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> list[Placed]:
-    """Every array of the tree with its path, names and mesh axes, in tree order. Raises as `shardings` does."""
+def placements(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: ShardingRules,
+    *,
+    kind: str = "parameters",
+    within: Mapping[str, str] | None = None,
+) -> list[Placed]:
+    """Every array of the tree with its path, names and mesh axes, in tree order. Raises as `shardings` does.
+
+    Args:
+        tree, mesh, rules, kind: as `shardings` takes them.
+        within: path -> path within the model, where the tree is a part of a larger one that shows it.
+    """
     rules.check(mesh.axis_names)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
-    return [p for p in _place_all(leaves, mesh, rules, kind) if p is not None]
+    return [p for p in _place_all(leaves, mesh, rules, kind, within) if p is not None]
 
 
 def unmatched_overrides(rules: ShardingRules, placed: Sequence[Placed]) -> list[tuple[str, str | None]]:
@@ -148,9 +160,11 @@ def unmatched_overrides(rules: ShardingRules, placed: Sequence[Placed]) -> list[
     return [(glob, next(iter(get_close_matches(glob, paths, n=1, cutoff=0.5)), None)) for glob in unmatched]
 
 
-def placements_by_state(tree: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, list[Placed]]:
+def placements_by_state(
+    tree: Any, mesh: AnyMesh, rules: ShardingRules, *, within: Mapping[str, str] | None = None
+) -> dict[str, list[Placed]]:
     """The `placements` of parameters in each of STATES."""
-    return {state: placements(tree, mesh, rules, kind=state) for state in STATES}
+    return {state: placements(tree, mesh, rules, kind=state, within=within) for state in STATES}
 
 
 def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
@@ -304,9 +318,13 @@ def _unboxed(leaf: Any) -> Any:
 
 
 def _place_all(
-    leaves: Sequence[tuple[tuple, Any]], mesh: AnyMesh, rules: ShardingRules, kind: str
+    leaves: Sequence[tuple[tuple, Any]],
+    mesh: AnyMesh,
+    rules: ShardingRules,
+    kind: str,
+    within: Mapping[str, str] | None = None,
 ) -> list[Placed | None]:
-    """Where the rules put every leaf; None for one that is no array."""
+    """Where the rules put every leaf; None for one that is no array. Paths within the model are found if not given."""
     shapes = [(path_name(path).split("/"), tuple(getattr(array_of(leaf), "shape", ()))) for path, leaf in leaves]
 
     def whole_of(path: str, rank: int) -> tuple[int, ...]:
@@ -317,34 +335,48 @@ def _place_all(
         found = {shape for length, shape in alike if length == longest}
         return found.pop() if longest and len(found) == 1 else ()
 
-    within = _paths_within_model(leaves, kind) if rules.overrides else [path_name(path) for path, _ in leaves]
-    return [_place(path, leaf, mesh, rules, kind, whole_of, name) for (path, leaf), name in zip(leaves, within)]
+    names = [path_name(path) for path, _ in leaves]
+    if within is not None:
+        names = [within.get(name, name) for name in names]
+    elif rules.overrides:
+        names = paths_within_model(leaves, kind)
+    return [_place(path, leaf, mesh, rules, kind, whole_of, name) for (path, leaf), name in zip(leaves, names)]
 
 
-def _paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str) -> list[str]:
+def paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str = "parameters") -> list[str]:
     """Return the path of every leaf within the model that it belongs to; its own path where the tree is the model.
 
     Positions in tuples at the start of a path are not the model's. An optimizer in the tree shows what else is not:
-    `optimizer/opt_state/0/mu/wi` ends with the path of its parameter within the model, and so does `model/wi`.
+    `optimizer/opt_state/0/mu/wi` ends with the path of its parameter within the model, and so does `model/wi`. What an
+    optimizer has no statistic of, as of frozen parameters, lies in the model that others show.
     """
     paths = [tuple(path_name(path).split("/")) for path, _ in leaves]
     statistics = [is_statistic(path, leaf, kind) for path, leaf in leaves]
     ends = {path[i:] for path, statistic in zip(paths, statistics) if statistic for i in range(len(path))}
-    roots: dict[str, int] = {}  # first segment -> segments before the model
-    for (key_path, _), path, statistic in zip(leaves, paths, statistics):
-        if not statistic:
-            positions = sum(1 for _ in takewhile(_is_position, key_path[: len(path) - 1]))
-            before = next((i for i in range(len(path)) if path[i:] in ends), len(path))
-            known = before if before < len(path) else positions
-            roots[path[0]] = min(roots.get(path[0], known), max(known, positions))
-    parameters = {path[roots[path[0]] :] for path, statistic in zip(paths, statistics) if not statistic}
+    before: dict[str, int] = {}  # first segment -> segments before the model
+    shown: list[tuple[str, ...]] = []
+    for path, statistic in zip(paths, statistics):
+        known = None if statistic else next((i for i in range(len(path)) if path[i:] in ends), None)
+        if known is not None:
+            before[path[0]] = min(before.get(path[0], known), known)
+            shown.append(path)
+    models = {path[: before[path[0]]] for path in shown}
 
-    def within(path: tuple[str, ...], statistic: bool) -> tuple[str, ...]:
+    def root_of(key_path: tuple, path: tuple[str, ...]) -> int:
+        known = before.get(path[0])
+        if known is not None and path[:known] in models:
+            return known
+        return sum(1 for _ in takewhile(_is_position, key_path[: len(path) - 1]))
+
+    roots = [root_of(key_path, path) for (key_path, _), path in zip(leaves, paths)]
+    parameters = {path[root:] for path, statistic, root in zip(paths, statistics, roots) if not statistic}
+
+    def within(path: tuple[str, ...], statistic: bool, root: int) -> tuple[str, ...]:
         if not statistic:
-            return path[roots[path[0]] :]
+            return path[root:]
         return next((path[i:] for i in range(len(path)) if path[i:] in parameters), path)
 
-    return ["/".join(within(path, statistic)) for path, statistic in zip(paths, statistics)]
+    return ["/".join(segments) for segments in map(within, paths, statistics, roots)]
 
 
 def _is_position(key: Any) -> bool:

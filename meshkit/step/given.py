@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.tree_util import SequenceKey
 
 from meshkit.errors import ConfigError, a_type
-from meshkit.sharding.resolve import array_of, is_named, is_statistic, path_name
+from meshkit.sharding.resolve import array_of, is_named, is_statistic, path_name, paths_within_model
 from meshkit.step.program import StepFacts, local_bytes
 
 GROUPS = ("parameters", "optimizer", "batch")
@@ -95,6 +96,7 @@ class Groups:
     others: dict[str, Any]  # that come with parameters: batch statistics and the like
     optimizer: dict[str, Any]
     batch: dict[str, Any]
+    within: dict[str, str]  # path of each -> path within the model, which all arguments together show
 
     @property
     def of_state(self) -> Iterator[Any]:
@@ -136,6 +138,8 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
     ]
     unused = {pattern for pattern, _ in patterns}
     plain: dict[str, Any] = {}  # of the first argument, which may hold the parameters without saying so
+    named: list[str] = []
+    leaves: list[tuple[tuple, Any]] = []
     for number, arg in enumerate(args):
         tree = jax.tree.map(lambda leaf: nnx.state(leaf) if _is_module(leaf) else leaf, arg, is_leaf=_is_module)
         for key_path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]:
@@ -150,7 +154,9 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
             if group == "batch" and not said and number == 0 and _is(leaf, jnp.inexact):
                 plain[path] = leaf
             # Two arguments may have arrays of one path.
-            groups[group][path if path not in groups[group] else full] = leaf
+            named.append(path if path not in groups[group] else full)
+            leaves.append(((SequenceKey(number), *key_path), leaf))
+            groups[group][named[-1]] = leaf
     if unused:
         raise ConfigError(
             f"names has {sorted(unused)[0]!r}, which matches no array of the arguments.", hint="0/params/**"
@@ -158,7 +164,7 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
     if not groups["parameters"]:
         groups["parameters"] = plain
         groups["batch"] = {path: leaf for path, leaf in groups["batch"].items() if path not in plain}
-    return Groups(**groups)
+    return Groups(**groups, within=dict(reversed([*zip(named, paths_within_model(leaves))])))
 
 
 def held_bytes(leaf: Any) -> int:

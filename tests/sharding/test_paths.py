@@ -102,3 +102,40 @@ def test_strict_rules_stop_at_an_override_that_matches_nothing(mesh):
     rules = mk.ShardingRules({}, overrides=[("inner/w0", ("tensor", None))], strict=True)
     with pytest.raises(mk.ConfigError, match="'inner/w0' matches none of these"):
         mk.shard_model(made, mesh, rules)
+
+
+def with_average():
+    model, optimizer = made()
+    return model, optimizer, Model(nnx.Rngs(1))
+
+
+def as_dict(optimizer):
+    def make():
+        params = {"wi": jnp.zeros((8, 16)), "inner": {"wo": jnp.zeros((16, 8)), "bias": jnp.zeros(8)}}
+        return {"params": params, "opt_state": optimizer.init(params), "batch_stats": {"wi_mean": jnp.zeros(8)}}
+
+    return make
+
+
+def frozen_bias(params):
+    return jax.tree.map(lambda x: "trained" if x.ndim > 1 else "frozen", params)
+
+
+STATES = {
+    "modules and an average of one": with_average,
+    "a dict of parameters and an optimizer": as_dict(optax.adam(1e-3)),
+    "a part of which the optimizer has no state": as_dict(
+        optax.multi_transform({"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, frozen_bias)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("together", [False, True], ids=["an argument each", "one argument"])
+def test_overrides_place_every_array_where_lint_looks_for_it(make, together, mesh):
+    rules = mk.ShardingRules({}, overrides=RULES.overrides, strict=True)
+    state = mk.abstract(lambda: (make(), jnp.zeros(4)) if together else make(), mesh, rules)
+    args = (state,) if together or isinstance(state, dict) else state
+    step = jax.jit(lambda *args: jax.tree.map(lambda x: x, nnx.state(args)))
+    codes = {f.code for f in mk.lint(step, args, mesh=mesh, cluster=mk.Cluster.load("cpu8"), rules=rules)}
+    assert not codes & {"placed_otherwise", "rule_never_used"}
