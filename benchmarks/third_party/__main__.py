@@ -1,7 +1,7 @@
 """Ten models that meshkit does not know: sharded, trained, profiled and planned.
 
-`python -m benchmarks.third_party FLAX_CHECKOUT` prints the table and writes it to models.md beside this file;
-`--only NAME` runs one in this process and prints its row.
+`python -m benchmarks.third_party FLAX_CHECKOUT` prints the table and writes it to models.md beside this file, without a
+checkout that of kinds.py to kinds.md; `--only NAME` runs one in this process and prints its row.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace as with_changes
+from fnmatch import fnmatchcase
 from importlib import metadata
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +38,42 @@ def measure(foreign: Any, folder: str) -> dict[str, Any]:
     types = AxisType.Explicit if foreign.explicit else AxisType.Auto
     mesh = mk.build_mesh(spec, cpus, axis_types=types)
     absent = mk.build_mesh(spec, h100s, devices=mk.describe_devices(h100s), axis_types=types)
-    ready = lambda mesh: foreign.step or mk.sharded_step(foreign.loss, mesh, rules, optimizer=foreign.optimizer)
-    batch = _cut(foreign.batch, mesh, rules) if foreign.explicit else foreign.batch
+    own, optimizer = foreign.step, foreign.optimizer
+    if own is not None and not hasattr(own, "lower"):
+        ready = lambda mesh: nnx.jit(mk.keep_shardings(mesh, rules)(own))
+    else:
+        ready = lambda mesh: own or mk.sharded_step(foreign.loss, mesh, rules, optimizer=optimizer)
+    batch = _batch(foreign, mesh)
     state = _as_arguments(mk.shard_model(foreign.make, mesh, rules))
+    cut = _bytes_on_a_device(state, foreign, mesh)
     compiled = ready(mesh).lower(*state, *batch).compile()
     with mk.profile(folder, program=compiled, mesh=mesh, cluster=cpus, mesh_spec=spec) as capture:
-        found = _losses(compiled, state, batch, 4)
-    batch = _cut(foreign.batch, absent, rules) if foreign.explicit else foreign.batch
-    args = (*_as_arguments(mk.abstract(foreign.make, absent, rules)), *batch)
+        found = _losses(compiled, state, _batches(foreign, mesh))
+    args = (*_as_arguments(mk.abstract(foreign.make, absent, rules)), *_batch(foreign, absent))
     predicted = mk.plan(ready(absent), args, mesh=absent, cluster=h100s)
     codes = [f.code for f in mk.lint(ready(absent), args, mesh=absent, cluster=h100s, rules=rules)]
-    return {"found": found, "measured": capture.report, "predicted": predicted, "codes": codes}
+    return {"found": found, "measured": capture.report, "predicted": predicted, "codes": codes, "cut": cut}
 
 
-def row_of(name: str, flax: Path) -> list[str]:
-    """One row of the table."""
+def row_of(name: str, flax: Path | None = None) -> list[str]:
+    """One row of a table: of a model in a checkout of flax, or without one of kinds.py, with the bytes on a device."""
     mk.prepare_platform(mk.Cluster.load("cpu8"))
-    from benchmarks.third_party import models
+    from benchmarks.third_party import kinds, models
 
-    make = getattr(models, name)
-    whole = make(flax)
+    given = () if flax is None else (flax,)
+    make = getattr(models if given else kinds, name)
+    whole = make(*given)
     with nnx.use_eager_sharding(False):  # names of axes need a mesh else
         state = _as_arguments(whole.make())
-    expected = _losses(_plain(whole), state, whole.batch, 4)
+    before = _bytes_on_a_device(state)
+    expected = _losses(_plain(whole), state, _batches(whole))
     with tempfile.TemporaryDirectory() as folder:
-        done = measure(make(flax), folder)
+        done = measure(make(*given), folder)
     worst = max(abs(a - b) / abs(a) for a, b in zip(expected, done["found"]))
     lines = [line for part in (measure, make) for line in inspect.getsource(part).splitlines() if "mk." in line]
     measured, predicted = done["measured"], done["predicted"]
     kinds = sorted({row.collective for row in predicted.communication})
-    return [
+    row = [
         whole.what,
         str(len(lines)),
         f"{expected[-1]:.6f}",
@@ -71,16 +82,45 @@ def row_of(name: str, flax: Path) -> list[str]:
         f"{predicted.step.time_s * 1e6:.0f} us, {', '.join(kinds) or 'no collective'}",
         ", ".join(sorted(set(done["codes"]))) or "-",
     ]
+    return row if given else [*row, f"{before:,} to {done['cut']:,}"]
 
 
 def _as_arguments(state: Any) -> tuple[Any, ...]:
     return state if isinstance(state, tuple) else (state,)
 
 
-def _losses(step: Any, state: tuple[Any, ...], batch: tuple[Any, ...], steps: int) -> list[float]:
+def _batch(foreign: Any, mesh: Any) -> tuple[Any, ...]:
+    """The first batch, as it arrives on the mesh."""
+    return _cut(foreign.batch, mesh, foreign.rules) if foreign.explicit or foreign.placed else foreign.batch
+
+
+def _batches(foreign: Any, mesh: Any = None) -> Iterator[tuple[Any, ...]]:
+    """The batches of four steps, on one device or as they arrive on the mesh."""
+    for batch in islice(foreign.loader() if foreign.loader else repeat(foreign.batch), 4):
+        yield batch if mesh is None else _batch(with_changes(foreign, batch=batch), mesh)
+
+
+def _bytes_on_a_device(state: Any, foreign: Any = None, mesh: Any = None) -> int:
+    """Return the bytes of a state on its first device; stops where an array does not lie as the first override says."""
+    total = 0
+    modules = any(isinstance(member, nnx.Module) for member in state)
+    for path, x in jax.tree.leaves_with_path(nnx.state(state) if modules else state):
+        shape = x.sharding.shard_shape(x.shape)
+        total += math.prod(shape) * x.dtype.itemsize
+        if foreign is not None and foreign.placed:
+            name = f"/{jax.tree_util.keystr(path, simple=True, separator='/').removesuffix('/value')}"
+            globs = [(glob.removeprefix("**/"), spec) for glob, spec in foreign.rules.overrides]
+            spec = next((s for glob, s in globs if fnmatchcase(name, f"*/{glob}")), ((),) * x.ndim)
+            ruled = tuple(n // math.prod(mesh.shape[a] for a in axes) for n, axes in zip(x.shape, spec, strict=True))
+            if shape != ruled:
+                raise ValueError(f"{name} has {shape} on a device, and the rules say {ruled}")
+    return total
+
+
+def _losses(step: Any, state: tuple[Any, ...], batches: Iterable[tuple[Any, ...]]) -> list[float]:
     """The losses of some steps from a state."""
     found = []
-    for _ in range(steps):
+    for batch in batches:
         value = step(*state, *batch)
         if isinstance(value, tuple):
             state, value = (value[0],), value[1]
@@ -91,7 +131,7 @@ def _losses(step: Any, state: tuple[Any, ...], batch: tuple[Any, ...], steps: in
 def _plain(foreign: Any) -> Any:
     """The same training without meshkit."""
     if foreign.step is not None:
-        return foreign.step
+        return foreign.step if hasattr(foreign.step, "lower") else nnx.jit(foreign.step)
     if foreign.optimizer is None:
 
         @nnx.jit
@@ -123,28 +163,32 @@ def _cut(batch: tuple[Any, ...], mesh: Any, rules: Any) -> tuple[Any, ...]:
 def main() -> None:
     """Runs each model in a process of its own, as several call their module `models`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("flax", type=Path, help="a checkout of https://github.com/google/flax")
+    parser.add_argument("flax", nargs="?", help="a checkout of https://github.com/google/flax; without it, kinds.py")
     parser.add_argument("--only", help="the name of one")
     given = parser.parse_args()
+    checkout = [given.flax] if given.flax else []
     if given.only:
-        print(json.dumps(row_of(given.only, given.flax)))
+        print(json.dumps(row_of(given.only, *map(Path, checkout))))
         return
+    from benchmarks.third_party.kinds import KINDS
     from benchmarks.third_party.models import MODELS
 
     rows = []
-    for model in MODELS:
-        command = [sys.executable, "-m", "benchmarks.third_party", str(given.flax), "--only", model.__name__]
+    for model in MODELS if checkout else KINDS:
+        command = [sys.executable, "-m", "benchmarks.third_party", *checkout, "--only", model.__name__]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
             sys.exit(f"{model.__name__} failed")
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(" | ".join(rows[-1]), flush=True)
-    table = [HEADER, ["---"] * len(HEADER), *rows]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in table)
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "keras"))
-    page = f"# Ten models of others\n\n{inspect.getdoc(sys.modules[__name__])}\n\nMade with {versions}.\n\n{text}\n"
-    (HERE / "models.md").write_text(page, encoding="utf-8")
+    header = HEADER if checkout else (*HEADER, "bytes on a device")
+    text = "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+    packages = ("keras",) if checkout else ("optax", "grain", "dm-haiku", "equinox", "transformers")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", *packages))
+    title, file = ("Ten models of others", "models.md") if checkout else ("Ten of other kinds", "kinds.md")
+    about = inspect.getdoc(sys.modules[__name__ if checkout else "benchmarks.third_party.kinds"])
+    (HERE / file).write_text(f"# {title}\n\n{about}\n\nMade with {versions}.\n\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -38,10 +38,12 @@ class Foreign:
     loss: Callable[..., Any] | None
     batch: tuple[Any, ...]
     optimizer: optax.GradientTransformation | None = None  # of one without nnx modules
-    step: Callable[..., Any] | None = None  # its own, unedited, in the place of a ready one
+    step: Callable[..., Any] | None = None  # its own, unedited, in the place of a ready one; jitted here if it is not
     rules: mk.ShardingRules = FSDP
     axes: tuple[tuple[str, int], ...] = (("data", 2), ("fsdp", 4))
     explicit: bool = False
+    placed: bool = False  # batches arrive cut, as a loader or jax.device_put leaves them
+    loader: Callable[[], Any] | None = None  # an iterator over batches, in place of the same one each step
 
 
 def _module(loss: Callable[..., Any], make: Callable[[], nnx.Module], batch: tuple[Any, ...], what: str) -> Foreign:

@@ -1,6 +1,6 @@
-"""Models of the Flax repository itself, unedited: each script of benchmarks/third_party shards one.
+"""Models of others, as benchmarks/third_party shards them: of the Flax repository itself, unedited, and of other kinds.
 
-Needs a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
+Those of Flax need a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_the_sharded_model_equals_the_whole_one_in_an_eighth_of_the_memory(name,
 
 
 def check(row):
-    _, lines, loss, difference, measured, planned, _ = row
+    _, lines, loss, difference, measured, planned, *_ = row
     assert int(lines) <= 15
     assert float(loss) > 0
     assert float(difference) < 1e-4
@@ -64,6 +64,34 @@ def test_a_model_with_flaxs_own_names_and_constraints_is_sharded_trained_profile
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 def test_a_model_of_keras_is_sharded_trained_profiled_and_planned():
     check(row_of("keras", Path("-")))
+
+
+PACKAGES = ("grain", "haiku", "equinox", "transformers")  # each a model named as what it needs
+SLOW = ("unet", "lstm", "schedule_free", "multi_transform", "diffusion_transformer", *PACKAGES)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", ["ema", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_model_of_another_kind_is_cut_by_path_trained_profiled_and_planned(name):
+    if name in PACKAGES:
+        pytest.importorskip(name)
+    row = row_of(name)  # it stops where a weight or a moment is not cut as the rules say
+    check(row)
+    check_cut(row)
+
+
+def check_cut(row):
+    before, after = (int(number.replace(",", "")) for number in row[-1].split(" to "))
+    assert after < before / 3
+    assert not {"placed_otherwise", "rule_never_used", "state_drifts"} & set(row[-2].split(", "))
+
+
+def test_the_table_of_other_kinds_is_whole():
+    rows = [line.strip("| ").split(" | ") for line in (SCRIPTS / "kinds.md").read_text().splitlines()[-10:]]
+    for row in rows:
+        check(row)
+        check_cut(row)
+    assert len({row[0] for row in rows}) == 10
 
 
 def test_the_table_of_ten_is_whole():
