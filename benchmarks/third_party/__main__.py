@@ -38,11 +38,11 @@ def measure(foreign: Any, folder: str) -> dict[str, Any]:
     types = AxisType.Explicit if foreign.explicit else AxisType.Auto
     mesh = mk.build_mesh(spec, cpus, axis_types=types)
     absent = mk.build_mesh(spec, h100s, devices=mk.describe_devices(h100s), axis_types=types)
-    own, optimizer = foreign.step, foreign.optimizer
-    if own is not None and not hasattr(own, "lower"):
-        ready = lambda mesh: nnx.jit(mk.keep_shardings(mesh, rules)(own))
-    else:
-        ready = lambda mesh: own or mk.sharded_step(foreign.loss, mesh, rules, optimizer=optimizer)
+    own, loss, tx = foreign.step, foreign.loss, foreign.optimizer
+    bare = own is not None and not hasattr(own, "lower")
+    ready = lambda on: (
+        nnx.jit(mk.keep_shardings(on, rules)(own)) if bare else own or mk.sharded_step(loss, on, rules, optimizer=tx)
+    )
     batch = _batch(foreign, mesh)
     state = _as_arguments(mk.shard_model(foreign.make, mesh, rules))
     cut = _bytes_on_a_device(state, foreign, mesh)
