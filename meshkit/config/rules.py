@@ -128,6 +128,12 @@ class ShardingRules:
             raise SpecError(f"there are no rules for '{kind}'.", key=("rules",), hint=did_you_mean(kind, KINDS))
         return {**self.logical, **self._own(kind)}
 
+    def written(self, logical: str, kind: str) -> tuple[str, ...] | None:
+        """Return the key of the rule that the user wrote for a logical axis; None where a preset gave it, or none."""
+        if logical in self._own(kind):
+            return ("rules", kind, logical)
+        return ("rules", "logical", logical) if logical in self.explicit else None
+
     def _own(self, kind: str) -> dict[str, Axes]:
         """What overrides `logical` for that kind."""
         return {} if kind in ("parameters", "activations") else getattr(self, kind)
@@ -164,6 +170,15 @@ class ShardingRules:
                 return spec  # pyright: ignore[reportReturnType]  # __post_init__ normalised it
         return None
 
+    def place(self, key: Sequence[str]) -> str | None:
+        """Return where a key was written; None of rules that no file holds."""
+        return self.where(key) if self.where else None
+
+    def place_of_override(self, *paths: str) -> str | None:
+        """Return where the override was written that `override_for` finds; None of rules that no file holds."""
+        found = (i for i, (pattern, _) in enumerate(self.overrides) if any(path_matches(pattern, p) for p in paths))
+        return self.place(("rules", "override", str(next(found)), "spec"))
+
     def check(self, mesh_axis_names: Iterable[str]) -> None:
         """Refuse a rule to an axis that the mesh does not have.
 
@@ -179,7 +194,7 @@ class ShardingRules:
                         key=key,
                         value=list(axes) if len(axes) > 1 else axis,
                         hint=did_you_mean(axis, (*known, _REPLICATED)),
-                        at=self.where(key) if self.where else None,
+                        at=self.place(key),
                     )
 
     def without(self, axes: Iterable[str]) -> ShardingRules:
@@ -219,15 +234,16 @@ class ShardingRules:
     ) -> SpecError:
         """An error: one mesh axis would shard two dims."""
         names = [f"dim {index} ('{logical_axes[index]}')" for index in (first, second)]
-        logical = logical_axes[second] or ""
-        key = ("rules", kind if logical in self._own(kind) else "logical", logical)
+        pair = [str(logical_axes[index]) for index in (second, first)]
+        key = next(filter(None, (self.written(name, kind) for name in pair)), ("rules", "logical", pair[0]))
+        logical = key[-1]
         shown = ", ".join(str(name) for name in logical_axes)
         return SpecError(
             f"mesh axis '{axis}' shards both {' and '.join(names)} of an array ({shown}).",
             key=key,
             value=_plain(self.mapping(kind)[logical]),
-            hint=f"another mesh axis for '{logical_axes[first]}' or '{logical}', or {logical} = \"{_REPLICATED}\"",
-            at=self.where(key) if self.where else None,
+            hint=f"another mesh axis for '{pair[0]}' or '{pair[1]}', or {logical} = \"{_REPLICATED}\"",
+            at=self.place(key),
         )
 
 
@@ -289,7 +305,7 @@ def _axes(key: tuple[str, ...], value: Any) -> Axes:
             f"{'.'.join(key)} must be a mesh axis or a list of them; not {kind(value)}.",
             key=key,
             value=value,
-            hint='"fsdp", ["data", "fsdp"], or "replicated"',
+            hint=f'{key[-1]} = "fsdp", ["data", "fsdp"], or "{_REPLICATED}"',
         )
     for name in names:
         if names.count(name) > 1:

@@ -298,7 +298,9 @@ def _never_used(s: Subject) -> Iterator[Finding]:
             severity="warning",
             path=name,
             message=f"the rule for '{name}' in [rules.{kind}] matches no dim of the model",
-            hint=f"did you mean '{near[0]}'? Else remove the row" if near else f"remove {name} from [rules.{kind}]",
+            hint=f"'{near[0]}' in its place, or remove {name} from [rules.{kind}]"
+            if near
+            else f"remove {name} from [rules.{kind}]",
         )
     arrays = [*s.parameters, *s.others]
     for pattern, near in unmatched_overrides(s.rules, arrays):

@@ -190,8 +190,8 @@ def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: i
     for name in sorted(set(names) - ruled):
         for rule in sorted(rules.explicit - set(names)):
             if sorted(name) == sorted(rule) or SequenceMatcher(None, name, rule).ratio() > _SPELT_ALIKE:
-                message = f"no rule is about the logical axis '{name}', and none here is called '{rule}'"
-                warnings.warn(f"{message}: is it '{rule}'?", stacklevel=stacklevel)
+                message = f"no rule is about the logical axis '{name}', and the rule for '{rule}' matches no dim here"
+                warnings.warn(f"{message}: spell both alike if they mean the same", stacklevel=stacklevel)
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:

@@ -427,19 +427,30 @@ def _place(
             names = None
         spec = tuple(axes if n > 1 else () for axes, n in zip(spec, shape))  # a place that nothing fills
     elif len(spec) != len(shape):
-        raise _wrong_rank(path, shape, names, spec, rule)
+        raise _wrong_rank((path, model_path), shape, names, spec, rules if rule == "override" else None)
     placed = Placed(path, shape, str(array.dtype), names, spec, rule, model_path if model_path != path else "")
     for dim, (axes, size) in enumerate(zip(spec, shape)):
         pieces = math.prod(mesh.shape[a] for a in axes)
         if size % pieces:
-            name = f" ('{names[dim]}')" if names and names[dim] else ""
-            raise ConfigError(
-                f"dim {dim}{name} of {path} has size {size}, which the {pieces} GPUs of mesh axis "
-                f"{' x '.join(repr(a) for a in axes)} do not divide; {_padding(placed, dim, pieces, mesh)}.",
-                hint=f'a size that {pieces} divides, [[rules.override]] path = "{path}" with this dim replicated, '
-                "or a smaller axis",
-            )
+            raise _not_divided(placed, dim, pieces, mesh, rules, kind)
     return placed
+
+
+def _not_divided(placed: Placed, dim: int, pieces: int, mesh: AnyMesh, rules: ShardingRules, kind: str) -> ConfigError:
+    """An error at the rule that the user wrote, or at the mesh axis where a preset gave it."""
+    path, size, axes = placed.path, placed.shape[dim], placed.spec[dim]
+    name = (placed.logical_axes or {dim: None})[dim]
+    if placed.rule == "override":
+        at = rules.place_of_override(path, placed.model_path)
+    else:
+        at = rules.place((name and rules.written(name, kind)) or ("mesh", axes[-1]))
+    smaller = f"mesh.{axes[0]} = {math.gcd(size, pieces)}" if len(axes) == 1 and rules.where else "a smaller axis"
+    return ConfigError(
+        f"dim {dim}{f" ('{name}')" if name else ''} of {path} has size {size}, which the {pieces} GPUs of mesh axis "
+        f"{' x '.join(repr(a) for a in axes)} do not divide; {_padding(placed, dim, pieces, mesh)}.",
+        at=at,
+        hint=f'{smaller}, a size that {pieces} divides, or [[rules.override]] path = "{path}" with this dim replicated',
+    )
 
 
 def _padding(placed: Placed, dim: int, pieces: int, mesh: AnyMesh) -> str:
@@ -461,12 +472,14 @@ def _spec_of(
     return rules.spec_for(names, kind=kind), "logical"
 
 
-def _wrong_rank(path: str, shape: tuple[int, ...], names: Names, spec: Spec, rule: str) -> ConfigError:
+def _wrong_rank(
+    paths: tuple[str, str], shape: tuple[int, ...], names: Names, spec: Spec, overridden_by: ShardingRules | None
+) -> ConfigError:
     """An error: not one entry per dim."""
-    if rule == "override":
-        message = f"the override for {path} names {len(spec)} dims, but the array has shape {shape}."
-        return ConfigError(message, hint=f"a spec of {len(shape)} entries")
-    return ConfigError(f"{path} has shape {shape} but carries {len(names or ())} dim names: {names}.")
+    if overridden_by is not None:
+        message = f"the override for {paths[0]} names {len(spec)} dims, but the array has shape {shape}."
+        return ConfigError(message, at=overridden_by.place_of_override(*paths), hint=f"a spec of {len(shape)} entries")
+    return ConfigError(f"{paths[0]} has shape {shape} but carries {len(names or ())} dim names: {names}.")
 
 
 def _automatic(array: Any, mesh: AnyMesh, rules: ShardingRules) -> tuple[tuple[tuple[str, ...], ...], str]:

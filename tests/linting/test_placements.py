@@ -95,7 +95,7 @@ def test_a_rule_that_never_fires(rules, path):
 
 def test_a_mistyped_rule_names_the_one_that_was_meant():
     found = [f for f in lint(subject(logical={**LOGICAL, "embedd": "fsdp"})) if f.code == "rule_never_used"]
-    assert found[0].hint == "did you mean 'embed'? Else remove the row"
+    assert found[0].hint == "'embed' in its place, or remove embedd from [rules.logical]"
 
 
 def test_a_preset_may_name_what_the_model_has_not():

@@ -267,6 +267,36 @@ def test_one_mesh_axis_on_two_dims_is_2_with_both_dims_named(capsys):
     assert "mesh axis 'fsdp' shards both dim 1 ('mlp') and dim 2 ('embed')" in err
 
 
+OVERRIDE = """
+[[rules.override]]
+path = "layers/attention/key/kernel"
+spec = {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "at", "remedy"),
+    [
+        ('[rules.logical]\nmlp = "fsdp"', [], 'rules.logical.mlp = "fsdp"', 'mlp = "replicated"'),
+        ('[rules.logical]\nlayers = "data"', ["model.layers=3"], 'rules.logical.layers = "data"', "mesh.data = 1"),
+        ("", ["mesh.data=1", "mesh.fsdp=1"], "mesh.tensor = 8", "mesh.tensor = 4, a size that 8 divides"),
+        (OVERRIDE.format('["fsdp"]'), [], 'rules.override.0.spec = ["fsdp"]', "a spec of 4 entries"),
+        (OVERRIDE.format('[[], [], ["data", "fsdp", "tensor"], []]'), [], "rules.override.0.spec", "a smaller axis"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_told_where_it_was_written(capsys, tmp_path, text, overrides, at, remedy):
+    file = tmp_path / "experiment.toml"
+    debug = DEBUG.read_text()
+    file.write_text((debug.replace("tensor = 2", "tensor = 8") if overrides[1:] else debug) + f"\n{text}\n")
+    code, _, err = run(capsys, file, "--no-compile", *(f"--set={override}" for override in overrides))
+    assert code == 2
+    where, hint = err.splitlines()[1:]
+    assert where.startswith(f"  at {file}:")
+    assert at in where
+    assert hint.startswith("  try ")
+    assert remedy in hint
+
+
 def test_a_parameter_dim_that_does_not_divide_is_2_with_the_numbers(capsys):
     code, _, err = run(capsys, DEBUG, "--set", "model.mlp=385", "--no-compile")
     assert code == 2
