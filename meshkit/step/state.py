@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -137,16 +138,36 @@ def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
         except ValueError as error:
             if (place := raised_by_user(error)) is None:
                 raise
-            message = f"{short} refuses its options: {str(error).rstrip('.')} ({place})."
-            key = next((k for k, value in options.items() if f"'{value}'" in message), None)  # that it names
+            said, hint = _split_hint(str(error))
+            key = _option_named(said, options, ["preset", *spec.model.options])
             own = key == "preset" or key in spec.model.options
             written = f"model.{key}" if own else "train.remat" if key == "remat" else "model"
-            raise places.error(written, message) from error
+            hint = hint or (f"another {written}, or the model's own without it" if key else None)
+            raise places.error(written, f"{short} refuses its options: {said} ({place}).", hint) from error
     if not isinstance(model, nnx.Module):
         raise spec.model_class.error(f"{name} makes {a_type(model)}, which is not a flax.nnx.Module.")
     if not takes_rngs:
         raise _takes_no_rngs(spec.model_class)
     return model
+
+
+def _split_hint(message: str) -> tuple[str, str | None]:
+    """Return what an error of a model's says, and what its end proposes: `Did you mean 'x'?`, `Known: x, y.`"""
+    said, *proposed = re.split(r" (Did you mean|Known):? ", message, maxsplit=1)
+    if not proposed:
+        return said.rstrip("."), None
+    return said.rstrip("."), ("one of: " if proposed[0] == "Known" else "") + proposed[1].rstrip(".?")
+
+
+def _option_named(message: str, options: Mapping[str, Any], written: Sequence[str]) -> str | None:
+    """Return the option that a message names first, of those that the user wrote before the others; None of none."""
+    for names in (written, options):
+        patterns = {
+            name: rf"\b{re.escape(name)}\b|'{re.escape(str(options[name]))}'" for name in names if name in options
+        }
+        if named := {name: match.start() for name, p in patterns.items() if (match := re.search(p, message))}:
+            return min(named, key=lambda name: named[name])
+    return None
 
 
 def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:

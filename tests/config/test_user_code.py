@@ -246,13 +246,21 @@ def test_a_source_that_fails_mid_run_is_a_run_error(body, message):
         ("models.llama:Llama", "heads", True, "heads = True must be"),
         ("models.llama:Llama", "norm_eps", -1, "norm_eps = -1 must be a positive number"),
         ("models.llama:Llama", "tied", 1, "tied = 1 must be true or false"),
-        ("models.llama:Llama", "layer", 2, "Did you mean 'layers'"),
+        ("models.llama:Llama", "layer", 2, "no option 'layer'(.|\n)*try 'layers'"),
+        (
+            "models.llama:Llama",
+            "kv_heads",
+            3,
+            "not a multiple of kv_heads = 3(.|\n)*try another model.kv_heads",
+        ),
+        ("models.llama:Llama", "context", "rings", "'rings' is not one of all_gather, ring, ulysses(.|\n)*try 'ring'"),
+        ("models.gpt:GPT", "layer", 2, "no option 'layer'(.|\n)*try one of: "),
         ("models.mlp:MLP", "mlp", "x", "mlp = 'x' must be a whole number"),
         ("models.mlp:MLP", "layers", 2.0, "layers = 2.0 must be a whole number"),
     ],
 )
-def test_an_option_of_the_wrong_type(model, option, value, message):
-    one_error(lambda: trace(experiment(model=model, **{option: value})), message, "model")
+def test_a_refused_option_is_told_at_its_key(model, option, value, message):
+    one_error(lambda: trace(experiment(model=model, **{option: value})), message, f"model.{option}")
 
 
 def test_a_whole_number_may_stand_for_a_float():
