@@ -251,11 +251,11 @@ def _find_calibration(file: str, folder: Path) -> str:
 def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
     """The keys of a cluster file with those of `table` over them, and the cluster's name."""
     if not isinstance(file, str):
-        raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", '"cluster.toml"')
+        raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", 'file = "cluster.toml"')
     if "name" in table:
         raise _refused("file", file, "a cluster has either a 'name' or a 'file', not both.", "removing one of them")
     path = Path(absolute(file, folder))
-    if not path.exists():
+    if not path.exists() or path.is_dir():
         hint = "a path relative to the file that names it, or the name of a shipped cluster"
         raise _refused("file", file, f"there is no cluster file '{_relative(path)}'.", hint)
     if path.resolve() in inside:

@@ -55,6 +55,7 @@ from meshkit.config.toml import (
     did_you_mean,
     dotted,
     to_toml,
+    unknown_key,
     validate,
 )
 from meshkit.config.user_code import find_experiment
@@ -241,6 +242,9 @@ def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
 def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
     """The experiment of a document: every table checked, the mesh resolved, the rules made."""
     check_plain(document.table)
+    known = {**ExperimentTable.model_fields, **ProgramExperimentTable.model_fields}
+    for section in sorted(document.table.keys() - known):
+        raise unknown_key(known, (section,), document.table[section])
     if "program" in document.table:
         return _build_program(document)
     checked = validate(ExperimentTable, document.table)
@@ -505,7 +509,8 @@ def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch
         raise SpecError(message, key=key, value=axis, hint=did_you_mean(axis, known))
     if axis not in batch:
         message = f"{section}.axis = '{axis}' does not cut the batch (act_batch: {', '.join(batch) or 'replicated'})."
-        raise SpecError(message, key=key, value=axis, hint="an axis of act_batch")
+        hint = did_you_mean(axis, batch) if batch else f'act_batch = "{axis}" below [rules.logical]'
+        raise SpecError(message, key=key, value=axis, hint=hint)
 
 
 def _check_rounds(table: ExperimentTable) -> None:

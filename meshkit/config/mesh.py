@@ -249,7 +249,8 @@ def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
     """Ways on one link: a number, or `fill`."""
     if value == "fill":
         return "fill"
-    forms = 'a positive integer, "fill"' + (", or a table of nvlink and infiniband" if len(key) == 2 else "")
+    forms = 'a positive integer, "fill", or a table of nvlink and infiniband'
+    forms = forms if len(key) == 2 else 'a positive integer or "fill"'
     if isinstance(value, bool) or not isinstance(value, int):
         raise SpecError(
             f"{'.'.join(key)} must be {forms}; not {kind(value)}.", key=key, value=value, hint=f"{key[-1]} = 2"

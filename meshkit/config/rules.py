@@ -24,6 +24,7 @@ Spec = tuple[Axes, ...]
 
 KINDS = ("parameters", "activations", "compute", "gradients", "optimizer")
 _REPLICATED = "replicated"
+_SPEC = 'spec = ["fsdp", "replicated"]'
 _TABLES = ("logical", "compute", "gradients", "optimizer")
 
 _BATCH = ("data", "fsdp")
@@ -305,7 +306,7 @@ def _axes(key: tuple[str, ...], value: Any) -> Axes:
             f"{'.'.join(key)} must be a mesh axis or a list of them; not {kind(value)}.",
             key=key,
             value=value,
-            hint=f'{key[-1]} = "fsdp", ["data", "fsdp"], or "{_REPLICATED}"',
+            hint=_SPEC if key[-1] == "spec" else f'{key[-1]} = "fsdp", ["data", "fsdp"], or "{_REPLICATED}"',
         )
     for name in names:
         if names.count(name) > 1:
@@ -327,7 +328,7 @@ def _parse_override(index: int, path: Any, spec: Any) -> tuple[str, Spec]:
             f"{'.'.join(key)}.spec must be a list with an entry for each dim; not {kind(spec)}.",
             key=(*key, "spec"),
             value=spec,
-            hint='spec = ["fsdp", "replicated"]',
+            hint=_SPEC,
         )
     parsed = tuple(_axes((*key, "spec"), entry) for entry in spec)
     twice = _first_repeated(parsed)

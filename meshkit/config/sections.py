@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from meshkit.config.rules import from_pairs
-from meshkit.config.toml import FUNCTION_PATTERN, NAME_PATTERN, TomlTable, kind, show
+from meshkit.config.toml import (
+    FUNCTION_PATTERN,
+    NAME_PATTERN,
+    SpecError,
+    TomlTable,
+    dotted,
+    kind,
+    show,
+    unknown_key,
+)
 
 # The XLA options that name a profile or a table of collectives to schedule by; what `train.pgle` says instead of them.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -68,6 +77,7 @@ _MIX_SCHEMA = {
     "required": ["offload"],
     "additionalProperties": False,
 }
+_REMAT = ("train", "remat")
 _REMAT_SCHEMA = {"anyOf": [_NAME_SCHEMA, _NAMES_SCHEMA, _MIX_SCHEMA]}
 _OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
 
@@ -102,14 +112,21 @@ def _check_names(names: Sequence[Any]) -> None:
 
 def _mix(value: Mapping[str, Any]) -> RematMix:
     """The table form of `train.remat`."""
-    if unknown := [key for key in value if key not in ("keep", "offload")]:
-        raise ValueError(f"holds the key '{unknown[0]}', and may have keep and offload")
+    for key in value:
+        if key not in _MIX_SCHEMA["properties"]:
+            raise unknown_key(_MIX_SCHEMA["properties"], (*_REMAT, key), value[key])
     keep, offload = value.get("keep", []), value.get("offload", [])
-    for names in (keep, offload):
-        if not isinstance(names, list | tuple):
-            raise ValueError(f"has two lists of names, keep and offload, and one is {kind(names)}")
+    for key, names in (("keep", keep), ("offload", offload)):
+        try:
+            if not isinstance(names, list | tuple):
+                raise ValueError(f"must be a list of names, not {kind(names)}")
+            _check_names(names)
+        except ValueError as error:
+            message, hint = f"{dotted((*_REMAT, key))} {error}.", f'{key} = ["gate"]'
+            raise SpecError(message, key=(*_REMAT, key), value=names, hint=hint) from None
     if not offload:
-        raise ValueError(f"offloads nothing: what only keeps is a list, {show(keep)}")
+        message = f"train.remat.offload names nothing: what only keeps is a list, remat = {show(keep)}."
+        raise SpecError(message, key=(*_REMAT, "offload"), hint='offload = ["gate"]')
     _check_names([*keep, *offload])
     return RematMix(tuple(keep), tuple(offload))
 
@@ -144,8 +161,10 @@ Remat = Annotated[str | tuple[str, ...] | RematMix, PlainValidator(_policy_or_na
 class ClusterTable(TomlTable):
     """The machines: every key of a cluster file."""
 
-    name: str | None = Field(default=None, description="a shipped cluster that the other keys override, or a label")
-    gpu: str = Field(description="a GPU of the catalog")
+    name: str | None = Field(
+        default=None, examples=["dgx_h100"], description="a shipped cluster that the other keys override, or a label"
+    )
+    gpu: str = Field(examples=["h100_sxm"], description="a GPU of the catalog")
     hosts: Count = Field(default=1, description="machines")
     gpus_per_host: Count = Field(description='GPUs of a machine; virtual devices with gpu = "cpu"')
     nvlink_domain_size: Count | None = Field(
@@ -158,7 +177,7 @@ class ClusterTable(TomlTable):
         description="the fabric inside a domain; shared_memory: through host memory, where GPUs lack peer access",
     )
     nvlink_taper: Fraction = Field(default=1.0, description="scale-up bandwidth beyond the host, relative to inside it")
-    nic: str | None = Field(default=None, description="a NIC of the catalog")
+    nic: str | None = Field(default=None, examples=["ib_ndr"], description="a NIC of the catalog")
     nics_per_host: Count | None = Field(default=None, description="ports of a machine; default one per GPU")
     fabric: Literal["infiniband", "roce", "ethernet"] | None = Field(
         default=None, description="what the ports speak; default as the NIC is named"
@@ -179,7 +198,9 @@ class ClusterTable(TomlTable):
         default=None, description="between a GPU and its CPU, of the catalog: pcie, ...; default as the GPU comes"
     )
     gpu_spread: Annotated[float, Field(ge=0, le=0.15)] | None = Field(
-        default=None, description="standard deviation of the GPUs' compute rates; default as in published fleets"
+        default=None,
+        examples=[0.02],
+        description="standard deviation of the GPUs' compute rates; default as in published fleets",
     )
 
 
@@ -188,14 +209,17 @@ class OverrideTable(TomlTable):
 
     path: Text = Field(description="parameter path; ** is any depth, * one segment")
     spec: Annotated[Any, WithJsonSchema({"type": "array", "items": _RULE_SCHEMA})] = Field(
-        description='a mesh axis, a list of them, or "replicated" for each dim'
+        examples=[["fsdp", "replicated"]],
+        description='a mesh axis, a list of them, or "replicated" for each dim',
     )
 
 
 class RulesTable(TomlTable):
     """Which mesh axes shard which logical axes."""
 
-    preset: str | None = Field(default=None, description="a named table of rules, which what follows overrides")
+    preset: str | None = Field(
+        default=None, examples=["fsdp"], description="a named table of rules, which what follows overrides"
+    )
     logical: Annotated[dict[str, RuleValue], BeforeValidator(lambda v: from_pairs(v, ("rules", "logical")))] = Field(
         default={}, description="logical axis = mesh axis, or a list of them"
     )
@@ -209,7 +233,9 @@ class RulesTable(TomlTable):
     )
     optimizer: dict[str, RuleValue] = Field(default={}, description="overrides logical for optimizer state")
     override: list[OverrideTable] = Field(
-        default=[], description="rules by parameter path; the first match wins over logical axes"
+        default=[],
+        examples=[[{"path": "**/kernel", "spec": ["fsdp", "replicated"]}]],
+        description="rules by parameter path; the first match wins over logical axes",
     )
     auto: AutoTable | None = Field(default=None, description="a rule for parameters without dim names")
 
@@ -217,7 +243,7 @@ class RulesTable(TomlTable):
 class AutoTable(TomlTable):
     """A rule for parameters without dim names: the largest dim that the axes divide is cut, small arrays stay whole."""
 
-    axis: RuleValue = Field(description="a mesh axis, or a list of them")
+    axis: RuleValue = Field(examples=["fsdp"], description="a mesh axis, or a list of them")
     min_bytes: Natural = Field(default=2**20, description="smaller arrays stay whole; bytes of the global array")
 
 
@@ -263,6 +289,7 @@ class TrainTable(ProgramTrainTable):
     reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
     remat: Remat = Field(
         default="none",
+        examples=["full", ["gate", "up"], {"keep": ["key"], "offload": ["gate"]}],
         description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps, "
         "or { keep = [names], offload = [names] }, those that wait in host memory",
     )
@@ -294,7 +321,9 @@ class TrainTable(ProgramTrainTable):
         default=None, description="pkg.mod:fn, (record) -> None, called with every logged step in a thread of its own"
     )
     hooks: list[Function] = Field(
-        default=[], description="pkg.mod:name of meshkit.Hooks, functions that are called every so many steps"
+        default=[],
+        examples=[["package.module:name"]],
+        description="pkg.mod:name of meshkit.Hooks, functions that are called every so many steps",
     )
     tensorboard: bool = Field(default=False, description="metrics to TensorBoard as well, in tensorboard/ of the run")
 
@@ -358,10 +387,11 @@ class ProfileTable(TomlTable):
     """Which steps are captured."""
 
     steps: Annotated[list[Natural], Field(min_length=2, max_length=2), AfterValidator(tuple)] | None = Field(
-        default=None, description="first and last step that are captured"
+        default=None, examples=[[1, 3]], description="first and last step that are captured"
     )
     processes: Processes | None = Field(
         default=None,
+        examples=[4, [0, 8]],
         description="which processes capture: a number of them, evenly over the job, or a list; default all",
     )
     every: Natural = Field(
@@ -374,7 +404,7 @@ class ProfileTable(TomlTable):
 class LocalSgdTable(TomlTable):
     """Local SGD (DiLoCo): replicas step on their own and meet every few steps through an outer optimizer."""
 
-    axis: SectionAxis = Field(description="the mesh axis whose replicas step on their own")
+    axis: SectionAxis = Field(examples=["data"], description="the mesh axis whose replicas step on their own")
     every: Count = Field(default=1, description="steps between two meetings")
     learning_rate: Positive = Field(default=0.7, description="of the outer optimizer")
     momentum: Decay = Field(default=0.9, description="of the outer optimizer")
@@ -387,7 +417,9 @@ class LocalSgdTable(TomlTable):
 class CompressionTable(TomlTable):
     """Gradients travel over one axis in fewer bits."""
 
-    axis: SectionAxis = Field(description="the mesh axis over which gradients are reduced compressed")
+    axis: SectionAxis = Field(
+        examples=["data"], description="the mesh axis over which gradients are reduced compressed"
+    )
     dtype: Literal["bf16", "fp8", "int8"] = Field(default="bf16", description="on the wire")
     error_feedback: bool = Field(default=True, description="whether what rounding lost is added to the next step")
 
@@ -395,7 +427,7 @@ class CompressionTable(TomlTable):
 class PipelineTable(TomlTable):
     """Pipeline parallelism: the layers are cut into stages over one mesh axis."""
 
-    axis: SectionAxis = Field(description="the mesh axis whose GPUs are the stages")
+    axis: SectionAxis = Field(examples=["pipeline"], description="the mesh axis whose GPUs are the stages")
     microbatches: Count = Field(description="into which a step's batch is cut; the more, the smaller the bubble")
     schedule: Literal["1f1b", "interleaved_1f1b"] = Field(
         default="1f1b", description="who does what when; interleaved_1f1b has virtual stages"
@@ -411,7 +443,9 @@ class PipelineTable(TomlTable):
         description="vocab_parallel: embedding and output head are cut over the stages; replicated: whole on each",
     )
     layout: Text | None = Field(
-        default=None, description='layers of each virtual stage, as "7|8*14|7"; default as even as they go'
+        default=None,
+        examples=["7|8*14|7"],
+        description='layers of each virtual stage, as "7|8*14|7"; default as even as they go',
     )
 
 
@@ -426,7 +460,9 @@ class AllowTable(TomlTable):
 class LintTable(TomlTable):
     """What the lint shall not report."""
 
-    allow: list[AllowTable] = Field(default=[], description="findings that are meant")
+    allow: list[AllowTable] = Field(
+        default=[], examples=[[{"code": "idle_axis", "reason": "..."}]], description="findings that are meant"
+    )
 
 
 class ProgramTable(TomlTable):
@@ -441,7 +477,7 @@ class ProgramExperimentTable(TomlTable):
 
     name: Name | None = Field(default=None, description="default the file's name")
     cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
-        description="the machines: a shipped name, a path, or a table"
+        examples=["dgx_h100"], description="the machines: a shipped name, a path, or a table"
     )
     mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
     program: ProgramTable = Field(description="the training step")
@@ -457,7 +493,7 @@ class ExperimentTable(TomlTable):
 
     name: Name | None = Field(default=None, description="default the file's name")
     cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
-        description="the machines: a shipped name, a path, or a table"
+        examples=["dgx_h100"], description="the machines: a shipped name, a path, or a table"
     )
     model: ModelTable = Field(description="the model")
     mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")

@@ -27,6 +27,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from meshkit.errors import ConfigError
 
@@ -46,13 +47,12 @@ _LONGEST_VALUE = 400  # of a longer one the beginning
 _DEEPEST_KEY = 64  # of a longer dotted key only the first parts are positions: nobody asks for the others
 FUNCTION_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 NAME_PATTERN = r"^[A-Za-z_][\w-]*$"
+_FORMS = {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}
 _MISSING = object()
 _LONGEST_SHOWN = 60
 _LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
 _DEEPEST_TABLE = 16
-_EXAMPLES = {  # of values that a validator of ours refuses
-    "train.remat": 'remat = "full", remat = ["gate", "up"], or remat = { keep = ["key"], offload = ["gate"] }'
-}
+_BY_TYPE = {"int": 8, "float": 1.0, "bool": True}  # of keys that declare neither an example nor a default
 _QUOTED = {"an integer": r"-?\d+", "a number": r"-?\d+(\.\d+)?(e-?\d+)?", "true or false": "true|false"}
 _WANTED = {
     "int": "an integer",
@@ -518,27 +518,33 @@ def _translate(model: type[TomlTable], table: Mapping[str, Any], error: Validati
     path = tuple(str(part) for part in problem["loc"])
     owner = model.table_at(path[:-1])
     if problem["type"] == "extra_forbidden":
-        return _unknown(owner, path, within, problem["input"])
+        return unknown_key(owner.fields_by_key(), (*within, *path), problem["input"])
     if problem["type"] == "missing":
-        return _missing(path, within, is_table=model.table_at(path) is not owner)
-    message, hint = _wrong_value((*within, *path), problem)
-    return SpecError(message, key=(*within, *path), value=problem["input"], hint=hint)
+        is_table = model.table_at(path) is not owner or path == ("mesh",)
+        return _missing(path, within, owner.fields_by_key()[path[-1]], is_table=is_table)
+    while path[-1].isdigit():  # an entry: its list has the example
+        path = path[:-1]
+    field = model.table_at(path[:-1]).fields_by_key().get(path[-1])
+    key = (*within, *(str(part) for part in problem["loc"]))
+    message, hint = _wrong_value(key, problem, _examples(path[-1], field))
+    return SpecError(message, key=key, value=problem["input"], hint=hint)
 
 
-def _unknown(owner: type[TomlTable], path: Key, within: Key, value: Any) -> SpecError:
-    """An error: a key that the table does not have, with the one that was probably meant."""
+def unknown_key(known: Iterable[str], key: Key, value: Any) -> SpecError:
+    """An error: a key that its table does not have, with the one that was probably meant."""
     return SpecError(
-        f"unknown key '{path[-1]}' in {_section((*within, *path[:-1]))}.",
-        key=(*within, *path),
+        f"unknown key '{key[-1]}' in {_section(key[:-1])}.",
+        key=key,
         value=value,
-        hint=did_you_mean(path[-1], owner.fields_by_key(), what="one of its keys"),
+        hint=did_you_mean(key[-1], known, what="one of its keys"),
     )
 
 
-def _missing(path: Key, within: Key, *, is_table: bool) -> SpecError:
+def _missing(path: Key, within: Key, field: FieldInfo, *, is_table: bool) -> SpecError:
     """An error: a key that the table needs, or a table below it."""
     section, whole = (*within, *path[:-1]), dotted((*within, *path))
-    line = f"a line {path[-1]} = ..." + (f" below [{dotted(section)}]" if section else " at the top of the file")
+    where = f"below [{dotted(section)}]" if section else "at the top of the file"
+    line = f"a line {_examples(path[-1], field)} {where}"
     return SpecError(
         f"{_section(section)} has no '{path[-1]}', which it needs.",
         key=section,
@@ -546,46 +552,55 @@ def _missing(path: Key, within: Key, *, is_table: bool) -> SpecError:
     )
 
 
-def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
-    """Message and hint for a value of the wrong type, out of range or of the wrong form."""
+def _wrong_value(key: Key, problem: Any, example: str) -> tuple[str, str]:
+    """Message and hint for a value of the wrong type, out of range or of the wrong form; `example` is a right line."""
     name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
     if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
         wanted = _WANTED.get(code.removesuffix("_type"), "another type")
-        return f"{name} must be {wanted}, not {kind(given)}.", _example(name, wanted, given)
+        return f"{name} must be {wanted}, not {kind(given)}.", _of_type(key, wanted, given, example)
     if code == "literal_error":
         choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         return f"{name} must be one of {', '.join(choices)}; not {show(given)}.", did_you_mean(str(given), choices)
     for bound, words in (("gt", "greater than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
         if bound in context:
-            return f"{name} must be {words} {context[bound]}, not {show(given)}.", f"{name} {words} {context[bound]}"
+            limit = f"{words} {context[bound]:.15g}"
+            return f"{name} must be {limit}, not {show(given)}.", f"{example}, or another value {limit}"
     if code in ("too_short", "too_long"):
-        return f"{name} must have {_length(context)} entries, not {len(given)}.", f"{_length(context)} entries"
+        entries = f"{context.get('min_length') or context.get('max_length')} entries"
+        return f"{name} must have {entries}, not {len(given)}.", f"{entries}: {example}"
+    if code == "string_too_short":
+        return f"{name} is an empty string.", example
     if code == "value_error":
-        return f"{name} {context['error']}.", _EXAMPLES.get(name, "the form that the message describes")
+        return f"{name} {context['error']}.", example
     if code == "string_pattern_mismatch":
-        return f"{name} is {show(given)}, which has not the form it needs.", f"text like {_pattern(context)}"
-    return f"{name}: {problem['msg']}.", "a value of the right form"
+        return f"{name} is {show(given)}, which has not the form it needs.", example
+    return f"{name}: {problem['msg']}.", example
 
 
-def _pattern(context: Mapping[str, Any]) -> str:
-    """What a text of that pattern looks like."""
-    return {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}.get(
-        context["pattern"], str(context["pattern"])
-    )
+def _examples(name: str, field: FieldInfo | None) -> str:
+    """Lines with values that a key may have: its examples, its default, the form of its text, or one of its type."""
+    if field is None:
+        return f"{name} = ..."
+    found = field.examples or ([field.default] if field.default not in (None, PydanticUndefined, []) else [])
+    about = ""
+    if not found:
+        declared = f"{field.annotation} {field.metadata}"
+        form = next((form for pattern, form in _FORMS.items() if repr(pattern) in declared), "...")
+        typed = re.search(r"\b(int|float|bool)\b", declared)
+        found = [_BY_TYPE[typed[1]] if typed else form]
+        about = f" ({field.description})"
+    lines = [f"{key_text(name)} = {inline(value)}{about}" for value in found]
+    return " or ".join(lines)
 
 
-def _length(context: Mapping[str, Any]) -> int:
-    """How many entries a list must have."""
-    return context.get("min_length") or context.get("max_length") or 0
-
-
-def _example(name: str, wanted: str, given: Any) -> str:
-    """A line with a value of the right type: the given one, where only its quotes are wrong."""
-    short = name.rsplit(".", 1)[-1]
+def _of_type(key: Key, wanted: str, given: Any, example: str) -> str:
+    """A value of the right type: the given one, where only its quotes are wrong."""
     if isinstance(given, str) and re.fullmatch(_QUOTED.get(wanted, "(?!)"), given):
-        return f"{short} = {given}, without quotes"
-    example = {"an integer": "1", "a number": "1.0", "a string": '"text"', "true or false": "true", "a list": "[0, 1]"}
-    return f"{short} = {example[wanted]}" if wanted in example else f"{wanted} for {short}"
+        return f"{key[-1]} = {given}, without quotes"
+    if wanted == "a table":
+        section = f"[[{dotted(key[:-1])}]]" if key[-1].isdigit() else f"[{dotted(key)}]"
+        return f"a section {section} with its keys below it"
+    return f"{wanted}{' without quotes' if isinstance(given, str) and wanted != 'a list' else ''}, such as {example}"
 
 
 def _section(key: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = 
             raise SpecError(f"'{name}' is no XLA option.", key=key, value=value, hint=hint)
         if not isinstance(value, bool | int | float | str):
             message = f"xla.{name} must be a string, a number, true or false."
-            raise SpecError(message, key=key, value=value, hint="one plain value")
+            raise SpecError(message, key=key, value=value, hint=f"{key_text(name)} = true, or a number")
         if isinstance(value, str) and name not in ENUMS | TEXTS and name not in by_command:
             message = (
                 f"xla.{name} is a text that could name a file or a program, and an experiment file may set no such "

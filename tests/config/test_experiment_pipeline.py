@@ -68,7 +68,7 @@ def test_a_resolved_file_loads_back_equal(path, tmp_path):
         (["rules.gradients.embed=data"], "reduces gradients over data once a step", "no rule for it"),
         (["local_sgd.axis=data"], "[local_sgd] has nothing to work on", "one of the two sections"),
         (["compression.axis=data"], "[compression] has nothing to work on", "one of the two sections"),
-        (["compression.axis=pipeline"], "'pipeline' does not cut the batch", "an axis of act_batch"),
+        (["compression.axis=pipeline"], "'pipeline' does not cut the batch", "one of: data"),
         (["pipeline.schedule=gpipe"], "pipeline.schedule must be one of 1f1b, interleaved_1f1b", "interleaved_1f1b"),
         (["pipeline.stages=4"], "unknown key 'stages' in [pipeline]", "'virtual_stages'"),
     ],

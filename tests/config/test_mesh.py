@@ -275,7 +275,7 @@ def test_placement_from_a_shape():
         ({"a": {}}, "axis 'a' names no link.", None),
         ({"a": {"nvlnk": 2}}, "axis 'a' has no link 'nvlnk'.", "'nvlink'"),
         ({"a": 0}, 'mesh.a must be a positive integer, "fill", or a table of nvlink and infiniband; not 0.', None),
-        ({"a": {"nvlink": -2}}, 'mesh.a.nvlink must be a positive integer, "fill"; not -2.', None),
+        ({"a": {"nvlink": -2}}, 'mesh.a.nvlink must be a positive integer or "fill"; not -2.', None),
         (
             {"a": True},
             'mesh.a must be a positive integer, "fill", or a table of nvlink and infiniband; not the boolean true.',
