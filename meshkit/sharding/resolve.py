@@ -155,9 +155,10 @@ def placements(
 
 def unmatched_overrides(rules: ShardingRules, placed: Sequence[Placed]) -> list[tuple[str, str | None]]:
     """Return the path patterns of the rules that match no array, each with the path probably meant, or None."""
-    paths = sorted({path for p in placed for path in (p.model_path, p.path) if path})
+    paths = {path for p in placed for path in (p.model_path, p.path) if path}
     unmatched = [glob for glob, _ in rules.overrides if not any(path_matches(glob, path) for path in paths)]
-    return [(glob, next(iter(get_close_matches(glob, paths, n=1, cutoff=0.5)), None)) for glob in unmatched]
+    known = sorted({p.model_path or p.path for p in placed})
+    return [(glob, next(iter(get_close_matches(glob, known, n=1, cutoff=0.5)), None)) for glob in unmatched]
 
 
 def placements_by_state(
@@ -339,8 +340,31 @@ def _place_all(
     if within is not None:
         names = [within.get(name, name) for name in names]
     elif rules.overrides:
-        names = paths_within_model(leaves, kind)
+        names = _overridden_paths(leaves, paths_within_model(leaves, kind), rules, kind)
     return [_place(path, leaf, mesh, rules, kind, whole_of, name) for (path, leaf), name in zip(leaves, names)]
+
+
+def _overridden_paths(
+    leaves: Sequence[tuple[tuple, Any]], names: Sequence[str], rules: ShardingRules, kind: str
+) -> list[str]:
+    """Return the paths within the model, and for a statistic that no override names the path of its parameter.
+
+    So `params/wi` places the moments of a TrainState too. Of several parameters of one path within the model, the
+    nearest to the statistic is its own.
+    """
+    parameters: dict[str, list[str]] = {}
+    for (path, leaf), name in zip(leaves, names):
+        if not is_statistic(path, leaf, kind):
+            parameters.setdefault(name, []).append(path_name(path))
+
+    def one(path: str, name: str) -> str:
+        if rules.override_for(path, name) is not None:
+            return name
+        alike = lambda other: _common_end(path.split("/")[::-1], other.split("/")[::-1])
+        near = sorted(parameters.get(name, ()), key=alike, reverse=True)
+        return next((other for other in near if rules.override_for(other) is not None), name)
+
+    return [one(path_name(path), name) for (path, _), name in zip(leaves, names)]
 
 
 def paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str = "parameters") -> list[str]:

@@ -76,10 +76,20 @@ def test_a_train_state_of_linen(mesh):
         params = Dense().init(jax.random.key(0), jnp.zeros((2, 8)))["params"]
         return TrainState.create(apply_fn=Dense().apply, params=params, tx=optax.adam(1e-3))
 
-    rules = mk.ShardingRules({}, overrides=[("up/kernel", (None, "tensor"))])
-    state = mk.abstract(make, mesh, rules)
-    assert state.params["up"]["kernel"].sharding.spec == WI
-    assert state.opt_state[0].mu["up"]["kernel"].sharding.spec == WI
+    for glob in ("up/kernel", "params/up/kernel", "params/**/kernel"):
+        state = mk.abstract(make, mesh, mk.ShardingRules({}, overrides=[(glob, (None, "tensor"))]))
+        assert state.params["up"]["kernel"].sharding.spec == WI
+        assert state.opt_state[0].mu["up"]["kernel"].sharding.spec == WI
+
+
+def test_moments_follow_the_override_of_the_nearest_parameter(mesh):
+    def network():
+        params = {"wi": jnp.zeros((8, 16))}
+        return {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+
+    rules = mk.ShardingRules({}, overrides=[("one/params/wi", (None, "tensor")), ("other/params/wi", ("tensor", None))])
+    state = mk.abstract(lambda: {"one": network(), "other": network()}, mesh, rules)
+    assert [state[k]["opt_state"][0].mu["wi"].sharding.spec for k in ("one", "other")] == [WI, WO]
 
 
 def test_the_whole_path_still_matches_and_the_first_match_wins(mesh):
@@ -96,6 +106,12 @@ def test_an_override_that_matches_nothing_warns_and_proposes_a_path(mesh):
         mk.shard_model(made, mesh, rules)
     with pytest.warns(UserWarning, match="'inner/w0' matches none"):
         mk.shardings(nnx.state(made()[0]), mesh, rules)
+
+
+def test_a_proposed_path_is_one_within_the_model(mesh):
+    rules = mk.ShardingRules({}, overrides=[("1/inner/wo", (None, "tensor"))], strict=True)
+    with pytest.raises(mk.ConfigError, match=r"'1/inner/wo' matches none of these(.|\n)*try .inner/wo"):
+        mk.shard_model(made, mesh, rules)
 
 
 def test_strict_rules_stop_at_an_override_that_matches_nothing(mesh):
