@@ -1,13 +1,12 @@
 """A mistake at every key of an experiment file, by a seed: what `load` says of it, where, and whether its remedy helps.
 
-schema -> keys -> a file with one mistake -> load -> message, place, remedy -> the file mended by it -> load
+schema -> keys -> a right file -> one mistake in it -> load -> place, message, remedy -> the file after it -> load
 
 python -m benchmarks.attack.mistakes [SEED]
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 import re
@@ -15,42 +14,43 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshkit.config.experiment import experiment_json_schema, load_any
 from meshkit.config.toml import Key, dotted, to_toml
 from meshkit.errors import ConfigError
 
 SCHEMA = experiment_json_schema()
-VALUES: tuple[Any, ...] = ("two hundred", "", "4", -1, 0, 2.5, 10**12, True, [], ["x", 3], {}, {"nvlink": -1})
-FILE = tomllib.loads("""
+WRONG: tuple[Any, ...] = ("two hundred", "", "4", -1, 0, 2.5, 10**12, True, [], ["x", 3], {}, {"nvlink": -1})
+BASE = tomllib.loads("""
     cluster = { gpu = "h100_sxm", gpus_per_host = 8, nic = "ib_ndr" }
-    mesh = { data = 2, fsdp = 2, pipeline = 2 }
+    mesh = { data = 1, fsdp = 4, pipeline = 2 }
     model = { class = "models.llama:Llama" }
-    rules = { logical = { act_batch = "data" }, override = [{ path = "**/kernel", spec = ["fsdp"] }] }
+    rules = { logical = { act_batch = "data" } }
     train = { global_batch = 16 }
-    local_sgd = { axis = "data" }
-    compression = { axis = "data" }
-    pipeline = { axis = "pipeline", microbatches = 4 }
-    lint = { allow = [{ code = "idle_axis", reason = "meant" }] }
-    program = { make = "my_steps:make" }
-""")  # tables with what they need; a file has those of BASE, and the one that is about the key
-BASE = ("cluster", "model", "mesh", "rules", "train")
-ENTRIES = {"mesh": "data", "xla": "xla_gpu_enable_triton_gemm"}  # names in tables that are free
-VALID = {"rules.auto": {"axis": "fsdp"}, "train.remat": {"offload": ["up"]}, "cluster.file": "cluster.toml"}
+""")
+RIGHT: dict[str, Any] = {  # what is right where the schema declares neither a default nor an example
+    "": BASE, **BASE,
+    "cluster.nvlink_domain_size": 8, "cluster.gpus_used_per_domain": 8, "cluster.fabric": "infiniband",
+    "cluster.calibration": "cluster.toml", "cluster.cpu_link": "pcie", "cluster.file": "cluster.toml",
+    "rules.override.0": {"path": "**/kernel", "spec": ["fsdp"]}, "rules.auto": {"axis": "fsdp"},
+    "train.remat": {"offload": ["up"]}, "train.remat.offload": ["up"], "train.loss": "mine:loss",
+    "train.metrics": "mine:show", "optimizer.class": "optax:lion", "local_sgd": {"axis": "data"},
+    "compression": {"axis": "data"}, "pipeline": {"axis": "pipeline", "microbatches": 4},
+    "lint.allow.0": {"code": "idle_axis", "reason": "meant"}, "program": {"make": "mine:make"},
+    **{f"rules.{kind}.embed": "fsdp" for kind in ("logical", "compute", "gradients", "optimizer")},
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Told:
-    """What `load` says of a mistake: `mended`, whether the file with the remedy loads or stops at another key."""
+class Told(NamedTuple):
+    """What `load` says of a mistake; `fault` is empty where it is said at its key, with a remedy that helps."""
 
     at: str
     message: str
     remedy: str
-    at_key: bool
-    mended: bool
+    fault: str
 
 
 def forms(node: Any) -> Iterator[dict[str, Any]]:
@@ -64,10 +64,10 @@ def forms(node: Any) -> Iterator[dict[str, Any]]:
 def keys(node: Any = SCHEMA, path: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Every key with its node of the schema; of lists the first entry, of free tables one."""
     for form in forms(node):
-        below = dict(form.get("properties", {}))
-        below |= {"0": form["items"]} if "items" in form else {}
+        below = {**form.get("properties", {}), **({"0": form["items"]} if "items" in form else {})}
         if isinstance(form.get("additionalProperties"), dict):
-            below[ENTRIES.get(path[-1], "embed")] = form["additionalProperties"]
+            name = {"mesh": "data", "xla": "xla_gpu_enable_triton_gemm"}.get(path[-1], "embed")
+            below[name] = form["additionalProperties"]
         for key, inner in below.items():
             yield (*path, key), inner
             yield from keys(inner, (*path, key))
@@ -76,32 +76,58 @@ def keys(node: Any = SCHEMA, path: Key = ()) -> Iterator[tuple[Key, Any]]:
 NODES = dict(keys())
 
 
-def good(key: Key) -> Any:
+def right(key: Key) -> Any:
     """A value that a key may have."""
-    at: Any = FILE
-    for part in key:
-        at = at[0] if isinstance(at, list) else at.get(part) if isinstance(at, dict) else None
-    found = list(forms(NODES[key]))
+    held, found = RIGHT.get(dotted(key[:-1])), list(forms(NODES[key]))
     declared = (form.get("default") or form.get("examples", [None])[0] for form in found)
     empty = {"object": {}, "array": [], "string": "a_b", "boolean": True}
-    values = [at, VALID.get(dotted(key)), *declared, *(empty.get(str(form.get("type"))) for form in found), 1]
+    values = [RIGHT.get(dotted(key)), held.get(key[-1]) if isinstance(held, dict) else None, *declared]
+    values += [*(empty.get(str(form.get("type"))) for form in found), 1]
     return copy.deepcopy(next(value for value in values if value is not None))
 
 
 def lay(document: dict[str, Any], key: Key, value: Any) -> dict[str, Any]:
-    """The document with a value at a key; tables on the way to it hold what they need."""
+    """The document with a value at a key, or without it for None; tables made on the way hold what they need."""
     document = copy.deepcopy(document)
     at: Any = document
     for depth, part in enumerate(key[:-1], 1):
-        if not isinstance(at, list) and not isinstance(at.get(part), dict | list):
-            holder = VALID.get(dotted(key[:depth])) or good(key[:depth])
-            at[part] = holder if isinstance(holder, dict | list) else {}
-        elif at == []:
-            at.append({})
+        holds = list if key[depth] == "0" else dict
+        if isinstance(at, list):
+            at[:] = at or [right(key[:depth])]
+        elif not isinstance(at.get(part), holds):
+            made = RIGHT.get(dotted(key[:depth]))
+            at[part] = copy.deepcopy(made) if isinstance(made, holds) else holds()
         index: Any = 0 if isinstance(at, list) else part
         at = at[index]
-    at[0 if isinstance(at, list) else key[-1]] = value
-    return copy.deepcopy(document)
+    last: Any = 0 if isinstance(at, list) else key[-1]
+    at[last] = copy.deepcopy(value)
+    if value is None:
+        del at[last]
+    return document
+
+
+def after(document: dict[str, Any], key: Key, remedy: str) -> Iterator[dict[str, Any]]:
+    """The document after each form of its remedy: a line of TOML, a section, a key or word that it names, or none."""
+    for line in re.finditer(r"(?:^|[ .])(\w+) = ", remedy):
+        target = key if line[1] in key else (*key, line[1])
+        rest = remedy[line.end() :]
+        for end in (len(rest), *(m.start() for m in re.finditer(", | or | below | \\(", rest))):
+            with suppress(tomllib.TOMLDecodeError):
+                value = tomllib.loads(f"value = {rest[:end]}")["value"]
+                yield lay(document, target, right(target) if "..." in str(value) else value)
+                break
+    if section := re.search(r"a section \[+([\w.]+)\]", remedy):
+        target = key if key in NODES else tuple(section[1].split("."))
+        yield lay(document, target, right(target))
+    for word in re.findall(r"[\w./-]+", remedy.partition(": ")[2] or remedy):
+        if key in NODES:
+            yield lay(document, key, int(word) if word.isdigit() else word)
+        elif (target := (*key[:-1], word)) in NODES:
+            yield lay(lay(document, key, None), target, right(target))
+    if re.search("^--set|without [^q]|leave|left out|remov", remedy):
+        yield lay(document, key, None)
+    if "a path" in remedy:
+        yield lay(document, key, right(key))
 
 
 def load_error(document: dict[str, Any], folder: Path) -> ConfigError | None:
@@ -115,87 +141,57 @@ def load_error(document: dict[str, Any], folder: Path) -> ConfigError | None:
     return None
 
 
-def key_of(error: ConfigError) -> str:
-    """The key in an error's place, without its value."""
-    return re.sub(r" = .*", "", (error.at or "").partition(": ")[2])
-
-
-def mend(document: dict[str, Any], key: Key, remedy: str) -> dict[str, Any] | None:
-    """The document after its remedy: a line of TOML, a section, a word in quotes, or the first of a list; else None."""
-    if line := re.search(r"(?:^|[ .])(\w+) = (.+)", remedy):
-        target = key if line[1] in key else (*key, line[1])
-        for end in (len(line[2]), *(m.start() for m in re.finditer(", | or | below | \\(", line[2]))):
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                value = tomllib.loads(f"value = {line[2][:end]}")["value"]
-                return lay(document, target, good(target) if "..." in str(value) else value)
-    if section := re.search(r"a section \[+([\w.]+)\]", remedy):
-        return lay(document, target := key if key in NODES else tuple(section[1].split(".")), good(target))
-    if remedy.startswith("--set"):
-        return without(document, key)
-    if remedy.startswith("a path relative"):
-        return lay(document, key, good(key))
-    if word := re.search(r"'([^']+)'|: (\w+)|^\"([^\"]+)\"$", remedy):
-        text = word[1] or word[2] or word[3]
-        if key in NODES:
-            return lay(document, key, int(text) if text.isdigit() else text)
-        return lay(without(document, key), (*key[:-1], text), good((*key[:-1], text)))
-    return without(document, key) if re.search("without|leave|left out|remov", remedy) else None
-
-
-def without(document: dict[str, Any], key: Key) -> dict[str, Any]:
-    """The document without a key."""
-    document = copy.deepcopy(document)
-    at: Any = document
-    for part in key[:-1]:
-        at = at[0 if isinstance(at, list) else part]
-    del at[0 if isinstance(at, list) else key[-1]]
-    return document
-
-
 def mistakes(seed: int) -> Iterator[Told]:
     """One mistake at every key: a value that it may not have, its name misspelt, or it is left out."""
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / VALID["cluster.file"]).write_text(to_toml(FILE["cluster"]))
-        for key in NODES:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cluster.toml").write_text(to_toml(BASE["cluster"]))
+        for key, node in NODES.items():
             if key[-1] == "0":  # an entry of a list, not a key
                 continue
-            held = ("cluster", "mesh") if key[0] == "program" else BASE
-            right = lay({name: FILE[name] for name in held}, key, good(key))
+            base = {k: BASE[k] for k in ("cluster", "mesh")} if key[0] == "program" else BASE
+            base = lay(base, ("optimizer", "class"), "optax:lion") if key[:2] == ("optimizer", "options") else base
+            file = lay(base, key, right(key))
+            if (error := load_error(file, folder)) is not None:
+                raise AssertionError(f"the file without a mistake at {dotted(key)} is wrong: {error}")
             around = list(forms(NODES[key[:-1]] if key[:-1] else SCHEMA))
-            is_table = any("properties" in form or "additionalProperties" in form for form in forms(NODES[key]))
-            tries = [(key, lay(right, key, v)) for v in VALUES if not (is_table and isinstance(v, dict))]
+            is_table = any("properties" in form or "additionalProperties" in form for form in forms(node))
+            tries = [(key, lay(file, key, value)) for value in WRONG if not (is_table and isinstance(value, dict))]
+            misspelt = lambda text: text[1::-1] + text[2:]
             if not any(form.get("additionalProperties") for form in around):
-                misspelt = (*key[:-1], key[-1][1::-1] + key[-1][2:])
-                tries += [(misspelt, lay(without(right, key), misspelt, good(key)))] * 3
+                at = (*key[:-1], misspelt(key[-1]))
+                tries += [(at, lay(lay(file, key, None), at, right(key)))] * 3
             if key[:-1] and any(key[-1] in form.get("required", ()) for form in around):
-                tries += [(key[:-1], without(right, key))] * 3
-            if isinstance(text := good(key), str):
-                tries += [(key, lay(right, key, text[1::-1] + text[2:]))] * 2
-            for at, document in chance.sample(tries, len(tries)):
-                if (error := load_error(document, Path(folder))) is not None:
-                    mended = mend(document, at, error.hint or "")
-                    left = load_error(mended, Path(folder)) if mended is not None else error
-                    place = (error.at or "").removeprefix(f"{folder}/")
-                    name = re.escape(dotted(at)) + r"(\.\d+)?"
-                    at_key = re.fullmatch(rf"experiment\.toml:\d+: ({name} = .*|\[{name}\].*)", place)
-                    filled = re.search(
-                        r"\.\.\.|its keys|without quotes|one of", error.hint or ""
-                    )  # the rest is the user's
-                    helps = left is None or key_of(left) != key_of(error) or (filled and left.message != error.message)
-                    yield Told(place, error.message, error.hint or "", at_key is not None, bool(helps))
-                    break
+                tries += [(key[:-1], lay(file, key, None))] * 3
+            if isinstance(text := right(key), str):
+                tries += [(key, lay(file, key, misspelt(text)))] * 2
+            chance.shuffle(tries)
+            at, document, error = next((*t, error) for t in tries if (error := load_error(t[1], folder)))
+            yield told(at, document, error, folder)
+
+
+def told(at: Key, document: dict[str, Any], error: ConfigError, folder: Path) -> Told:
+    """Judge what is said of a mistake at a key (or below it): after some form of the remedy the file loads, or stops
+    at another key."""
+    place = (error.at or "").removeprefix(f"{folder}/")
+    name = re.escape(dotted(at)) + r"(\.\d+)?"
+    at_key = re.fullmatch(rf"experiment\.toml:\d+: ({name} = .*|\[{name}\].*)", place)
+    left = (load_error(tried, folder) for tried in after(document, at, error.hint or ""))
+    key_of = lambda error: (error.at or "").partition(": ")[2].partition(" = ")[0]
+    helps = any(other is None or key_of(other) != key_of(error) for other in left)
+    fault = "not at its key" if not at_key else "" if helps else "does not help"
+    return Told(place, error.message, error.hint or "", fault)
 
 
 def main() -> int:
-    """Print the table; 1 where a message is not at its key or its remedy is none."""
+    """Print the table; 1 where a message is not at its key or its remedy does not help."""
     found = list(mistakes(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
-    print("| where | message | remedy | |\n|---|---|---|---|")
-    for t in found:
-        fault = "" if t.at_key and t.mended else "not at its key" if not t.at_key else "no remedy"
-        print(f"| `{t.at}` | {t.message} | {t.remedy} | {fault} |".replace("\n", " "))
-    bad = sum(not (t.at_key and t.mended) for t in found)
-    print(f"\n{len(found)} mistakes, {bad} of them not at their key or without a remedy")
+    print("| where | message | remedy | fault |\n|---|---|---|---|")
+    for row in found:
+        print(f"| `{row.at}` | {row.message} | {row.remedy} | {row.fault} |".replace("\n", " "))
+    bad = sum(bool(row.fault) for row in found)
+    print(f"\n{len(found)} mistakes, {bad} of them not at their key or without a remedy that helps")
     return int(bad > 0)
 
 

@@ -7,6 +7,7 @@ outermost first, in the same order inside a domain and across domains.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -252,10 +253,10 @@ def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
     forms = 'a positive integer, "fill", or a table of nvlink and infiniband'
     forms = forms if len(key) == 2 else 'a positive integer or "fill"'
     if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecError(
-            f"{'.'.join(key)} must be {forms}; not {kind(value)}.", key=key, value=value, hint=f"{key[-1]} = 2"
-        )
+        hint = f"{key[-1]} = {value}, without quotes" if re.fullmatch("[1-9][0-9]*", str(value)) else f"{key[-1]} = 2"
+        raise SpecError(f"{'.'.join(key)} must be {forms}; not {kind(value)}.", key=key, value=value, hint=hint)
     if not 1 <= value <= _LARGEST_FACTOR:
+        forms = f"at most {_LARGEST_FACTOR}" if value > 0 else forms
         raise SpecError(f"{'.'.join(key)} must be {forms}; not {value}.", key=key, value=value, hint=f"{key[-1]} = 1")
     return value
 

@@ -186,9 +186,13 @@ class ClusterTable(TomlTable):
     oversubscription: Annotated[float, Field(ge=1)] = Field(
         default=1.0, description="of the scale-out network; 1 = none"
     )
-    storage_bytes_per_s: Positive | None = Field(default=None, description="of checkpoints, over all hosts")
-    host_memory_bytes: Positive | None = Field(default=None, description="of a host's CPUs; default unknown")
-    price_per_gpu_hour: NonNegative | None = Field(default=None, description="in any currency")
+    storage_bytes_per_s: Positive | None = Field(
+        default=None, examples=[20e9], description="of checkpoints, over all hosts"
+    )
+    host_memory_bytes: Positive | None = Field(
+        default=None, examples=[2e12], description="of a host's CPUs; default unknown"
+    )
+    price_per_gpu_hour: NonNegative | None = Field(default=None, examples=[2.5], description="in any currency")
     calibration: str | None = Field(default=None, description="a file of `meshkit bench`")
     nvlink_switch: bool | None = Field(
         default=None,
@@ -265,7 +269,7 @@ class ProgramTrainTable(TomlTable):
 
     steps: Count = Field(default=100, description="how many")
     tokens_total: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="of the whole training, for its time and cost"
+        default=None, examples=[300 * 10**9], description="of the whole training, for its time and cost"
     )
     memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
 
@@ -274,7 +278,7 @@ class TrainTable(ProgramTrainTable):
     """The training loop."""
 
     global_batch: Count = Field(description="sequences or examples of a step, over all devices")
-    sequence_length: Count = Field(default=1, description="tokens of a sequence")
+    sequence_length: Count = Field(default=1, examples=[4096], description="tokens of a sequence")
     accumulate: Count = Field(default=1, description="micro-batches of a step")
     precision: Literal["fp32", "bf16", "fp8"] = Field(
         default="bf16",

@@ -23,9 +23,9 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -526,7 +526,7 @@ def _translate(model: type[TomlTable], table: Mapping[str, Any], error: Validati
         path = path[:-1]
     field = model.table_at(path[:-1]).fields_by_key().get(path[-1])
     key = (*within, *(str(part) for part in problem["loc"]))
-    message, hint = _wrong_value(key, problem, _examples(path[-1], field))
+    message, hint = _wrong_value(key, problem, _examples(path[-1], field), field)
     return SpecError(message, key=key, value=problem["input"], hint=hint)
 
 
@@ -552,12 +552,12 @@ def _missing(path: Key, within: Key, field: FieldInfo, *, is_table: bool) -> Spe
     )
 
 
-def _wrong_value(key: Key, problem: Any, example: str) -> tuple[str, str]:
+def _wrong_value(key: Key, problem: Any, example: str, field: FieldInfo | None) -> tuple[str, str]:
     """Message and hint for a value of the wrong type, out of range or of the wrong form; `example` is a right line."""
     name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
     if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
         wanted = _WANTED.get(code.removesuffix("_type"), "another type")
-        return f"{name} must be {wanted}, not {kind(given)}.", _of_type(key, wanted, given, example)
+        return f"{name} must be {wanted}, not {kind(given)}.", _of_type(key, wanted, given, example, field)
     if code == "literal_error":
         choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         return f"{name} must be one of {', '.join(choices)}; not {show(given)}.", did_you_mean(str(given), choices)
@@ -593,10 +593,15 @@ def _examples(name: str, field: FieldInfo | None) -> str:
     return " or ".join(lines)
 
 
-def _of_type(key: Key, wanted: str, given: Any, example: str) -> str:
+def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo | None) -> str:
     """A value of the right type: the given one, where only its quotes are wrong."""
     if isinstance(given, str) and re.fullmatch(_QUOTED.get(wanted, "(?!)"), given):
-        return f"{key[-1]} = {given}, without quotes"
+        with contextlib.suppress(tomllib.TOMLDecodeError, ValidationError):
+            bare = tomllib.loads(f"value = {given}")["value"]
+            if field and not key[-1].isdigit():
+                form: Any = Annotated
+                TypeAdapter(form[field.annotation, field]).validate_python(bare)
+            return f"{key[-1]} = {given}, without quotes"
     if wanted == "a table":
         section = f"[[{dotted(key[:-1])}]]" if key[-1].isdigit() else f"[{dotted(key)}]"
         return f"a section {section} with its keys below it"
