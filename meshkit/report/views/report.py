@@ -95,10 +95,10 @@ def _title(reports: Sequence[Report]) -> str:
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
     """Machines, meshes and what was measured: said once where the reports agree."""
     lines = list(dict.fromkeys(words.machines(r) for r in reports))
-    lines += list(dict.fromkeys(f"mesh {words.mesh_text(r)}" for r in reports if r.mesh))
+    lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.cluster, r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
         lines = [
-            f"{name}: {words.machines(r)}, mesh {words.mesh_text(r)}"
+            f"{name}: {words.machines(r)}, mesh {words.mesh_text(r.cluster, r.mesh)}"
             for name, r in zip(words.names_of([r.source for r in reports]), reports)
         ]
     if any(r.source != "plan" for r in reports):

@@ -114,7 +114,9 @@ def links_table(shown: Shown) -> Table:
     communication, groups = shown.report.communication, dict[tuple, list[int]]()
     keys = ("wire_bytes_nvlink", "wire_bytes_infiniband")
     crossed = [
-        (key, link) for key, link in zip(keys, links(shown.report)) if any(getattr(r, key) for r in communication)
+        (key, link)
+        for key, link in zip(keys, links(shown.report.cluster))
+        if any(getattr(r, key) for r in communication)
     ]
     for i, row in enumerate(communication):
         groups.setdefault((row.axes, link_text(row)), []).append(i)

@@ -14,8 +14,10 @@ from meshkit.report.compare import ComparedRow
 from meshkit.report.goodput import PHASES, goodput_part
 from meshkit.report.schema import (
     WORD,
+    ClusterPart,
     CommunicationPart,
     GoodputPart,
+    MeshAxisPart,
     Report,
     Source,
     StepPart,
@@ -161,22 +163,22 @@ def machines(report: Report) -> str:
         return gpus
     fabric = f", {c.fabric}" if c.fabric else ""
     hosts = f"{c.hosts} host{'s' if c.hosts != 1 else ''}"
-    return f"{gpus}: {hosts} x {c.gpus_per_host}, {links(report)[0]} domains of {c.nvlink_domain_size}{fabric}"
+    return f"{gpus}: {hosts} x {c.gpus_per_host}, {links(c)[0]} domains of {c.nvlink_domain_size}{fabric}"
 
 
-def links(report: Report) -> tuple[str, str]:
+def links(cluster: ClusterPart) -> tuple[str, str]:
     """Return what connects devices inside a domain, and what connects domains: `shared memory`, `ethernet`."""
-    inside, across = report.cluster.scale_up or "nvlink", report.cluster.fabric or "infiniband"
+    inside, across = cluster.scale_up or "nvlink", cluster.fabric or "infiniband"
     return inside.replace("_", " "), across
 
 
-def mesh_text(report: Report) -> str:
+def mesh_text(cluster: ClusterPart, mesh: Sequence[MeshAxisPart]) -> str:
     """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size.
 
     Axes of size 1 are left out, unless there are no others.
     """
-    parts, (inside, between) = [], links(report)
-    for axis in [axis for axis in report.mesh if axis.size != 1] or report.mesh:
+    parts, (inside, between) = [], links(cluster)
+    for axis in [axis for axis in mesh if axis.size != 1] or mesh:
         across = axis.infiniband or 1
         where = "" if across == 1 else f" ({inside} {axis.nvlink} x {between} {across})"
         where = f" ({between})" if across == axis.size and across > 1 else where
@@ -189,7 +191,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     step, window = report.step, report.window
     found = [
         ("cluster", machines(report)),
-        ("mesh", mesh_text(report)),
+        ("mesh", mesh_text(report.cluster, report.mesh)),
         ("step", step_text(report)),
         ("MFU", format_percent(step.mfu) + _utilization(report)),
         ("throughput", _throughput(report)),

@@ -208,7 +208,7 @@ class BenchReport(Part):
 def render(report: BenchReport, *, title: str | None = None, rows: bool = True) -> RenderableType:
     """The whole benchmark for `rich.print`, 80 columns; `rows = False` leaves out the single sizes."""
     measured = f"{report.date}, in {format_seconds(report.wall_s)}"
-    about = (("devices", machine(report)), ("mesh", mesh_text(report.mesh)), ("measured", measured))
+    about = (("devices", machine(report)), ("mesh", mesh_text(report.cluster, report.mesh)), ("measured", measured))
     parts: list[RenderableType] = [Text(f"{title}, bench" if title else "bench", "bold underline"), labelled(about)]
     for group in grouped(report.rows) if rows else ():
         styles = ["bold red" if row.wrong else "" for row in group]
@@ -233,7 +233,7 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
-    sub = " · ".join((machine(report), f"mesh {mesh_text(report.mesh)}", report.date))
+    sub = " · ".join((machine(report), f"mesh {mesh_text(report.cluster, report.mesh)}", report.date))
     page = Page(f"{title}: measured links" if title else "Measured links", sub)
     page.add(_cards(report), warning_panel([w.message for w in report.warnings]))
     for index, axes in enumerate(dict.fromkeys(row.axes for row in report.rows if row.axes)):

@@ -85,7 +85,7 @@ def test_the_command_stands_behind_two_dashes(capsys, tmp_path, monkeypatch):
     assert main(["launch", "slurm", "--hosts", "4", "--dry-run", "--", "python", "train.py", "--lr", "a b"]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=4" in script
-    assert "command=(env MESHKIT_OUT=runs/train python train.py --lr 'a b')" in script
+    assert """command=(env MESHKIT_OUT=runs/train "$python" train.py --lr 'a b')""" in script
     assert main(["launch", "slurm", "--dry-run", "--", "python", "train.py"]) == 2
     assert "on how many hosts" in capsys.readouterr().err
     assert main(["launch", "slurm", "--dry-run"]) == 2
