@@ -6,7 +6,6 @@ A model puts its tokens in `token_order(...)` before the first layer and its hid
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from meshkit.parallel import gathered_attention, ring_attention, ulysses_attenti
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
 from meshkit.sharding.constrain import partition_spec
+from models.options import nearest
 
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
 KV_HEAD_AXES = ("act_batch", "act_length", "act_kv_heads", None)
@@ -32,9 +32,8 @@ def check_context(context: str) -> str:
         ValueError: `causal_attention` does not know it.
     """
     if context not in CONTEXTS:
-        near = difflib.get_close_matches(context, CONTEXTS, n=1) if isinstance(context, str) else []
-        meant = f" Did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"context = {context!r} is not one of {', '.join(CONTEXTS)}.{meant}")
+        known = ", ".join(CONTEXTS)
+        raise ValueError(f"context = {context!r} is not one of {known}.{nearest(context, CONTEXTS)}")
     return context
 
 

@@ -33,8 +33,13 @@ def check_option(name: str, value, kind: str):
     return float(value) if kind in ("float", "Rate") else value
 
 
+def nearest(word: object, known: Iterable[str]) -> str:
+    """The end of an error message: the name that was probably meant, or nothing."""
+    near = difflib.get_close_matches(str(word), known, n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the name that was probably meant, or all that there are."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1)
-    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."
+    return nearest(word, names) or f" Known: {', '.join(names)}."

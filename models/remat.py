@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshkit.parallel.context import ATTENTION
 from models.layers import PROJECTION
 from models.offload import scan_offloaded
+from models.options import nearest
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # of a transformer layer, each by its own name
 LAYER_INPUT = "layer_input"
@@ -72,7 +73,8 @@ def check_remat(policy: str | Sequence[str] | Mapping[str, Sequence[str]], conte
         if policy in known:
             raise ValueError(f"remat = '{policy}' is what a list may name, not a policy: to keep it, ['{policy}'].")
         if policy not in _POLICIES:
-            raise ValueError(f"remat policy '{policy}' is not one of {', '.join(_POLICIES)}, or a list of names.")
+            all_known = f"is not one of {', '.join(_POLICIES)}, or a list of names."
+            raise ValueError(f"remat policy '{policy}' {all_known}{nearest(policy, _POLICIES)}")
         return policy
     names = tuple(policy)
     if not names or len(set(names)) < len(names) or not set(names) <= set(known):

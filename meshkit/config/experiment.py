@@ -579,11 +579,12 @@ def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
     for table in ("logical", "compute", "gradients", "optimizer"):
         for logical, axes in (getattr(rules, table) or {}).items():
             if axis in axes and logical not in ("layers", "vocab"):
+                written = table != "logical" or logical in rules.explicit
                 raise SpecError(
                     f"the pipeline's axis '{axis}' holds different layers, so it cannot cut {logical} as well.",
-                    key=("rules", table, logical),
-                    value=list(axes),
-                    hint=f"{logical} without '{axis}'",
+                    key=("rules", table, logical) if written else ("pipeline", "axis"),
+                    value=list(axes) if written else axis,
+                    hint=f"{logical} without '{axis}'" + ("" if written else ", or another axis for the pipeline"),
                 )
     batch = rules.mapping("activations").get("act_batch", ())
     for logical, axes in (rules.gradients or {}).items():
@@ -606,8 +607,8 @@ def _check_schedule(pipeline: PipelineTable, stages: int) -> None:
     if pipeline.schedule == "1f1b":
         raise SpecError(
             f"schedule '1f1b' has one virtual stage on each stage, not {chunks}.",
-            key=("pipeline", "schedule"),
-            value=pipeline.schedule,
+            key=("pipeline", "virtual_stages"),
+            value=chunks,
             hint='schedule = "interleaved_1f1b", or virtual_stages = 1',
         )
     if microbatches % stages:

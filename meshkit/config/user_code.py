@@ -115,7 +115,8 @@ def load_object(
         raise ConfigError(f"importing '{module_name}' raised {describe_error(error)}.", at=at) from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f'"{module_name}:{near[0]}"' if near else None
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module_name and n[0] != "_"]
+        hint = " or ".join(f'"{module_name}:{found}"' for found in near or sorted(own)[:5]) or None
         raise ConfigError(f"module '{module_name}' has no '{attribute}'.", at=at, hint=hint)
     found = getattr(module, attribute)
     defined = defined_in(found)

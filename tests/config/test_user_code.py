@@ -110,6 +110,7 @@ def test_a_module_that_cannot_be_imported(write, source, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("class Network(nnx.Module): pass", "'own' has no 'Model'(.|\n)*own:Network"),
         ("Model = 3", "own:Model is an int, not a class"),
         ("def Model(*, rngs): return 3", "own:Model is not a model, nor a function that says that it returns one"),
         ("def Model(*, rngs) -> int: return 3", "own:Model is not a model, nor a function that says"),
@@ -254,6 +255,7 @@ def test_a_source_that_fails_mid_run_is_a_run_error(body, message):
             "not a multiple of kv_heads = 3(.|\n)*try another model.kv_heads",
         ),
         ("models.llama:Llama", "context", "rings", "'rings' is not one of all_gather, ring, ulysses(.|\n)*try 'ring'"),
+        ("models.llama:Llama", "remat", "ful", "'ful' is not one of none, full, dots(.|\n)*try 'full'"),
         ("models.gpt:GPT", "layer", 2, "no option 'layer'(.|\n)*try one of: "),
         ("models.mlp:MLP", "mlp", "x", "mlp = 'x' must be a whole number"),
         ("models.mlp:MLP", "layers", 2.0, "layers = 2.0 must be a whole number"),
