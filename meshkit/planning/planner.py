@@ -27,7 +27,7 @@ from meshkit.config.experiment import Experiment, ProgramExperiment
 from meshkit.config.places import describe_error, line_within
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, MeshkitError, check_kinds
-from meshkit.hlo.instructions import InstructionInfo, read_instructions
+from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, drift_findings, rematerialization_findings
 from meshkit.planning.resolved import examine_experiment, examine_program, make_program, make_train_step
@@ -61,7 +61,7 @@ class Plan:
     compiled: CompiledProgram  # its memory and its compile times
     schedule: Schedule  # the program as read
     facts: StepFacts
-    instructions: Mapping[str, InstructionInfo]  # what each of the program's is
+    planned: Planned  # what the report's verdict is made from
     examined: Examined | None = None  # what was checked, of an experiment's own step
     lint: Lint | None = None  # what that found
 
@@ -306,7 +306,7 @@ def make_plan(
     }
     planned = Planned(simulation, schedule, instructions, cluster, facts.steps_per_call)
     report = judged_plan(report.model_copy(update=parts), planned)
-    return Plan(report, simulation.timeline, compiled, schedule, facts, instructions, examined, lint)
+    return Plan(report, simulation.timeline, compiled, schedule, facts, planned, examined, lint)
 
 
 def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> StepFacts:

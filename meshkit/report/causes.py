@@ -403,30 +403,61 @@ class Planned(NamedTuple):
     steps: int = 1  # that one run of the program makes
 
 
-def judged_plan(report: Report, planned: Planned) -> Report:
+class Change(NamedTuple):
+    """A change to what was planned, which the verdict names."""
+
+    said: str  # a sentence
+    mends: str | None = None  # the code of the finding that it mends
+    hint: str | None = None  # what to try, which that finding then says
+
+
+def judged_plan(report: Report, planned: Planned, change: Change | None = None) -> Report:
     """A prediction with its findings and its verdict: what it is bound by.
 
     Args:
         report: of a simulation.
         planned: what it was made from.
+        change: the second sentence of the verdict.
 
     Returns:
         Without findings where the step has no time, or not all of the program was read; its verdict is then at most
         that it does not fit.
     """
     memory, time_s = report.memory, report.step.time_s
-    said = [_too_large(memory)] if memory.fits is False else []
+    said = _too_large(memory) if memory.fits is False else []
     if not time_s or any(w.code == NOT_PREDICTED for w in report.warnings):
         return report.model_copy(update={"verdict": " ".join(said) or None})
     case = _Predicted(report, planned)
     findings = findings_of(case, (_lost, small_collectives))
-    worst = [f.message for f in findings if f.severity == "warning" and f.code != "small_collectives"][:2]
-    if worst:
-        worst[0] = worst[0].replace(" of the step ", f" of the step of {format_seconds(time_s)} ", 1)
-    said += worst or [_bound(case)]
+    worst = [case.losses[f.code] for f in findings if f.severity == "warning" and f.code in case.losses][:2]
+    named = change.said if change else None
+    mended = case.losses.get(change.mends or "") if change else None
+    if change and mended and mended not in worst[:1]:  # it stands behind another cause, and says which it mends
+        worst = [loss for loss in worst if loss is not mended]
+        said_of = f"{format_percent(mended.seconds / time_s)} is {mended.what}"
+        named = f"{said_of}, and {change.said[0].lower()}{change.said[1:]}"
+    for i, loss in enumerate(worst):
+        said += [case.share(loss.seconds, loss.what, first=i == 0), *loss.more]
+    said += [] if worst else [_bound(case)]
     if memory.fits and memory.margin_bytes is not None:
         said.append(f"It fits, with {format_bytes(memory.margin_bytes)} a GPU to spare.")
-    return report.model_copy(update={"findings": findings, "verdict": " ".join(said)})
+    if change and named:
+        said.insert(1, named)
+        findings = tuple(
+            f.model_copy(update={"hint": change.hint}) if change.hint and f.code == change.mends else f
+            for f in findings
+        )
+    return report.model_copy(update={"findings": findings, "verdict": " ".join(said), "change": named})
+
+
+class _Loss(NamedTuple):
+    """What of a planned step is no new work of the model."""
+
+    seconds: float
+    what: str
+    evidence: str
+    hint: str | None = None
+    more: Sequence[str] = ()  # sentences about it
 
 
 class _Predicted(JudgedReport):
@@ -438,59 +469,65 @@ class _Predicted(JudgedReport):
         super().__init__(report, planned.cluster, planned.simulation.timeline.collectives)
         self.planned = planned
 
+    @cached_property
+    def losses(self) -> dict[str, _Loss]:
+        """Code -> what the step loses."""
+        step, planned, pipeline = self.step, self.planned, self.report.pipeline
+        of = f" ({pipeline.stages} stages, {pipeline.microbatches} microbatches)" if pipeline else ""
+        seconds = kernel_seconds_by_name(planned.simulation.timeline)
+        again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
+        exposed = _Loss(step.exposed_s or 0.0, "exposed communication", "step.exposed_s", BESIDE_WORK, _largest(self))
+        bubble = _Loss(step.bubble_s or 0.0, f"the pipeline's bubble{of}", "step.bubble_s", "more microbatches")
+        return {
+            "exposed_communication": exposed,
+            "pipeline_bubble": bubble,
+            "recomputation": _Loss(again_s / planned.steps, "recomputation of the forward pass", "kernels", KEEP_MORE),
+            "exposed_copies": _Loss(step.other_s or 0.0, "memory copies with nothing beside them", "step.other_s"),
+            "idle": _Loss(step.idle_s or 0.0, "idle between kernels", "step.idle_s"),
+        }
+
 
 def _lost(case: _Predicted) -> Iterator[FindingPart]:
     """What of a planned step is no new work of the model."""
-    step, planned, pipeline = case.step, case.planned, case.report.pipeline
-    of = f" ({pipeline.stages} stages, {pipeline.microbatches} microbatches)" if pipeline else ""
-    seconds = kernel_seconds_by_name(planned.simulation.timeline)
-    again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
-    parts = (
-        ("exposed_communication", step.exposed_s, "exposed communication", "step.exposed_s", BESIDE_WORK),
-        ("pipeline_bubble", step.bubble_s, f"the pipeline's bubble{of}", "step.bubble_s", "more microbatches"),
-        ("recomputation", again_s / planned.steps, "recomputation of the forward pass", "kernels", KEEP_MORE),
-        ("exposed_copies", step.other_s, "memory copies with nothing beside them", "step.other_s", None),
-        ("idle", step.idle_s, "idle between kernels", "step.idle_s", None),
-    )
-    for code, lost_s, what, evidence, hint in parts:
+    for code, loss in case.losses.items():
         exposed = code == "exposed_communication"
         yield finding(
             case,
             code,
-            lost_s or 0.0,
-            case.share(lost_s or 0.0, what, first=False) + (_largest(case) if exposed else ""),
+            loss.seconds,
+            " ".join([case.share(loss.seconds, loss.what, first=False), *loss.more]),
             warns=EXPOSED_WARNS if exposed else WARNS,
-            evidence=(evidence,),
-            hint=hint,
-            step_s=step.all_overlapped_s if exposed else case.time_s - (lost_s or 0.0),
+            evidence=(loss.evidence,),
+            hint=loss.hint,
+            step_s=case.step.all_overlapped_s if exposed else case.time_s - loss.seconds,
         )
 
 
-def _largest(case: _Predicted) -> str:
+def _largest(case: _Predicted) -> list[str]:
     """The row that is exposed most, the step without it, and what combining small messages would save."""
     i, row = max(enumerate(case.rows), key=lambda item: item[1].exposed_s or 0.0, default=(0, None))
     if row is None or not row.exposed_s or not case.step.exposed_s:
-        return ""
+        return []
     most = "Most of it" if row.exposed_s > 0.5 * case.step.exposed_s else "Its largest part"
     fabric = row.fabric if row.fabric and row.link and not row.fabric.startswith(row.link) else None
     on = f" on {fabric.replace('_', ' ') if fabric else _LINKS[row.link]}" if row.link else ""
     without = format_seconds(case.time_s - (row.sole_exposed_s or 0.0))
     text = (
-        f" {most} is {named(row)}{on}{source(row)}, {format_seconds(row.exposed_s)}; without it the step would take "
+        f"{most} is {named(row)}{on}{source(row)}, {format_seconds(row.exposed_s)}; without it the step would take "
         f"{without}."
     )
     evidence = f"communication.{i}.count"
     small = [f for f in small_collectives(case) if evidence in f.evidence and (f.seconds or 0) >= WARNS * case.time_s]
-    return text + "".join(f" {f.message}" for f in small)
+    return [text, *(f.message for f in small)]
 
 
-def _too_large(memory: MemoryPart) -> str:
+def _too_large(memory: MemoryPart) -> list[str]:
     """That the step does not fit, by how much, and what takes the most."""
     held = {name: getattr(memory, f"{name}_bytes") or 0 for name in _HELD}
     most = max(held, key=lambda name: held[name])
-    largest = f" The most is {most}, {format_bytes(held[most])}." if held[most] else ""
+    largest = [f"The most is {most}, {format_bytes(held[most])}."] if held[most] else []
     too_much = f": {format_bytes(-memory.margin_bytes)} a GPU too much" if memory.margin_bytes is not None else ""
-    return f"The step does not fit{too_much}.{largest}"
+    return [f"The step does not fit{too_much}.", *largest]
 
 
 def _bound(case: _Predicted) -> str:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from meshkit.config.experiment import Experiment, ProgramExperiment
 from meshkit.config.sections import RematMix
 from meshkit.config.toml import inline
-from meshkit.planning.planner import Plan
 from meshkit.predict.coverage import kernel_seconds_by_name
-from meshkit.report.causes import recomputes
+from meshkit.report.causes import Change, Planned, recomputes
 from meshkit.report.schema import FindingPart, Report
-from meshkit.report.views.words import split_sentences
 from meshkit.search.bounds import Bounds
 from meshkit.search.candidate import Settings
 from meshkit.search.proposals import propose
@@ -29,59 +26,32 @@ _WORTH = 0.01  # of the step: a change that gives less is not named
 _LONG = 70  # characters of settings, from which a change is told in words
 
 
-@dataclass(frozen=True)
-class _Change:
-    said: str  # a sentence
-    finding: FindingPart | None = None  # what it mends, if one of the plan's
-    hint: str | None = None  # what that finding then says to try
-
-
-def name_change(
-    report: Report, experiment: Experiment | ProgramExperiment, *, recomputed_matmuls_s: float = 0.0
-) -> Report:
-    """Return the report with a change as the second sentence of its verdict, behind what it mends, and in that finding.
+def find_change(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Change | None:
+    """Return the change that the verdict names; None where none is known, or none gives 1 % of the step.
 
     Args:
         report: of the plan, with the remedies and the other options of XLA that were compiled since.
         experiment: that was planned.
-        recomputed_matmuls_s: see the function of that name; what keeping the outputs of matmuls saves at most.
-
-    Returns:
-        The report as it is where no change is known, or none gives 1 % of the step.
+        planned: what the report was made from.
     """
     if report.verdict is None or not report.step.time_s:
-        return report
-    change = next(_changes(report, experiment, recomputed_matmuls_s), None)
-    if change is None:
-        return report
-    verdict, said, timed = report.verdict, change.said, f" of the step of {format_seconds(report.step.time_s)} "
-    message = change.finding.message if change.finding else ""
-    if not verdict.replace(timed, " of the step ", 1).startswith(message):  # behind another cause, which costs more
-        verdict = verdict.replace(f" {message}", "", 1)
-        cause = split_sentences(message)[0].replace(" of the step", "").removesuffix(".")
-        said = f"{cause}, and {said[0].lower()}{said[1:]}"
-    first, *rest = split_sentences(verdict)
-    verdict = " ".join([first, said, *rest])
-    findings = tuple(
-        f.model_copy(update={"hint": change.hint}) if f is change.finding and change.hint else f
-        for f in report.findings
-    )
-    return report.model_copy(update={"verdict": verdict, "change": said, "findings": findings})
+        return None
+    return next(_changes(report, experiment, planned), None)
 
 
-def recomputed_matmuls_s(plan: Plan) -> float:
-    """Return the seconds a step of matmuls that the backward pass runs again."""
-    seconds, known = kernel_seconds_by_name(plan.timeline), plan.instructions
+def _recomputed_matmuls_s(planned: Planned) -> float:
+    """Return the seconds a step of matmuls that the backward pass runs again: what keeping their outputs may save."""
+    seconds, known = kernel_seconds_by_name(planned.simulation.timeline), planned.instructions
     again = (s for name, s in seconds.items() if name in known and known[name].kind == "matmul"
              and recomputes(name, known[name]))  # fmt: skip
-    return sum(again) / plan.facts.steps_per_call
+    return sum(again) / planned.steps
 
 
-def _changes(report: Report, experiment: Experiment | ProgramExperiment, matmuls_s: float) -> Iterator[_Change]:
+def _changes(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Iterator[Change]:
     """Give every change that is known, the surest first."""
     time_s = report.step.time_s or 0.0
     for remedy in (report.memory.remedies or ())[:1]:
-        yield _Change(
+        yield Change(
             f"With {_in_short(remedy.settings, remedy.what)} it fits and takes {format_seconds(remedy.time_s)}."
         )
     if report.memory.fits is False:
@@ -89,10 +59,10 @@ def _changes(report: Report, experiment: Experiment | ProgramExperiment, matmuls
     for other in report.program.alternatives or ():
         if other.time_s and other.time_s < (1 - _WORTH) * time_s and (other.margin_bytes or 0) >= 0:
             took = f"it takes {format_seconds(other.time_s)}, {format_seconds(time_s - other.time_s)} less"
-            yield _Change(f"With {_in_short(other.settings, other.what)} {took}.")
+            yield Change(f"With {_in_short(other.settings, other.what)} {took}.")
     warned = {f.code: f for f in report.findings if f.severity == "warning"}
     if "recomputation" in warned and report.memory.fits:
-        yield from _keep_more(report, experiment, matmuls_s, warned["recomputation"])
+        yield from _keep_more(report, experiment, planned, warned["recomputation"])
     if "exposed_communication" in warned:
         yield from _place_axes(report, experiment, warned["exposed_communication"])
 
@@ -108,8 +78,8 @@ def _compile_it(settings: Settings) -> str:
 
 
 def _keep_more(
-    report: Report, experiment: Experiment | ProgramExperiment, matmuls_s: float, finding: FindingPart
-) -> Iterator[_Change]:
+    report: Report, experiment: Experiment | ProgramExperiment, planned: Planned, finding: FindingPart
+) -> Iterator[Change]:
     """Give the change by which the backward pass recomputes least, of those for which memory is free."""
     time_s, free = report.step.time_s or 0.0, report.memory.margin_bytes or 0
     if isinstance(experiment, ProgramExperiment):
@@ -117,9 +87,11 @@ def _keep_more(
         hint = (
             "what the step keeps for its backward pass: `meshkit tune --vary program.options.KEY=[...]` compiles values"
         )
-        yield _Change(f"{format_bytes(free)} are free: {kept} (estimated).", finding, f"{hint} of an option of yours")
+        yield Change(
+            f"{format_bytes(free)} are free: {kept} (estimated).", finding.code, f"{hint} of an option of yours"
+        )
         return
-    bounds = Bounds(experiment)
+    bounds, matmuls_s = Bounds(experiment), _recomputed_matmuls_s(planned)
     now, again_s = bounds.of(experiment), finding.seconds or 0.0
     found: list[tuple[float, float, object, Settings]] = []
     for policy, settings, changed in _keeping(experiment):
@@ -134,7 +106,7 @@ def _keep_more(
             continue
         took = f"about {format_seconds(time_s - saved_s)} and {format_bytes(max(0.0, more))}"
         said = f"{format_bytes(free)} are free: {' and '.join(settings)} would take {took} (estimated)."
-        yield _Change(said, finding, _compile_it(settings))
+        yield Change(said, finding.code, _compile_it(settings))
         return
 
 
@@ -152,10 +124,10 @@ def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experim
             yield policy, (f"train.remat={setting}",), dataclasses.replace(experiment, train=train)
 
 
-def _place_axes(report: Report, experiment: Experiment | ProgramExperiment, finding: FindingPart) -> Iterator[_Change]:
+def _place_axes(report: Report, experiment: Experiment | ProgramExperiment, finding: FindingPart) -> Iterator[Change]:
     """Give the links on which the mesh's axes would communicate fastest."""
     proposal = propose(report, experiment.mesh, experiment.cluster)
     if proposal.changed:
         now, then = format_seconds(proposal.seconds_now), format_seconds(proposal.seconds_proposed)
         said = f"With {' and '.join(proposal.settings)} it would be {then}, not {now}, if none overlaps (estimated)."
-        yield _Change(said, finding, _compile_it(proposal.settings))
+        yield Change(said, finding.code, _compile_it(proposal.settings))

@@ -30,8 +30,13 @@ def info(kind="matmul", source="jit(step)/mlp/dot", line=None):
     return InstructionInfo(kind, f"{kind}|1", source, line)
 
 
-def made(seconds, *, memory=FITS, steps=1, parts=None, infos=None, warnings=()):
-    """The plan of kernels, and of collectives that block, each with its seconds."""
+def made(seconds, **more):
+    """The report of `made_of`."""
+    return made_of(seconds, **more)[0]
+
+
+def made_of(seconds, *, memory=FITS, steps=1, parts=None, infos=None, warnings=()):
+    """The plan of kernels, and of collectives that block, each with its seconds; and what it is made from."""
     of = {c.name: c for c in (SCATTER, SMALL)}
     instructions, took, known = [], {}, {"dot.1": info(), **(infos or {})}
     for i, (name, s) in enumerate(seconds):
@@ -51,7 +56,8 @@ def made(seconds, *, memory=FITS, steps=1, parts=None, infos=None, warnings=()):
     report = report.model_copy(
         update={"step": report.step.model_copy(update=(parts or {}).pop("step", {})), **(parts or {})}
     )
-    return judged_plan(report, Planned(simulation, schedule, known, CLUSTER, steps))
+    planned = Planned(simulation, schedule, known, CLUSTER, steps)
+    return judged_plan(report, planned), planned
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -4,25 +4,34 @@ import pytest
 
 import meshkit as mk
 from meshkit.config.experiment import load, load_any
+from meshkit.report.causes import judged_plan
 from meshkit.report.schema import MemoryPart, ProgramPart, RemedyPart
 from meshkit.report.views.words import two_lines
-from meshkit.search.named_change import name_change
-from tests.report.test_causes import GIB, info, made
+from meshkit.search.named_change import find_change
+from tests.report.test_causes import GIB, info, made_of
 
 FREE = MemoryPart(fits=True, margin_bytes=54 * GIB)
-AGAIN = {"fusion.2": info("elementwise", "jit(step)/transpose/rematted_computation/mlp/mul")}
+AGAIN = {
+    "fusion.2": info("elementwise", "jit(step)/transpose/rematted_computation/mlp/mul"),
+    "dot.2": info(source="jit(step)/transpose/rematted_computation/mlp/dot"),
+}
 REMEDY = RemedyPart(settings=("train.accumulate=2",), what="2 micro-batches", time_s=1.2, margin_bytes=GIB)
 FASTER = RemedyPart(settings=('train.pgle="predicted"',), what="by prices", time_s=0.93, margin_bytes=GIB)
 
 
-def recomputing(memory=FREE, exposed_s=0.02, **parts):
-    """A step of 1 s, of which 160 ms are recomputed."""
-    seconds = [("dot.1", 0.84 - exposed_s), ("fusion.2", 0.16), ("reduce-scatter.1", exposed_s)]
-    return made(seconds, infos=AGAIN, memory=memory, parts=parts)
+def recomputing(memory=FREE, exposed_s=0.02, matmuls_s=0.12, **parts):
+    """A step of 1 s, of which 160 ms are recomputed, matmuls among them."""
+    seconds = [("dot.1", 0.84 - exposed_s), ("fusion.2", 0.16 - matmuls_s), ("dot.2", matmuls_s)]
+    return made_of([*seconds, ("reduce-scatter.1", exposed_s)], infos=AGAIN, memory=memory, parts=parts)
 
 
-def verdict(report, *overrides, matmuls_s=0.12):
-    return name_change(report, load("llama3_8b", overrides), recomputed_matmuls_s=matmuls_s).verdict
+def judged(made, experiment):
+    report, planned = made
+    return judged_plan(report, planned, find_change(report, experiment, planned))
+
+
+def verdict(made, *overrides):
+    return judged(made, load("llama3_8b", overrides)).verdict
 
 
 def test_what_is_recomputed_is_kept_where_memory_is_free():
@@ -32,7 +41,7 @@ def test_what_is_recomputed_is_kept_where_memory_is_free():
         '54.0 GiB are free: train.remat="dots" would take about 880 ms and '
     )
     assert "(estimated). It fits, with 54.0 GiB a GPU to spare." in said
-    named = name_change(recomputing(), load("llama3_8b"), recomputed_matmuls_s=0.12)
+    named = judged(recomputing(), load("llama3_8b"))
     assert named.change in two_lines(named, 80)
     finding = named.findings[0]
     assert finding.hint == "--set 'train.remat=\"dots\"', which `meshkit plan` then compiles"
@@ -47,7 +56,7 @@ def test_what_is_recomputed_is_kept_where_memory_is_free():
 )
 def test_as_much_is_kept_as_memory_is_free_for(gib, policy):
     memory = MemoryPart(fits=True, margin_bytes=gib * GIB)
-    assert policy in verdict(recomputing(memory), matmuls_s=0.15)
+    assert policy in verdict(recomputing(memory, matmuls_s=0.15))
 
 
 def test_a_change_stands_behind_the_dearest_cause_and_says_what_it_mends():
@@ -57,7 +66,7 @@ def test_a_change_stands_behind_the_dearest_cause_and_says_what_it_mends():
         '54.0 GiB are free: train.remat="dots" would take about 880 ms'
     )
     assert said.count("recomputation") == 1
-    named = name_change(recomputing(exposed_s=0.3), load("llama3_8b"), recomputed_matmuls_s=0.12)
+    named = judged(recomputing(exposed_s=0.3), load("llama3_8b"))
     assert named.change in str(mk.render(named)).replace("\n", " ")
 
 
@@ -70,8 +79,8 @@ def test_a_change_stands_behind_the_dearest_cause_and_says_what_it_mends():
     ],
 )
 def test_nothing_is_named_where_there_is_no_room_or_nothing_left_to_keep(memory, overrides):
-    report = recomputing(memory)
-    assert verdict(report, *overrides) == report.verdict
+    made = recomputing(memory)
+    assert verdict(made, *overrides) == made[0].verdict
 
 
 def test_a_pipeline_whose_stages_run_again_is_told_of_stash():
@@ -83,12 +92,13 @@ def test_a_pipeline_whose_stages_run_again_is_told_of_stash():
 
 
 def test_axes_on_other_links_are_named_with_what_they_would_save():
-    report = made([("dot.1", 0.5), ("reduce-scatter.1", 0.3)])
+    report, planned = made_of([("dot.1", 0.5), ("reduce-scatter.1", 0.3)])
     rows = [
         r.model_copy(update={"axes": ("tensor",), "group_size": 2, "gpus_per_domain": 1}) for r in report.communication
     ]
     mesh = "mesh={ fsdp = 8, tensor = { infiniband = 2 } }"
-    said = verdict(report.model_copy(update={"communication": tuple(rows)}), mesh, 'train.remat="none"')
+    report = report.model_copy(update={"communication": tuple(rows)})
+    said = verdict((report, planned), mesh, 'train.remat="none"')
     assert "is exposed communication. With mesh.fsdp={ nvlink = 4, infiniband = 2 } and mesh.tensor=2 it would" in said
     assert "if none overlaps (estimated). Most of it is" in said
 
@@ -110,6 +120,6 @@ def test_of_a_step_of_the_users_own_the_step_that_recomputes_nothing_is_named(tm
         'cluster = { name = "dgx_h100", hosts = 2 }\nmesh = { data = { infiniband = 2 }, fsdp = 8 }\n'
         '[program]\nmake = "tests.search.tuned_steps:make"\n'
     )
-    report = name_change(recomputing(), load_any(tmp_path / "e.toml"))
+    report = judged(recomputing(), load_any(tmp_path / "e.toml"))
     assert "54.0 GiB are free: the step would take about 840 ms if all were kept (estimated)." in report.verdict
     assert "`meshkit tune --vary program.options.KEY=[...]`" in report.findings[0].hint

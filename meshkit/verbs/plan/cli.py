@@ -62,8 +62,9 @@ def plan(
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import Experiment, load_any
     from meshkit.planning.planner import plan_experiment
+    from meshkit.report.causes import judged_plan
     from meshkit.report.folder import write_folder
-    from meshkit.search.named_change import name_change, recomputed_matmuls_s
+    from meshkit.search.named_change import find_change
     from meshkit.search.proposals import propose as propose_placement
     from meshkit.search.proposals import remedies_table
 
@@ -88,7 +89,7 @@ def plan(
             report = _with_remedies(report, experiment, set_, jobs)
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
-        report = name_change(report, loaded, recomputed_matmuls_s=recomputed_matmuls_s(made))
+        report = judged_plan(report, made.planned, find_change(report, loaded, made.planned))
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)
