@@ -20,8 +20,8 @@ from meshkit.config.experiment import load
 from meshkit.config.user_code import load_function, load_object
 from meshkit.config.xla_options import ENUMS, TEXTS
 from meshkit.errors import ConfigError
-from tests.config.test_xla_options import fields_of_debug_options
-from tests.test_interrupts import LONGEST_S, interrupted_after
+from tests.config.debug_options import fields_of_debug_options
+from tests.interrupted import LONGEST_S, interrupted_after
 
 _EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 _KEYS = ("data.tokenizer", "data.source", "train.loss", "train.metrics", "optimizer.class")

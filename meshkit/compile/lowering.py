@@ -36,9 +36,9 @@ from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 # The compiler asks for the versions of the libraries it would call at run time; none is installed, so these are the
 # ones that jaxlib 0.11 and 0.12 wheels are built against.
 _VERSIONS = {"driver_version": "13.0.0", "runtime_version": "12.9.0", "compile_time_toolkit_version": "12.9.0"}
-_CUDNN = "9.10.2"
-# The version of cuDNN that jax assumes, as cuDNN counts: 9.13, since attention with a `score_mod` needs it.
-CUDNN_NUMBER = 91300
+# The first release of cuDNN that computes attention with a `score_mod`; jax and the compiler get the same answer.
+_CUDNN = (9, 13, 0)
+CUDNN_NUMBER = 10_000 * _CUDNN[0] + 100 * _CUDNN[1] + _CUDNN[2]  # as cuDNN counts its releases
 # Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
 _ALLOWED_CALLS = (
     *(
@@ -328,7 +328,7 @@ def target_config(gpu: Gpu) -> str:
     lines.append(f'  platform_version: "Compute Capability {major}.{minor}"')
     lines.append(f'  name: "{gpu.name}"')
     lines += [f'  {name}: "{value}"' for name, value in _VERSIONS.items()]
-    lines.append(f'  dnn_version: "{_CUDNN}"')
+    lines.append(f'  dnn_version: "{".".join(map(str, _CUDNN))}"')
     if gpu.nvlink_links:
         lines.append(f"  device_interconnect_info {{ active_links: {gpu.nvlink_links} }}")
     body = "\n".join(lines)

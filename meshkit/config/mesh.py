@@ -250,8 +250,9 @@ def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
     """Ways on one link: a number, or `fill`."""
     if value == "fill":
         return "fill"
-    forms = 'a positive integer, "fill", or a table of nvlink and infiniband'
-    forms = forms if len(key) == 2 else 'a positive integer or "fill"'
+    whole_axis = len(key) == 2  # mesh.tensor, and not mesh.tensor.nvlink
+    more = ', "fill", or a table of nvlink and infiniband' if whole_axis else ' or "fill"'
+    forms = f"a positive integer{more}"
     if isinstance(value, bool) or not isinstance(value, int):
         hint = f"{key[-1]} = {value}, without quotes" if re.fullmatch("[1-9][0-9]*", str(value)) else f"{key[-1]} = 2"
         raise SpecError(f"{'.'.join(key)} must be {forms}; not {kind(value)}.", key=key, value=value, hint=hint)

@@ -52,7 +52,7 @@ _MISSING = object()
 _LONGEST_SHOWN = 60
 _LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
 _DEEPEST_TABLE = 16
-_BY_TYPE = {"int": 8, "float": 1.0, "bool": True}  # of keys that declare neither an example nor a default
+_BY_TYPE = {"integer": 8, "number": 1.0, "boolean": True}  # of keys that declare neither an example nor a default
 _QUOTED = {"an integer": r"-?\d+", "a number": r"-?\d+(\.\d+)?(e-?\d+)?", "true or false": "true|false"}
 _WANTED = {
     "int": "an integer",
@@ -584,13 +584,27 @@ def _examples(name: str, field: FieldInfo | None) -> str:
     found = field.examples or ([field.default] if field.default not in (None, PydanticUndefined, []) else [])
     about = ""
     if not found:
-        declared = f"{field.annotation} {field.metadata}"
-        form = next((form for pattern, form in _FORMS.items() if repr(pattern) in declared), "...")
-        typed = re.search(r"\b(int|float|bool)\b", declared)
-        found = [_BY_TYPE[typed[1]] if typed else form]
+        found = [_example_of(_adapter(field).json_schema())]
         about = f" ({field.description})"
     lines = [f"{key_text(name)} = {inline(value)}{about}" for value in found]
     return " or ".join(lines)
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    """Return what checks the value of a key by itself."""
+    form: Any = Annotated
+    kind: Any = field.annotation
+    return TypeAdapter(form[(kind, *field.metadata)] if field.metadata else kind)
+
+
+def _example_of(schema: Mapping[str, Any]) -> Any:
+    """Return a value that a JSON schema of a single key allows, by its type or the form of its text."""
+    for choice in schema.get("anyOf", (schema,)):
+        if choice.get("type") in _BY_TYPE:
+            return _BY_TYPE[choice["type"]]
+        if choice.get("pattern") in _FORMS:
+            return _FORMS[choice["pattern"]]
+    return "..."
 
 
 def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo | None) -> str:
@@ -599,8 +613,7 @@ def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo |
         with contextlib.suppress(tomllib.TOMLDecodeError, ValidationError):
             bare = tomllib.loads(f"value = {given}")["value"]
             if field and not key[-1].isdigit():
-                form: Any = Annotated
-                TypeAdapter(form[field.annotation, field]).validate_python(bare)
+                _adapter(field).validate_python(bare)
             return f"{key[-1]} = {given}, without quotes"
     if wanted == "a table":
         section = f"[[{dotted(key[:-1])}]]" if key[-1].isdigit() else f"[{dotted(key)}]"

@@ -114,11 +114,11 @@ class DescribedMesh(AbstractMesh):
         return Placement.of_gpus(self.axis_names, self._devices.shape, gpus, cluster)
 
     def __enter__(self) -> DescribedMesh:
-        # Not jax.set_mesh, which is refused inside of a jitted function, where `with mesh:` may stand.
+        # jax.set_mesh does not serve: jax refuses it inside a jitted function, where `with mesh:` may stand.
         context = jax.sharding.use_abstract_mesh(self)
         context.__enter__()
         _entered.stack.append((context, thread_resources.env))
-        # Where trainers look the mesh up, to constrain activations.
+        # Trainers look the mesh up here, to constrain activations.
         thread_resources.env = thread_resources.env.with_mesh(cast("Any", self))
         return self
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import jax.numpy as jnp
-import jaxlib
 import pytest
 
 import meshkit as mk
@@ -14,7 +12,7 @@ from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.config.xla_options import ENUMS, TEXTS, as_overrides
 from meshkit.errors import ConfigError
-from meshkit.hlo.proto import messages, read_fields
+from tests.config.debug_options import fields_of_debug_options
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 STRING, ENUM = 9, 14  # google.protobuf.FieldDescriptorProto.Type
@@ -105,13 +103,3 @@ def test_the_lists_are_of_the_fields_that_this_jaxlib_has():
     assert {name for name, kind in kinds.items() if kind == ENUM} <= ENUMS
     assert {name for name in ENUMS if kinds.get(name, ENUM) != ENUM} == set()
     assert {name for name in TEXTS if kinds.get(name, STRING) != STRING} == set()
-
-
-def fields_of_debug_options() -> dict[str, int]:
-    """Name -> type of each field, from the descriptor of xla/xla.proto that the library carries."""
-    library = Path(jaxlib.__file__).with_name("libjax_common.so")
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        start, last = content.find(b"\n\rxla/xla.proto\x12\x03xla"), b"b\x06proto3"
-        described = read_fields(content[start : content.find(last, start) + len(last)])
-    options = next(m for m in messages(described, 4) if m[1] == [b"DebugOptions"])
-    return {f[1][0].decode(): f[5][0] for f in messages(options, 2)}

@@ -66,7 +66,7 @@ def profile(
     from meshkit.trace.captured import has_capture
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
-    from meshkit.verbs.profile.profiler import profile_and_price, profile_inspector, profile_run
+    from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_inspector, profile_run
 
     inspector, chosen = find_inspector_files(run), _chosen(steps)
     if inspector and steps:
@@ -78,9 +78,9 @@ def profile(
             if inspector:
                 report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
             else:
-                report, other = profile_and_price(
-                    run, program=program, mesh=axes, cluster=where, out=out, predicted=other, steps=chosen
-                )
+                found = measure_traces(run, TracedJob(axes, where), program=program, steps=chosen)
+                other = other or found.price()
+                report = found.write(out, other)
     else:
         options = {"experiment": experiment, "mesh": mesh, "cluster": cluster, "program": program, "out": out}
         if given := [name for name, value in options.items() if value is not None]:

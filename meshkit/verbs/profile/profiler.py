@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,13 @@ class ProfileCapture:
         self.folder, self._traced, self._program = folder, traced, program
 
     @cached_property
-    def _measured(self) -> tuple[Report, Timeline]:
+    def _measured(self) -> Measurement | MeasuredTraces:
         if self._traced is None:
             measured = measure_run(self.folder)
-            found = measured.report, measured.timeline
         else:
-            found = measure_traces(self.folder / TRACE_FOLDER, self._traced, program=self._program)
-        found[0].write(self.folder)
-        return found
+            measured = measure_traces(self.folder / TRACE_FOLDER, self._traced, program=self._program)
+        measured.report.write(self.folder)
+        return measured
 
     @property
     def report(self) -> Report:
@@ -109,12 +108,12 @@ class ProfileCapture:
         Raises:
             TraceError: the block is still running, or ran no step of the program.
         """
-        return self._measured[0]
+        return self._measured.report
 
     @property
     def timeline(self) -> Timeline:
         """The measured steps."""
-        return self._measured[1]
+        return self._measured.timeline
 
     def report_of(self, program: str) -> Report:
         """The report of another program that ran in the block, by its module or by the function that was jitted.
@@ -125,7 +124,7 @@ class ProfileCapture:
         Raises:
             TraceError: the block ran no such program.
         """
-        return measure_traces(self.folder / TRACE_FOLDER, self._traced or TracedJob(), program=program)[0]
+        return measure_traces(self.folder / TRACE_FOLDER, self._traced or TracedJob(), program=program).report
 
 
 @contextmanager
@@ -298,7 +297,7 @@ def profile_traces(
     predicted: Report | None = None,
     steps: Container[int] | None = None,
 ) -> Report:
-    """The measured report of a trace that any JAX job has left, or of a folder of them; see `trace.loose`.
+    """Return the measured report of a trace that any JAX job has left, or of a folder of them; see `trace.loose`.
 
     Args:
         path: a `.xplane.pb` file (or `.gz`), a folder of them, or one that `jax.profiler` has written into.
@@ -306,40 +305,16 @@ def profile_traces(
         mesh: the axes that the program's partitions are on; without it rows go by replica groups.
         cluster: where its devices are; without it links have no name.
         out: a folder for the report's files; None writes nothing.
-        predicted: a plan's report, which the page shows next to the measurement.
+        predicted: a plan's report, which the page shows next to the measurement; None is the price of the traced
+            program, where that can be had.
         steps: numbers of the steps that count, from 0; None sets warm-up and outliers apart.
 
     Raises:
         TraceError: there is no trace, it cannot be read, or no GPU and no CPU device ran anything.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
-    return profile_and_price(
-        path, program=program, mesh=mesh, cluster=cluster, out=out, predicted=predicted, steps=steps
-    )[0]
-
-
-def profile_and_price(
-    path: str | Path,
-    *,
-    program: str | None = None,
-    mesh: MeshSpec | None = None,
-    cluster: Cluster | None = None,
-    out: str | Path | None = None,
-    predicted: Report | None = None,
-    steps: Container[int] | None = None,
-) -> tuple[Report, Report | None]:
-    """The report of `profile_traces`, and the prediction that stands beside it.
-
-    That is the given one, else the price of the traced program itself: each instruction by the model that plans. None
-    where the trace does not hold its HLO, or no cluster of GPUs is given.
-    """
-    report, timeline, price = _measured_traces(path, TracedJob(mesh, cluster), program, steps)
-    predicted = predicted or price()
-    if out is None:
-        warnings = plan_warnings(predicted, report) if predicted else ()
-        return report.model_copy(update={"warnings": (*warnings, *report.warnings)}), predicted
-    folder = run_folder(Path(out))
-    return write_folder(report, folder, timeline, predicted=predicted, title=Path(path).name), predicted
+    found = measure_traces(path, TracedJob(mesh, cluster), program=program, steps=steps)
+    return found.write(out, predicted or found.price())
 
 
 @dataclass(frozen=True)
@@ -351,10 +326,50 @@ class TracedJob:
     facts: StepFacts = NO_FACTS
 
 
+@dataclass(frozen=True)
+class MeasuredTraces:
+    """What bare traces say: the measured report and the measured steps."""
+
+    report: Report
+    timeline: Timeline
+    name: str  # of the file or folder
+    schedule: Schedule | None  # of the traced program, if the trace holds its HLO
+    instructions: Mapping[str, InstructionInfo]
+    machines: Machines
+    facts: StepFacts
+
+    def price(self) -> Report | None:
+        """Return what the model that plans predicts of the traced program, instruction by instruction.
+
+        Returns:
+            None where the trace does not hold its HLO, or the cluster is not known or has no GPUs.
+        """
+        schedule, cluster = self.schedule, self.machines.cluster
+        if schedule is None or cluster is None or cluster.is_cpu:
+            return None
+        priced = summarize_simulation(
+            simulate(schedule, cluster),
+            schedule,
+            source="plan",
+            machines=replace(self.machines, processes_seen=0),
+            facts=self.facts,
+            instructions=self.instructions,
+            warnings=[],
+        )
+        return priced.model_copy(update={"program": self.report.program})
+
+    def write(self, out: str | Path | None, predicted: Report | None) -> Report:
+        """Return the report beside a prediction, whose files it writes into a folder if there is one."""
+        if out is not None:
+            return write_folder(self.report, run_folder(Path(out)), self.timeline, predicted=predicted, title=self.name)
+        warnings = plan_warnings(predicted, self.report) if predicted else ()
+        return self.report.model_copy(update={"warnings": (*warnings, *self.report.warnings)})
+
+
 def measure_traces(
     path: str | Path, job: TracedJob, *, program: str | None = None, steps: Container[int] | None = None
-) -> tuple[Report, Timeline]:
-    """The measured report of bare traces, and the measured steps; see `profile_traces`.
+) -> MeasuredTraces:
+    """Return the measured report of bare traces, and what prices the traced program; see `profile_traces`.
 
     Args:
         path, program, steps: see `profile_traces`.
@@ -364,13 +379,6 @@ def measure_traces(
         TraceError: there is no trace, it cannot be read, or nothing of the program is in it.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
-    return _measured_traces(path, job, program, steps)[:2]
-
-
-def _measured_traces(
-    path: str | Path, job: TracedJob, program: str | None, steps: Container[int] | None
-) -> tuple[Report, Timeline, Callable[[], Report | None]]:
-    """What `measure_traces` returns, and a function that prices the program, for `profile_and_price`."""
     cluster = job.cluster
     loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
     rows = group_rows(loose.program.distinct_collectives)[0]
@@ -378,10 +386,11 @@ def _measured_traces(
     trace.facts.damaged.update(loose.damaged)
     module = loose.module
     instructions = {} if module is None else read_instructions(module, also=trace.timeline.op_names)
+    machines = Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged))
     report = summarize(
         trace.steps,
         source="profile",
-        machines=Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged)),
+        machines=machines,
         facts=job.facts,
         instructions=instructions or None,
         swept=trace,
@@ -405,22 +414,16 @@ def _measured_traces(
     parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts, instructions)}
     report = _with_bandwidths(report.model_copy(update=parts))
 
-    def price() -> Report | None:
-        if schedule is None or cluster is None or cluster.is_cpu or trace.facts.cpu:
-            return None
-        priced = summarize_simulation(
-            simulate(schedule, cluster),
-            schedule,
-            source="plan",
-            machines=Machines(loose.placement, cluster, processes_seen=0, processes_expected=len(loose.hosts)),
-            facts=job.facts,
-            instructions=instructions,
-            warnings=[],
-        )
-        return priced.model_copy(update={"program": compiled})
-
     known = Known(trace, loose.program, schedule, instructions, cluster)
-    return judged(report, known), trace.timeline, price
+    return MeasuredTraces(
+        judged(report, known),
+        trace.timeline,
+        Path(path).name,
+        None if trace.facts.cpu else schedule,
+        instructions,
+        machines,
+        job.facts,
+    )
 
 
 def _with_bandwidths(report: Report) -> Report:

@@ -23,7 +23,7 @@ from meshkit.report.folder import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
 from meshkit.trace.capture import Capture, CapturedStep
-from meshkit.verbs.profile.profiler import profile_and_price, profile_run, profile_traces
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_run, profile_traces
 from tests.trace.trace_files import gpu_op, plane_text, write_planes
 
 DATA = Path(__file__).parents[2] / "data"
@@ -364,10 +364,11 @@ def test_compare_names_what_became_slower_in_two_traces(tmp_path, changed, first
 def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
     """A step of a Llama of 1B on one H100: no plan was made, and the trace holds the program."""
     file = DATA / "traces" / "h100_llama_1b" / "vm.xplane.pb.gz"
-    assert profile_and_price(file)[1] is None
-    measured, priced = profile_and_price(file, cluster=Cluster.load("dgx_h100"))
+    assert measure_traces(file, TracedJob()).price() is None
+    measured = measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100")))
+    priced = measured.price()
     assert priced is not None
-    found = compare(priced, measured)
+    found = compare(priced, measured.report)
     assert found.joined_by == "name"
     assert found.kernels_joined_share == pytest.approx(1, abs=0.01)
     ratios = [op.busy_s.ratio for op in found.kernel_ops if op.kind == "matmul" and op.busy_s.ratio]
