@@ -24,6 +24,7 @@ if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the 
     atexit.register(shutil.rmtree, os.environ["MESHKIT_CACHE"], ignore_errors=True)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the processes that tests start compiles all anew
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -35,6 +36,10 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook(["meshkit.parallel", "models"], "tests.shapes.check")
 
+
+# A busy machine is slow to make examples, too, which says nothing about them.
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 
 # Files of half a minute and more, the longest first: at the end, workers share out the short ones.
 LONG = (

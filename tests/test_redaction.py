@@ -186,7 +186,7 @@ def test_of_secrets_that_overlap_no_part_is_left():
     assert redact_values("it is xx-hf_12345678, or hf_12345678", environment) == "it is ***, or ***"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.text("abc", min_size=6, max_size=12), min_size=1, max_size=8), st.text("abc", max_size=60))
 def test_exactly_the_places_of_secrets_are_taken_out(secrets, text):
     environment = {f"N{number}_KEY": secret for number, secret in enumerate(secrets)}

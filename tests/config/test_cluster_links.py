@@ -219,7 +219,7 @@ CLUSTERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CLUSTERS, st.integers(1, 80))
 def test_whatever_cluster_is_accepted_has_links(table, gpus):
     refused = None

@@ -87,7 +87,7 @@ def groups(placement, spec, link):
 
 
 @pytest.mark.parametrize("name", shipped_clusters())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_every_group_is_on_the_link_that_the_spec_says(name, data):
     cluster, spec = data.draw(shipped_cluster_and_mesh(name))
@@ -185,7 +185,7 @@ def cluster_and_mesh(draw):
     return cluster, {f"axis{i}": {"nvlink": a, "infiniband": b} for i, (a, b) in enumerate(factors)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cluster_and_mesh())
 def test_any_mesh_is_a_permutation_in_the_order_of_the_grammar(drawn):
     cluster, mesh = drawn
@@ -196,7 +196,7 @@ def test_any_mesh_is_a_permutation_in_the_order_of_the_grammar(drawn):
         assert order[coordinates] == closed_form(spec, cluster, coordinates)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cluster_and_mesh())
 def test_to_dict_round_trips(drawn):
     _, mesh = drawn

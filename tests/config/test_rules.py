@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshkit.config.experiment import load
@@ -77,7 +77,6 @@ def test_globs(pattern, path, matches):
     assert (found is not None) == matches
 
 
-@settings(deadline=None)
 @given(st.text("ab*/", max_size=8), st.text("ab/", max_size=8))
 def test_a_glob_means_what_its_regular_expression_does(pattern, path):
     meaning = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*"}

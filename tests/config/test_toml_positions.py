@@ -94,7 +94,7 @@ def parsed(text):
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(documents())
 def test_every_key_is_found_where_tomllib_finds_its_value(text):
     table = parsed(text)
@@ -108,7 +108,7 @@ def test_every_key_is_found_where_tomllib_finds_its_value(text):
             assert tomllib.loads(f"v = {entry.value}")["v"] == expected[path]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(documents())
 def test_a_position_points_at_the_key(text):
     if parsed(text) is None:
@@ -119,7 +119,7 @@ def test_a_position_points_at_the_key(text):
         assert 1 <= position.line <= text.count("\n") + 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text("ab.=\"'[]{}# \n\\,1", max_size=40))
 def test_any_text_is_survived(text):
     entries(text)

@@ -35,13 +35,13 @@ def ordered(value):
     return [ordered(item) for item in value] if isinstance(value, list) else (type(value), value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(texts, values, max_size=5))
 def test_round_trip(table):
     assert ordered(tomllib.loads(to_toml(table))) == ordered(table)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(values)
 def test_inline_is_one_line_that_reads_back(value):
     text = inline(value)

@@ -1,7 +1,7 @@
 """Rates of matmuls by shape: the measured table, between its rows, beyond its ends, and on other GPUs."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshkit.config import catalog
@@ -155,14 +155,12 @@ def test_an_a100_that_was_measured_by_others(m, k, n, measured):
     assert share(1, m, n, k, A100) == pytest.approx(measured / 0.755, rel=0.25)
 
 
-@settings(deadline=None)  # the first call reads the tables
 @given(st.integers(1, 64), *(st.integers(1, 20_000) for _ in range(3)))
 def test_any_shape_has_a_share(batch, m, n, k):
     for gpu in (H100, A100, B200):
         assert 0.0 < share(batch, m, n, k, gpu) <= 1.0
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["bf16", "fp8", "tf32", "fp32"]), st.integers(7, 14))
 def test_a_larger_square_is_never_much_slower(precision, power):
     """Each doubling; the table itself falls by up to 4 % where the GPU clocks down."""

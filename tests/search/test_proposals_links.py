@@ -97,7 +97,7 @@ def test_a_domain_of_part_of_a_rack():
     assert not ring.changed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=4),
     st.sampled_from([("dgx_h100", 8), ("gb200_nvl72", 72)]),
@@ -124,7 +124,7 @@ def test_assignments_are_all_that_fit(sizes, machine):
 KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.sampled_from(KINDS), st.integers(10, 32)), max_size=5
