@@ -84,6 +84,8 @@ class Cost:
     attention_length: int = 0  # keys that a query sees without a mask; 0 where unknown
     attention_head_dim: int = 0  # of the fused attention; 0 where unknown
     attention_causal: bool = False  # whether half of the square is skipped
+    attention_sequences: int = 1  # that a row may hold, packed one after the other; no program says how many it does
+    attention_padded: bool = False  # whether the length of each sequence is an argument
     joined_bytes: float = 0.0  # device memory read and written to join a matmul's operands before it begins
     turned_bytes: float = 0.0  # and to transpose those in fp8, where cuBLAS multiplies no others
     launches: int = 1  # kernels that it is
@@ -267,12 +269,14 @@ def _attention(instruction: HloInstruction) -> Cost:
     """A cuDNN fused attention, without its bytes.
 
     Forward is two matmuls over the [batch, heads, length, length] scores: 4 b h s^2 d; backward five, so 2.5 times;
-    a causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section 4.1).
+    a causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section 4.1). Lengths that are
+    arguments are taken as the whole row, which is the most that they can be.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
     head_dim = instruction.operands[0].shape.dims[-1]
-    causal = "CAUSAL" in str(instruction.configured("mask_type"))
+    mask = str(instruction.configured("mask_type"))
+    causal = "CAUSAL" in mask
     flops = 4.0 * (math.prod(scores) if scores else 0) * head_dim * (0.5 if causal else 1.0)
     return Cost(
         attention_flops=flops * (2.5 if backward else 1.0),
@@ -281,6 +285,8 @@ def _attention(instruction: HloInstruction) -> Cost:
         attention_length=scores[-1] if scores else 0,
         attention_head_dim=head_dim,
         attention_causal=causal,
+        attention_sequences=max(1, int(instruction.configured("max_seg_per_batch") or 1)),
+        attention_padded="PADDING" in mask,
     )
 
 

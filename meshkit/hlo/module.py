@@ -194,6 +194,11 @@ class _Reader:
         cost = cost_of(i)
         if cost.priced_by == "bytes":
             self._note("opaque custom call", f"{i.name} ({i.target or op})")
+        if cost.attention_sequences > 1:
+            most = f"at most {cost.attention_sequences} sequences in {cost.attention_length} tokens"
+            self._note("packed attention", f"{i.name} ({most})")
+        elif cost.attention_padded:
+            self._note("padded attention", f"{i.name} ({cost.attention_length} tokens)")
         return Instruction(i.name, op, "kernel", i.source, cost)
 
     def _control(self, i: HloInstruction) -> Instruction:

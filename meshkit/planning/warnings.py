@@ -24,6 +24,8 @@ _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
     "opaque custom call": "a custom call whose FLOP are unknown takes longer than its memory traffic, its price",
+    "packed attention": "attention over packed sequences is priced as one sequence of all tokens, an upper bound",
+    "padded attention": "attention with lengths as arguments is priced as if no token were padding, an upper bound",
     "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
 }
 

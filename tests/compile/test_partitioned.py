@@ -84,23 +84,28 @@ def in_eight_bits(q, k, v):
 
 
 @pytest.mark.parametrize(
-    ("fn", "more"),
+    ("fn", "more", "bounds"),
     [
-        (attention(is_causal=True), ()),
-        (lambda q, k, v, bias: attention()(q, k, v, bias), BIAS),
-        (of_lengths(attention()), LENGTHS),
-        (attention(is_causal=True, local_window_size=(128, 0)), ()),
-        (packed, PACKED),
-        (modified, ()),
-        (in_eight_bits, ()),
+        (attention(is_causal=True), (), {}),
+        (lambda q, k, v, bias: attention()(q, k, v, bias), BIAS, {}),
+        (of_lengths(attention()), LENGTHS, {"padded_attention": "(512 tokens)"}),
+        (attention(is_causal=True, local_window_size=(128, 0)), (), {}),
+        (packed, PACKED, {"packed_attention": "(at most 4 sequences in 512 tokens)"}),
+        (modified, (), {}),
+        (in_eight_bits, (), {}),
     ],
     ids=["causal", "bias", "lengths", "window", "packed", "score_mod", "fp8"],
 )
-def test_attention_is_that_of_a_shard_map_with_the_same_specs(fn, more):
+def test_attention_is_that_of_a_shard_map_with_the_same_specs(fn, more, bounds):
+    """Where lengths are arguments, the plan says that its price is an upper bound, and of which lengths."""
     args = (*(array(SHAPE, CUT) for _ in range(3)), *more)
     specs = tuple(a.sharding.spec for a in args)
     inside = jax.shard_map(fn, mesh=mesh(), in_specs=specs, out_specs=CUT, check_vma=False)
-    assert operations(planned(gradients(fn), *args)) == operations(planned(gradients(inside), *args))
+    plan = planned(gradients(fn), *args)
+    assert operations(plan) == operations(planned(gradients(inside), *args))
+    said = {w.code: w.message for w in plan.report.warnings if "attention" in w.code}
+    assert said.keys() == bounds.keys()
+    assert all("an upper bound" in said[code] and lengths in said[code] for code, lengths in bounds.items())
 
 
 def test_a_cut_that_attention_cannot_have_is_refused_with_its_line():
