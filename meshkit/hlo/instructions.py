@@ -68,6 +68,12 @@ _NOT_USERS = re.compile(
     rf"^<|(?:^|/)bin/[^/]*$|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|{_INSTALLED.pattern}(?:{TOOLS})/|{_OURS.pattern}"
 )
 _NEARLY_ALL = 0.8
+_TRANSFORMED = re.compile(r"\b(?!p?jit\()\w+\(([^()]*)\)")  # `jvp(Model)`; of `jit(step)` the name is a function's
+# What control flow and recomputation put into op_name paths, between the scopes of modules.
+_BETWEEN = re.compile(
+    r"(?:^|(?<=/))(?:while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation"
+    r"|shard_map|custom_[jv]+p_call(?:_jaxpr)?)(?=/|$)"
+)
 _CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # of a kernel that runs a notebook, one file a cell
 _SHIPPED = "/meshkit/_shipped/models/"  # what a wheel brings along is a model's code all the same
 
@@ -86,7 +92,7 @@ class InstructionInfo:
     arrays: int = 1  # of a collective: how many it moves together
     causes: Mapping[str, int] = field(default_factory=dict)
     """Of a collective that XLA combined of several: where each array comes from, or for what it is gathered
-    (`models/llama.py:88 attention/dot_general`) -> bytes on one GPU, the most first."""
+    (`layers/mlp/gate_up models/llama.py:88`) -> bytes on one GPU, the most first."""
 
 
 @refusing_malformed("the program")
@@ -209,10 +215,8 @@ class _Origins:
         return [g for i in self._parameters for n in places for g in _elements(i, n)]
 
     def _text(self, i: HloInstruction) -> str:
-        """Line and path of an instruction; of a fusion that has none, those of the last in it that has."""
-        line = short_line(self._lines.of(i.metadata) or "")
-        path = "/".join([part for part in i.source.split("/") if not part.startswith("jit(")][-2:])
-        text = " ".join(text for text in (line, path) if text)
+        """Layer and line of an instruction; of a fusion that has none, those of the last in it that has."""
+        text = layer_and_line(i.source, self._lines.of(i.metadata))
         fused = _fused(i)
         return text or next(filter(None, map(self._text, reversed(fused.order) if fused else ())), "")
 
@@ -348,6 +352,40 @@ def _result(i: HloInstruction) -> Shape:
 def plain_path(source: str) -> str:
     """Without numeric suffixes; a bare name is an argument's, which differs with how the function was called."""
     return re.sub(r"[._]\d+(?=/|$)", "", source) if "/" in source else ""
+
+
+def layer_of(source: str) -> str:
+    """Return the path of the modules that an op_name path names: its scopes without what jax puts between them.
+
+    `Model/layers/mlp/down` of `jit(step)/transpose(jvp(Model))/while/body/checkpoint/layers/mlp/down/dot_general`; of a
+    combined operation each path once; "" where no module has a scope, as with nnx.
+    """
+    shared, *combined = re.split(r"(?:^|(?<=/))\((?=.*\)$)", source, maxsplit=1)
+    ends = combined[0][:-1].split(":") if combined else [""]
+    return ", ".join(filter(None, dict.fromkeys(_scopes(shared + end) for end in ends)))
+
+
+def _scopes(path: str) -> str:
+    """Return the scopes of one op_name path; its last part is the operation."""
+    path, before = path.rpartition("/")[0], ""
+    while path != before:
+        path, before = _TRANSFORMED.sub(r"\1", path), path
+    parts = _BETWEEN.sub("", path).split("/")
+    return "/".join(part for part in parts if part and "(" not in part and "->" not in part)  # `bd,df->bf` is an einsum
+
+
+def layer_and_line(source: str, line: str | None, most: int | None = None) -> str:
+    """Return `layers/attention/output models/llama.py:116`; where no scope names a module, the line and the operation.
+
+    Args:
+        source: an op_name path, "" if unknown.
+        line: see `InstructionInfo.line`.
+        most: parts of the layer's path, from its end; None for all.
+    """
+    layer, short = layer_of(source), short_line(line or "")
+    layer = "/".join(layer.split("/")[-(most or 0) :])
+    operation = source.rstrip(")").rpartition("/")[2]
+    return " ".join(text for text in ((layer, short) if layer else (short, operation)) if text)
 
 
 def _short(path: str) -> str:

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.instructions import InstructionInfo, layer_of
 from meshkit.hlo.schedule import Collective, Schedule
 from meshkit.predict.coverage import NOT_PREDICTED, kernel_seconds_by_name
 from meshkit.predict.kernels import peak_flops
@@ -381,9 +381,10 @@ def named(row: CommunicationPart) -> str:
 
 
 def source(row: CommunicationPart) -> str:
-    """` (models/llama.py:116)`, of the operation that is exposed most."""
+    """` (layers/attention/output, models/llama.py:116)`, of the operation that is exposed most."""
     op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
-    where = (op.combined_text(2) or op.line or op.source) if op else None
+    place = ", ".join(text for text in (layer_of(op.source or ""), op.line) if text) if op else ""
+    where = (op.combined_text(2) or place or op.source) if op else None
     return f" ({where})" if where else ""
 
 

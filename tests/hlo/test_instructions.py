@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshkit.hlo.instructions import SourceLines, read_instructions, short_line
+from meshkit.hlo.instructions import SourceLines, layer_of, read_instructions, short_line
 from meshkit.hlo.proto import Fields
 from tests.hlo_text import compiled_module, parse_hlo
 
@@ -150,13 +150,28 @@ def test_a_combined_collective_has_the_causes_of_its_arrays():
     reduced, gather = found["reduced"], found["gather"]
     assert (reduced.arrays, gather.arrays, found["dq"].arrays) == (3, 2, 1)
     assert reduced.causes == {
-        "models/llama.py:88 attention/mul": 4096 * 4,  # of what makes each operand
+        "attention models/llama.py:88": 4096 * 4,  # of what makes each operand
         "params['up']": 4096 * 4,
-        "models/llama.py:116 mlp/slice": 64 * 4,
+        "mlp models/llama.py:116": 64 * 4,
     }
-    used = "models/llama.py:119 mlp/dot"
-    assert gather.causes == {"models/llama.py:20 embed/neg": 256, used: 256}  # of what takes each, in the loop too
-    assert found["ahead"].causes == {used: 256, "models/llama.py:104 attention/dot": 256}  # in the loop's next turn
+    used = "layers/mlp models/llama.py:119"
+    assert gather.causes == {"embed models/llama.py:20": 256, used: 256}  # of what takes each, in the loop too
+    assert found["ahead"].causes == {used: 256, "layers/attention models/llama.py:104": 256}  # in the loop's next turn
+
+
+@pytest.mark.parametrize(
+    ("source", "layer"),
+    [
+        ("jit(f)/transpose(jvp(Net))/while/body/checkpoint/rematted_computation/mlp/dot_general", "Net/mlp"),
+        ("jit(f)/jvp(Net)/(head/transpose:while/body/closed_call/mlp/dot_general)", "Net/head, Net/mlp"),
+        ("jit(step)/jvp(layers)/mlp/jit(silu)/add_any", "layers/mlp"),
+        ("jit(step)/attention/shard_map/bqhd,bkhd->bhqk/dot_general", "attention"),  # an einsum's scope is no module
+        ("jit(step)/jit(train)/transpose(jvp())/while/body/closed_call/dot_general", ""),  # of nnx
+        ("params['up']", ""),
+    ],
+)
+def test_a_layer_is_the_scopes_of_modules(source, layer):
+    assert layer_of(source) == layer
 
 
 @pytest.mark.parametrize(

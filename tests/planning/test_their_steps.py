@@ -11,11 +11,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshkit as mk
+from meshkit.report.views.report import write_html
 from tests.planning import their_steps
 from tests.planning.their_steps import STEPS
 
 # Weights that are no parameters of the step's optimizer, and moments of each: Adam's two.
 FROZEN = {"lora_with_frozen_weights": 3 * 256 * 256}
+# Layers that its page names, with their lines, where name stacks have them: flax.linen writes them, nnx does not.
+MODULES = {"linen_with_logical_rules": [f"Block/Dense_{n} planning/their_steps.py:" for n in (0, 1)]}
 # fp32 sums over at most 4,608 rows and columns in another order, through a depth of ten: as in tests/equivalence.
 TOLERANCE = math.sqrt(10 * 4608) * 2**-24
 
@@ -86,7 +89,7 @@ NEW = (
     [pytest.param(make, marks=[pytest.mark.slow] * (make not in NEW)) for make in STEPS],
     ids=lambda step: step.__name__,
 )
-def test_it_is_planned_with_its_memory_and_its_lines(make):
+def test_it_is_planned_with_its_memory_its_lines_and_its_layers(make, tmp_path):
     mesh, cluster = absent(make is their_steps.explicit_axes)
     with jax.sharding.use_abstract_mesh(mesh):
         step, arguments, specs = made(make, mesh, interpret=False)
@@ -104,6 +107,9 @@ def test_it_is_planned_with_its_memory_and_its_lines(make):
     lines = {op.line for row in report.communication for op in row.ops}
     assert lines
     assert {line for line in lines if "their_steps.py:" not in (line or "")} == set()
+    write_html(report, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert [layer for layer in MODULES.get(make.__name__, ()) if layer not in page] == []
 
 
 @pytest.mark.slow

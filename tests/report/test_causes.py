@@ -65,8 +65,8 @@ def test_exposed_communication_with_its_row_its_line_and_the_step_without_it(ste
     report = made([("dot.1", 0.8), ("reduce-scatter.1", 0.15), ("all-reduce.1", 0.05)], steps=steps)
     assert report.verdict == (
         "20.0 % of the step of 1.00 s is exposed communication. Most of it is the reduce-scatter bf16 over fsdp on "
-        "InfiniBand (models/llama.py:116), 150 ms; without it the step would take 850 ms. It fits, with 12.0 GiB a GPU "
-        "to spare."
+        "InfiniBand (layers, models/llama.py:116), 150 ms; without it the step would take 850 ms. It fits, with 12.0 "
+        "GiB a GPU to spare."
     )
 
 

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from meshkit.config.files import write_file
 from meshkit.errors import ConfigError
-from meshkit.hlo.instructions import short_line
+from meshkit.hlo.instructions import layer_and_line, layer_of
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,17 @@ class Source:
 
     @property
     def text(self) -> str:
-        """The line and the end of the path, as short as a terminal needs."""
+        """The end of the layer's path and the line, else the line and the operation, as short as a terminal needs."""
         if self.combined:
             return self.combined
-        line = short_line(self.line or "")
-        path = "/".join(short_source(self.path).rstrip(")").split("/")[-2:])
-        return " ".join(text for text in (line, path) if text) or "-"
+        return layer_and_line(self.path or "", self.line, 2) or "-"
 
     def html(self) -> str:
-        """The line and the path, cut where it is very long."""
+        """The layer, the line and the whole path, cut where it is very long."""
         if self.combined:
             return f"<b>{escape(self.combined)}</b>"
-        where = f"<b>{escape(self.line)}</b> " if self.line else ""
+        known = (layer_of(self.path or ""), self.line)
+        where = "".join(f"<b>{escape(text)}</b> " for text in known if text)
         return f"{where}<code>{escape(short_source(self.path) or ('' if self.line else '-'))}</code>"
 
 
