@@ -38,7 +38,7 @@ _PUBLIC = {
     "plan": "meshkit.planning.planner",
     "prepare_platform": "meshkit.sharding.mesh",
     "progress": "meshkit.runs.phases",
-    "profile": "meshkit.verbs.profile.profiler",
+    "profile": "meshkit.verbs.profile.block",
     "read_report": "meshkit.report.folder",
     "render": "meshkit.report.views.report",
     "shard_model": "meshkit.sharding.resolve",
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from meshkit.step.train_step import sharded_step
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
-    from meshkit.verbs.profile.profiler import profile
+    from meshkit.verbs.profile.block import profile
     from meshkit.verbs.train.hooks import Hook
 
 __all__ = [

@@ -34,6 +34,7 @@ _SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo_proto.pb")  # meshkit's own, XLA'
 _BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))  # MaxText's RUN/tensorboard, and above it
 _TOGETHER_S = 60.0  # between the hosts of one profile
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
+_KEPT_EVENTS = 2_000_000  # that are not read a second time, of all files together: 60 MB
 _MOST_OTHERS = 4  # programs beside the steps' that are named
 _MOST_GROUPS = 8  # of a row's groups that are spelled out
 
@@ -52,6 +53,7 @@ class Loose:
     versions: Mapping[str, str]  # of jax and jaxlib, as the trace has them
     damaged: Mapping[int, str]  # process -> what is wrong with its file
     notes: tuple[Note, ...]
+    operations: dict[int, Operations]  # process -> what its file holds, of the first files as far as memory is for it
 
 
 def is_loose(path: Path) -> bool:
@@ -140,6 +142,7 @@ def open_loose(
         scan.versions,
         scan.damaged,
         tuple(_notes(scan, module, mesh, cluster, missing, others, communicates=bool(read and read.collectives))),
+        scan.operations,
     )
 
 
@@ -190,6 +193,7 @@ class _Scan:
         self.damaged: dict[int, str] = {}
         self.versions: dict[str, str] = {}
         self.devices: list[int] = []
+        self.operations: dict[int, Operations] = {}  # process -> its file's, while there is room
         self.kept: dict[tuple[str, int], bytes] = {}  # programs in the traces
         self.reason = ""  # why there is no program
         self._ids: list[set[int]] = []  # of each file's programs
@@ -242,6 +246,9 @@ class _Scan:
                 known = {"jax": plane.stats.get("jax_version"), "jaxlib": plane.stats.get("jaxlib_version")}
                 self.versions |= {name: v for name, v in known.items() if isinstance(v, str)}
         self._count(operations)
+        if sum(kept.events for kept in self.operations.values()) + operations.events <= _KEPT_EVENTS:
+            named = {device: operations.devices[ordinal] for ordinal, device in zip(ordinals, ids)}
+            self.operations[process] = replace(operations, devices=named)
 
     def _count(self, operations: Operations) -> None:
         """Adds what each program took on the devices; loops are counted by what is inside."""

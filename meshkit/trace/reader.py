@@ -16,7 +16,7 @@ without a trace, collectives that ran more or less often than the program says (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,6 +34,7 @@ from meshkit.trace.operations import (
     Classes,
     Classifier,
     DeviceOperations,
+    Operations,
     TracedProgram,
     TraceFile,
     found_windows,
@@ -196,6 +197,7 @@ def read_trace(
     steps_per_execution: int = 1,
     chosen: Container[int] | None = None,
     kept_spans: int = _KEPT_SPANS,
+    operations: MutableMapping[int, Operations] | None = None,
 ) -> Trace:
     """The steps of a program in the traces of its processes.
 
@@ -208,6 +210,7 @@ def read_trace(
         steps_per_execution: training steps in each, which are numbered so.
         chosen: numbers of the steps to keep; None sets warm-up and outliers apart.
         kept_spans: how many spans to keep for drawing.
+        operations: process -> those of its file, where they have been read; each is taken out when its turn comes.
 
     Raises:
         TraceError: the only file cannot be read, or none has an operation of the program on these devices.
@@ -218,7 +221,7 @@ def read_trace(
     errors: list[TraceError] = []
     for file in files:
         try:
-            reader.read(file)
+            reader.read(file, (operations or {}).pop(file.process, None))
         except TraceError as error:
             errors.append(error)
             reader.facts.damaged[file.process] = error.message
@@ -270,9 +273,9 @@ class _Reader:
         self.kernel_s: list[np.ndarray] = []  # of each device step
         self.facts = Facts()
 
-    def read(self, file: TraceFile) -> None:
-        """Adds one file; nothing of one that cannot be read."""
-        operations = read_operations(file)
+    def read(self, file: TraceFile, operations: Operations | None = None) -> None:
+        """Adds one file, or what was read of it; nothing of one that cannot be read."""
+        operations = operations or read_operations(file)
         name_graph_kernels(operations, self.program)
         facts, labels = self.facts, operations.labels
         own = self.program.owns(labels)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import meshkit as mk
 import meshkit.trace.captured as captured_traces
 import meshkit.verbs.profile.profiler as profiler
 from meshkit.config.cluster import Cluster
@@ -154,7 +155,7 @@ def test_invariants_hold_and_json_round_trips(report, tmp_path):
 
 def test_profile_context_gives_the_same_kind_of_report(step, mesh, cluster, report, tmp_path):
     compiled, weights, x = step
-    with profiler.profile(tmp_path, program=compiled, mesh=mesh, cluster=cluster, tokens=1024) as capture:
+    with mk.profile(tmp_path, program=compiled, mesh=mesh, cluster=cluster, tokens=1024) as capture:
         for _ in range(3):
             weights, _ = compiled(weights, x)
     rows = {(r.axes, r.collective, r.dtype, r.count, r.payload_bytes) for r in capture.report.communication}
@@ -165,14 +166,14 @@ def test_profile_context_gives_the_same_kind_of_report(step, mesh, cluster, repo
 
 
 def test_profile_context_keeps_nothing_of_a_block_that_failed(step, mesh, tmp_path):
-    with pytest.raises(RuntimeError, match="boom"), profiler.profile(tmp_path, program=step[0], mesh=mesh):
+    with pytest.raises(RuntimeError, match="boom"), mk.profile(tmp_path, program=step[0], mesh=mesh):
         raise RuntimeError("boom")
     with pytest.raises(TraceError, match="no captured trace"):
         profiler.profile_run(tmp_path)
 
 
 def test_a_program_is_jitted_or_compiled(mesh, tmp_path):
-    with pytest.raises(ConfigError, match="`program` is an int"), profiler.profile(tmp_path, program=3, mesh=mesh):
+    with pytest.raises(ConfigError, match="`program` is an int"), mk.profile(tmp_path, program=3, mesh=mesh):
         pass
 
 
