@@ -91,15 +91,20 @@ class _Measured(JudgedReport):
         super().__init__(report, known.cluster, known.trace.timeline.collectives)
 
     @cached_property
-    def _replays(self) -> list[Replay]:
-        """The median step alone, and every step: who is late may be so in some."""
-        trace, numbers = self.known.trace, sorted({s.step for s in self.known.trace.timeline.steps})
-        small = sum(len(s.communication) for s in trace.timeline.steps) <= _MOST_SPANS
-        return [Replay(trace, self.known.program, at) for at in (None, *(numbers if small else ()))]
+    def _median(self) -> list[Replay]:
+        """The median step."""
+        return [Replay(self.known.trace, self.known.program)]
+
+    @cached_property
+    def _every(self) -> list[Replay]:
+        """Every step, since who is late may be so in some; none where they are too large together."""
+        trace = self.known.trace
+        numbers = sorted({step.step for step in trace.timeline.steps})
+        small = sum(len(step.communication) for step in trace.timeline.steps) <= _MOST_SPANS
+        return [Replay(trace, self.known.program, at) for at in numbers] if small else []
 
     def with_(self, mended: Mended) -> float | None:
-        median, *every = self._replays
-        ratios = [replay.ratio(mended) for replay in (every if mended.evenly and every else [median])]
+        ratios = [replay.ratio(mended) for replay in ((mended.evenly and self._every) or self._median)]
         known = [ratio for ratio in ratios if ratio is not None]
         return statistics.fmean(known) * self.time_s if known else None
 
@@ -384,10 +389,14 @@ class Replay:
         starts: dict[tuple[int, int, int], float] = {}
         names = [c.name for c in trace.timeline.collectives]
         for step in self._steps:
+            group = {
+                c: _group_of(program, names[c] if c >= 0 else "", step.device)
+                for c in np.unique(step.collective).tolist()
+            }
             for key, start, member in self._members(step):
-                name = names[key[0]] if key[0] >= 0 else ""
-                found.setdefault((*key, _group_of(program, name, step.device)), []).append(member)
-                starts.setdefault((*key, _group_of(program, name, step.device)), start)
+                one = (*key, group[key[0]])
+                found.setdefault(one, []).append(member)
+                starts.setdefault(one, start)
         self._instances = [(key[:2], found[key]) for key in sorted(found, key=starts.__getitem__)]
         self._more_s = self._more_than_the_median()
 

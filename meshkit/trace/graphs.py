@@ -113,7 +113,7 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
         for at, name in _named(ops, rows, before, names) if len(rows) else ():
             of = int(ops.label[at[0]])
             if (of, name) not in known:
-                new = replace(before[of], op=name)
+                new = before[of]._replace(op=name)
                 if found.labels[of] is before[of] and hidden[of]:  # nobody needs it any more
                     known[of, name], found.labels[of] = of, new
                 else:

@@ -254,11 +254,12 @@ class _Scan:
         """Adds what each program took on the devices; loops are counted by what is inside."""
         labels = operations.labels
         self._ids.append({label.program for label in labels})
+        busy = np.zeros(len(labels))
         for ops in operations.devices.values():
-            busy = np.bincount(ops.label, weights=ops.end_ps - ops.start_ps, minlength=len(labels))
-            for label, each in zip(labels, busy.tolist()):
-                if not is_container(label):
-                    self._busy[label.module, label.program] += int(each)
+            busy += np.bincount(ops.label, weights=ops.end_ps - ops.start_ps, minlength=len(labels))
+        for label, each in zip(labels, busy.tolist()):
+            if not is_container(label):
+                self._busy[label.module, label.program] += int(each)
 
     def module(self) -> Module | None:
         """The compiled program, as the trace has it, else a file beside it; None, and why, where nobody has left it."""

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,7 @@ _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH
 _HARDWARE = ("device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
+_MOST_DECIDED = 1 << 22  # ids of a plane; others are decided anew in every block
 BLOCK = 1 << 17  # events of which all columns are in memory at a time
 _LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no time of this trace
 
@@ -44,9 +46,8 @@ class TraceFile:
     process: int = 0  # the process of the job that wrote it
 
 
-@dataclass(frozen=True)
-class Label:
-    """What operations of the same kind have in common."""
+class Label(NamedTuple):
+    """What operations of the same kind have in common; a tuple, since a trace may have a hundred thousand."""
 
     name: str  # of the kernel, or of the thunk on a CPU
     op: str  # the HLO instruction; empty where the trace has lost it
@@ -135,7 +136,8 @@ class _Reader:
 
     def __init__(self, found: Operations, duration_ns: int):
         self.found, self.duration_ns = found, duration_ns
-        self.known: dict[tuple[str, str, str, int, int], int] = {}
+        self.known: dict[Label, int] = {}
+        self.decided = _Decided()
 
     def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
         """Raw files hold stream lines only; lines such as "XLA Ops" are derived by viewers, and would count twice."""
@@ -226,22 +228,73 @@ class _Reader:
         flags = copy + 2 * ((graph != NO_VALUE) & (graph != 0))
         stats = events.stats
         columns = (stats["hlo_op"], stats["hlo_module"], events.metadata, flags, stats["program_id"])
-        inverse, first = _distinct(columns)
-        index = np.empty(len(first), np.int32)
-        rows = [column[first].tolist() for column in columns]
+        if self.decided.plane is not plane:
+            self.decided = _Decided(plane)
+        label = self.decided.labels(columns)
+        rest = np.flatnonzero(label < 0)
+        if len(rest):
+            columns = columns if len(rest) == len(label) else tuple(column[rest] for column in columns)
+            inverse, first = _distinct(columns)
+            index = self._decide(plane, [column[first] for column in columns])
+            self.decided.add([column[first] for column in columns], index)
+            label[rest] = index[inverse]
+        return label
+
+    def _decide(self, plane: Plane, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """[n] index of the label of each of some distinct rows."""
+        rows = [column.tolist() for column in columns]
         ops, modules = (dict(zip(ids, map(plane.text, ids))) for ids in map(set, rows[:2]))
         names = {id_: plane.event_names.get(id_) for id_ in set(rows[2])}
-        for i, (op, module, metadata, flag, program) in enumerate(zip(*rows)):
-            key = (names[metadata], ops[op], modules[module], flag, program)
-            number = self.known.get(key)
-            if number is None:
-                number = self.known[key] = len(self.known)
-                copies = bool(flag & 1) or (key[0] or "").lower().startswith(_COPIES)
-                self.found.labels.append(
-                    Label(*key[:3], copies, bool(flag & 2), -1 if program == NO_VALUE else program)
-                )
-            index[i] = number
-        return index[inverse]
+        copies = {id_: name.lower().startswith(_COPIES) for id_, name in names.items()}
+        known, labels, index = self.known, self.found.labels, []
+        for op, module, metadata, flag, program in zip(*rows):
+            program = -1 if program == NO_VALUE else program
+            copy, graph = bool(flag & 1) or copies[metadata], flag > 1
+            label = Label(names[metadata], ops[op], modules[module], copy, graph, program)
+            number = known.setdefault(label, len(labels))
+            if number == len(labels):
+                labels.append(label)
+            index.append(number)
+        return np.array(index, np.int32)
+
+
+class _Decided:
+    """Labels of a plane's rows of ids that were decided before, by the instruction's id.
+
+    Args:
+        plane: whose ids they are.
+    """
+
+    def __init__(self, plane: Plane | None = None):
+        self.plane = plane
+        self._columns: list[np.ndarray] = []  # each [ids + 2]: the last row decided that has this instruction
+        self._label = np.zeros(0, np.int32)
+
+    def labels(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """[n] the index of each row's label; -1 where it was not decided."""
+        if not self._columns:
+            return np.full(len(columns[0]), -1, np.int32)
+        slot = self._slot(columns[0])
+        label = self._label[slot]
+        for column, decided in zip(columns, self._columns):
+            label[column != decided[slot]] = -1
+        return label
+
+    def add(self, columns: Sequence[np.ndarray], label: np.ndarray) -> None:
+        """Keeps the labels of some distinct rows."""
+        more = int(np.clip(columns[0].max(), 0, _MOST_DECIDED)) + 3 - len(self._label)
+        if more > 0:
+            held = self._columns or [np.zeros(0, np.int64)] * len(columns)
+            self._columns = [np.pad(column, (0, more), constant_values=NO_VALUE) for column in held]
+            self._label = np.pad(self._label, (0, more), constant_values=-1)
+        slot = self._slot(columns[0])
+        for column, decided in zip(columns, self._columns):
+            decided[slot] = column
+        self._label[slot] = label
+
+    def _slot(self, op: np.ndarray) -> np.ndarray:
+        """[n] where a row with this instruction is; what is beyond all that were decided shares a place."""
+        return np.clip(op, -1, len(self._label) - 2) + 1
 
 
 def _joined(parts: list[tuple[Events, np.ndarray]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
@@ -417,28 +470,32 @@ class Classifier:
 
     def classify(self, labels: Sequence[Label]) -> Classes:
         """The classes of the labels of one file."""
-        n, own = len(labels), self._program.owns(labels)
+        own, decided = self._program.owns(labels), self._decided
         named = bool(self._program.kinds)  # nothing but names is known, in graphs and out of them
-        classes = Classes(
-            kind=np.zeros(n, np.int8),
-            collective=np.full(n, -1, np.int32),
-            op=np.full(n, -1, np.int32),
-            input=np.array([label.copy and bool(_FROM_HOST.search(label.name)) for label in labels], bool),
-            own_copy=own & np.array([label.copy and not _OVER_HOST.search(label.name) for label in labels], bool),
+        kinds, collectives, ops = [], [], []
+        for label, mine in zip(labels, own.tolist()):
+            key = (label.name, label.op, label.copy, mine)
+            if key not in decided:
+                decided[key] = _kind(label, self._program, mine)
+            kind, collective = decided[key]
+            computes = kind in (COMPUTE, FUSED)
+            kinds.append(kind)
+            collectives.append(-1 if collective is None else self._index[collective])
+            ops.append(self.op_names.setdefault(label.op or label.name, len(self.op_names)) if computes else -1)
+        copies = [(i, label.name) for i, label in enumerate(labels) if label.copy]
+        fed, over = np.zeros((2, len(labels)), bool)
+        fed[[i for i, name in copies if _FROM_HOST.search(name)]] = True
+        over[[i for i, name in copies if not _OVER_HOST.search(name)]] = True
+        return Classes(
+            kind=np.array(kinds, np.int8),
+            collective=np.array(collectives, np.int32),
+            op=np.array(ops, np.int32),
+            input=fed,
+            own_copy=own & over,
             of_program=own,
             foreign=~own & np.array([bool(label.module) for label in labels], bool),
             lost=np.array([label.graph and not (named or label.op or label.copy) for label in labels], bool),
         )
-        for i, label in enumerate(labels):
-            key = (label.name, label.op, label.copy, bool(classes.of_program[i]))
-            if key not in self._decided:
-                self._decided[key] = _kind(label, self._program, key[-1])
-            classes.kind[i], collective = self._decided[key]
-            if collective is not None:
-                classes.collective[i] = self._index[collective]
-            if classes.kind[i] in (COMPUTE, FUSED):
-                classes.op[i] = self.op_names.setdefault(label.op or label.name, len(self.op_names))
-        return classes
 
 
 @lru_cache(maxsize=10_000)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +76,7 @@ def profile(
     if inspector or is_loose(run):
         axes, where = _declared(experiment, mesh, cluster)
         other = read_report(predicted) if predicted else None
-        with status(f"reading {run}"):
+        with status(f"reading {run}"), _uncollected():
             if inspector:
                 report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
             else:
@@ -91,7 +93,7 @@ def profile(
                 raise ConfigError(message, at=str(run))
         out = run if run.is_dir() else run.parent
         other = read_report(predicted) if predicted else find_prediction(out)
-        with status(f"reading the trace of {run}"):
+        with status(f"reading the trace of {run}"), _uncollected():
             report = profile_run(run, predicted=other, steps=chosen)
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
@@ -99,6 +101,18 @@ def profile(
         stdout().print(render(compare_reports(other, report)))
     if out is not None:
         say(f"wrote {'report.json and report.html' if inspector else _FILES} into {out}")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no cyclic garbage, since a hundred thousand names of a trace would be gone through again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _chosen(steps: str | None) -> Container[int] | None:
@@ -128,10 +142,11 @@ def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) ->
         ConfigError: an experiment beside a mesh or a cluster, or a value that is none.
     """
     from meshkit.config.cluster import Cluster
-    from meshkit.config.experiment import load
     from meshkit.config.mesh import MeshSpec
 
     if experiment is not None:
+        from meshkit.config.experiment import load
+
         if mesh is not None or cluster is not None:
             raise ConfigError("--experiment says both mesh and cluster.", hint="it, or --mesh and --cluster")
         job = load(experiment)
