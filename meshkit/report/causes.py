@@ -67,9 +67,8 @@ _LATE_HINTS = {
     "not_known": "its share of the work (padding, experts, stages), what its host does, a capture of more steps",
 }
 _OF_CORES = "what else runs on its cores, or its share of the work"  # of a CPU, which virtual devices share
-_SCATTER = (
-    "a one-hot matmul in place of the scatter-add in float32, such as an embedding's gradient (openxla/xla#46225)"
-)
+_FLOATS = re.compile(r"\bb?f\d")  # in an instruction's shapes
+_SCATTER = "a one-hot matmul in place of the scatter-add, such as an embedding's gradient (openxla/xla#26371, #46225)"
 BESIDE_WORK = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
 BESIDE_WORK_OF_CPU = "micro-batches or layers that do not need it yet, or another axis for it"  # memory is the link
 KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
@@ -307,14 +306,18 @@ def _behind(late: LatePart, most: int | None = None) -> str:
 
 
 def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
-    """What to try for a scatter-add in float32, whose adds to one place go one after another; None for other kernels.
+    """What to try for a scatter-add of floats, whose adds to one place go one after another; None for other kernels.
+
+    XLA adds bfloat16 by compare-and-swap, and in jaxlib 0.10.2 to 0.11.0 float32 as well.
 
     Args:
         name: of the instruction.
         info: what it is; None where unknown, then its name alone says so.
     """
     what = f"{name} {info.source if info else ''}"
-    scatters = "scatter" in what and not re.search("reduce.scatter", what) and (info is None or "f32" in info.key)
+    scatters = (
+        "scatter" in what and not re.search("reduce.scatter", what) and (info is None or bool(_FLOATS.search(info.key)))
+    )
     return _SCATTER if scatters else None
 
 

@@ -330,8 +330,10 @@ def test_virtual_devices_are_given_no_options_of_gpus(tmp_path):
         assert not any(word in on_cpus for word in ("xla_gpu", "link", "meshkit tune"))
 
 
-@pytest.mark.parametrize(("dtype", "says"), [("f32", "one-hot matmul"), ("bf16", "multiples of 128")])
-def test_a_scatter_add_in_float32_has_a_way_out_of_its_own(dtype, says, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "says"), [("f32", "one-hot matmul"), ("bf16", "one-hot matmul"), ("s32", "multiples of 128")]
+)
+def test_a_scatter_add_of_floats_has_a_way_out_of_its_own(dtype, says, tmp_path):
     name = "input_scatter_fusion"
     slow = Instruction(name, "fusion", "kernel", cost=Cost(bytes_accessed=1e6))
     known = InstructionInfo(
