@@ -12,6 +12,7 @@ import copy
 import errno
 import gzip
 import io
+import lzma
 import os
 import re
 import stat
@@ -38,8 +39,9 @@ from meshkit.errors import ConfigError, MeshkitError, TraceError
 LARGEST_FILE_BYTES = 4 * 2**20
 PIECE_BYTES = 33 * 2**20
 # Programs and traces unpack to some 5 to 20 times their size; a bomb to 1000 times.
-_MOST_TIMES = 100
-_ANY_BYTES = 64 * 2**20  # may come of however few
+MOST_TIMES = 100
+LEAST_ROOM_BYTES = 64 * 2**20  # may come of however few
+_XZ_MEMORY_BYTES = 256 * 2**20  # xz -9 takes 65 MiB
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
 DEEPEST_KEY = 32
 _KEY_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
@@ -196,6 +198,25 @@ def gunzip(data: bytes, most_bytes: int) -> bytes:
     return b"".join(unpacked(io.BytesIO(data), most_bytes))
 
 
+def unxz(data: bytes, most_bytes: int) -> bytes:
+    """The content of xz data.
+
+    Raises:
+        ValueError: as of `gunzip`.
+    """
+    room = min(most_bytes, max(LEAST_ROOM_BYTES, MOST_TIMES * len(data)))
+    reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
+    try:
+        content = reader.decompress(data, room + 1)
+    except lzma.LZMAError as error:
+        raise ValueError(f"it is no xz data: {error}") from None
+    if len(content) > room:
+        raise ValueError(f"it unpacks to more than {room / 2**20:.4g} MiB")
+    if not reader.eof:
+        raise ValueError("it ends before its content does")
+    return content
+
+
 def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterator[bytes]:
     """`gunzip` in pieces, each so large that its memory goes back to the system with it.
 
@@ -204,13 +225,13 @@ def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterato
     """
     size = packed.seek(0, os.SEEK_END)
     packed.seek(0)
-    room = min(most_bytes, max(_ANY_BYTES, _MOST_TIMES * size))
+    room = min(most_bytes, max(LEAST_ROOM_BYTES, MOST_TIMES * size))
     left = room + 1
     try:
         with gzip.GzipFile(fileobj=packed) as file:
             while piece := file.read(min(left, PIECE_BYTES)):
                 if (left := left - len(piece)) == 0:
-                    beyond = "" if room == most_bytes else f", more than {_MOST_TIMES} times its {size} bytes"
+                    beyond = "" if room == most_bytes else f", more than {MOST_TIMES} times its {size} bytes"
                     raise ValueError(f"it unpacks to more than {room / 2**20:.4g} MiB{beyond}")
                 yield piece
     except EOFError:

@@ -1,6 +1,7 @@
-"""Loose traces: XSpace files of any JAX job, without a run folder -> what `reader` needs to measure them.
+"""Loose traces: of any JAX job, without a run folder -> what `reader` needs to measure them.
 
 FILE.xplane.pb[.gz], a folder of them, or plugins/profile/RUN/ as jax.profiler lays it out
+FILE.sqlite of nsys, a folder of them, the folder of nsys-jax, or one of several such folders
   -> devices; the program that takes most of their time; its HLO, from the trace or from a file beside it
   -> TracedProgram, and Notes of what had to be assumed and of what is missing
 """
@@ -17,20 +18,23 @@ from pathlib import Path
 import numpy as np
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.files import gunzip, read_regular
+from meshkit.config.files import gunzip, read_regular, unxz
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
 from meshkit.hlo.module import COLLECTIVES, Module, ReadProgram, read_program
 from meshkit.hlo.proto import ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective, read_groups
 from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, contents, has_capture, traced_program
+from meshkit.trace.nsys import home, is_nsys, read_nsys
 from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations
 from meshkit.trace.reader import Note, some
-from meshkit.trace.xspace import XSpace, read_xspace
+from meshkit.trace.xspace import Plane, read_xspace
 from meshkit.units import format_percent
 
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
-_SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo_proto.pb")  # meshkit's own, XLA's dumps, and XProf's
+# Of meshkit, of XLA's dumps (which nsys-jax packs, and keeps by process where they differ), and of XProf.
+_SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo.pb.xz", "*.hlo.pb.xz/*", "*.hlo_proto.pb")
+_DUMPED = re.compile(r"\bmodule_\d+\.")  # then the module's name
 _BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))  # MaxText's RUN/tensorboard, and above it
 _TOGETHER_S = 60.0  # between the hosts of one profile
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
@@ -58,7 +62,7 @@ class Loose:
 
 def is_loose(path: Path) -> bool:
     """Whether a path is a trace, or a folder with traces in it or below, and no run folder with a capture."""
-    if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz")) and not path.exists()):
+    if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz", ".sqlite")) and not path.exists()):
         return path.suffix != ".json" or path.name.endswith("trace.json")
     return path.is_dir() and not has_capture(path) and bool(_sessions(path))
 
@@ -66,22 +70,29 @@ def is_loose(path: Path) -> bool:
 def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
     """The traces of one profile, a file's or the newest session's, and the sessions that are left out, the newest last.
 
-    Sessions of other hosts that began within a minute of the newest belong to it; their traces follow its own.
+    Sessions of other hosts that began within a minute of the newest belong to it; their traces follow its own. So do
+    those of nsys, of any process.
 
     Raises:
         TraceError: there is none.
     """
     if path.is_file():
-        return [path], []
+        host, timeline, _ = path.name.partition(".trace.json")  # jax writes both of a host
+        return [file for file in _of_jax(path.parent) if timeline and _host_of(file) == host] or [path], []
     sessions = _sessions(path) if path.is_dir() else []
     if not path.exists():
-        raise TraceError("there is no such trace.", at=str(path), hint="a *.xplane.pb file, or the folder it is in")
+        hint = "a *.xplane.pb or *.sqlite file, or the folder it is in"
+        raise TraceError("there is no such trace.", at=str(path), hint=hint)
     if not sessions:
         message = f"there is no trace (*.xplane.pb) in this folder or in plugins/profile/ below; {contents(path)}."
-        raise TraceError(message, at=str(path))
+        report = next(path.glob("*.nsys-rep"), None) if path.is_dir() else None
+        raise TraceError(message, at=str(path), hint=f"nsys export --type sqlite {report.name}" if report else None)
     if all(_OF_A_PROCESS.fullmatch(s.name) for s in sessions):
         return [file for s in sessions for file in _traces(s)], []
     *earlier, newest = sessions
+    if not _of_jax(newest):  # a folder for each process
+        near = sorted(s for s in sessions if _began_s(newest) - _began_s(s) <= _TOGETHER_S)
+        return [file for s in near for file in _traces(s)], [s for s in earlier if s not in near]
     found, others, hosts = _traces(newest), [], {(newest.parent, file.name) for file in _traces(newest)}
     for session in reversed(earlier):
         mine = {(session.parent, file.name) for file in _traces(session)}
@@ -111,7 +122,7 @@ def open_loose(
     scan = _Scan(found, program)
     module, read, placement, ids = scan.module(), None, None, np.array(scan.devices)
     own = [file for file in found if file.parent == found[0].parent]
-    joined = len(own) < len(found) and not _OF_A_PROCESS.fullmatch(found[0].parent.name)
+    joined = len(own) < len(found) and not (_OF_A_PROCESS.fullmatch(found[0].parent.name) or is_nsys(found[0]))
     if module is not None and joined and len(_assigned(module)) < len(scan.devices):
         scan = _Scan(own, program)  # the program runs on fewer devices: what was beside it is another job
         module, ids = scan.module(), np.array(scan.devices)
@@ -147,23 +158,45 @@ def open_loose(
 
 
 def _traces(folder: Path) -> list[Path]:
-    """The traces that lie in a folder itself; of a trace and its packed copy the first."""
+    """The traces that lie in a folder itself; those of nsys only where jax has left none."""
+    return _of_jax(folder) or _of_nsys(folder)
+
+
+def _of_jax(folder: Path) -> list[Path]:
+    """The traces of jax in a folder; of a trace and its packed copy the first."""
     files = {file.name.removesuffix(".gz"): file for pattern in reversed(_PATTERNS) for file in folder.glob(pattern)}
     return [files[name] for name in sorted(files)]
+
+
+def _of_nsys(folder: Path) -> list[Path]:
+    """The exports of nsys in a folder, else the traces of nsys-jax."""
+    if found := sorted(folder.glob("*.sqlite")):
+        return found
+    for trace in (folder / "trace.parquet", folder / "nvtx_gpu_proj_trace" / "trace.parquet"):
+        if trace.exists():
+            return sorted(trace.iterdir()) if trace.is_dir() else [trace]
+    return []
 
 
 def _sessions(folder: Path) -> list[Path]:
     """The folders with traces: itself, else the sessions in `plugins/profile/`, else those of folders below; the newest
     last."""
-    if _traces(folder):
-        return [folder]
-    for patterns in (["plugins/profile/*"], ["profile/*"], ["*"], _BELOW):
-        found = [s for pattern in patterns for s in sorted(folder.glob(pattern)) if s.is_dir() and _traces(s)]
-        if patterns is _BELOW:
-            found = [s for s in found if not has_capture(s.parents[2])]
-        if found:
-            return sorted(found, key=_began_s)
+    for traces in (_of_jax, _of_nsys):
+        if traces(folder):
+            return [folder]
+        for patterns in (["plugins/profile/*"], ["profile/*"], ["*"], _BELOW):
+            found = [s for pattern in patterns for s in sorted(folder.glob(pattern)) if s.is_dir() and traces(s)]
+            if patterns is _BELOW:
+                found = [s for s in found if not has_capture(s.parents[2])]
+            if found:
+                return sorted(found, key=_began_s)
     return []
+
+
+def _host_of(trace: Path) -> str:
+    """What a trace is called after: a host, a process, or the folder of nsys-jax."""
+    name = trace.name.split(".xplane")[0].removesuffix(".sqlite")
+    return home(trace).name if name == "trace.parquet" else name
 
 
 def _began_s(session: Path) -> float:
@@ -227,16 +260,23 @@ class _Scan:
         )
 
     def _file(self, process: int, path: Path, *, alone: bool) -> None:
-        space = read_xspace(path)
-        operations = read_operations(TraceFile(path, _EveryDevice()), space)
+        file = TraceFile(path, _EveryDevice())
+        space = None if is_nsys(path) else read_xspace(path)
+        operations = read_nsys(file) if space is None else read_operations(file, space)
         if not operations.devices or all(is_container(label) for label in operations.labels):
-            raise _nothing_ran(space, path)
+            raise _nothing_ran([] if space is None else space.planes, path)
         ordinals = sorted(operations.devices)
         apart = alone or not set(ordinals) & set(self.devices)
         ids = ordinals if apart else [max(self.devices) + 1 + i for i in range(len(ordinals))]
         self.files.append(TraceFile(path, dict(zip(ordinals, ids)), process))
         self.devices += ids
-        self.hosts[process] = path.name.split(".xplane")[0]
+        self.hosts[process] = _host_of(path)
+        self._count(operations)
+        if sum(kept.events for kept in self.operations.values()) + operations.events <= _KEPT_EVENTS:
+            named = {device: operations.devices[ordinal] for ordinal, device in zip(ordinals, ids)}
+            self.operations[process] = replace(operations, devices=named)
+        if space is None:
+            return
         try:
             self.kept |= space.programs()
         except TraceError as error:  # what ran can be read all the same
@@ -245,10 +285,6 @@ class _Scan:
             if plane.name == "/host:metadata":
                 known = {"jax": plane.stats.get("jax_version"), "jaxlib": plane.stats.get("jaxlib_version")}
                 self.versions |= {name: v for name, v in known.items() if isinstance(v, str)}
-        self._count(operations)
-        if sum(kept.events for kept in self.operations.values()) + operations.events <= _KEPT_EVENTS:
-            named = {device: operations.devices[ordinal] for ordinal, device in zip(ordinals, ids)}
-            self.operations[process] = replace(operations, devices=named)
 
     def _count(self, operations: Operations) -> None:
         """Adds what each program took on the devices; loops are counted by what is inside."""
@@ -274,13 +310,19 @@ class _Scan:
         return None
 
     def _beside(self) -> Iterator[bytes]:
-        """Programs of its name in files beside the traces, or above `plugins/profile/RUN/`."""
-        for folder in dict.fromkeys(f.path.absolute().parent for f in self.files):
+        """Programs of its name in files beside the traces, in `dump` there, or above `plugins/profile/RUN/`."""
+        numbered = "module_" if self.program is None else f"module_{self.program:04d}."  # as XLA's dump does
+        for folder in dict.fromkeys(home(f.path) for f in self.files):
             above = [folder.parents[2]] if folder.parts[-3:-1] == ("plugins", "profile") else []
-            for path in (p for at in (folder, *above) for pattern in _SIDECARS for p in sorted(at.glob(pattern))):
+            found = [p for at in (folder, folder / "dump", *above) for s in _SIDECARS for p in sorted(at.glob(s))]
+            for path in sorted(found, key=lambda p: numbered not in _dump_name(p)):
+                name = _dump_name(path)
+                if "before_optimizations" in name or (_DUMPED.search(name) and f".{self.name}." not in name):
+                    continue
                 try:
                     content = read_regular(path, LARGEST_PROGRAM_BYTES)
-                    content = gunzip(content, LARGEST_PROGRAM_BYTES) if path.suffix == ".gz" else content
+                    if unpack := {b"\x1f\x8b": gunzip, b"\xfd7": unxz}.get(content[:2]):
+                        content = unpack(content, LARGEST_PROGRAM_BYTES)
                     fields = read_fields(content)
                     if text(fields, 1) == self.name or text(message(fields, 1), 1) == self.name:
                         yield content
@@ -288,9 +330,14 @@ class _Scan:
                     continue  # somebody else's file
 
 
-def _nothing_ran(space: XSpace, path: Path) -> TraceError:
+def _dump_name(program: Path) -> str:
+    """The name of a program's file, or of the folder that nsys-jax-combine has made of it."""
+    return f"{program.parent.name}/{program.name}"
+
+
+def _nothing_ran(planes: Sequence[Plane], path: Path) -> TraceError:
     """Why a file has no operation of a device that we read."""
-    names = [plane.name for plane in space.planes]
+    names = [plane.name for plane in planes]
     if any(name.startswith("/device:TPU") for name in names):
         return TraceError(
             "this is a trace of TPUs, which meshkit does not read: it measures GPUs, and CPU devices in tests.",
@@ -298,7 +345,7 @@ def _nothing_ran(space: XSpace, path: Path) -> TraceError:
         )
     listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     return TraceError(
-        f"the trace has no operation of a GPU or of XLA:CPU; {len(names)} planes: {listed}.",
+        "the trace has no operation of a GPU or of XLA:CPU" + (f"; {len(names)} planes: {listed}." if names else "."),
         at=str(path),
         hint="tracing a window in which a jitted function runs to its end (jax.block_until_ready before stop_trace)",
     )

@@ -234,7 +234,7 @@ class _Reader:
         rest = np.flatnonzero(label < 0)
         if len(rest):
             columns = columns if len(rest) == len(label) else tuple(column[rest] for column in columns)
-            inverse, first = _distinct(columns)
+            inverse, first = distinct_rows(columns)
             index = self._decide(plane, [column[first] for column in columns])
             self.decided.add([column[first] for column in columns], index)
             label[rest] = index[inverse]
@@ -324,7 +324,7 @@ def _flow(kind: np.ndarray, id_: np.ndarray) -> np.ndarray:
     return id_ ^ (np.where(kind == NO_VALUE, 0, kind) << 58)
 
 
-def _distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """[n] number of each row among the distinct rows of some columns, and one row of each.
 
     The first column (the instruction) nearly always determines the others: rows that agree with the one row that was

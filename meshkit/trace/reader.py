@@ -26,6 +26,7 @@ from meshkit.errors import TraceError
 from meshkit.hlo.schedule import Collective
 from meshkit.timeline import DeviceStep, KernelTotals, Sweep, Timeline, exposed_spans, exposed_waits, sweep
 from meshkit.trace.graphs import name_graph_kernels
+from meshkit.trace.nsys import is_nsys, read_nsys
 from meshkit.trace.operations import (
     COMMUNICATION,
     COMPUTE,
@@ -275,7 +276,7 @@ class _Reader:
 
     def read(self, file: TraceFile, operations: Operations | None = None) -> None:
         """Adds one file, or what was read of it; nothing of one that cannot be read."""
-        operations = operations or read_operations(file)
+        operations = operations or (read_nsys(file) if is_nsys(file.path) else read_operations(file))
         name_graph_kernels(operations, self.program)
         facts, labels = self.facts, operations.labels
         own = self.program.owns(labels)

@@ -218,20 +218,13 @@ class XSpace:
                     yield known, bytes(self.buffer.data[begin:stop])
 
 
-_NSYS = (
-    "a report of Nsight Systems",
-    "jax.profiler.trace(FOLDER) around some steps without nsys, since one of them at a time can listen to the GPUs",
+_JSON = (
+    "JSON: a timeline for Perfetto or chrome://tracing, of jax or of PyTorch's Kineto, without the program",
+    "of jax: the *.xplane.pb that lies beside it; of PyTorch: Holistic Trace Analysis reads it",
 )
-# What else profilers write, by how it begins: what it is, and what to do.
-_OTHERS = {
-    b"SQLite format 3": ("SQLite, as nsys exports it", _NSYS[1]),
-    b"PAR1": ("Parquet, as nsys-jax writes it", _NSYS[1]),
-    b"{": (
-        "JSON: a timeline for Perfetto or chrome://tracing, of jax or of PyTorch's Kineto, without the program",
-        "of jax: the *.xplane.pb that lies beside it; of PyTorch: Holistic Trace Analysis reads it",
-    ),
-}
-_LONGEST_MAGIC = 64
+_ARCHIVE = ("an archive, as nsys-jax writes it", "unpacking it; meshkit profile FOLDER reads what is in it")
+_NSYS = ("a report of Nsight Systems", "nsys export --type sqlite REPORT.nsys-rep; meshkit profile reads its SQLite")
+_LONGEST_SPACE = 64  # before the brace of JSON
 
 
 def read_xspace(path: str | Path) -> XSpace:
@@ -262,10 +255,9 @@ def read_xspace(path: str | Path) -> XSpace:
             elif number != _SPACE_HOST:
                 raise Malformed(f"field {number} is not one of an XSpace")
     except WireError as e:
-        begin = bytes(buffer.data[:_LONGEST_MAGIC]).lstrip()
-        known = next((what for magic, what in _OTHERS.items() if begin.startswith(magic)), None)
-        if known is None and path.suffix == ".nsys-rep":
-            known = _NSYS
+        begin = bytes(buffer.data[:_LONGEST_SPACE]).lstrip()
+        known = _JSON if begin[:1] == b"{" else _ARCHIVE if begin[:2] == b"PK" else None
+        known = _NSYS if path.suffix == ".nsys-rep" else known
         if known is not None:
             raise TraceError(f"this is {known[0]}, and meshkit reads XSpace.", at=str(path), hint=known[1]) from None
         raise TraceError(f"this file is not a profiler trace, or is cut short: {e}.", at=str(path)) from None

@@ -211,8 +211,9 @@ def test_a_packed_trace_reads_as_the_plain_one(tmp_path):
         (b"not a protobuf at all", "not a profiler trace, or is cut short"),
         (SYNTHETIC.read_bytes()[:-5], "not a profiler trace, or is cut short"),
         (b'{"traceEvents": []}', r"this is JSON: a timeline .*, and meshkit reads XSpace"),
-        (b"SQLite format 3\0" + bytes(100), "this is SQLite, as nsys exports it"),
-        (b"PAR1" + bytes(100), "this is Parquet, as nsys-jax writes it"),
+        (b"SQLite format 3\0" + bytes(100), "this SQLite file is damaged: file is not a database"),
+        (b"PAR1" + bytes(100), "this Parquet file is damaged: "),
+        (b"PK\3\4" + bytes(100), "this is an archive, as nsys-jax writes it"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, content, message):

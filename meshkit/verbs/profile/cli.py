@@ -28,7 +28,7 @@ def profile(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Run folder; any JAX trace: FILE.xplane.pb, or a folder of them; or a folder of NCCL Inspector.",
+            help="Run folder; any JAX trace: FILE.xplane.pb, nsys' FILE.sqlite, a folder; or that of NCCL Inspector.",
             show_default=False,
         ),
     ],

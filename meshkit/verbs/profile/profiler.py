@@ -169,7 +169,8 @@ def profile_traces(
     """Return the measured report of a trace that any JAX job has left, or of a folder of them; see `trace.loose`.
 
     Args:
-        path: a `.xplane.pb` file (or `.gz`), a folder of them, or one that `jax.profiler` has written into.
+        path: a `.xplane.pb` file (or `.gz`), an export of nsys (`.sqlite`), a folder of them, one that `jax.profiler`
+            has written into, or one of nsys-jax.
         program: of several in the trace, the one to measure; None is that with the most time.
         mesh: the axes that the program's partitions are on; without it rows go by replica groups.
         cluster: where its devices are; without it links have no name.

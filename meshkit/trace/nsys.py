@@ -1,0 +1,578 @@
+"""What Nsight Systems recorded -> the operations of its GPUs, in the same columns as from an XSpace file.
+
+    FILE.sqlite    `nsys export --type sqlite`: kernels and copies, CUDA's calls that launched them, NVTX ranges
+    trace.parquet  `nsys-jax`, or nsys' recipe nvtx_gpu_proj_trace: XLA's ranges, with when the GPU ran what is in them
+
+XLA opens an NVTX range around what launches a thunk (`Thunk:#...,hlo_op=OP#`), inside one around each execution of a
+module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation has the instruction of the innermost thunk that
+launched it, and the module around that. Neither file holds the program: `loose` looks for XLA's dump beside it.
+
+Tables and columns are those of nsys' "SQLite Export Schema Reference"
+(docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html).
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from meshkit.config.files import LEAST_ROOM_BYTES, MOST_TIMES, open_regular, short
+from meshkit.errors import TraceError
+from meshkit.trace.operations import DROPPED, DeviceOperations, Label, Operations, TraceFile, distinct_rows
+
+_SQLITE, _PARQUET = b"SQLite format 3\0", b"PAR1"
+_THUNK = re.compile(r"(?:TSL:)?Thunk:#(?:.*,)?hlo_op=([^,#]+)", re.DOTALL)
+_MODULE = re.compile(r"(?:TSL:)?XlaModule:#(?:.*,)?hlo_module=([^,#]+)(?:,program_id=(\d{1,18}))?", re.DOTALL)
+_LAUNCHER = re.compile(r"XlaLauncher:#global=(\d{1,9}),local=(\d{1,9}),")
+_KERNEL, _COPY, _FILL, _GRAPH = (
+    f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
+)
+_COPY_NAMES = {1: "MemcpyH2D", 2: "MemcpyD2H", 8: "MemcpyD2D", 10: "MemcpyP2P"}  # CUpti_ActivityMemcpyKind
+_THREAD_BITS = 24  # of a globalTid: what is above them is the process
+_WARNING = 2  # the severity of a diagnostic
+_LONGEST_TEXT = 1 << 20
+_EVENT_BYTES, _TEXT_BYTES = 24, 4  # that an event and a text take at least in a file; with more of them it is damaged
+_WHOLE_GRAPH = -2  # in place of a node, where nsys has traced graphs and not their nodes
+_DEEPEST = 64  # ranges inside each other; XLA's are some ten
+_LATEST_NS = 1 << 53  # 104 days from the start of the session; picoseconds up to it fit into 64 bits
+_NEVER = np.iinfo(np.int64).max
+_EXPORT = "nsys export --type sqlite REPORT.nsys-rep"
+_OLDER = ("Projected Start", "Projected Duration", "RangeId", "ParentId")
+_RECENT = ("Start", "End", "Range ID", "Parent ID")  # as the recipe names them since nsys 2024.5
+
+_Launchers = dict[int, dict[int, tuple[int, int]]]
+"""Process -> its launching threads -> the local number and the global id of the device that each launches on."""
+
+
+def home(path: Path) -> Path:
+    """The folder of a trace; of one of nsys-jax that which holds nvtx_gpu_proj_trace/trace.parquet, its dump and more.
+
+    Where nsys-jax-combine has put processes together, trace.parquet is a folder with a file for each.
+    """
+    folder = path.absolute().parent
+    folder = folder.parent if folder.suffix == ".parquet" else folder
+    return folder.parent if folder.name == "nvtx_gpu_proj_trace" else folder
+
+
+def is_nsys(path: Path) -> bool:
+    """Whether a file is SQLite or Parquet, by how it begins."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(_SQLITE)).startswith((_SQLITE, _PARQUET))
+    except (OSError, ValueError):
+        return False
+
+
+def read_nsys(file: TraceFile) -> Operations:
+    """Reads the operations of the GPUs of one export, of all its processes; devices are numbered over all of them.
+
+    Args:
+        file: whose devices are read, and no others.
+
+    Raises:
+        TraceError: it cannot be read, is no export of nsys, or has no operation of a GPU; or pyarrow is missing.
+    """
+    try:
+        with open_regular(file.path) as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0)
+            parquet = opened.read(len(_PARQUET)) == _PARQUET
+            opened.seek(0)
+            events = _read_parquet(file.path, opened, size) if parquet else _read_sqlite(file.path, size)
+    except OSError as error:
+        raise TraceError(f"the trace cannot be read: {error.strerror or error}.", at=str(file.path)) from None
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # of names that are no text
+        raise TraceError(f"this SQLite file is damaged: {error}.", at=str(file.path), hint=_EXPORT) from None
+    if not len(events.start_ns):
+        message = "nsys recorded no operation of a GPU."
+        raise TraceError(message, at=str(file.path), hint=f"nsys profile --trace cuda,nvtx, then {_EXPORT}")
+    return events.operations(file)
+
+
+@dataclass
+class _Names:
+    """Numbers for what is told apart: kernels, instructions, modules."""
+
+    values: list[Any] = field(default_factory=list)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+
+    def number(self, value: Any) -> int:
+        """The number of a value, the same each time."""
+        found = self._numbers.setdefault(value, len(self.values))
+        if found == len(self.values):
+            self.values.append(value)
+        return found
+
+
+@dataclass
+class _Events:
+    """Operations of all devices of a file, in any order, and what their numbers stand for."""
+
+    start_ns: np.ndarray  # [n]
+    end_ns: np.ndarray  # [n]
+    device: np.ndarray  # [n] indices into `ordinals`
+    name: np.ndarray  # [n] indices into `names`
+    op: np.ndarray  # [n] indices into `ops`; -1 outside of a thunk
+    module: np.ndarray  # [n] indices into `modules`; -1 outside of a module
+    execution: np.ndarray  # [n] an id of the range of the module; -1 outside of one
+    launch: np.ndarray  # [n] of a graph; -1 outside of one
+    node: np.ndarray  # [n] of a graph; -1 outside of one
+    copy: np.ndarray  # [n] bool
+    ordinals: Sequence[int]
+    names: list[str]
+    ops: list[str]
+    modules: Sequence[tuple[str, int]]  # name, and the runtime's id of the program
+    found: Operations
+
+    def operations(self, file: TraceFile) -> Operations:
+        """The same by device, of those that the file's `devices` names."""
+        found = self.found
+        good = (self.end_ns >= self.start_ns) & (self.start_ns >= 0) & (self.end_ns <= _LATEST_NS)
+        found.discarded = int((~good).sum())
+        origin = int(self.start_ns[good].min(initial=_LATEST_NS))
+        if found.clock_ns is not None:
+            found.clock_ns += origin
+        graph = self.node != -1
+        label, first = distinct_rows((self.op, self.module, self.name, self.copy + 2 * graph))
+        kinds = (self.name, self.op, self.module, self.copy, graph)
+        for name, op, number, copy, in_graph in zip(*(column[first].tolist() for column in kinds)):
+            module, program = self.modules[number] if number >= 0 else ("", -1)
+            found.labels.append(
+                Label(self.names[name], self.ops[op] if op >= 0 else "", module, copy, in_graph, program)
+            )
+        run = self._runs(good)
+        for index, ordinal in enumerate(self.ordinals):
+            rows = np.flatnonzero(good & (self.device == index))
+            if not len(rows) or ordinal not in file.devices:
+                continue
+            rows = rows[np.argsort(self.start_ns[rows], kind="stable")]
+            start, end = ((times[rows] - origin) * 1000 for times in (self.start_ns, self.end_ns))
+            nodes = np.stack([self.launch[rows], self.node[rows]], axis=1) if graph[rows].any() else None
+            found.devices[file.devices[ordinal]] = DeviceOperations(start, end, label[rows], run[rows], nodes)
+        return found
+
+    def _runs(self, good: np.ndarray) -> np.ndarray:
+        """[n] which execution of its module on its device an operation is of, counted from 0; -1 outside of one."""
+        run = np.full(len(good), -1, np.int64)
+        rows = np.flatnonzero(good & (self.execution >= 0))
+        rows = rows[np.argsort(self.start_ns[rows], kind="stable")]
+        _, first, inverse = np.unique(self.execution[rows], return_index=True, return_inverse=True)
+        names = _Names()
+        name = np.array([names.number(module) for module, _ in self.modules], np.int64)
+        of = self.device[rows[first]] * len(name) + name[self.module[rows[first]]]
+        order = np.lexsort((first, of))
+        begins = np.flatnonzero(np.diff(of[order], prepend=-1))
+        number = np.empty(len(order), np.int64)
+        number[order] = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
+        run[rows] = number[inverse]
+        return run
+
+
+# SQLite
+
+
+class _Database:
+    """A file of SQLite, of which plain tables are read, whole and in order."""
+
+    def __init__(self, path: Path, size: int):
+        self.path, self._size = path, size
+        self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_TEXT)
+        self._connection.text_factory = lambda text: text.decode("utf-8", "replace")
+        self._connection.execute("PRAGMA trusted_schema = OFF")
+        tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 10000")
+        self.tables = {name for (name,) in tables}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def columns(self, table: str) -> set[str]:
+        """The columns of a table; of one that is not there, none."""
+        if table not in self.tables:
+            return set()
+        return {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
+
+    def rows(self, table: str, *columns: str, numbers: bool = False) -> Iterator[tuple]:
+        """The rows of a table; of one that is not there, none.
+
+        Args:
+            table, columns: by name.
+            numbers: every value as a number, -1 where there is none.
+
+        Raises:
+            TraceError: it lacks one of the columns, or has more rows than the file has room for.
+        """
+        if table not in self.tables:
+            return
+        if missing := {*columns} - self.columns(table):
+            message = f"table {table} of this SQLite file has no column {min(missing)}: it is of another schema."
+            raise TraceError(message, at=str(self.path), hint=f"a recent nsys, and {_EXPORT}")
+        form = 'CAST(IFNULL("{}", -1) AS INTEGER)' if numbers else '"{}"'
+        chosen, count = ", ".join(map(form.format, columns)), 0
+        most = self._size // (_TEXT_BYTES if table == "StringIds" else _EVENT_BYTES)
+        for row in self._connection.execute(f'SELECT {chosen} FROM "{table}" LIMIT {most + 1}'):
+            yield row
+            count += 1
+        if count > most:
+            message = f"table {table} has more rows than this file has room for: it is damaged."
+            raise TraceError(message, at=str(self.path), hint=_EXPORT)
+
+    def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
+        """[rows] each."""
+        fields = [str(i) for i in range(len(columns))]
+        found = np.fromiter(self.rows(table, *columns, numbers=True), [(name, np.int64) for name in fields])
+        return [np.ascontiguousarray(found[name]) for name in fields]
+
+
+def _read_sqlite(path: Path, size: int) -> _Events:
+    with closing(_Database(path, size)) as database:
+        if not database.tables & {_KERNEL, _GRAPH}:
+            listed = ", ".join(sorted(database.tables)[:6]) or "none"
+            message = f"this SQLite file has no kernels of nsys (no table {_KERNEL}); tables: {listed}."
+            raise TraceError(message, at=str(path), hint=f"nsys profile --trace cuda,nvtx, then {_EXPORT}")
+        strings, names = dict(database.rows("StringIds", "id", "value")), _Names()
+        tables = [_table(database, table, strings, names) for table in (_KERNEL, _COPY, _FILL, _GRAPH)]
+        start, end, local, process, correlation, name, node, copy = map(np.concatenate, zip(*tables))
+        thread, called = _launches(database, process, correlation)
+        ops, modules = _Names(), _Names()
+        thunks, around = _ranges(database, strings, ops, modules)
+        threads = database.rows("ThreadNames", "nameId", "globalTid")
+        launchers = _launchers((strings.get(id_), thread) for id_, thread in threads)
+        found = Operations(clock_ns=_clock_ns(database), hardware=_hardware(database), messages=_messages(database))
+    lost = [int(m[1] or m[2]) for text in found.messages for m in DROPPED.finditer(text)]
+    found.dropped = sum(lost) if lost else None
+    devices, device = np.unique(np.stack([process >> _THREAD_BITS, local]), axis=1, return_inverse=True)
+    execution = around.innermost(thread, called)
+    return _Events(
+        start, end, device.ravel(), name,
+        op=_pick(thunks.meaning, thunks.innermost(thread, called)),
+        module=_pick(around.meaning, execution),
+        execution=execution,
+        launch=correlation,
+        node=node,
+        copy=copy,
+        ordinals=_ordinals([(p, d) for p, d in devices.T.tolist()], launchers),
+        names=names.values,
+        ops=ops.values,
+        modules=modules.values,
+        found=found,
+    )  # fmt: skip
+
+
+def _table(database: _Database, table: str, strings: Mapping[int, Any], names: _Names) -> list[np.ndarray]:
+    """Start, end, device, process, correlation, name, node and whether it copies, of each operation of a table."""
+    kind = {_KERNEL: "demangledName", _COPY: "copyKind"}.get(table)
+    node = "graphNodeId" if "graphNodeId" in database.columns(table) else "correlationId"
+    columns = ("start", "end", "deviceId", "globalPid", "correlationId", kind or "start", node)
+    *numbers, kinds, nodes = database.numbers(table, *columns)
+    ids, inverse = np.unique(kinds if kind else np.zeros_like(kinds), return_inverse=True)
+    texts = [_operation_name(table, id_, strings) for id_ in ids.tolist()]
+    name = np.array([names.number(text) for text in texts], np.int64)[inverse]
+    if table == _GRAPH:
+        nodes = np.full_like(nodes, _WHOLE_GRAPH)
+    elif node != "graphNodeId":
+        nodes = np.full_like(nodes, -1)
+    else:
+        nodes = np.where(nodes == 0, -1, nodes)
+    return [*numbers, name, nodes, np.full(len(name), table in (_COPY, _FILL))]
+
+
+def _operation_name(table: str, id_: int, strings: Mapping[int, Any]) -> str:
+    """What an operation is called, as jax's profiler calls it."""
+    if table == _KERNEL:
+        return str(strings.get(id_, ""))
+    return _COPY_NAMES.get(id_, "Memcpy") if table == _COPY else "Memset" if table == _FILL else "CUDA graph"
+
+
+def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[n] thread and time of the call of CUDA that launched each operation, by their correlation id; -1 for none."""
+    columns = ("start", "globalTid", "correlationId")
+    start, thread, ids = database.numbers("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
+    if not len(start):
+        return np.full(len(process), -1), np.full(len(process), -1)
+    processes = np.unique(process >> _THREAD_BITS)
+
+    def key(process: np.ndarray, id_: np.ndarray) -> np.ndarray:
+        return np.searchsorted(processes, process >> _THREAD_BITS) << 32 | id_ & 0xFFFFFFFF
+
+    calls, wanted = key(thread, ids), key(process, correlation)
+    order = np.argsort(calls, kind="stable")
+    at = order[np.minimum(np.searchsorted(calls[order], wanted), len(order) - 1)]
+    met = (calls[at] == wanted) & (thread[at] >> _THREAD_BITS == process >> _THREAD_BITS)
+    return np.where(met, thread[at], -1), np.where(met, start[at], -1)
+
+
+@dataclass
+class _Ranges:
+    """Ranges of one kind; those of a thread lie beside or inside each other."""
+
+    start: np.ndarray  # [n]
+    end: np.ndarray  # [n]
+    thread: np.ndarray  # [n]
+    meaning: np.ndarray  # [n] a number of what each says
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int, int]]) -> _Ranges:
+        """Those of some rows, in their order."""
+        return cls(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+    def innermost(self, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
+        """[m] the innermost range around each time on its thread; -1 where there is none."""
+        found, depth = np.full(len(time), -1, np.int64), self._depth()
+        for level in np.unique(depth)[:_DEEPEST]:
+            rows = np.flatnonzero(depth == level)
+            rows = rows[np.lexsort((self.start[rows], self.thread[rows]))]
+            at = _last(self.thread[rows], self.start[rows], thread, time)
+            row = rows[np.maximum(at, 0)]
+            inside = (at >= 0) & (self.thread[row] == thread) & (self.end[row] >= time)
+            found[inside] = row[inside]
+        return found
+
+    def _depth(self) -> np.ndarray:
+        """[n] how many ranges of its thread are open when each has begun, itself included."""
+        step = np.repeat([1, -1], len(self.start))
+        order = np.lexsort((step, np.r_[self.start, self.end], np.r_[self.thread, self.thread]))
+        depth = np.empty(len(step), np.int64)
+        depth[order] = np.cumsum(step[order])
+        return depth[: len(self.start)]
+
+
+def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """[m] the last of some threads and starts, sorted by both, that is not after each (`on`, `time`); -1 for none."""
+    asked = np.r_[np.zeros(len(start), bool), np.ones(len(time), bool)]
+    order = np.lexsort((asked, np.r_[start, time], np.r_[thread, on]))
+    found = np.empty(len(order), np.int64)
+    found[order] = np.cumsum(~asked[order]) - 1
+    return found[len(start) :]
+
+
+def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[_Ranges, _Ranges]:
+    """The ranges of thunks and of modules, whose meanings are numbers of `ops` and `modules`."""
+    kinds: tuple[list, list] = ([], [])
+    known: dict[Any, tuple[int, int]] = {}
+    for start, end, thread, id_, text in database.rows("NVTX_EVENTS", "start", "end", "globalTid", "textId", "text"):
+        said = id_ if text is None else text
+        if said not in known:
+            known[said] = _meaning(str(strings.get(id_, "") if text is None else text), ops, modules)
+        kind, meaning = known[said]
+        if kind >= 0 and isinstance(start, int) and isinstance(thread, int):
+            kinds[kind].append((start, end if isinstance(end, int) else _NEVER, thread, meaning))
+    return _Ranges.of(kinds[0]), _Ranges.of(kinds[1])
+
+
+def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:
+    """What a range says: 0 and the number of a thunk's instruction, 1 and that of a module; -1 for anything else."""
+    if thunk := _THUNK.match(text):
+        return 0, ops.number(thunk[1])
+    if module := _MODULE.match(text):
+        return 1, modules.number((module[1], int(module[2] or -1)))
+    return -1, -1
+
+
+def _pick(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """[n] some values by their indices; -1 for an index of -1."""
+    return np.where(at >= 0, np.append(values, -1)[at], -1)
+
+
+def _launchers(threads: Iterable[tuple[Any, Any]]) -> _Launchers:
+    """What XLA names its launching threads after."""
+    found: _Launchers = defaultdict(dict)
+    for name, thread in threads:
+        if (launcher := _LAUNCHER.match(str(name))) and isinstance(thread, int):
+            found[thread >> _THREAD_BITS][thread] = int(launcher[2]), int(launcher[1])
+    return found
+
+
+def _ordinals(devices: Sequence[tuple[int, int]], launchers: _Launchers) -> list[int]:
+    """The global id of each (process, local number) where XLA's threads say it, else a count of them.
+
+    A process with one launching thread has one device, whatever its local number is.
+    """
+    found = []
+    for process, local in devices:
+        of = dict(launchers.get(process, {}).values())
+        found.append(of.get(local, -1) if len(of) != 1 else next(iter(of.values())))
+    if -1 in found or len(set(found)) < len(found):
+        # processes that see all GPUs of their machine each use others
+        by_gpu = len({local for _, local in devices}) == len(devices)
+        rank = {device: i for i, device in enumerate(sorted(devices, key=lambda d: d[1] if by_gpu else d))}
+        found = [rank[device] for device in devices]
+    return found
+
+
+def _clock_ns(database: _Database) -> int | None:
+    """When the session began, since the epoch."""
+    begun = database.numbers("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")[0]
+    return int(begun[0]) if len(begun) and begun[0] > 0 else None
+
+
+def _hardware(database: _Database) -> dict[str, int | float | str]:
+    """What the file says of the first GPU, in the words of an XSpace file."""
+    columns = {"computeMajor": "compute_cap_major", "computeMinor": "compute_cap_minor", "totalMemory": "memory_size"}
+    there = [column for column in columns if column in database.columns("TARGET_INFO_GPU")]
+    values = database.numbers("TARGET_INFO_GPU", *there) if there else []
+    return {columns[name]: int(value[0]) for name, value in zip(there, values) if len(value) and value[0] >= 0}
+
+
+def _messages(database: _Database) -> list[str]:
+    """What nsys warns of."""
+    if not {"severity", "text"} <= database.columns("DIAGNOSTIC_EVENT"):
+        return []
+    rows = database.rows("DIAGNOSTIC_EVENT", "severity", "text")
+    return [str(text) for severity, text in rows if isinstance(severity, int) and severity >= _WARNING]
+
+
+# Parquet
+
+
+def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
+    """Thunks that hold no thunk, each one operation: from the first of what it ran on the GPU to the last."""
+    read = _Columns(path, opened, size)
+    recent = "Text" in read.names  # as the recipe names them since nsys 2024.5
+    texts, text = read.texts("Text" if recent else "Name")
+    names = (*(_RECENT if recent else _OLDER), "PID", "TID")
+    start, end, id_, above, process, thread = (read.numbers(name) for name in names)
+    end, thread = end if recent else start + end, process << _THREAD_BITS | thread
+    ops, modules = _Names(), _Names()
+    kind, meaning = np.array([_meaning(text, ops, modules) for text in texts], np.int64).reshape(-1, 2)[text].T
+    parent = _parents(id_, above)
+    around = _nearest(kind == 1, parent)
+    outer = _pick(_nearest(kind == 0, parent), parent)
+    holds = np.isin(np.arange(len(kind)), outer[kind == 0])
+    rows = np.flatnonzero((kind == 0) & ~holds)
+    if not len(rows):
+        message = "this Parquet file has no ranges of XLA's thunks."
+        raise TraceError(message, at=str(path), hint="nsys-jax, or nsys profile --trace cuda,nvtx around a job of JAX")
+    execution = around[rows]
+    module = _pick(meaning, execution)
+    launchers = _launchers(_thread_names(path))
+    devices, device = _devices(thread[rows], module, modules.values, launchers)
+    return _Events(
+        start[rows], end[rows], device, meaning[rows],
+        op=meaning[rows],
+        module=module,
+        execution=execution,
+        launch=np.full(len(rows), -1),
+        node=np.full(len(rows), -1),
+        copy=np.zeros(len(rows), bool),
+        ordinals=_ordinals(devices, launchers),
+        names=ops.values,
+        ops=ops.values,
+        modules=modules.values,
+        found=Operations(),
+    )  # fmt: skip
+
+
+class _Columns:
+    """Columns of a Parquet file.
+
+    Raises:
+        TraceError: pyarrow is missing, or the file is damaged or unpacks to too much.
+    """
+
+    def __init__(self, path: Path, opened: BinaryIO, size: int):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            message = "Parquet is read with pyarrow, which is not installed."
+            raise TraceError(message, at=str(path), hint=f"pip install 'meshkit[nsys]', or {_EXPORT}") from None
+        self.path, self._pyarrow = path, pyarrow
+        with self._errors():
+            self._file = pyarrow.parquet.ParquetFile(opened)
+            about = self._file.metadata
+            unpacked = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+            self.names = {*self._file.schema_arrow.names}
+        if about.num_rows > size or not 0 <= unpacked <= max(LEAST_ROOM_BYTES, MOST_TIMES * size):
+            raise TraceError("this Parquet file unpacks to more than any trace does.", at=str(path))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._pyarrow.ArrowException, OSError, ValueError) as error:
+            raise TraceError(f"this Parquet file is damaged: {short(str(error))}", at=str(self.path)) from None
+
+    def _column(self, name: str) -> Any:
+        if name not in self.names:
+            listed = ", ".join(sorted(self.names)[:6])
+            message = f"this Parquet file is no nvtx_gpu_proj_trace of nsys: it has no column '{name}', but {listed}."
+            raise TraceError(message, at=str(self.path), hint="trace.parquet, as nsys-jax writes it")
+        return self._file.read([name])[name]
+
+    def numbers(self, name: str) -> np.ndarray:
+        """[rows] whole numbers; -1 where a row has none."""
+        with self._errors():
+            column = self._column(name).fill_null(-1).cast("int64", safe=False)
+            return column.to_numpy()
+
+    def texts(self, name: str) -> tuple[list[str], np.ndarray]:
+        """The distinct texts of a column, and [rows] which one each row has; a row without one has an empty text."""
+        with self._errors():
+            column = self._column(name).cast("string").fill_null("").dictionary_encode().combine_chunks()
+            return column.dictionary.to_pylist(), column.indices.to_numpy()
+
+
+def _parents(id_: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """[n] the row of the range around each; -1 for none."""
+    order = np.argsort(id_, kind="stable")
+    at = order[np.minimum(np.searchsorted(id_[order], above), len(order) - 1)] if len(order) else order
+    return np.where((id_[at] == above) & (above >= 0), at, -1)
+
+
+def _nearest(wanted: np.ndarray, parent: np.ndarray) -> np.ndarray:
+    """[n] the row of the innermost wanted range around each, itself included; -1 for none."""
+    at = np.arange(len(parent))
+    for _ in range(_DEEPEST):
+        beside = (at >= 0) & ~wanted[at]
+        if not beside.any():
+            break
+        at = np.where(beside, parent[at], at)
+    return np.where((at >= 0) & wanted[at], at, -1)
+
+
+def _devices(
+    thread: np.ndarray, module: np.ndarray, modules: Sequence[tuple[str, int]], launchers: _Launchers
+) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """(process, local number) of each device, and [n] which one an operation ran on, by the thread that launched it.
+
+    Where nobody names the threads, those that run one program together are taken in their order; what other threads
+    launch runs on the first device.
+    """
+    threads, inverse = np.unique(thread, return_inverse=True)
+    launching = {t: local for of in launchers.values() for t, (local, _) in of.items()}
+    together: dict[tuple[int, int], set[int]] = defaultdict(set)  # (process, program) -> the threads that run it
+    for t, m in {*zip(inverse.tolist(), module.tolist())}:
+        if m >= 0 and modules[m][1] >= 0:  # others are what XLA compiles to compare kernels
+            together[int(threads[t]) >> _THREAD_BITS, m].add(int(threads[t]))
+    several: dict[int, set[int]] = defaultdict(set)
+    for (process, _), of in together.items():
+        if len(of) > 1 and process not in launchers:
+            several[process] |= of
+    for of in several.values():
+        launching |= {t: i for i, t in enumerate(sorted(of))}
+    first: dict[int, int] = {}
+    for t, local in launching.items():
+        first[t >> _THREAD_BITS] = min(local, first.get(t >> _THREAD_BITS, local))
+    places = [(t >> _THREAD_BITS, launching.get(t, first.get(t >> _THREAD_BITS, 0))) for t in threads.tolist()]
+    devices = list(dict.fromkeys(places))
+    return devices, np.array([devices.index(place) for place in places], np.int64)[inverse]
+
+
+def _thread_names(path: Path) -> Iterator[tuple[str, int]]:
+    """Names of threads, as nsys-jax writes them beside a trace."""
+    found = home(path) / "thread-metadata.parquet" / (path.name if path.parent.suffix == ".parquet" else "")
+    if is_nsys(found):
+        with open_regular(found) as opened:
+            read = _Columns(found, opened, opened.seek(0, 2))
+            texts, text = read.texts("Name")
+            threads = read.numbers("PID") << _THREAD_BITS | read.numbers("TID")
+            yield from ((texts[i], thread) for i, thread in zip(text.tolist(), threads.tolist()))

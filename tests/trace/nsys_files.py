@@ -1,0 +1,118 @@
+"""SQLite as nsys exports it, written from the ranges of nsys-jax's Parquet or by hand.
+
+Tables and columns as in nsys' "SQLite Export Schema Reference"
+(docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html), less those that nobody here reads.
+"""
+
+import sqlite3
+from contextlib import closing
+
+SCHEMA = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE ThreadNames (nameId INTEGER NOT NULL, priority INTEGER, globalTid INTEGER);
+CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, utcTime TEXT, localTime TEXT);
+CREATE TABLE TARGET_INFO_GPU (
+    id INTEGER NOT NULL, name TEXT, totalMemory INTEGER, computeMajor INTEGER, computeMinor INTEGER);
+CREATE TABLE DIAGNOSTIC_EVENT (timestamp INTEGER NOT NULL, severity INTEGER NOT NULL, text TEXT NOT NULL);
+CREATE TABLE NVTX_EVENTS (
+    start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, globalTid INTEGER,
+    textId INTEGER, domainId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (
+    start INTEGER NOT NULL, end INTEGER NOT NULL, globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (
+    start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,
+    correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, graphNodeId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (
+    start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL,
+    correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL, graphNodeId INTEGER);
+"""
+NVTX_PUSH_POP, WARNING = 59, 2
+
+
+class Export:
+    """A database in memory; `write` puts it into a file."""
+
+    def __init__(self, schema=SCHEMA):
+        self.database = sqlite3.connect(":memory:")
+        self.database.executescript(schema)
+        self._strings, self._calls = {}, 0
+
+    def add(self, table, *rows):
+        """Adds rows of equal keys."""
+        names = ", ".join(f'"{name}"' for name in rows[0])
+        values = ", ".join("?" for _ in rows[0])
+        self.database.executemany(f"INSERT INTO {table} ({names}) VALUES ({values})", [tuple(r.values()) for r in rows])
+
+    def string(self, text):
+        """The id of a text."""
+        if text not in self._strings:
+            self._strings[text] = len(self._strings) + 1
+            self.add("StringIds", {"id": self._strings[text], "value": text})
+        return self._strings[text]
+
+    def range(self, text, start, end, thread, *, registered=True):
+        """An NVTX range; of a registered text its id alone is in the table."""
+        said = {"text": None, "textId": self.string(text)} if registered else {"text": text, "textId": None}
+        where = {"start": start, "end": end, "eventType": NVTX_PUSH_POP, "globalTid": thread, **said}
+        self.add("NVTX_EVENTS", where)
+
+    def launch(self, at, thread):
+        """A call of CUDA; returns its correlation id."""
+        self._calls += 1
+        call = {"start": at, "end": at, "globalTid": thread, "correlationId": self._calls}
+        self.add("CUPTI_ACTIVITY_KIND_RUNTIME", {**call, "nameId": self.string("cuLaunchKernel")})
+        return self._calls
+
+    def kernel(self, name, start, end, device, *, at, thread, node=None):
+        """A kernel, and the call that launched it."""
+        what = {"demangledName": self.string(name), "graphNodeId": node}
+        self._operation("KERNEL", start, end, device, at, thread, what)
+
+    def copy(self, kind, start, end, device, *, at, thread):
+        """A copy of a CUpti_ActivityMemcpyKind."""
+        self._operation("MEMCPY", start, end, device, at, thread, {"copyKind": kind, "bytes": 4})
+
+    def _operation(self, table, start, end, device, at, thread, what):
+        where = {"start": start, "end": end, "deviceId": device, "streamId": 7, "globalPid": thread >> 24 << 24}
+        self.add(f"CUPTI_ACTIVITY_KIND_{table}", {**where, "correlationId": self.launch(at, thread), **what})
+
+    def write(self, path):
+        path.unlink(missing_ok=True)
+        with closing(sqlite3.connect(path)) as file:
+            self.database.commit()
+            self.database.backup(file)
+        return path
+
+
+def export_of(rows, device_of):
+    """The export whose projection onto the GPUs the rows of nsys-jax's trace.parquet are; each thunk is one kernel.
+
+    Args:
+        rows: as dictionaries.
+        device_of: thread -> the device that it launches on.
+    """
+    made = Export()
+    holds = {row["ParentId"] for row in rows if "Thunk:#" in row["Name"]}
+    for thread, device in device_of.items():
+        now, opened = 0, []  # of the host
+        global_tid = rows[0]["PID"] << 24 | thread
+
+        def close(until, opened=opened, global_tid=global_tid):
+            nonlocal now
+            while opened and opened[-1][0] != until:
+                _, text, start = opened.pop()
+                now += 1
+                made.range(text, start, now, global_tid, registered="Thunk" in text)
+
+        for row in sorted((r for r in rows if r["TID"] == thread), key=lambda r: r["RangeId"]):
+            close(row["ParentId"])
+            now += 1
+            text = row["Name"].removeprefix("TSL:")  # the domain stands apart
+            opened.append((row["RangeId"], text, now))
+            if "Thunk:#" in text and row["RangeId"] not in holds:
+                now += 1
+                start = row["Projected Start"]
+                name = text.split("hlo_op=")[1].rstrip("#")
+                made.kernel(name, start, start + row["Projected Duration"], device, at=now, thread=global_tid)
+        close(None)
+    return made

@@ -1,0 +1,345 @@
+"""Traces of Nsight Systems, real and made ones, against a plain loop that shares no code with the reader."""
+
+import random
+import re
+import shutil
+import sqlite3
+import sys
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from meshkit.errors import TraceError
+from meshkit.trace.loose import find_traces, is_loose, open_loose
+from meshkit.trace.nsys import read_nsys
+from meshkit.trace.operations import TraceFile
+from meshkit.trace.reader import read_trace
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces
+from tests.trace.nsys_files import SCHEMA, WARNING, Export, export_of
+
+TRACES = Path(__file__).parent.parent / "data" / "traces"
+MAXTEXT, PAX = TRACES / "maxtext_h100x4", TRACES / "pax_a100x4"
+COLLECTIVE = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute")
+
+
+def read(path):
+    loose = open_loose(path)
+    return loose, read_trace(loose.files, loose.program, chosen=range(100))
+
+
+@pytest.fixture(scope="module")
+def files():
+    """Of both runs the rows of each file with the devices of its threads, which XLA starts in the order of devices."""
+    folder = PAX / "nvtx_gpu_proj_trace" / "trace.parquet"
+    found = {MAXTEXT: [MAXTEXT / "nvtx_gpu_proj_trace" / "trace.parquet"], PAX: sorted(folder.iterdir())}
+    rows = {run: [parquet.read_table(file).to_pylist() for file in paths] for run, paths in found.items()}
+    threads = {run: [(n, t) for n, of in enumerate(rows[run]) for t in sorted({r["TID"] for r in of})] for run in rows}
+    return {run: [(of, {t: i for i, (m, t) in enumerate(threads[run]) if m == n}) for n, of in enumerate(rows[run])]
+            for run in rows}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return {run: measure_traces(run, TracedJob()).report for run in (MAXTEXT, PAX)}
+
+
+def executions(files):
+    """(device, number) -> its thunks that hold none, as (instruction, start, end) in ns, in order of start."""
+    found = {}
+    for rows, device_of in files:
+        row_of = {row["RangeId"]: row for row in rows}
+        holds = {row["ParentId"] for row in rows if "Thunk:" in row["Name"]}
+        runs = defaultdict(lambda: defaultdict(list))
+        for row in rows:
+            if "Thunk:" not in row["Name"] or row["RangeId"] in holds:
+                continue
+            around = row
+            while "XlaModule:" not in around["Name"]:
+                around = row_of[around["ParentId"]]
+            op, start = row["Name"].split("hlo_op=")[1].rstrip("#"), row["Projected Start"]
+            runs[device_of[row["TID"]]][around["RangeId"]].append((start, start + row["Projected Duration"], op))
+        for device, of in runs.items():
+            for number, thunks in enumerate(sorted(sorted(thunks) for thunks in of.values())):
+                found[device, number] = [(op, start, end) for start, end, op in thunks]
+    return found
+
+
+def union(spans):
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def length(spans):
+    return sum(end - start for start, end in union(spans))
+
+
+def in_both(some, others):
+    return length(some) + length(others) - length([*some, *others])
+
+
+def parts(found, device, number):
+    """ns of one step, which ends where the next begins: window, compute, communication, overlapped, exposed; and how
+    many thunks run in it."""
+    begin, end = found[device, number][0][1], found[device, number + 1][0][1]
+    every = [thunk for (of, _), thunks in found.items() if of == device for thunk in thunks]
+    inside = [(op, max(a, begin), min(b, end)) for op, a, b in every if a < end and b > begin]
+    communicates = [(a, b) for op, a, b in inside if COLLECTIVE.match(op)]
+    computes = [(a, b) for op, a, b in inside if not COLLECTIVE.match(op)]
+    overlapped = in_both(computes, communicates)
+    communication = length(communicates)
+    return [end - begin, length(computes), communication, overlapped, communication - overlapped], len(inside)
+
+
+def wait_s(found, numbers, *, clocked):
+    """Seconds that a device waits in a step, as a mean: until the last one has come, or longer than the quickest."""
+    total, steps = 0, 0
+    for number in numbers:
+        instances = defaultdict(list)
+        for (_, of), thunks in found.items():
+            seen = defaultdict(int)
+            for op, start, end in thunks if of == number else ():
+                if COLLECTIVE.match(op):
+                    seen[op] += 1
+                    instances[op, seen[op]].append((start, end))
+            steps += of == number
+        for spans in instances.values():
+            assert len(spans) == 4
+            last, least = max(a for a, _ in spans), min(b - a for a, b in spans)
+            total += sum(min(max(last - a, 0), b - a) if clocked else b - a - least for a, b in spans)
+    return total * 1e-9 / steps
+
+
+@pytest.mark.parametrize(("run", "thunks", "mapped"), [(MAXTEXT, 980, 1), (PAX, 2610, 0)])
+def test_times_and_counts_are_those_of_a_plain_loop(run, thunks, mapped, files, tmp_path):
+    if not mapped:  # names of ranges alone
+        shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("dump"))
+    found, (loose, trace) = executions(files[run]), read(run if mapped else tmp_path / "run")
+    assert (loose.module is None) == (not mapped)
+    counts = defaultdict(list)
+    for step, swept in zip(trace.steps.steps, trace.sweeps):
+        total, (ns, count) = swept.total, parts(found, step.device, step.step)
+        ours = (total.window_s, total.compute_s, total.communication_s, total.overlapped_s, total.exposed_s)
+        assert ours == pytest.approx([1e-9 * each for each in ns], abs=1e-9)
+        own = found[step.device, step.step]
+        assert swept.count.sum() == sum(bool(COLLECTIVE.match(op)) for op, *_ in own)
+        counts[step.device].append(count)
+    assert counts == {device: [thunks] * 4 for device in range(4)}
+    assert trace.facts.kernels == dict.fromkeys(range(4), thunks)
+    assert not trace.facts.odd_counts
+    assert (trace.facts.mapped_share, trace.facts.discarded) == (mapped, 0)
+
+
+@pytest.mark.parametrize(("run", "numbers", "clocked"), [(MAXTEXT, (1, 2, 3), True), (PAX, (2, 3), False)])
+def test_waiting_is_that_of_a_plain_loop(run, numbers, clocked, files, measured):
+    report = measured[run]
+    assert report.stragglers.method == ("clocked" if clocked else "clock_free")
+    waited = sum(row.wait_s for row in report.communication)
+    assert waited == pytest.approx(wait_s(executions(files[run]), numbers, clocked=clocked), abs=1e-9)
+    assert [s.step for s in report.per_step if not s.left_out] == list(numbers)
+
+
+def test_maxtext_on_four_h100s_is_late_by_the_gradient_of_its_embedding(measured):
+    first = measured[MAXTEXT].findings[0]
+    assert first.code == "waiting_for_peers"
+    assert "in input_scatter_fusion (layers/embeddings.py:84; " in first.message
+    assert "one-hot matmul in place of the scatter-add" in first.hint
+    assert "clock" not in first.message
+    steady = measured[MAXTEXT].per_step
+    assert {s.left_out for s in steady if s.step == 0} == {"warm-up"}
+
+
+def test_pax_on_four_a100s_blames_no_gpu(measured):
+    report = measured[PAX]
+    assert {s.step: s.left_out for s in report.per_step if s.left_out} == {0: "warm-up", 1: "warm-up"}
+    assert report.findings[0].code == "host_bound"
+    assert sum(f.seconds for f in report.findings if f.code == "waiting_for_peers") < 1e-3
+    assert not [d for d in report.stragglers.devices if d.late]
+    assert not re.search("clock|ECC|temperature", " ".join(f"{f.message} {f.hint}" for f in report.findings))
+
+
+def test_sqlite_and_parquet_of_one_run_give_equal_reports(files, measured, tmp_path):
+    ((rows, device_of),) = files[MAXTEXT]
+    run = export_of(rows, device_of).write(tmp_path / f"{MAXTEXT.name}.sqlite")
+    shutil.copytree(MAXTEXT / "dump", tmp_path / "dump")
+    report = measure_traces(run, TracedJob()).report
+    assert report == measured[MAXTEXT]
+
+
+def made(run=range(3)):
+    """Two processes of one GPU each that run `jit_f`: a matmul, an all-gather at its end, one copy before."""
+    export = Export()
+    export.add("TARGET_INFO_SESSION_START_TIME", {"utcEpochNs": 10**18})
+    gpu = {"id": 0, "name": "H100", "totalMemory": 80 * 10**9, "computeMajor": 9, "computeMinor": 0}
+    export.add("TARGET_INFO_GPU", gpu)
+    for process, device in ((31, 1), (30, 0)):
+        thread = process << 24 | process
+        export.copy(1, 900, 950, device, at=100, thread=thread)
+        for i in run:
+            at, on_gpu = 1000 * (i + 1), 10_000 * (i + 1)
+            export.range("XlaModule:#hlo_module=jit_f,program_id=7#", at, at + 900, thread, registered=False)
+            export.range("Thunk:#name=jit(f)/dot[a=(1,),b],hlo_op=dot.1#", at + 10, at + 90, thread)
+            export.kernel("gemm", on_gpu, on_gpu + 6000, device, at=at + 50, thread=thread)
+            export.range("Thunk:#hlo_op=while.4#", at + 100, at + 800, thread)
+            export.range("Thunk:#hlo_op=all-gather-start.2#", at + 200, at + 300, thread)
+            name, start = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", on_gpu + 5000
+            export.kernel(name, start, start + 4000, device, at=at + 250, thread=thread)
+    return export
+
+
+def test_processes_of_one_export_are_devices_of_one_clock(tmp_path):
+    loose, trace = read(made().write(tmp_path / "x.sqlite"))
+    assert (loose.program.module, loose.program.program_id) == ("jit_f", 7)
+    assert [(s.device, s.step) for s in trace.steps.steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    total = trace.sweeps[0].total
+    us = (total.window_s, total.compute_s, total.communication_s, total.exposed_s)
+    assert us == pytest.approx((10e-6, 6e-6, 4e-6, 3e-6))
+    assert trace.steps.op_names == ("dot.1",)
+    assert trace.facts.hardware == {"compute_cap_major": 9, "compute_cap_minor": 0, "memory_size": 80 * 10**9}
+    assert trace.facts.kernels == {0: 2, 1: 2}
+
+
+def test_launching_threads_name_the_global_ids_of_devices(tmp_path):
+    export = made()
+    for process, device in ((30, 5), (31, 4)):
+        name = f"XlaLauncher:#global={device},local=0,process={process},slice=0#"
+        export.add("ThreadNames", {"nameId": export.string(name), "globalTid": process << 24 | 99})
+    _, trace = read(export.write(tmp_path / "x.sqlite"))
+    assert {s.device for s in trace.steps.steps} == {4, 5}
+
+
+def test_kernels_in_graphs_are_told_by_their_nodes_and_what_nsys_warns_of_is_said(tmp_path):
+    export = made()
+    thread = 30 << 24 | 30
+    export.range("Thunk:#hlo_op=command_buffer.3#", 1850, 1890, thread)
+    export.kernel("loop_add_fusion", 19_200, 19_900, 0, at=1860, thread=thread, node=5 << 32 | 1)
+    text = "12 CUDA events were dropped."
+    export.add("DIAGNOSTIC_EVENT", {"timestamp": 1, "severity": WARNING, "text": text})
+    path = export.write(tmp_path / "x.sqlite")
+    found = read_nsys(TraceFile(path, {0: 0}))
+    (label,) = (i for i, label in enumerate(found.labels) if label.graph)
+    assert (found.labels[label].op, found.labels[label].name) == ("command_buffer.3", "loop_add_fusion")
+    assert found.devices[0].nodes[found.devices[0].label == label].tolist() == [[15, 5 << 32 | 1]]
+    notes = {note.code: note for note in read(path)[1].notes}
+    assert "12 events" in notes["dropped_events"].message
+    assert text in notes["profiler_messages"].message
+
+
+def test_columns_of_a_recent_nsys_read_as_those_of_an_older_one(tmp_path):
+    old = parquet.read_table(MAXTEXT / "nvtx_gpu_proj_trace" / "trace.parquet")
+    start = old["Projected Start"].to_numpy()
+    names = {"RangeId": "Range ID", "ParentId": "Parent ID", "PID": "PID", "TID": "TID"}
+    columns = {recent: old[name] for name, recent in names.items()}
+    columns |= {"Start": start, "End": start + old["Projected Duration"].to_numpy()}
+    columns["Text"] = pa.array([name.removeprefix("TSL:") for name in old["Name"].to_pylist()])
+    folder = tmp_path / "nvtx_gpu_proj_trace"
+    folder.mkdir()
+    parquet.write_table(pa.table(columns), folder / "trace.parquet")
+    (loose, recent), (_, older) = read(tmp_path), read(MAXTEXT)
+    assert [s.total for s in recent.sweeps] == [s.total for s in older.sweeps]
+    assert "no HLO of it, and no file beside it" in next(n.message for n in loose.notes if n.code == "no_program")
+
+
+def test_folders_of_nsys_are_found(tmp_path):
+    assert is_loose(MAXTEXT)
+    assert [file.name[-5:] for file in find_traces(PAX)[0]] == ["proc0", "proc1", "proc2", "proc3"]
+    for rank in (0, 1):
+        folder = tmp_path / "job" / f"rank{rank}"
+        folder.mkdir(parents=True)
+        made().write(folder / "report.sqlite")
+    loose = open_loose(tmp_path / "job")
+    assert loose.hosts == {0: "report", 1: "report"}
+    assert [len(file.devices) for file in loose.files] == [2, 2]
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "a.nsys-rep").write_bytes(b"QDSTRM")
+    with pytest.raises(
+        TraceError, match=r"holds 1 entries \(a.nsys-rep\).*\n.*\n.*nsys export --type sqlite a.nsys-rep"
+    ):
+        find_traces(tmp_path / "reports")
+    with pytest.raises(TraceError, match=r"a report of Nsight Systems.*\n.*\n.*nsys export --type sqlite"):
+        open_loose(tmp_path / "reports" / "a.nsys-rep")
+
+
+def test_the_timeline_of_jax_is_read_from_the_trace_beside_it(tmp_path):
+    shutil.copy(TRACES.parent / "synthetic_2gpu_3step.xplane.pb", tmp_path / "host.xplane.pb")
+    timeline = tmp_path / "host.trace.json.gz"
+    timeline.write_bytes(b"")
+    assert find_traces(timeline) == ([tmp_path / "host.xplane.pb"], [])
+    assert find_traces(tmp_path)[0] == [tmp_path / "host.xplane.pb"]
+
+
+def test_without_pyarrow_parquet_is_answered_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TraceError, match=r"pyarrow, which is not installed.*\n.*\n.*pip install 'meshkit\[nsys\]'"):
+        open_loose(MAXTEXT)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("CREATE TABLE experiments (name TEXT)", r"no kernels of nsys \(no table .*KERNEL\); tables: experiments\."),
+        ("CREATE VIEW CUPTI_ACTIVITY_KIND_KERNEL AS SELECT 1 AS start", "no kernels of nsys .* tables: none"),
+        (SCHEMA, "nsys recorded no operation of a GPU"),
+        (
+            SCHEMA.replace("correlationId INTEGER, globalPid", "globalPid"),
+            "has no column correlationId: .* another schema",
+        ),
+    ],
+)
+def test_other_databases_are_refused(schema, message, tmp_path):
+    with pytest.raises(TraceError, match=message) as caught:
+        open_loose(Export(schema).write(tmp_path / "x.sqlite"))
+    assert caught.value.at == str(tmp_path / "x.sqlite")
+
+
+def test_more_rows_than_a_file_has_room_for_are_refused(tmp_path):
+    path = tmp_path / "x.sqlite"
+    database = sqlite3.connect(path)
+    database.executescript(SCHEMA.replace("NOT NULL", ""))
+    database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL (start) VALUES (?)", [(0,)] * 10_000)
+    database.commit()
+    database.close()
+    with pytest.raises(TraceError, match="KERNEL has more rows than this file has room for: it is damaged"):
+        open_loose(path)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "parquet"])
+def test_damage_is_an_error_with_its_place_or_a_valid_reading(kind, tmp_path):
+    path = made(range(20)).write(tmp_path / "x.sqlite")
+    if kind == "parquet":
+        old = parquet.read_table(PAX / "nvtx_gpu_proj_trace" / "trace.parquet" / "pax_fsdp4_4proc_proc0")
+        parquet.write_table(old.slice(0, 300), path := tmp_path / "trace.parquet", compression="zstd")
+    whole, seed = path.read_bytes(), random.Random(20261127)
+    refused = 0
+    for i in range(60):
+        data = bytearray(whole[: seed.randrange(len(whole))] if i % 3 == 0 else whole)
+        for _ in range(0 if i % 3 == 0 else 1 << seed.randrange(8)):
+            data[seed.randrange(len(data))] = seed.randrange(256)
+        path.write_bytes(data)
+        with suppress(TraceError):
+            read(path)
+            continue
+        refused += 1
+    assert refused > 20
+
+
+def test_parquet_of_others_is_refused(tmp_path):
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(TraceError, match="no nvtx_gpu_proj_trace of nsys: it has no column 'Name', but a"):
+        open_loose(path)
+    names = ("Projected Start", "Projected Duration", "RangeId", "ParentId", "PID", "TID")
+    parquet.write_table(pa.table({"Name": ["train"], **{name: [1] for name in names}}), path)
+    with pytest.raises(TraceError, match="has no ranges of XLA's thunks"):
+        open_loose(path)
+    parquet.write_table(pa.table({"Name": ["x"] * 10**6, **{name: [1] * 10**6 for name in names}}), path)
+    with pytest.raises(TraceError, match="unpacks to more than any trace does"):
+        open_loose(path)
