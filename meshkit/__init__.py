@@ -30,6 +30,7 @@ _PUBLIC = {
     "explain": "meshkit.verbs.explain.explainer",
     "keep_shardings": "meshkit.sharding.resolve",
     "lint": "meshkit.linting.examine",
+    "live": "meshkit.verbs.profile.live",
     "load_experiment": "meshkit.config.experiment",
     "init_distributed": "meshkit.runs.phases",
     "make_train_step": "meshkit.planning.resolved",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.profile.block import profile
+    from meshkit.verbs.profile.live import live
     from meshkit.verbs.train.hooks import Hook
 
 __all__ = [
@@ -103,6 +105,7 @@ __all__ = [
     "init_distributed",
     "keep_shardings",
     "lint",
+    "live",
     "load_experiment",
     "make_train_step",
     "overlap",

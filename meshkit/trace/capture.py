@@ -299,7 +299,12 @@ def serialized_module(program: Any) -> bytes:
 
 def trace_devices(mesh: jax.sharding.Mesh) -> tuple[captured.CapturedDevice, ...]:
     """This process's devices, as its traces number them."""
-    return tuple(captured.CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices)
+    return tuple(captured.CapturedDevice(id=id_, ordinal=i) for i, id_ in device_numbers(mesh.local_devices).items())
+
+
+def device_numbers(devices: Sequence[Any]) -> dict[int, int]:
+    """The number of a device of this process in its traces -> the device's id in the job."""
+    return {_ordinal(d): d.id for d in devices}
 
 
 def _ordinal(device: Any) -> int:

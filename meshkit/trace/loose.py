@@ -104,7 +104,12 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def open_loose(
-    path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None, program: str | None = None
+    path: str | Path,
+    *,
+    mesh: MeshSpec | None = None,
+    cluster: Cluster | None = None,
+    program: str | None = None,
+    devices: Mapping[int, int] | None = None,
 ) -> Loose:
     """Finds the program and its devices in traces without a run folder.
 
@@ -113,13 +118,14 @@ def open_loose(
         mesh: the axes that the program's partitions are on, if known.
         cluster: where its devices are, if known.
         program: of several, the one whose executions are the steps: its module, or the function that was jitted.
+        devices: of a single trace, the number of each device in it -> its id; None where the numbers are ids.
 
     Raises:
         TraceError: there is no trace, none can be read, none has an operation of a device, or none of that program.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
     found, others = find_traces(Path(path))
-    scan = _Scan(found, program)
+    scan = _Scan(found, program, devices)
     module, read, placement, ids = scan.module(), None, None, np.array(scan.devices)
     own = [file for file in found if file.parent == found[0].parent]
     joined = len(own) < len(found) and not (_OF_A_PROCESS.fullmatch(found[0].parent.name) or is_nsys(found[0]))
@@ -220,7 +226,8 @@ class _EveryDevice(dict[int, int]):
 class _Scan:
     """A first look at each file: which devices ran what, for how long."""
 
-    def __init__(self, found: Sequence[Path], wanted: str | None = None):
+    def __init__(self, found: Sequence[Path], wanted: str | None = None, devices: Mapping[int, int] | None = None):
+        self._ids_of = devices
         self.files: list[TraceFile] = []
         self.hosts: dict[int, str] = {}
         self.damaged: dict[int, str] = {}
@@ -260,7 +267,7 @@ class _Scan:
         )
 
     def _file(self, process: int, path: Path, *, alone: bool) -> None:
-        file = TraceFile(path, _EveryDevice())
+        file = TraceFile(path, self._ids_of or _EveryDevice())
         space = None if is_nsys(path) else read_xspace(path)
         operations = read_nsys(file) if space is None else read_operations(file, space)
         if not operations.devices or all(is_container(label) for label in operations.labels):
@@ -268,7 +275,7 @@ class _Scan:
         ordinals = sorted(operations.devices)
         apart = alone or not set(ordinals) & set(self.devices)
         ids = ordinals if apart else [max(self.devices) + 1 + i for i in range(len(ordinals))]
-        self.files.append(TraceFile(path, dict(zip(ordinals, ids)), process))
+        self.files.append(TraceFile(path, self._ids_of or dict(zip(ordinals, ids)), process))
         self.devices += ids
         self.hosts[process] = _host_of(path)
         self._count(operations)

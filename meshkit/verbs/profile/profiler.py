@@ -194,6 +194,7 @@ class TracedJob:
     mesh: MeshSpec | None = None  # the axes that the program's partitions are on
     cluster: Cluster | None = None  # where its devices are
     facts: StepFacts = NO_FACTS
+    devices: Mapping[int, int] | None = None  # number of a device in the one trace -> its id; None: the numbers are ids
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def measure_traces(
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
     cluster = job.cluster
-    loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
+    loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program, devices=job.devices)
     rows = group_rows(loose.program.distinct_collectives)[0]
     trace = read_trace(loose.files, loose.program, rows=rows, chosen=steps, operations=loose.operations)
     trace.facts.damaged.update(loose.damaged)
