@@ -1,34 +1,17 @@
-"""What live captures (`[profile] every`) do on a GPU: one step in five is traced, and read by the process beside it.
-
-A job of one process makes none, as nobody waits for it. So it is asked here as process 0 of a job of one.
-"""
+"""What live captures (`[profile] every`) do on a GPU: one step in five is traced, and read by the process beside it."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from benchmarks.gpu.verbs import DEBUG, LLAMA_1B, gpu_here
 from meshkit.config.experiment import load
-from meshkit.distributed.join import Agreement
 
 _EVERY, _CAPTURES, _WARM_UP, _BEHIND, _MOST = 5, 4, 3, 2, 200
-
-
-class _OfOne(Agreement):
-    """The line between processes of which only this one is there."""
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.size = 2
-
-    def reach(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
-        """What this process decides from what it says."""
-        return decide([mine])
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
@@ -51,8 +34,7 @@ def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     captured = CapturedStep(step.program, mesh, experiment.cluster, experiment.mesh, made.facts, step.options)
     said: list[str] = []
     stragglers = watch.Stragglers(0, said.append)
-    with mock.patch.object(watch, "Agreement", _OfOne):
-        captures = watch.StepCaptures(_EVERY, captured, stragglers, said.append, first_step=_WARM_UP + 1, budget_s=1e9)
+    captures = watch.StepCaptures(_EVERY, captured, stragglers, said.append, first_step=_WARM_UP + 1, budget_s=1e9)
     state, batch = filled(made, experiment)
     took: dict[str, list[float]] = {"plain": [], "captured": [], "behind": []}
     number = last = 0

@@ -400,8 +400,8 @@ class ProfileTable(TomlTable):
     )
     every: Natural = Field(
         default=0,
-        description="steps between captures of one step by all processes, read at once, which name the process that "
-        "the others wait for; 0 = never",
+        description="steps between captures of one step by all processes, read at once, which say what is exposed and "
+        "who is waited for; 0 = never",
     )
 
 

@@ -38,7 +38,8 @@ Loss = Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.
 # What meshkit writes into a step's line itself; a loss may not use these names for its own metrics.
 _MEASURED = ("step_time_s", "tokens_per_s", "examples_per_s", "mfu", "evaluation_loss", "evaluation_s")
 _CAPTURED = ("exposed_s", "overlapped_share", "bytes_nvlink", "bytes_infiniband")
-RESERVED_METRICS = frozenset(("step", "loss", "grad_norm", "learning_rate", "weight", *_MEASURED, *_CAPTURED))
+_LIVE = ("captured_step", "exposed_share", "late_device", "late_share")
+RESERVED_METRICS = frozenset(("step", "loss", "grad_norm", "learning_rate", "weight", *_MEASURED, *_CAPTURED, *_LIVE))
 _SHAPE_OF_A_LOSS = "return loss_sum, weight, metrics: two scalars and a dict of scalars"
 
 

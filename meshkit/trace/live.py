@@ -1,4 +1,4 @@
-"""Who is waited for in a captured step, while the job goes on: a `meshkit.children.Child` beside a training process.
+"""What is exposed in a captured step and who is waited for: a `meshkit.children.Child` beside a training process.
 
     a process's own trace -> its collectives: when each device came and left -> a table of some kilobytes
     the tables of all processes -> clocks aligned by the ends of collectives -> waits -> who causes them
@@ -25,10 +25,11 @@ from meshkit.timeline import DeviceStep, exposed_waits
 from meshkit.trace.captured import traced_program
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_instances
-from meshkit.trace.skew import Instances, instance_waits, stragglers
+from meshkit.trace.skew import Instances, InstanceWaits, instance_waits, stragglers
 
 _MOST_ROWS = 4096  # of a table: of more, every second, fourth, ... collective of the program is left out
 _EVER = 1e9  # seconds: longer than any step
+_LEAST = 0.01  # of the step, that the others wait for a device that is late
 
 
 class Watcher:
@@ -67,20 +68,55 @@ class Watcher:
             "devices": [step.device for step in found.steps],
             "step_s": float(np.mean([s.total.window_s for s in found.sweeps])),
             "compute_s": float(np.mean([s.total.compute_s for s in found.sweeps])),
+            "exposed_s": float(np.mean([s.total.exposed_s for s in found.sweeps])),
             "names": [c.name for c in found.collectives],
             "rows": [_packed(column[kept]) for column in columns],
         }
 
-    def judge(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """The process that others wait for most, by number; None where nobody waits.
+    def judge(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What the tables of all processes say of the step.
 
-        Of it `share` (of the step, that each of the others waits for it in the open: a mean), `of_all` (what it
-        causes of all waiting), `others` (processes that share a collective with it), and `longer` (its devices'
-        compute over the median process's, less one).
+        Returns:
+            `line`, numbers for its line in `metrics.jsonl`: `exposed_share` of the step, a mean over the processes, and
+            where the others wait for a device for 1 % of the step or more, that is `late_device`, and `late_share`. And
+            `late`: the process that others wait for most, None where nobody waits or there is but one. Of it `share`
+            (of the step, that each of the others waits for it in the open: a mean), `of_all` (what it causes of all
+            waiting), `others` (processes that share a collective with it), and `longer` (its devices' compute over the
+            median process's, less one).
         """
+        exposed_s, steps_s = (sum(table[name] for table in tables) for name in ("exposed_s", "step_s"))
+        line: dict[str, float] = {"exposed_share": exposed_s / steps_s}
+        waits, open_s = self._waits(tables)
+        if waits is None or not waits.judged.count:
+            return {"line": line, "late": None}
+        row, number = waits.judged.row, waits.judged.instance
+        open_s = np.minimum(waits.wait_s, open_s)[row]  # compute that runs beside a wait costs nothing
+        process, step_s = waits.process[row], float(np.median([t["step_s"] for t in tables]))
+        late = stragglers(number, waits.device[row], process, open_s, waits.early[row])[0]
+        if late.delay_s >= _LEAST * step_s:
+            line |= {"late_device": late.device, "late_share": late.delay_s / step_s}
+        found = stragglers(number, process, process, open_s, waits.early[row])
+        worst, all_s = found[0], sum(f.caused_wait_s for f in found)
+        if not all_s or len(tables) < 2:
+            return {"line": line, "late": None}
+        compute_s = [t["compute_s"] for t in tables]
+        usual_s = statistics.median_low(compute_s)
+        return {
+            "line": line,
+            "late": {
+                "process": worst.process,
+                "share": worst.delay_s / step_s,
+                "of_all": worst.caused_wait_s / all_s,
+                "others": len(set(process[np.isin(number, number[process == worst.process])].tolist())) - 1,
+                "longer": compute_s[worst.process] / usual_s - 1 if usual_s else 0.0,
+            },
+        }
+
+    def _waits(self, tables: Sequence[Mapping[str, Any]]) -> tuple[InstanceWaits | None, np.ndarray]:
+        """What every device waited in every collective; and [rows] what of each was exposed, were it all waiting."""
         collectives = self.program.distinct_collectives
         index = {c.name: i for i, c in enumerate(collectives)}
-        instances, devices, exposed = Instances(), [], []
+        instances, devices, exposed = Instances(), [], [np.zeros(0)]
         for process, table in enumerate(tables):
             since_s = instances.begin(process, table["clock_ns"])
             entry, collective, start, end, exposed_s = map(_unpacked, table["rows"])
@@ -97,25 +133,7 @@ class Watcher:
         waits = instance_waits(
             instances, collectives, self.program.groups, devices, np.zeros(n, np.int64), np.ones(n, bool)
         )
-        if waits is None or not waits.judged.count:
-            return None
-        row, number = waits.judged.row, waits.judged.instance
-        process = waits.process[row]
-        open_s = np.minimum(waits.wait_s, np.concatenate(exposed))[row]  # compute that runs beside a wait costs nothing
-        found = stragglers(number, process, process, open_s, waits.early[row])
-        worst, all_s = found[0], sum(f.caused_wait_s for f in found)
-        if not all_s:
-            return None
-        step_s = float(np.median([t["step_s"] for t in tables]))
-        compute_s = [t["compute_s"] for t in tables]
-        usual_s = statistics.median_low(compute_s)
-        return {
-            "process": worst.process,
-            "share": worst.delay_s / step_s,
-            "of_all": worst.caused_wait_s / all_s,
-            "others": len(set(process[np.isin(number, number[process == worst.process])].tolist())) - 1,
-            "longer": compute_s[worst.process] / usual_s - 1 if usual_s else 0.0,
-        }
+        return waits, np.concatenate(exposed)
 
 
 def _packed(column: np.ndarray) -> str:

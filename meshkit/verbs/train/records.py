@@ -94,8 +94,10 @@ class StepRecords:
         if (share := self.goodput.share()) is not None:
             record["goodput"] = share
         self.stragglers.note(record)
+        record |= self.stragglers.captured
         if step % self.train.log_every == 0 or is_last or added:
             self.log.write(record | self.store.news() | self.stragglers.news())
+            self.progress.tell_capture(record)
         self.progress.update(record)
         self.last = record
         self.restart_clock()

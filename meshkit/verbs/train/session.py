@@ -47,6 +47,7 @@ from meshkit.runs.metrics import MetricsLog, SinkCode, open_sinks, read_metrics
 from meshkit.runs.phases import PULSE_VARIABLE
 from meshkit.step.train_step import make_schedule
 from meshkit.units import format_count, format_percent
+from meshkit.verbs.profile.live import describe_overlap
 from meshkit.verbs.profile.profiler import measure_run
 
 _SERVICE = "jax_enable_preemption_service"
@@ -161,6 +162,7 @@ class StepProgress:
         bar = enabled and console.is_terminal
         self._bar = Progress(*columns, console=console) if bar else None
         self._task = self._bar.add_task("train", total=steps, numbers="compiled") if self._bar else None
+        self._told: int | None = None  # the captured step of which a line was printed last
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -180,6 +182,20 @@ class StepProgress:
         """Puts the bar at the step that the run resumes from."""
         if self._bar and self._task is not None:
             self._bar.reset(self._task, total=self._steps, completed=step, numbers="first step")
+
+    def tell_capture(self, record: Mapping[str, Any]) -> None:
+        """Prints what a step's record says of the last captured step, once for each of these.
+
+        Args:
+            record: with `captured_step`, `exposed_share` and perhaps `late_device` and `late_share` once one was read.
+        """
+        step = record.get("captured_step")
+        if step is None or step == self._told:
+            return
+        self._told = step
+        self.say(
+            describe_overlap(step, record["exposed_share"], record.get("late_device"), record.get("late_share", 0.0))
+        )
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Shows a step's record as metrics.jsonl has it.

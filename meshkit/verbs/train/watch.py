@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import statistics
 import threading
@@ -42,14 +41,14 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.children import Child, ChildFailed
 from meshkit.config.places import describe_error
 from meshkit.discover import LiveProbe
 from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.join import Agreement
 from meshkit.errors import MeshkitError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
-from meshkit.trace.capture import CapturedStep, serialized_module, start_trace, trace_devices
+from meshkit.trace.beside import Beside
+from meshkit.trace.capture import CapturedStep, serialized_module, trace_devices
 from meshkit.units import format_percent, format_seconds
 
 LEAST_SHARE = 0.05  # share of the step that the others must lose, and of the clock that a GPU must lack
@@ -92,6 +91,8 @@ class Stragglers:
         self._window, self._thread = 0, None
         self._named: dict[int, float] = {}  # process -> share when it was named
         self._news: dict[str, float] = {}
+        self.captured: Mapping[str, float] = {}
+        """In process 0: the number of the last captured step that was read, and what the reading process says of it."""
         self._noted = 0  # steps
         self.cpu_s = 0.0  # of this process, for all that names stragglers
 
@@ -213,7 +214,7 @@ def slowest_clock_mhz() -> float | None:
 
 
 class StepCaptures:
-    """Captures a step of a training every so many, where several processes train; it is read while training goes on.
+    """Captures a step of a training every so many; it is read while training goes on.
 
     A process beside this one, at low priority, reads each. A step waits for nothing but the start and the end of its
     trace. What all of it takes of CPUs is counted, and captures become rarer until it is at most a millisecond a step,
@@ -240,16 +241,20 @@ class StepCaptures:
         budget_s: float = _BUDGET_S,
     ):
         self.line = Agreement("captures")
-        self._every = every if self.line.size > 1 else 0
+        self._every = every
         self._now = first_step - 1  # the last step that began
-        self._next = _multiple_after(self._now, every) if self._every else 0  # to be captured, by all processes
+        self._next = _multiple_after(self._now, every) if every else 0  # to be captured, by all processes
         self._step, self._stragglers, self._say = step, stragglers, say
         self._first_step, self._budget_s = first_step, budget_s
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
-        self._reader: Child | None = None
+        self._beside = Beside("meshkit.trace.live")
         self._introduced = False
-        self.active = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is being captured."""
+        return self._beside.tracing
 
     def is_due(self, first: int, last: int) -> bool:
         """Whether the call of the step that makes these training steps is captured, by all processes."""
@@ -261,10 +266,7 @@ class StepCaptures:
         jax.block_until_ready(pending)
         with self._stragglers.counted():
             try:
-                if self._reader is None:  # here, as it would end with a thread that started it
-                    self._reader = Child("meshkit.trace.live", {**os.environ, "OMP_NUM_THREADS": "1"})
-                start_trace(self._reader.folder, programs=False)
-                self.active = True
+                self._introduced &= not self._beside.start()
             except Exception as error:  # somebody else's profiler, or no right to one
                 self._warn(f"no step can be captured: {describe_error(error)}")
 
@@ -276,10 +278,10 @@ class StepCaptures:
             pending: its outputs, a tree of arrays.
         """
         jax.block_until_ready(pending)
-        self.active, problem = False, None
+        problem = None
         with self._stragglers.counted():
             try:
-                jax.profiler.stop_trace()
+                self._beside.stop()
             except Exception as error:
                 problem = describe_error(error)
         self._thread = threading.Thread(target=self.exchange, args=(step, problem), name="meshkit-live", daemon=True)
@@ -292,12 +294,8 @@ class StepCaptures:
 
     def close(self) -> None:
         """Ends the process that reads, and removes what was captured."""
-        if self.active:
-            self.active = False
-            with contextlib.suppress(Exception):
-                jax.profiler.stop_trace()
-        if self._reader is not None:
-            self._reader.close()
+        self._warned = True  # what is being read is lost, which is no news
+        self._beside.close()
 
     def exchange(self, step: int, problem: str | None) -> None:
         """Reads the trace of a step, and hears from process 0 when the next one is captured."""
@@ -306,28 +304,30 @@ class StepCaptures:
             try:
                 if problem is not None:
                     raise TraceError(problem)
-                assert self._reader is not None
                 if not self._introduced:
-                    self._introduce(self._reader.folder / "program.hlo.pb")
-                said |= self.ask_reader({"trace": str(self._reader.folder / "plugins")})
+                    self._introduce(self._beside.folder / "program.hlo.pb")
+                said |= self.ask_reader({"trace": str(self._beside.traces)})
             except Exception as error:  # of a process, or a disk: the others hear of it
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
-            if self._reader is not None:
-                shutil.rmtree(self._reader.folder / "plugins", ignore_errors=True)
+            self._beside.forget()
         said["cpu_s"] = self._stragglers.cpu_s
         with self._stragglers.counted():
             try:
                 self._next = self.line.reach(str(step), said, self.decide, timeout_s=_CAPTURE_ANSWER_S)
-            except MeshkitError as error:
-                self._warn(f"no more steps are captured: {error.message}")
+            except Exception as error:
+                why = error.message if isinstance(error, MeshkitError) else describe_error(error)
+                self._warn(f"no more steps are captured: {why}")
 
     def decide(self, said: list[Mapping[str, Any]]) -> int:
         """Says who is late, and which step is captured next: the same for all processes."""
         step, cpu_s, every = said[0]["step"], max(s["cpu_s"] for s in said), self._every
         bad = {process: s["error"] for process, s in enumerate(said) if "error" in s}
         try:
-            late = None if bad else self._late(said, self.ask_reader({"judge": said}))
+            found = None if bad else self.ask_reader({"judge": said})
+            late = found and self._late(said, found["late"])
             self._stragglers.tell([late] if late else [], cpu_s)
+            if found:
+                self._stragglers.captured = {"captured_step": step, **found["line"]}
         except TraceError as error:
             bad[0] = error.message
         for process, why in list(bad.items())[:1]:
@@ -363,13 +363,11 @@ class StepCaptures:
         Raises:
             TraceError: what it could not do, or that it is gone.
         """
-        assert self._reader is not None
+        before_s = self._beside.cpu_s
         try:
-            return self._reader.ask(request)
-        except ChildFailed as error:
-            raise TraceError(str(error)) from None
+            return self._beside.ask(request)
         finally:
-            self._stragglers.cpu_s += self._reader.cpu_s
+            self._stragglers.cpu_s += self._beside.cpu_s - before_s
 
     def _introduce(self, program: Path) -> None:
         """Tells the process that reads what it will read traces of; the program in a file."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import time
 from dataclasses import replace
 
 import chex
@@ -83,6 +85,25 @@ def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path, traced_once
     assert result.evaluation_loss == records[-1]["evaluation_loss"]
     assert (out / "trace" / "capture-p0.json").is_file()
     assert result.to_dict()["schema"] == "meshkit.train/1"
+
+
+def test_a_captured_step_is_printed_once_and_stands_in_every_line_from_then_on(corpus, tmp_path):
+    log, printed = tmp_path / "run" / "metrics.jsonl", io.StringIO()
+    known = lambda: [r["captured_step"] for r in read_metrics(log) if "captured_step" in r]
+
+    def watch(step):
+        time.sleep(0.05)
+        if len(known()) == 2:
+            step.stop()
+
+    spec = load(EXPERIMENT, [*TINY, f"data.source={corpus}", "train.steps=900", "train.log_every=3", "profile.every=5"])
+    trainer.train(spec, tmp_path / "run", hooks=[mk.Hook(watch, every=3)], console=Console(file=printed, width=120))
+    assert known()[:2] == [5, 5]
+    last = read_metrics(log)[-1]
+    late = f", device {last['late_device']} is late by {last['late_share']:.1%}" if "late_device" in last else ""
+    line = f"captured step 5: {last['exposed_share']:.1%} is exposed communication{late}".replace("%", " %")
+    assert printed.getvalue().count("captured step") == 1
+    assert line in printed.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(

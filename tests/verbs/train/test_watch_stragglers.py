@@ -114,6 +114,7 @@ for number in range(1, 17):
     watch.note({"data_wait_s": 0.02 * process, "host_s": 0.001, "step_time_s": 0.1})
 watch.join(60)
 print("news", [*news, (17, watch.news())])
+print("captured", watch.captured, jax.devices()[1].id)
 live.close()
 """
 
@@ -138,6 +139,12 @@ def test_a_gang_names_the_process_that_is_late(tmp_path):
     assert news[17]["straggler_share"] == pytest.approx(0.1)
     assert news[16]["straggler"] == 1
     assert 0.3 < news[16]["straggler_share"] < 1
+    # each process has one device, so what is said of the process is true of its device
+    captured, device = log.split("captured ")[1].splitlines()[0].rsplit(" ", 1)
+    captured = ast.literal_eval(captured)
+    assert (captured["captured_step"], captured["late_device"]) == (16, int(device))
+    assert captured["late_share"] == pytest.approx(news[16]["straggler_share"])
+    assert captured["late_share"] < 2 * captured["exposed_share"]  # a mean over both, of which one waits
 
 
 @pytest.fixture
@@ -155,7 +162,7 @@ def tables(shares, cpu_s=0.0, step=100):
     said = [{"host": f"n{p}", "clock_mhz": 1410 if p == 2 else 1755, "cpu_s": cpu_s, "step": step} for p in range(4)]
     late = [{"process": p, "share": s, "of_all": s / sum(shares.values()), "others": 3, "longer": 0.12 * (p == 2)}
             for p, s in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
-    return said, next(iter(late), None)
+    return said, {"line": {"exposed_share": 0.2}, "late": next(iter(late), None)}
 
 
 WAIT, SLOW = "makes 3 others wait 8.0 % of the step", "its GPU at 1,410 MHz, the others at 1,755"
