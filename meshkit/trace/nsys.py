@@ -5,7 +5,8 @@
 
 XLA opens an NVTX range around what launches a thunk (`Thunk:#...,hlo_op=OP#`), inside one around each execution of a
 module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation has the instruction of the innermost thunk that
-launched it, and the module around that. Neither file holds the program: `loose` looks for XLA's dump beside it.
+launched it, and the module around that. Asynchronous thunks of a recent XLA lie outside of their module, and get that
+of what ran before and after them. Neither file holds the program: `loose` looks for XLA's dump beside it.
 
 Tables and columns are those of nsys' "SQLite Export Schema Reference"
 (docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html).
@@ -31,12 +32,15 @@ from meshkit.trace.operations import DROPPED, DeviceOperations, Label, Operation
 _SQLITE, _PARQUET = b"SQLite format 3\0", b"PAR1"
 _THUNK = re.compile(r"(?:TSL:)?Thunk:#(?:.*,)?hlo_op=([^,#]+)", re.DOTALL)
 _MODULE = re.compile(r"(?:TSL:)?XlaModule:#(?:.*,)?hlo_module=([^,#]+)(?:,program_id=(\d{1,18}))?", re.DOTALL)
+_NCCL = "NCCL:"
+_OF_THUNK, _OF_MODULE, _OF_NCCL = range(3)
 _LAUNCHER = re.compile(r"XlaLauncher:#global=(\d{1,9}),local=(\d{1,9}),")
 _KERNEL, _COPY, _FILL, _GRAPH = (
     f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 )
 _COPY_NAMES = {1: "MemcpyH2D", 2: "MemcpyD2H", 8: "MemcpyD2D", 10: "MemcpyP2P"}  # CUpti_ActivityMemcpyKind
 _THREAD_BITS = 24  # of a globalTid: what is above them is the process
+_ID_BITS = 40  # of the id of a range; above them the report that it is of
 _WARNING = 2  # the severity of a diagnostic
 _LONGEST_TEXT = 1 << 20
 _EVENT_BYTES, _TEXT_BYTES = 24, 4  # that an event and a text take at least in a file; with more of them it is damaged
@@ -140,6 +144,9 @@ class _Events:
         origin = int(self.start_ns[good].min(initial=_LATEST_NS))
         if found.clock_ns is not None:
             found.clock_ns += origin
+        order = np.flatnonzero(good)
+        order = order[np.lexsort((self.start_ns[order], self.device[order]))]
+        self._place_thunks(order)
         graph = self.node != -1
         label, first = distinct_rows((self.op, self.module, self.name, self.copy + 2 * graph))
         kinds = (self.name, self.op, self.module, self.copy, graph)
@@ -148,22 +155,36 @@ class _Events:
             found.labels.append(
                 Label(self.names[name], self.ops[op] if op >= 0 else "", module, copy, in_graph, program)
             )
-        run = self._runs(good)
-        for index, ordinal in enumerate(self.ordinals):
-            rows = np.flatnonzero(good & (self.device == index))
+        run, bounds = self._runs(order), np.searchsorted(self.device[order], np.arange(len(self.ordinals) + 1)).tolist()
+        for ordinal, first_row, end_row in zip(self.ordinals, bounds, bounds[1:]):
+            rows = order[first_row:end_row]
             if not len(rows) or ordinal not in file.devices:
                 continue
-            rows = rows[np.argsort(self.start_ns[rows], kind="stable")]
             start, end = ((times[rows] - origin) * 1000 for times in (self.start_ns, self.end_ns))
             nodes = np.stack([self.launch[rows], self.node[rows]], axis=1) if graph[rows].any() else None
             found.devices[file.devices[ordinal]] = DeviceOperations(start, end, label[rows], run[rows], nodes)
         return found
 
-    def _runs(self, good: np.ndarray) -> np.ndarray:
+    def _place_thunks(self, order: np.ndarray) -> None:
+        """Gives thunks outside of any module that of what ran before them, where what ran after them has the same.
+
+        Args:
+            order: the operations by device, each sorted by start.
+        """
+        known = self.module[order] >= 0
+        count, at = len(order), np.arange(len(order))
+        before = np.maximum.accumulate(np.where(known, at, -1))
+        after = np.minimum.accumulate(np.where(known, at, count)[::-1])[::-1]
+        between = np.flatnonzero(~known & (self.op[order] >= 0) & (before >= 0) & (after < count))
+        first, last = order[before[between]], order[after[between]]
+        same = (self.module[first] == self.module[last]) & (self.device[first] == self.device[last])
+        rows = order[between[same]]
+        self.module[rows], self.execution[rows] = self.module[first[same]], self.execution[first[same]]
+
+    def _runs(self, order: np.ndarray) -> np.ndarray:
         """[n] which execution of its module on its device an operation is of, counted from 0; -1 outside of one."""
-        run = np.full(len(good), -1, np.int64)
-        rows = np.flatnonzero(good & (self.execution >= 0))
-        rows = rows[np.argsort(self.start_ns[rows], kind="stable")]
+        run = np.full(len(self.start_ns), -1, np.int64)
+        rows = order[self.execution[order] >= 0]
         _, first, inverse = np.unique(self.execution[rows], return_index=True, return_inverse=True)
         names = _Names()
         name = np.array([names.number(module) for module, _ in self.modules], np.int64)
@@ -363,17 +384,19 @@ def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, module
         if said not in known:
             known[said] = _meaning(str(strings.get(id_, "") if text is None else text), ops, modules)
         kind, meaning = known[said]
-        if kind >= 0 and isinstance(start, int) and isinstance(thread, int):
+        if kind in (_OF_THUNK, _OF_MODULE) and isinstance(start, int) and isinstance(thread, int):
             kinds[kind].append((start, end if isinstance(end, int) else _NEVER, thread, meaning))
     return _Ranges.of(kinds[0]), _Ranges.of(kinds[1])
 
 
 def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:
-    """What a range says: 0 and the number of a thunk's instruction, 1 and that of a module; -1 for anything else."""
+    """What a range is of, and the number of a thunk's instruction, of a module, or of a function of NCCL."""
     if thunk := _THUNK.match(text):
-        return 0, ops.number(thunk[1])
+        return _OF_THUNK, ops.number(thunk[1])
     if module := _MODULE.match(text):
-        return 1, modules.number((module[1], int(module[2] or -1)))
+        return _OF_MODULE, modules.number((module[1], int(module[2] or -1)))
+    if text.startswith(_NCCL):
+        return _OF_NCCL, ops.number(text.removeprefix(_NCCL))
     return -1, -1
 
 
@@ -434,30 +457,37 @@ def _messages(database: _Database) -> list[str]:
 
 
 def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
-    """Thunks that hold no thunk, each one operation: from the first of what it ran on the GPU to the last."""
+    """Thunks that hold no thunk, and calls of NCCL outside of any, each one operation: from the first of what it ran on
+    the GPU to the last."""
     read = _Columns(path, opened, size)
     recent = "Text" in read.names  # as the recipe names them since nsys 2024.5
     texts, text = read.texts("Text" if recent else "Name")
     names = (*(_RECENT if recent else _OLDER), "PID", "TID")
     start, end, id_, above, process, thread = (read.numbers(name) for name in names)
-    end, thread = end if recent else start + end, process << _THREAD_BITS | thread
+    end = end if recent else start + end
+    rank = read.numbers("Rank") if "Rank" in read.names else np.zeros_like(id_)  # of a recipe over several reports
+    id_, above = id_ | rank << _ID_BITS, np.where(above >= 0, above | rank << _ID_BITS, -1)
+    thread = thread | (process | rank << _THREAD_BITS) << _THREAD_BITS
     ops, modules = _Names(), _Names()
     kind, meaning = np.array([_meaning(text, ops, modules) for text in texts], np.int64).reshape(-1, 2)[text].T
     parent = _parents(id_, above)
-    around = _nearest(kind == 1, parent)
-    outer = _pick(_nearest(kind == 0, parent), parent)
-    holds = np.isin(np.arange(len(kind)), outer[kind == 0])
-    rows = np.flatnonzero((kind == 0) & ~holds)
-    if not len(rows):
+    thunk, around, nccl = (_nearest(kind == of, parent) for of in (_OF_THUNK, _OF_MODULE, _OF_NCCL))
+    holds = np.isin(np.arange(len(kind)), _pick(thunk, parent)[kind == _OF_THUNK])
+    alone = (kind == _OF_NCCL) & (thunk < 0) & (_pick(nccl, parent) < 0)
+    rows = np.flatnonzero((kind == _OF_THUNK) & ~holds | alone)
+    if not (kind == _OF_THUNK).any():
         message = "this Parquet file has no ranges of XLA's thunks."
         raise TraceError(message, at=str(path), hint="nsys-jax, or nsys profile --trace cuda,nvtx around a job of JAX")
     execution = around[rows]
     module = _pick(meaning, execution)
     launchers = _launchers(_thread_names(path))
     devices, device = _devices(thread[rows], module, modules.values, launchers)
+    found = Operations()
+    if lost := int((device < 0).sum()):
+        found.messages.append(f"{lost} ranges of XLA are on threads without a GPU that is known, and are left out.")
     return _Events(
         start[rows], end[rows], device, meaning[rows],
-        op=meaning[rows],
+        op=np.where(kind[rows] == _OF_THUNK, meaning[rows], -1),
         module=module,
         execution=execution,
         launch=np.full(len(rows), -1),
@@ -467,7 +497,7 @@ def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
         names=ops.values,
         ops=ops.values,
         modules=modules.values,
-        found=Operations(),
+        found=found,
     )  # fmt: skip
 
 
@@ -512,13 +542,18 @@ class _Columns:
         """[rows] whole numbers; -1 where a row has none."""
         with self._errors():
             column = self._column(name).fill_null(-1).cast("int64", safe=False)
-            return column.to_numpy()
+            return self._whole(column.to_numpy())
 
     def texts(self, name: str) -> tuple[list[str], np.ndarray]:
         """The distinct texts of a column, and [rows] which one each row has; a row without one has an empty text."""
         with self._errors():
             column = self._column(name).cast("string").fill_null("").dictionary_encode().combine_chunks()
-            return column.dictionary.to_pylist(), column.indices.to_numpy()
+            return column.dictionary.to_pylist(), self._whole(column.indices.to_numpy())
+
+    def _whole(self, column: np.ndarray) -> np.ndarray:
+        if len(column) != self._file.metadata.num_rows:
+            raise ValueError("its columns have different lengths")
+        return column
 
 
 def _parents(id_: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -544,8 +579,8 @@ def _devices(
 ) -> tuple[list[tuple[int, int]], np.ndarray]:
     """(process, local number) of each device, and [n] which one an operation ran on, by the thread that launched it.
 
-    Where nobody names the threads, those that run one program together are taken in their order; what other threads
-    launch runs on the first device.
+    Where nobody names the threads, those that run one program together are taken in their order. What another thread
+    launches runs on the first device; if it lies outside of any module and there are several, on an unknown one (-1).
     """
     threads, inverse = np.unique(thread, return_inverse=True)
     launching = {t: local for of in launchers.values() for t, (local, _) in of.items()}
@@ -559,12 +594,16 @@ def _devices(
             several[process] |= of
     for of in several.values():
         launching |= {t: i for i, t in enumerate(sorted(of))}
-    first: dict[int, int] = {}
+    locals_: dict[int, set[int]] = defaultdict(set)
     for t, local in launching.items():
-        first[t >> _THREAD_BITS] = min(local, first.get(t >> _THREAD_BITS, local))
-    places = [(t >> _THREAD_BITS, launching.get(t, first.get(t >> _THREAD_BITS, 0))) for t in threads.tolist()]
-    devices = list(dict.fromkeys(places))
-    return devices, np.array([devices.index(place) for place in places], np.int64)[inverse]
+        locals_[t >> _THREAD_BITS].add(local)
+    devices, sure, device = _Names(), [], []
+    for t in threads.tolist():
+        there = locals_[t >> _THREAD_BITS]
+        device.append(devices.number((t >> _THREAD_BITS, launching.get(t, min(there, default=0)))))
+        sure.append(t in launching or len(there) < 2)
+    known = np.array(sure, bool)[inverse] | (module >= 0)
+    return devices.values, np.where(known, np.array(device, np.int64)[inverse], -1)
 
 
 def _thread_names(path: Path) -> Iterator[tuple[str, int]]:
