@@ -53,6 +53,7 @@ def simulate(
     seconds: Callable[[Instruction], float] | None = None,
     assumptions: Assumptions | None = None,
     gpus: int | None = None,
+    network: bool = True,
 ) -> Simulation:
     """The step that a schedule describes, on a cluster.
 
@@ -62,6 +63,7 @@ def simulate(
         seconds: duration of a kernel alone, a collective or a copy; None prices it by roofline and network model.
         assumptions: what to take into account. Default: everything; of given `seconds` only the order.
         gpus: of the whole job, which wait for each other; default the cluster's.
+        network: False makes collectives take no time, as where their links are not known.
 
     Raises:
         ConfigError: the calibration that the cluster names cannot be read, or the network model has not one of the
@@ -73,10 +75,10 @@ def simulate(
         if seconds is None
         else Pricer(cluster, chosen, seconds, gpus=gpus)
     )
-    run = _Simulator(schedule, pricer, chosen)
+    run = _Simulator(schedule, pricer, chosen, network=network)
     segment = run.computation(schedule.entry)
     free = _Simulator(schedule, pricer, chosen, network=False).computation(schedule.entry)
-    blocking = _Simulator(schedule, pricer, chosen, overlap=False).computation(schedule.entry)
+    blocking = _Simulator(schedule, pricer, chosen, overlap=False, network=network).computation(schedule.entry)
     step = DeviceStep(
         device=0,
         step=0,

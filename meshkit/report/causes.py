@@ -330,13 +330,15 @@ def slow_link(case: JudgedReport) -> Iterator[FindingPart]:
         expected_s = sum(op.count * (case.model_s(c) or 0.0) for op, c in zip(row.ops, case.of(row)))
         share = expected_s / row.transfer_s
         rate, should = row.bus_bandwidth_bytes_per_s, (row.wire_bytes or 0.0) / expected_s
+        sized = f"{format_bytes((row.payload_bytes or 0.0) / row.count)}{' on average' if len(row.ops) > 1 else ''}"
         where = f" on {row.fabric or row.link}" if row.link else ""
         yield finding(
             case,
             "slow_link",
             seconds,
-            f"{named(row)} runs at {format_rate(rate)}{where}, where the network model has {format_rate(should)}: "
-            f"{format_seconds(seconds)} a step.",
+            f"{named(row)}{source(row)} runs at {share:.2f} of what NCCL gives at its size, {sized}{where}: "
+            f"{format_rate(rate)}, where the network model has {format_rate(should)}, so {format_seconds(seconds)} a "
+            "step.",
             evidence=(f"communication.{i}.bus_bandwidth_bytes_per_s", f"communication.{i}.transfer_s"),
             hint="NCCL_DEBUG=INFO for the transport (P2P, GPUDirect, every NIC), and `meshkit bench` of the axis",
             step_s=case.with_(Mended(transfer=dict.fromkeys(case.members(row), share))),

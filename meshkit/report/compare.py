@@ -23,7 +23,9 @@ from meshkit.units import format_bytes, format_count, format_percent, format_sec
 
 _SAME = 0.01  # of the step: two captures of one run differ by as much
 _MAX_CAUSES = 4
-_ROW_QUANTITIES = ("count", "payload_bytes", "time_s", "overlapped_s", "exposed_s", "busy_s")
+_ROW_QUANTITIES = ("count", "payload_bytes", "time_s", "overlapped_s", "exposed_s", "busy_s", "transfer_s")
+_MOST_RATIOS = 10  # of single operations, the worst
+_LEAST_OF_RATIO = 0.001  # of the step, that an operation takes whose ratio is worth a line
 
 
 class Pair(Part):
@@ -61,6 +63,7 @@ class ComparedRow(Part):
     overlapped_s: Pair
     exposed_s: Pair
     busy_s: Pair
+    transfer_s: Pair  # without waiting for peers, which a prediction has none of
 
     @property
     def one_sided(self) -> bool:
@@ -79,6 +82,7 @@ class ComparedOp(Part):
     line: str | None = None
     count: Pair
     busy_s: Pair
+    transfer_s: Pair  # without waiting for peers, which a prediction has none of
     exposed_s: Pair
 
 
@@ -102,6 +106,21 @@ class ComparedKernel(Part):
     line: str | None = None
     count: Pair
     busy_s: Pair
+
+
+class ComparedRatio(Part):
+    """One instruction of a program that is in both reports, of those whose seconds differ by the largest factors.
+
+    Attributes:
+        kind: of compute, or the collective.
+        seconds: busy; of a collective those that move data.
+    """
+
+    name: str
+    kind: str
+    source: str | None = None
+    line: str | None = None
+    seconds: Pair
 
 
 class ComparedPart(Part):
@@ -142,6 +161,7 @@ class Comparison(Part):
         conditions: what `--fail-if` asked.
         verdict: by how much the second step differs, and in which parts; null where a step is unknown.
         parts: of the step, those that differ most first.
+        worst_ratios: of one program, instructions that take a thousandth of the step or more, the largest factor first.
     """
 
     schema_: Literal["meshkit.compare/1"] = Field(default="meshkit.compare/1", alias="schema")
@@ -159,6 +179,7 @@ class Comparison(Part):
     kernels_joined_share: float | None = None
     conditions: tuple[JudgedCondition, ...] = ()
     parts: tuple[ComparedPart, ...] = ()
+    worst_ratios: tuple[ComparedRatio, ...] = ()
 
     def __repr__(self) -> str:
         """The verdict in one line; `mk.render` shows the tables."""
@@ -179,6 +200,7 @@ def compare(a: Report, b: Report) -> Comparison:
         program, else by key.
     """
     check_kinds(compare, a=a, b=b)
+    a, b = _moving(a), _moving(b)
     fingerprint = a.program.fingerprint
     same_program = fingerprint is not None and fingerprint == b.program.fingerprint
     ops, share = _joined_ops(a, b, by_name=same_program)
@@ -205,7 +227,33 @@ def compare(a: Report, b: Report) -> Comparison:
         kernels_joined_share=kernels_share,
     )
     parts = tuple(sorted(_parts(found), key=lambda part: -abs(part.seconds.difference)))
-    return found.model_copy(update={"parts": parts, "verdict": _verdict(found, parts)})
+    ratios = tuple(sorted(_ratios(found), key=lambda r: -abs(math.log(r.seconds.ratio or 1.0))))[:_MOST_RATIOS]
+    known = {"parts": parts, "verdict": _verdict(found, parts), "worst_ratios": ratios}
+    return found.model_copy(update=known)
+
+
+def _moving(report: Report) -> Report:
+    """The report with the seconds in which its collectives move data: those of a prediction wait for nobody."""
+    if report.source == "profile":
+        return report
+    rows = []
+    for row in report.communication:
+        ops = tuple(op.model_copy(update={"transfer_s": op.busy_s}) for op in row.ops)
+        rows.append(row.model_copy(update={"transfer_s": row.busy_s, "ops": ops}))
+    return report.model_copy(update={"communication": tuple(rows)})
+
+
+def _ratios(found: Comparison) -> Iterator[ComparedRatio]:
+    """The operations of one program that are worth a ratio."""
+    step = found.step["time_s"]
+    least_s = _LEAST_OF_RATIO * max(step.a or 0.0, step.b or 0.0)
+    if found.joined_by != "name":
+        return
+    collectives = [(op, op.key.partition("|")[0], op.transfer_s) for op in found.ops]
+    kernels = [(op, op.kind, op.busy_s) for op in found.kernel_ops]
+    for op, kind, seconds in (*collectives, *kernels):
+        if seconds.ratio and max(seconds.a or 0.0, seconds.b or 0.0) >= least_s:
+            yield ComparedRatio(name=op.b_name, kind=kind, source=op.source, line=op.line, seconds=seconds)
 
 
 def _parts(found: Comparison) -> Iterator[ComparedPart]:
@@ -336,7 +384,12 @@ def _joined_ops(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[ComparedO
     busy = sum(op.busy_s or 0.0 for side in sides for op, _ in side.values())
     common, joined = _common(*sides)
     ops = [
-        ComparedOp(axes=row.axes, **_both(left, right), exposed_s=pair(left.exposed_s, right.exposed_s))
+        ComparedOp(
+            axes=row.axes,
+            **_both(left, right),
+            transfer_s=pair(left.transfer_s, right.transfer_s),
+            exposed_s=pair(left.exposed_s, right.exposed_s),
+        )
         for (left, row), (right, _) in common
     ]
     ops.sort(key=lambda op: (-abs(op.exposed_s.difference), -abs(op.busy_s.difference)))

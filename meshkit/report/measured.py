@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.discover.topology import gpu_by_name
+from meshkit.discover.topology import Match, gpu_by_name
 from meshkit.hlo.schedule import Schedule
 from meshkit.report import schema
 from meshkit.report.goodput import goodput_part
@@ -148,6 +149,20 @@ def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None
             f"The trace is of {found}, but the cluster has {gpu.key}: links, peaks and what is expected of kernels and "
             "collectives are another machine's.",
         )
+
+
+def gpu_of_trace(facts: Facts) -> Cluster | None:
+    """Return one GPU as the trace names it, to price kernels on where no cluster is known.
+
+    Returns:
+        None where the trace does not name its GPUs, or the catalog does not have them.
+    """
+    name = facts.hardware.get("gpu_device_name")
+    found = gpu_by_name(name) if isinstance(name, str) else Match()
+    if found.key is None or found.stand_in is not None:
+        return None
+    scale_up = "nvlink" if catalog.gpu(found.key).nvlink_links else "pcie"
+    return Cluster.load({"name": f"one {found.key}", "gpu": found.key, "gpus_per_host": 1, "scale_up": scale_up})
 
 
 def bandwidth_notes(rows: Iterable[CommunicationPart]) -> Iterator[Note]:

@@ -137,7 +137,12 @@ class SpreadsPart(Part):
 
 
 class OpPart(Part):
-    """One collective instruction; `key` survives a recompile, `name` does not. `causes`: of `arrays`, their bytes."""
+    """One collective instruction; `key` survives a recompile, `name` does not.
+
+    Attributes:
+        transfer_s: of `busy_s` what moves data, without waiting for peers; null where that is not known.
+        causes: of `arrays`, their bytes.
+    """
 
     name: str
     key: str
@@ -146,6 +151,7 @@ class OpPart(Part):
     count: int | float
     payload_bytes: int | float | None = None
     busy_s: float | None = None
+    transfer_s: float | None = None
     exposed_s: float | None = None
     arrays: int = 1
     causes: dict[str, float] = {}

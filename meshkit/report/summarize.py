@@ -537,6 +537,7 @@ def _ops(
             count=_whole(mean["count"][i]),
             payload_bytes=payload,
             busy_s=float(mean["busy_s"][i]),
+            transfer_s=None if np.isnan(mean["transfer_s"][i]) else float(mean["transfer_s"][i]),
             exposed_s=float(mean["exposed_share_s"][i]),
             arrays=info.arrays if info else 1,
             causes={cause: payload * n / whole for cause, n in info.causes.items()} if info and whole else {},

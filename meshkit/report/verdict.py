@@ -57,6 +57,7 @@ class Known:
     options: Mapping[str, Any] | None = None  # of the compiler
     untraced_step_s: float | None = None  # a step of the same run without the capture
     steps_per_execution: int = 1
+    gpu: Cluster | None = None  # without a cluster, a GPU as those that were traced
 
 
 def judged(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
@@ -288,7 +289,7 @@ def _recomputation(case: _Measured) -> Iterator[FindingPart]:
 
 def _low_rate(case: _Measured) -> Iterator[FindingPart]:
     """Kernels that take far longer than their work does at the rates of the GPU."""
-    cluster, schedule, trace = case.known.cluster, case.known.schedule, case.known.trace
+    cluster, schedule, trace = case.known.cluster or case.known.gpu, case.known.schedule, case.known.trace
     if cluster is None or cluster.is_cpu or schedule is None:
         return
     pricer = Pricer(cluster, Assumptions(contention=False, slowest=False))

@@ -57,6 +57,7 @@ class Loose:
     versions: Mapping[str, str]  # of jax and jaxlib, as the trace has them
     damaged: Mapping[int, str]  # process -> what is wrong with its file
     notes: tuple[Note, ...]
+    num_devices: int  # that the program runs on, traced or not
     operations: dict[int, Operations]  # process -> what its file holds, of the first files as far as memory is for it
 
 
@@ -159,6 +160,7 @@ def open_loose(
         scan.versions,
         scan.damaged,
         tuple(_notes(scan, module, mesh, cluster, missing, others, communicates=bool(read and read.collectives))),
+        len(ids),
         scan.operations,
     )
 

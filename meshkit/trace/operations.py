@@ -29,7 +29,7 @@ DROPPED = re.compile(
 )
 _GRAPH_STATS = ("correlation_id", "cuda_graph_node_id")  # launch and node
 _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH_STATS, "run_id", "program_id")
-_HARDWARE = ("device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
+_HARDWARE = ("gpu_device_name", "device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
 _MOST_DECIDED = 1 << 22  # ids of a plane; others are decided anew in every block

@@ -175,7 +175,7 @@ def test_a_bare_trace_has_classes_by_name_and_beside_its_program_instructions(ru
     (tmp_path / "p.hlo.pb.gz").write_bytes((runs["h100_llama_1b"][0] / "trace/program-p0.hlo.pb.gz").read_bytes())
     beside, whole = profile_traces(trace), runs["h100_llama_1b"][1].report
     assert [w.code for w in bare.warnings] == ["steps_found", "no_program"]
-    assert [w.code for w in beside.warnings] == ["steps_found"]
+    assert [w.code for w in beside.warnings] == ["steps_found", "gpu_of_trace"]
     assert beside.kernels == whole.kernels
     by_name, known = ({c.kind: c.time_s for c in r.kernels.classes} for r in (bare, whole))
     assert by_name.keys() == known.keys()

@@ -363,12 +363,15 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     """The whole comparison, for `rich.print`; what is unknown in both reports is left out."""
     kernels = [f"{op.b_name} ({op.kind})" for op in comparison.kernel_ops[:_OPS_COMPARED]]
     ops = [op.b_name for op in comparison.ops[:_OPS_COMPARED]]
+    moved = any(op.transfer_s.ratio is not None for op in comparison.ops)
+    what, key = ("moving data", "transfer_s") if moved else ("busy", "busy_s")
     tables = [
         _known(comparison, "communication: time of each kind", _rows(comparison, "time_s")),
         _known(comparison, "  of it exposed", _rows(comparison, "exposed_s")),
-        _known(comparison, "collectives, busy", _numbered("ops.{}.busy_s", ops)),
+        _known(comparison, f"collectives, {what}", _numbered(f"ops.{{}}.{key}", ops)),
         _known(comparison, "compute: time of each kind", _kinds(comparison)),
         _known(comparison, "operations, busy", _numbered("kernel_ops.{}.busy_s", kernels)),
+        _known(comparison, "single operations, worst ratios", _ratios(comparison)),
     ]
     below = [*(table.terminal() for table in tables if table.rows), Text(_joined_text(comparison), "dim")]
     first = [Text(comparison.verdict, "bold"), Text()] if comparison.verdict else []
@@ -386,6 +389,7 @@ def compared_section(a: Report, b: Report) -> str:
         _known(found, "exposed communication", _rows(found, "exposed_s")),
         _known(found, "communication, overlapped or not", _rows(found, "time_s")),
         _known(found, "compute by kind of work", _kinds(found)),
+        _known(found, "single operations, worst ratios", _ratios(found)),
     ):
         parts.append(table.html() if table.rows else "")
     ops = [((op.b_name,), Source(op.source, op.line)) for op in found.ops]
@@ -416,6 +420,14 @@ def _rows(comparison: Comparison, key: str) -> list[Line]:
 
 def _kinds(comparison: Comparison) -> list[Line]:
     return _numbered("kernels.{}.time_s", [k.kind for k in comparison.kernels])
+
+
+def _ratios(comparison: Comparison) -> list[Line]:
+    labels = []
+    for op in comparison.worst_ratios:
+        where = op.line or op.source
+        labels.append(f"{op.name} ({op.kind}{f'; {where}' if where else ''})")
+    return _numbered("worst_ratios.{}.seconds", labels)
 
 
 def _numbered(key: str, labels: Iterable[str]) -> list[Line]:

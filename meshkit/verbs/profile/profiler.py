@@ -10,7 +10,7 @@ Of a job that Inspector watched there are rows of communication, and nothing tha
 from __future__ import annotations
 
 import statistics
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from meshkit.report.measured import (
     METRICS_FILE,
     bandwidth_notes,
     captured_program,
+    gpu_of_trace,
     machine_notes,
     noted,
     quality_part,
@@ -56,7 +57,7 @@ from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
 from meshkit.trace.inspector import InspectedRow, inspect, shape_on
-from meshkit.trace.loose import open_loose
+from meshkit.trace.loose import Loose, open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Note, Trace, read_trace
 
@@ -151,6 +152,7 @@ def measure_run(
         record.options,
         untraced_step_s=untraced_s,
         steps_per_execution=each,
+        gpu=gpu_of_trace(trace.facts),
     )
     report = judged(report, known, history)
     return Measurement(report, trace.timeline, captured, trace)
@@ -204,30 +206,40 @@ class MeasuredTraces:
     report: Report
     timeline: Timeline
     name: str  # of the file or folder
-    schedule: Schedule | None  # of the traced program, if the trace holds its HLO
+    schedule: Schedule | None  # of the traced program on GPUs, if the trace holds its HLO
     instructions: Mapping[str, InstructionInfo]
     machines: Machines
     facts: StepFacts
+    num_devices: int  # that the program runs on
+    gpu: Cluster | None  # that the trace names
 
     def price(self) -> Report | None:
         """Return what the model that plans predicts of the traced program, instruction by instruction.
 
         Returns:
-            None where the trace does not hold its HLO, or the cluster is not known or has no GPUs.
+            None where the trace does not hold its HLO, and where no cluster was given and the trace names no GPU that
+            the catalog has. Of the trace's own GPU the links are not known: a step that communicates has no time then,
+            and its collectives no price.
         """
-        schedule, cluster = self.schedule, self.machines.cluster
+        schedule, known = self.schedule, self.machines.cluster
+        cluster = known or self.gpu
         if schedule is None or cluster is None or cluster.is_cpu:
             return None
+        simulation = simulate(schedule, cluster, gpus=self.num_devices, network=known is not None)
+        named = {c.name: c for c in self.timeline.collectives}  # with axes only where a mesh is known, as measured
+        collectives = tuple(named.get(c.name, c) for c in simulation.timeline.collectives)
         priced = summarize_simulation(
-            simulate(schedule, cluster),
+            replace(simulation, timeline=replace(simulation.timeline, collectives=collectives)),
             schedule,
             source="plan",
-            machines=replace(self.machines, processes_seen=0),
+            machines=replace(self.machines, cluster=cluster, processes_seen=0),
             facts=self.facts,
             instructions=self.instructions,
             warnings=[],
         )
-        return priced.model_copy(update={"program": self.report.program})
+        communicates = any(i.collective for body in schedule.computations.values() for i in body)
+        without = {"step": schema.StepPart()} if communicates and known is None else {}
+        return priced.model_copy(update={"program": self.report.program} | without)
 
     def write(self, out: str | Path | None, predicted: Report | None) -> Report:
         """Return the report beside a prediction, whose files it writes into a folder if there is one."""
@@ -257,6 +269,8 @@ def measure_traces(
     trace.facts.damaged.update(loose.damaged)
     module = loose.module
     instructions = {} if module is None else read_instructions(module, also=trace.timeline.op_names)
+    schedule = loose.read.schedule if loose.read and not trace.facts.cpu else None
+    gpu = gpu_of_trace(trace.facts) if cluster is None and schedule is not None else None
     machines = Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged))
     report = summarize(
         trace.steps,
@@ -265,7 +279,7 @@ def measure_traces(
         facts=job.facts,
         instructions=instructions or None,
         swept=trace,
-        warnings=noted([*loose.notes, *machine_notes(cluster, trace.facts), *trace.notes]),
+        warnings=noted([*loose.notes, *_priced(gpu, loose), *machine_notes(cluster, trace.facts), *trace.notes]),
     )
     quality = quality_part(trace)
     if loose.placement is None:
@@ -276,25 +290,37 @@ def measure_traces(
         report = report.model_copy(update={"warnings": tuple(warnings)})
     else:
         report = withhold_axes(report, trace)
-    schedule = loose.read.schedule if loose.read else None
+    read = loose.read.schedule if loose.read else None
     compiled = schema.ProgramPart(
-        fingerprint=schedule.fingerprint if schedule else None,
+        fingerprint=read.fingerprint if read else None,
         jax=loose.versions.get("jax"),
         jaxlib=loose.versions.get("jaxlib"),
     )
     parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts, instructions)}
     report = _with_bandwidths(report.model_copy(update=parts))
 
-    known = Known(trace, loose.program, schedule, instructions, cluster)
+    known = Known(trace, loose.program, read, instructions, cluster, gpu=gpu)
     return MeasuredTraces(
         judged(report, known),
         trace.timeline,
         Path(path).name,
-        None if trace.facts.cpu else schedule,
+        schedule,
         instructions,
         machines,
         job.facts,
+        loose.num_devices,
+        gpu,
     )
+
+
+def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
+    """Where the GPU is the trace's own: what is priced, and what is not."""
+    if gpu is None:
+        return
+    message = f"Kernels are priced as on {gpu.gpu.name}, which the trace names."
+    if loose.read and loose.read.collectives:
+        message = f"{message[:-1]}; collectives have no price, since their links are not known (--cluster names them)."
+    yield Note("gpu_of_trace", message)
 
 
 def _with_bandwidths(report: Report) -> Report:

@@ -18,12 +18,14 @@ from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
+from meshkit.predict.network import collective_time_s
 from meshkit.report.compare import compare
 from meshkit.report.folder import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
 from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_run, profile_traces
+from tests.hlo_text import serialized_hlo
 from tests.trace.trace_files import gpu_op, plane_text, write_planes
 
 DATA = Path(__file__).parents[2] / "data"
@@ -364,15 +366,110 @@ def test_compare_names_what_became_slower_in_two_traces(tmp_path, changed, first
 def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
     """A step of a Llama of 1B on one H100: no plan was made, and the trace holds the program."""
     file = DATA / "traces" / "h100_llama_1b" / "vm.xplane.pb.gz"
-    assert measure_traces(file, TracedJob()).price() is None
     measured = measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100")))
     priced = measured.price()
     assert priced is not None
     found = compare(priced, measured.report)
+    by_trace = measure_traces(file, TracedJob())
+    (note,) = [w.message for w in by_trace.report.warnings if w.code == "gpu_of_trace"]
+    assert note == "Kernels are priced as on NVIDIA H100 80GB HBM3, which the trace names."
+    assert by_trace.price().step == priced.step  # nothing in it communicates
     assert found.joined_by == "name"
     assert found.kernels_joined_share == pytest.approx(1, abs=0.01)
     ratios = [op.busy_s.ratio for op in found.kernel_ops if op.kind == "matmul" and op.busy_s.ratio]
     assert len(ratios) > 5
     assert statistics.median(ratios) == pytest.approx(1, abs=0.1)
+    assert len(found.worst_ratios) == 10
+    factors = [max(r.seconds.ratio, 1 / r.seconds.ratio) for r in found.worst_ratios]
+    assert factors == sorted(factors, reverse=True)
+    assert all(re.match(r"models/\w+.py:\d+", r.line) for r in found.worst_ratios)
     said = CliRunner().invoke(app, ["profile", str(file), "--cluster", "dgx_h100"])
     assert re.search(r"step time +\d+ ms +\d+ ms", said.stdout)
+    assert re.search(r"single operations, worst ratios .* B / A\n.*\n.*models/layers.py:53", said.stdout)
+
+
+GATHERED = """HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: bf16[8192,8192], w: bf16[8192,8192]) -> (bf16[8192,8192], bf16[16384,8192]) {
+  %x = bf16[8192,8192] parameter(0)
+  %w = bf16[8192,8192] parameter(1)
+  %dot.1 = bf16[8192,8192] dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/dot" source_file="model.py" source_line=7}
+  %all-gather.2 = bf16[16384,8192] all-gather(%x), channel_id=1, replica_groups=[1,2]<=[2], use_global_device_ids=true, dimensions={0}, metadata={op_name="jit(f)/gather" source_file="model.py" source_line=9}
+  ROOT %o = (bf16[8192,8192], bf16[16384,8192]) tuple(%dot.1, %all-gather.2)
+}
+"""  # noqa: E501
+GATHERED_BYTES = 2 * 16384 * 8192
+
+
+def gathers(folder, *, rate=1.0, late_us=0, outlier_us=0):
+    """Six steps of a matmul and a gather on two H100s: the gather at a share of the model's rate, one GPU late."""
+    (folder / "program.hlo.pb").write_bytes(serialized_hlo(GATHERED))
+    alone_us = 1e6 * collective_time_s(
+        "all-gather", payload_bytes=GATHERED_BYTES, gpus_per_domain=2, domains=1, cluster=Cluster.load("dgx_h100")
+    )
+    planes = []
+    for gpu in range(2):
+        events, at = [], 0.0
+        for number in range(6):
+            dot = 1500 + (late_us if gpu else 0)
+            begun = at + 1500 + late_us
+            end = begun + alone_us / rate + (outlier_us if number == 3 else 0)
+            events += [gpu_op("dot.1", at, at + dot), gpu_op("all-gather.2", at + dot, end)]
+            at = end + 5
+        named = 'stats{metadata_id:90 str_value:"NVIDIA H100 80GB HBM3"}'
+        named += 'stat_metadata{key:90 value{id:90 name:"gpu_device_name"}}'
+        planes.append(plane_text(f"/device:GPU:{gpu}", events)[:-1] + named + "}")
+    return write_planes(folder / "x.xplane.pb", *planes), alone_us * 1e-6
+
+
+def test_collectives_below_their_rate_are_found_with_their_line_size_and_link(tmp_path):
+    file, alone_s = gathers(tmp_path, rate=0.6)
+    measured = measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100")))
+    (slow,) = [f for f in measured.report.findings if f.code == "slow_link"]
+    assert slow.severity == "warning"
+    said = "The all-gather bf16 over {0,1} (model.py:9) runs at 0.60 of what NCCL gives at its size, 256 MiB on nvlink4"
+    assert slow.message.startswith(said)
+    assert slow.seconds == pytest.approx(alone_s / 0.6 - alone_s, rel=0.01)
+    found = compare(measured.price(), measured.report)
+    (row,) = found.communication
+    assert (row.replica_groups, row.transfer_s) == ("{0,1}", found.ops[0].transfer_s)
+    assert found.ops[0].transfer_s.ratio == pytest.approx(1 / 0.6, rel=0.01)
+    worst = found.worst_ratios[0]
+    assert (worst.name, worst.kind, worst.line) == ("all-gather.2", "all-gather", "model.py:9")
+    said = CliRunner().invoke(app, ["profile", str(file), "--cluster", "dgx_h100"]).stdout
+    assert re.search(r"collectives, moving data .*\nall-gather.2 .* 1.67 x", said)
+
+
+def test_a_late_device_makes_no_collective_slow(tmp_path):
+    file, _ = gathers(tmp_path, late_us=1000)
+    measured = measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100")))
+    assert [f.code for f in measured.report.findings] == ["waiting_for_peers", "synchronous_collectives"]
+    (op,) = compare(measured.price(), measured.report).ops
+    assert op.transfer_s.ratio == pytest.approx(1, rel=0.01)
+    assert op.busy_s.ratio > 1.2
+
+
+def test_without_a_cluster_kernels_are_priced_on_the_gpu_that_the_trace_names(tmp_path):
+    file, _ = gathers(tmp_path, rate=0.6)
+    bare = measure_traces(file, TracedJob())
+    assert "slow_link" not in [f.code for f in bare.report.findings]
+    (note,) = [w.message for w in bare.report.warnings if w.code == "gpu_of_trace"]
+    assert "collectives have no price, since their links are not known (--cluster names them)" in note
+    priced, linked = bare.price(), measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100"))).price()
+    assert (priced.step.time_s, priced.communication) == (None, ())
+    assert priced.kernels == linked.kernels
+    (kind,) = compare(priced, bare.report).kernels
+    assert (kind.kind, kind.time_s.ratio) == ("matmul", pytest.approx(1, abs=0.2))
+
+
+def test_tables_leave_out_the_outlier_that_is_named(tmp_path):
+    file, alone_s = gathers(tmp_path, outlier_us=2000)
+
+    def row(*steps):
+        report = json.loads(CliRunner().invoke(app, ["profile", str(file), "--json", *steps]).stdout)
+        named = "outlier_steps" in [f["code"] for f in report["findings"]]
+        return named, report["communication"][0]["busy_s"], report["window"]["steps"]
+
+    assert row() == (True, pytest.approx(alone_s, rel=1e-6), 4)
+    assert row("--steps", "all") == (False, pytest.approx(alone_s + 0.002 / 5, rel=1e-6), 5)
+    assert row("--steps", "3") == (False, pytest.approx(alone_s + 0.002, rel=1e-6), 1)
