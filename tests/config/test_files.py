@@ -1,12 +1,22 @@
 """What somebody else made: gzip that would fill the memory, names that lead out of their folder."""
 
 import gzip
+import lzma
 import os
 import tracemalloc
 
 import pytest
 
-from meshkit.config.files import find_deep_key, gunzip, inside, open_regular, read_bounded, read_regular, write_file
+from meshkit.config.files import (
+    find_deep_key,
+    gunzip,
+    inside,
+    open_regular,
+    read_bounded,
+    read_regular,
+    unxz,
+    write_file,
+)
 from meshkit.errors import ConfigError, TraceError
 from meshkit.report.folder import read_report
 from meshkit.runs.metrics import read_metrics
@@ -18,14 +28,23 @@ def test_gzip_content_comes_back():
     assert gunzip(gzip.compress(text), len(text)) == text
     two = gzip.compress(b"one") + gzip.compress(b"two") + bytes(100)
     assert gunzip(two, 6) == b"onetwo"
+    assert unxz(lzma.compress(text), len(text)) == text
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked():
-    bomb = gzip.compress(bytes(64 * 2**20), 1)
+PACKED = pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [(lambda data: gzip.compress(data, 1), gunzip), (lambda data: lzma.compress(data, preset=0), unxz)],
+    ids=["gzip", "xz"],
+)
+
+
+@PACKED
+def test_a_bomb_is_refused_before_it_is_unpacked(pack, unpack):
+    bomb = pack(bytes(64 * 2**20))
     assert len(bomb) < 2**20
     tracemalloc.start()
     with pytest.raises(ValueError, match="unpacks to more than 8 MiB"):
-        gunzip(bomb, 8 * 2**20)
+        unpack(bomb, 8 * 2**20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 * 2**20  # the 8 MiB, and pieces on their way
@@ -37,16 +56,18 @@ def test_a_bomb_far_below_the_bound_is_refused_too():
         gunzip(bomb, 2**33)
 
 
+@PACKED
 @pytest.mark.parametrize("cut", [5, 30, -4])
-def test_what_is_cut_short_is_refused(cut):
-    data = gzip.compress(bytes(range(256)) * 100)
+def test_what_is_cut_short_is_refused(cut, pack, unpack):
+    data = pack(bytes(range(256)) * 100)
     with pytest.raises(ValueError, match="ends before its content does"):
-        gunzip(data[:cut], 2**20)
+        unpack(data[:cut], 2**20)
 
 
-def test_what_is_no_gzip_is_refused():
-    with pytest.raises(ValueError, match="no gzip data"):
-        gunzip(b"not gzip at all", 2**20)
+@pytest.mark.parametrize("unpack", [gunzip, unxz])
+def test_what_is_not_packed_is_refused(unpack):
+    with pytest.raises(ValueError, match=r"no (gzip|xz) data"):
+        unpack(b"not packed at all", 2**20)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/passwd", "", "x\0y", "out", "out/x", "deep/up/x"])
