@@ -38,6 +38,13 @@ _LAUNCHER = re.compile(r"XlaLauncher:#global=(\d{1,9}),local=(\d{1,9}),")
 _KERNEL, _COPY, _FILL, _GRAPH = (
     f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 )
+_GPU = "TARGET_INFO_GPU"
+_OF_GPU = {  # its columns, in the words of an XSpace file
+    "name": "gpu_device_name",
+    "computeMajor": "compute_cap_major",
+    "computeMinor": "compute_cap_minor",
+    "totalMemory": "memory_size",
+}
 _COPY_NAMES = {1: "MemcpyH2D", 2: "MemcpyD2H", 8: "MemcpyD2D", 10: "MemcpyP2P"}  # CUpti_ActivityMemcpyKind
 _THREAD_BITS = 24  # of a globalTid: what is above them is the process
 _ID_BITS = 40  # of the id of a range; above them the report that it is of
@@ -439,10 +446,9 @@ def _clock_ns(database: _Database) -> int | None:
 
 def _hardware(database: _Database) -> dict[str, int | float | str]:
     """What the file says of the first GPU, in the words of an XSpace file."""
-    columns = {"computeMajor": "compute_cap_major", "computeMinor": "compute_cap_minor", "totalMemory": "memory_size"}
-    there = [column for column in columns if column in database.columns("TARGET_INFO_GPU")]
-    values = database.numbers("TARGET_INFO_GPU", *there) if there else []
-    return {columns[name]: int(value[0]) for name, value in zip(there, values) if len(value) and value[0] >= 0}
+    there = [column for column in _OF_GPU if column in database.columns(_GPU)]
+    first = next(database.rows(_GPU, *there), ()) if there else ()
+    return {_OF_GPU[column]: value for column, value in zip(there, first) if isinstance(value, int | str)}
 
 
 def _messages(database: _Database) -> list[str]:
@@ -482,7 +488,7 @@ def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
     module = _pick(meaning, execution)
     launchers = _launchers(_thread_names(path))
     devices, device = _devices(thread[rows], module, modules.values, launchers)
-    found = Operations()
+    found = Operations(hardware=_hardware_beside(path))
     if lost := int((device < 0).sum()):
         found.messages.append(f"{lost} ranges of XLA are on threads without a GPU that is known, and are left out.")
     return _Events(
@@ -606,12 +612,36 @@ def _devices(
     return devices.values, np.where(known, np.array(device, np.int64)[inverse], -1)
 
 
+@contextmanager
+def _beside(path: Path, name: str) -> Iterator[_Columns | None]:
+    """What nsys-jax writes beside a trace; None where it is not there."""
+    found = home(path) / name
+    if found.is_dir():  # of several processes
+        found /= path.name
+    if not is_nsys(found):
+        yield None
+        return
+    with open_regular(found) as opened:
+        yield _Columns(found, opened, opened.seek(0, 2))
+
+
 def _thread_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Names of threads, as nsys-jax writes them beside a trace."""
-    found = home(path) / "thread-metadata.parquet" / (path.name if path.parent.suffix == ".parquet" else "")
-    if is_nsys(found):
-        with open_regular(found) as opened:
-            read = _Columns(found, opened, opened.seek(0, 2))
+    """Names of threads, with their process above `_THREAD_BITS`."""
+    with _beside(path, "thread-metadata.parquet") as read:
+        if read is not None:
             texts, text = read.texts("Name")
             threads = read.numbers("PID") << _THREAD_BITS | read.numbers("TID")
             yield from ((texts[i], thread) for i, thread in zip(text.tolist(), threads.tolist()))
+
+
+def _hardware_beside(path: Path) -> dict[str, int | float | str]:
+    """What nsys-jax says of the first GPU, in the words of an XSpace file."""
+    found: dict[str, int | float | str] = {}
+    with _beside(path, "device-metadata.parquet") as read:
+        for column, word in _OF_GPU.items():
+            name = str((_GPU, column))  # as pandas writes a column of two levels
+            if read is not None and name in read.names:
+                texts, text = read.texts(name)
+                for value in [texts[i] for i in text[:1].tolist()]:
+                    found[word] = int(value) if value.isdecimal() else value
+    return found
