@@ -9,14 +9,17 @@ import sys
 
 import pytest
 
+from meshkit.report.schema import Report
 from meshkit.report.summarize import check_invariants
 from meshkit.verbs.profile.profiler import measure_run
 
 pytestmark = pytest.mark.multiprocess
 
 PROGRAM = """
-import sys
+import json, sys
+from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
+import meshkit as mk
 folder, process, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
@@ -49,6 +52,14 @@ for number in range(2, 8):
     capture.before(number, w)
     w, value = compiled(w, x)
     capture.after(number, (w, value))
+
+with mk.live(every=2, mesh=mesh, cluster=cluster) as live:
+    for number in range(1, 4):
+        with live.step(number):
+            w, value = compiled(w, x)
+    line = live.wait()
+devices = [d.device for d in live.report.stragglers.devices], [d.id for d in jax.local_devices()]
+Path(folder, f"live-p{process}.json").write_text(json.dumps([line, *devices, live.report.model_dump_json()]))
 """
 
 
@@ -112,6 +123,17 @@ def test_each_process_can_be_measured_alone(run):
     # groups along data have members in both processes
     unknown = {row.axes for row in report.communication if row.transfer_s is None}
     assert unknown == {row.axes for row in report.communication if "data" in row.axes}
+
+
+def test_in_a_loop_each_process_hears_of_its_own_devices(run):
+    for process in range(2):
+        line, late, own, report = json.loads((run / "trace" / f"live-p{process}.json").read_text())
+        assert line.startswith("captured step 2: ")
+        assert sorted(late) == own  # by their ids in the job
+        report = Report.model_validate_json(report)
+        assert (report.window.steps, report.window.devices) == (1, 4)
+        known = {row.axes for row in report.communication if row.transfer_s is not None}
+        assert known == {row.axes for row in report.communication if "data" not in row.axes}
 
 
 def test_of_a_subset_the_missing_are_not_missed(run, tmp_path):
