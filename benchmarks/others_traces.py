@@ -1,27 +1,44 @@
-"""Traces of other people: `python -m benchmarks.others_traces FILE.xplane.pb...`, the table of benchmarks/traces.md.
+"""Traces of other people: `python -m benchmarks.others_traces FILE.xplane.pb...`, a table of benchmarks/traces.md.
 
 Each is read by `meshkit profile`'s reader, and its busy time is summed a second time: jax's own decoder
 (`jax.profiler.ProfileData`) lists the kernels, and a plain loop takes the union of their intervals in the windows of
 the steps. What cannot be read says why, in the words of the tool.
+
+Without a file: the traces in tests/data/traces that hold their program, measured over predicted (another table there).
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jax.profiler import ProfileData
 
+from meshkit.config.cluster import Cluster
 from meshkit.errors import MeshkitError
+from meshkit.report.compare import Pair, compare
 from meshkit.report.summarize import group_rows
 from meshkit.timeline import DeviceStep
 from meshkit.trace.loose import open_loose
 from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import read_trace
 from meshkit.units import format_seconds
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 
+TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
+# The traces that hold their program, and the cluster where the trace does not name the GPU.
+PRICED: dict[str, Cluster | None] = {
+    "h100_llama_1b/vm.xplane.pb.gz": None,
+    "h100_debug/vm.xplane.pb.gz": None,
+    "maxtext_h100x4": Cluster.load("dgx_h100"),
+    "pax_a100x4": Cluster.load("dgx_a100", gpu="a100_40gb"),
+}
+_KINDS = ("matmul", "attention", "elementwise", "reduction", "data movement", "gather and scatter")
+_COLLECTIVES = ("all-gather", "reduce-scatter")
+_LEAST_BYTES = 2**20  # of a collective that is compared: smaller ones are latency alone
 _STREAM = re.compile(r"Stream ")  # lines of kernels; the others of a device are derived from them
 
 
@@ -67,8 +84,47 @@ def row(path: Path) -> str:
     return f"| {path.name} | {size} | {what} | {sums} |"
 
 
+def priced_column(name: str, cluster: Cluster | None) -> list[str]:
+    """What a trace's program takes over what the model that plans says of it, in the order of the table's rows."""
+    measured = measure_traces(TRACES / name, TracedJob(cluster=cluster))
+    priced = measured.price()
+    assert priced is not None
+    found = compare(priced, measured.report)
+    kinds = {kind.kind: [kind.time_s] for kind in found.kernels}
+    matmuls = [op.busy_s for op in found.kernel_ops if op.kind == "matmul"]
+    ops = [op for row in measured.report.communication for op in row.ops]
+    large = {op.name for op in ops if (op.payload_bytes or 0) >= _LEAST_BYTES * op.count}
+    moved = {kind: [op.transfer_s for op in found.ops if op.key.startswith(f"{kind}|") and op.b_name in large]
+             for kind in _COLLECTIVES}  # fmt: skip
+    cells = [_ratio([found.step["time_s"]]), _spread(matmuls), *(_ratio(kinds.get(kind, [])) for kind in _KINDS)]
+    return [*cells, *(_spread(moved[kind]) for kind in _COLLECTIVES)]
+
+
+def _ratio(pairs: Sequence[Pair]) -> str:
+    known = [pair.ratio for pair in pairs if pair.ratio is not None]
+    return f"{known[0]:.3g}" if known else ""
+
+
+def _spread(pairs: Sequence[Pair]) -> str:
+    """`1.01 (0.89 to 1.06, 22)`: the median, the least and the most, and of how many."""
+    known = sorted(pair.ratio for pair in pairs if pair.ratio is not None)
+    return f"{statistics.median(known):.2f} ({known[0]:.2f} to {known[-1]:.2f}, {len(known)})" if known else ""
+
+
+def priced_table() -> None:
+    """Prints measured over predicted for every trace that holds its program."""
+    heads = ["step", "single matmuls", *(f"all {kind}" for kind in _KINDS), *(f"single {c}" for c in _COLLECTIVES)]
+    columns = [priced_column(name, cluster) for name, cluster in PRICED.items()]
+    print(f"| measured / predicted | {' | '.join(name.split('/')[0] for name in PRICED)} |\n" + "|---" * 5 + "|")
+    for head, *cells in zip(heads, *columns):
+        print(f"| {head} | {' | '.join(cells)} |")
+
+
 def main(paths: Sequence[Path]) -> None:
-    """Prints the table."""
+    """Prints the table of the files, or that of the prices."""
+    if not paths:
+        priced_table()
+        return
     print("| file | size | read | busy, meshkit | busy, the loop | difference, or why not |\n" + "|---" * 6 + "|")
     for path in paths:
         print(row(path))

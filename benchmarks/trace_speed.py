@@ -1,5 +1,8 @@
 """Speed and memory from a trace file to a report: `python -m benchmarks.trace_speed [--events N] [--hta PYTHON]`.
 
+`--cli` runs the whole of `meshkit profile` on N kernels of 8 GPUs, and of one, in processes of its own; with `--before
+TREE` in turn with that of another checkout. CPU seconds are user and system, of the process and what it starts.
+
 Writes an XSpace file of N kernels with the stats that the CUDA collector gives them, reads it to a report in a process
 of its own on one core, and prints events per second and peak memory. `--hta` names the Python of an environment that
 has HolisticTraceAnalysis: the same kernels, as a Kineto trace, go through its overlap analysis for comparison.
@@ -35,14 +38,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="executions of the program in it")
     parser.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
     parser.add_argument("--hta", metavar="PYTHON", help="python of an environment with HolisticTraceAnalysis")
+    parser.add_argument("--cli", action="store_true", help="measure the whole command")
+    parser.add_argument("--before", metavar="TREE", help="with --cli: another checkout to compare with")
     parser.add_argument("--read", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.read:
         print(json.dumps(measure(Path(options.read), options.devices, options.steps, _layers(options))))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        report(options, Path(folder))
+        whole_command(options, Path(folder)) if options.cli else report(options, Path(folder))
     return 0
+
+
+def whole_command(options: argparse.Namespace, folder: Path) -> None:
+    """Prints what `meshkit profile` takes, of each checkout."""
+    here = Path(__file__).resolve().parents[1]
+    trees = {"before": Path(options.before).resolve()} if options.before else {}
+    trees["now"] = here
+    for devices in (8, 1):
+        options.devices = devices
+        kernels = trace_kernels(options.steps, _layers(options))
+        file = folder / f"{devices}.xplane.pb"
+        file.write_bytes(xspace(kernels, devices))
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in trees}
+        for _ in range(options.repeats):
+            for name, tree in trees.items():
+                runs[name].append(_profiled(tree, file))
+        for name, each in runs.items():
+            seconds = sorted(s for s, _ in each)
+            print(
+                f"{len(kernels) * devices} kernels on {devices} GPUs, {name}: {seconds[0]:.2f} CPU s at least, "
+                f"{seconds[len(seconds) // 2]:.2f} the median of {len(seconds)}; {max(m for _, m in each) / 1e6:.0f} MB"
+            )
+
+
+def _profiled(tree: Path, file: Path) -> tuple[float, float]:
+    """CPU seconds and peak bytes of one `meshkit profile` of a checkout; a child's peak begins with that of its parent,
+    so that a small process starts it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-c", _USED, sys.executable, "-m", "meshkit", "profile", str(file)]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+    seconds, peak = json.loads(done.stdout)
+    return seconds, peak
+
+
+_USED = """
+import json, resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))
+"""
 
 
 def report(options: argparse.Namespace, folder: Path) -> None:

@@ -51,6 +51,7 @@ _LATE_WORDS = {
     "not_known": "not known",
 }
 _SLOW = 1.5  # x the model's seconds, of a collective; its error is below that where it was tested
+_MOSTLY_WAITS = 4.0  # x the transfer, of waiting: what is left then tells how waiting was told, not how fast a link is
 _SMALL_BYTES, _MANY = 2**20, 8  # messages that are latency more than data, and how many of them are worth combining
 _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
 # What to try, of a plan as of a measurement.
@@ -190,7 +191,8 @@ class JudgedReport:
         slow = 0.0
         priced = [(op.count, self.model_s(c)) for op, c in zip(row.ops, self.of(row))]
         expected_s = sum(n * s for n, s in priced if s is not None)
-        if row.transfer_s and expected_s and None not in [s for _, s in priced]:
+        waits = (row.wait_s or 0.0) > _MOSTLY_WAITS * (row.transfer_s or 0.0)
+        if row.transfer_s and expected_s and not waits and None not in [s for _, s in priced]:
             slow = (moving - saved) * (1 - expected_s / row.transfer_s) if row.transfer_s > _SLOW * expected_s else 0.0
         return slow, saved, moving - saved - slow
 
@@ -327,18 +329,23 @@ def slow_link(case: JudgedReport) -> Iterator[FindingPart]:
         row = case.rows[i]
         if not seconds or not row.transfer_s:
             continue
-        expected_s = sum(op.count * (case.model_s(c) or 0.0) for op, c in zip(row.ops, case.of(row)))
+        priced = [(op, op.count * (case.model_s(c) or 0.0)) for op, c in zip(row.ops, case.of(row))]
+        expected_s = sum(s for _, s in priced)
         share = expected_s / row.transfer_s
         rate, should = row.bus_bandwidth_bytes_per_s, (row.wire_bytes or 0.0) / expected_s
-        sized = f"{format_bytes((row.payload_bytes or 0.0) / row.count)}{' on average' if len(row.ops) > 1 else ''}"
+        op, alone_s = max(priced, key=lambda one: (one[0].transfer_s or 0.0) - one[1])
+        size = format_bytes((op.payload_bytes or row.payload_bytes or 0.0) / op.count)
+        sized, most = f"its size, {size}", ""
+        if len(priced) > 1 and op.transfer_s:
+            sized, most = "its sizes", f"; most in {op.name}{placed(op)}, {size} at {alone_s / op.transfer_s:.2f}"
         where = f" on {row.fabric or row.link}" if row.link else ""
         yield finding(
             case,
             "slow_link",
             seconds,
-            f"{named(row)}{source(row)} runs at {share:.2f} of what NCCL gives at its size, {sized}{where}: "
+            f"{named(row)}{'' if most else placed(op)} runs at {share:.2f} of what NCCL gives at {sized}{where}: "
             f"{format_rate(rate)}, where the network model has {format_rate(should)}, so {format_seconds(seconds)} a "
-            "step.",
+            f"step{most}.",
             evidence=(f"communication.{i}.bus_bandwidth_bytes_per_s", f"communication.{i}.transfer_s"),
             hint="NCCL_DEBUG=INFO for the transport (P2P, GPUDirect, every NIC), and `meshkit bench` of the axis",
             step_s=case.with_(Mended(transfer=dict.fromkeys(case.members(row), share))),
@@ -386,11 +393,15 @@ def named(row: CommunicationPart) -> str:
 
 
 def source(row: CommunicationPart) -> str:
-    """` (layers/attention/output, models/llama.py:116)`, of the operation that is exposed most."""
-    op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
-    place = ", ".join(text for text in (layer_of(op.source or ""), op.line) if text) if op else ""
-    where = (op.combined_text(2) or place or op.source) if op else None
-    return f" ({where})" if where else ""
+    """What caused the operation of a row that is exposed most, see `placed`."""
+    return placed(max(row.ops, key=lambda op: op.exposed_s or 0.0)) if row.ops else ""
+
+
+def placed(op: OpPart) -> str:
+    """` (layers/attention/output, models/llama.py:116)`."""
+    place = ", ".join(text for text in (layer_of(op.source or ""), op.line) if text)
+    where = op.combined_text(2) or place or op.source
+    return f" ({where})" if where and where != "unknown" else ""
 
 
 # A plan.

@@ -136,7 +136,7 @@ class _Reader:
 
     def __init__(self, found: Operations, duration_ns: int):
         self.found, self.duration_ns = found, duration_ns
-        self.known: dict[Label, int] = {}
+        self.known: dict[tuple[str, str, str, int, int], int] = {}
         self.decided = _Decided()
 
     def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
@@ -242,20 +242,19 @@ class _Reader:
 
     def _decide(self, plane: Plane, columns: Sequence[np.ndarray]) -> np.ndarray:
         """[n] index of the label of each of some distinct rows."""
-        rows = [column.tolist() for column in columns]
-        ops, modules = (dict(zip(ids, map(plane.text, ids))) for ids in map(set, rows[:2]))
-        names = {id_: plane.event_names.get(id_) for id_ in set(rows[2])}
-        copies = {id_: name.lower().startswith(_COPIES) for id_, name in names.items()}
-        known, labels, index = self.known, self.found.labels, []
-        for op, module, metadata, flag, program in zip(*rows):
-            program = -1 if program == NO_VALUE else program
-            copy, graph = bool(flag & 1) or copies[metadata], flag > 1
-            label = Label(names[metadata], ops[op], modules[module], copy, graph, program)
-            number = known.setdefault(label, len(labels))
-            if number == len(labels):
-                labels.append(label)
-            index.append(number)
-        return np.array(index, np.int32)
+        op, module, metadata, flags, program = (column.tolist() for column in columns)
+        ops, modules = (plane.texts(set(ids)) for ids in (op, module))
+        names = {id_: plane.event_names.get(id_) for id_ in set(metadata)}
+        texts = (map(of.__getitem__, ids) for of, ids in ((names, metadata), (ops, op), (modules, module)))
+        keys = list(zip(*texts, flags, program))
+        for key in keys:
+            if key not in self.known:
+                self.known[key] = len(self.found.labels)
+                kernel, instruction, of, flag, number = key
+                copy, graph = bool(flag & 1) or kernel.lower().startswith(_COPIES), flag > 1
+                number = -1 if number == NO_VALUE else number
+                self.found.labels.append(Label(kernel, instruction, of, copy, graph, number))
+        return np.array([self.known[key] for key in keys], np.int32)
 
 
 class _Decided:

@@ -10,7 +10,7 @@ order that no writer uses are decoded one by one, so that any valid file reads r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +97,10 @@ class Plane:
         if value == NO_VALUE:
             return ""
         return self.strings[-value - 2] if -value - 2 < len(self.strings) else str(value)
+
+    def texts(self, values: Iterable[int]) -> dict[int, str]:
+        """What some string stats' values stand for, see `text`."""
+        return {value: self.stat_names.get(value) or self.text(value) for value in values}
 
     def intern(self, text: str) -> int:
         """An id for `text`, below -1, where an event carries its string itself."""

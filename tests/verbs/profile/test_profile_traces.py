@@ -440,6 +440,24 @@ def test_collectives_below_their_rate_are_found_with_their_line_size_and_link(tm
     assert re.search(r"collectives, moving data .*\nall-gather.2 .* 1.67 x", said)
 
 
+@pytest.mark.parametrize(
+    ("trace", "cluster", "said"),
+    [
+        ("maxtext_h100x4", Cluster.load("dgx_h100"), []),
+        ("pax_a100x4", Cluster.load("dgx_a100", gpu="a100_40gb"), ["reduce-scatter-start, 67.6 MiB at 0.14"]),
+    ],
+)
+def test_collectives_of_others_are_priced(trace, cluster, said):
+    """Gathers and scatters take what the model says, but for one of Pax that is slow on all four GPUs."""
+    measured = measure_traces(DATA / "traces" / trace, TracedJob(cluster=cluster))
+    found = [f.message for f in measured.report.findings if f.code == "slow_link"]
+    assert len(found) == len(said)
+    assert all(text in message for text, message in zip(said, found))
+    rows = {(r.collective, r.dtype): r.transfer_s for r in compare(measured.price(), measured.report).communication}
+    assert rows["all-gather", "bf16"].ratio == pytest.approx(1.48 if said else 0.97, abs=0.01)
+    assert rows["reduce-scatter", "bf16"].ratio == pytest.approx(2.78 if said else 1.03, abs=0.01)
+
+
 def test_a_late_device_makes_no_collective_slow(tmp_path):
     file, _ = gathers(tmp_path, late_us=1000)
     measured = measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100")))
