@@ -287,6 +287,7 @@ def _build_program(document: TomlDocument) -> ProgramExperiment:
             raise SpecError(message, key=("train", key), hint=f"program.options, for {document.table['program']}")
     checked = validate(ProgramExperimentTable, document.table)
     check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
+    _check_latencies(checked.train.pgle, checked.xla)
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
     mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
     return ProgramExperiment(
@@ -456,11 +457,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
         if (found := getattr(table, section)) is not None:
             _check_replica_axis(section, found.axis, sizes, cut.get("act_batch", ()))
     _check_rounds(table)
-    pgle = table.train.pgle
-    if (named := {PREDICTED: PGLE_OPTION, TABLE: TABLE_OPTION}.get(pgle)) in table.xla:
-        message = f'train.pgle = "{pgle}" asks for predicted latencies, and xla.{named} names measured ones.'
-        hint = "the measured ones alone: without train.pgle"
-        raise SpecError(message, key=("train", "pgle"), value=pgle, hint=hint)
+    _check_latencies(table.train.pgle, table.xla)
     if table.pipeline is not None:
         _check_pipeline(table, table.pipeline, rules, sizes)
     micro_batches = {"accumulate": table.train.accumulate}
@@ -485,6 +482,14 @@ def _check_optimizer(table: OptimizerTable) -> None:
         message = f"optimizer.{said} is of AdamW, and optimizer.class names {table.class_path}."
         hint = f"what it takes, in [optimizer.options]; optimizer.{said} left out"
         raise SpecError(message, key=("optimizer", said), hint=hint)
+
+
+def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:
+    """Refuse `train.pgle` beside an option that names other latencies."""
+    if (named := {PREDICTED: PGLE_OPTION, TABLE: TABLE_OPTION}.get(pgle)) in xla:
+        message = f'train.pgle = "{pgle}" asks for predicted latencies, and xla.{named} names measured ones.'
+        hint = "the measured ones alone: without train.pgle"
+        raise SpecError(message, key=("train", "pgle"), value=pgle, hint=hint)
 
 
 def _check_captured_steps(table: ExperimentTable) -> None:

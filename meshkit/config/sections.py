@@ -272,6 +272,12 @@ class ProgramTrainTable(TomlTable):
         default=None, examples=[300 * 10**9], description="of the whole training, for its time and cost"
     )
     memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
+    pgle: Literal["off", "table", "predicted"] = Field(
+        default="off",
+        description="what XLA schedules GPUs by: its own latencies; those with plan's prices of collectives inside a "
+        "domain in place of its table; or those that plan predicts for this cluster (profile-guided latency estimation "
+        "without a profile; three compiles)",
+    )
 
 
 class TrainTable(ProgramTrainTable):
@@ -296,12 +302,6 @@ class TrainTable(ProgramTrainTable):
         examples=["full", ["gate", "up"], {"keep": ["key"], "offload": ["gate"]}],
         description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps, "
         "or { keep = [names], offload = [names] }, those that wait in host memory",
-    )
-    pgle: Literal["off", "table", "predicted"] = Field(
-        default="off",
-        description="what XLA schedules GPUs by: its own latencies; those with plan's prices of collectives inside a "
-        "domain in place of its table; or those that plan predicts for this cluster (profile-guided latency estimation "
-        "without a profile; three compiles)",
     )
     derived_options: bool = Field(
         default=True,

@@ -205,13 +205,15 @@ def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
 
 
 def choices_of(experiment: ProgramExperiment) -> CompileChoices:
-    """Return what a `[program]` is compiled with: its `[xla]` and `train.memory_fraction`; meshkit derives nothing.
+    """Return what a `[program]` is compiled with: its `[xla]`, `train.memory_fraction` and `train.pgle`; meshkit
+    derives nothing.
 
     Raises:
         ConfigError: an option of XLA names what is no file to read.
     """
     options = readable_options(experiment.xla, experiment.places)
-    return CompileChoices(options=options, memory_fraction=experiment.train.memory_fraction)
+    train = experiment.train
+    return CompileChoices(options=options, memory_fraction=train.memory_fraction, pgle=train.pgle)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pytest
 
 import meshkit as mk
 from meshkit.config.experiment import ProgramExperiment, load, load_any
+from meshkit.config.sections import PGLE_OPTION
 
 FILE = """
 cluster = { name = "dgx_h100", hosts = 2 }
@@ -56,6 +57,11 @@ def test_what_belongs_to_meshkits_step_is_refused_at_its_key(write, more, key, m
     with pytest.raises(mk.ConfigError, match=message) as error:
         load_any(write(more=more))
     assert re.search(rf"mine\.toml:\d+: \[?{re.escape(key)}", str(error.value))
+
+
+def test_predicted_latencies_beside_measured_ones_are_refused(write):
+    with pytest.raises(mk.ConfigError, match=r"asks for predicted latencies, and .* names measured ones"):
+        load_any(write(more='[train]\npgle = "predicted"\n'), [f'xla.{PGLE_OPTION}="a.pbtxt"'])
 
 
 @pytest.mark.parametrize("broken", ['make = "my_steps"', "make = 3", 'make = "my_steps:make"\nmakes = 1'])

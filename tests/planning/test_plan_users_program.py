@@ -7,6 +7,7 @@ import pytest
 import meshkit as mk
 from meshkit import cli
 from meshkit.config.experiment import load_any
+from meshkit.config.sections import TABLE_OPTION
 from meshkit.planning.planner import plan_experiment
 
 pytestmark = pytest.mark.deviceless
@@ -112,8 +113,9 @@ def test_a_step_may_make_its_mesh_of_jaxs_devices(file, plan):
     assert jax.device_count() == 8  # of this process, again
 
 
-def test_options_are_the_functions(file, plan):
-    report = plan_experiment(load_any(file, ["program.options.layers=4"])).report
+def test_options_are_the_functions_and_latencies_those_of_the_plan(file, plan):
+    report = plan_experiment(load_any(file, ["program.options.layers=4", 'train.pgle="table"'])).report
+    assert {o.name: o.value for o in report.program.options}[TABLE_OPTION] == "predicted"
     assert report.memory.parameters_bytes == plan.report.memory.parameters_bytes + 2 * 4 * 256 * 256 // 8
 
 
