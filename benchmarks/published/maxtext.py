@@ -4,6 +4,8 @@ Run where MaxText is installed (`make check-maxtext` makes such an environment).
 MaxText becomes a `[program]` file: cluster, mesh and `[xla]` of the row's own file, MaxText's options from its columns.
 With `--score` it plans nothing and prints the predictions of the file beside the measured times and those of our model.
 
+The files stay in `--files`, so that a row can be planned otherwise, say with `--set 'train.pgle="predicted"'`.
+
 Differences from the runs, the same for all rows: today's MaxText and XLA, `cudnn_flash_jax` for Transformer Engine's
 attention, XLA's own latencies where a run had a profile.
 """
@@ -15,7 +17,6 @@ import csv
 import re
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def main() -> int:
     """Plan or score; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.maxtext", description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER / "maxtext_program.csv")
+    parser.add_argument("--files", type=Path, default=Path("build/published-maxtext"), help="where experiment files go")
     parser.add_argument("--only", default="", help="rows whose id holds this text")
     parser.add_argument("--score", action="store_true", help="plan nothing, print the errors")
     options = parser.parse_args()
@@ -74,10 +76,10 @@ def main() -> int:
         if done.get(row.id, {}).get("predicted_step_time_s"):
             continue
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{row.id}.toml"
-            path.write_text(to_toml(program_of(row)), encoding="utf-8")
-            report, why = plan(path)
+        path = options.files / f"{row.id}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(program_of(row)), encoding="utf-8")
+        report, why = plan(path)
         done[row.id] = {"id": row.id, "note": why}
         if report is not None:
             step, peak = report["step"], report["memory"]["peak_bytes"]
