@@ -5,7 +5,7 @@
     options = { model_name = "llama3-8b", per_device_batch_size = 2, attention = "cudnn_flash_jax" }
 
 The mesh of the experiment has MaxText's names for its axes (`data`, `fsdp`, `tensor`, `expert`, ...); those that it
-leaves out have size 1. Tried with MaxText 0.2.5 (`make check-maxtext`), which names no versions of what it needs.
+leaves out have size 1. `make check-maxtext` tries it with the MaxText of `meshkit[maxtext]`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from meshkit.errors import ConfigError, a_type
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, absent_devices
 from meshkit.step.given import Program
 
-TESTED = "0.2.5"
 # Of its mesh, outermost first.
 AXES = ("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "context_autoregressive",
         "tensor", "tensor_sequence", "expert", "autoregressive")  # fmt: skip
@@ -58,7 +57,7 @@ def make(mesh: AnyMesh, config: str | None = None, **overrides: Any) -> Program:
         from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
         from maxtext.utils import maxtext_utils, sharding  # pyright: ignore[reportMissingImports]
     except ImportError as e:
-        hint = f"pip install maxtext=={TESTED}, and what it imports, as `make check-maxtext` of a clone does"
+        hint = "pip install 'meshkit[plan,maxtext]'"
         raise ConfigError(f"MaxText cannot be imported: {e}.", hint=hint) from None
     import jax
     from flax.core.spmd import logical_axis_rules

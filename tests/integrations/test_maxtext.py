@@ -20,8 +20,6 @@ pytest.importorskip("maxtext", reason="needs MaxText: `make check-maxtext`")
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "your-own-program.md").read_text(encoding="utf-8")
 
-import maxtext.configs as maxtext_configs  # noqa: E402
-
 from meshkit.integrations import maxtext  # noqa: E402
 
 CUDNN = {"attention": "cudnn_flash_jax", "per_device_batch_size": 1, "max_target_length": 4096}
@@ -94,12 +92,10 @@ def test_the_function_of_the_guide_is_planned_with_its_lines_in_maxtext(tmp_path
     source = PAGE.split("# my_maxtext.py\n")[1].split("```")[0]
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     (tmp_path / "my_maxtext.py").write_text(source)
-    config = Path(maxtext_configs.__file__).with_name("base.yml")
     (tmp_path / "mine.toml").write_text(
         'cluster = { name = "dgx_h100", hosts = 2 }\nmesh = { fsdp = { nvlink = 8, infiniband = 2 } }\n'
-        f'[program]\nmake = "my_maxtext:make"\noptions = {{ config = "{config}", model_name = "llama3-8b", '
-        'attention = "cudnn_flash_jax", per_device_batch_size = 1, max_target_length = 4096, '
-        'base_output_directory = "unused" }\n'
+        '[program]\nmake = "my_maxtext:make"\noptions = { model_name = "llama3-8b", '
+        'attention = "cudnn_flash_jax", per_device_batch_size = 1, max_target_length = 4096 }\n'
     )
     report = plan_experiment(load_any(tmp_path / "mine.toml")).report
     ops = sorted((op for row in report.communication for op in row.ops), key=lambda op: -(op.exposed_s or 0.0))
