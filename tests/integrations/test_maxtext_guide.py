@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -24,11 +23,14 @@ def test_the_commands_of_the_guide_work_as_they_stand(tmp_path):
     scripts = Path(sys.executable).parent
     environment = {"HOME": str(tmp_path), "PATH": os.pathsep.join([str(scripts), os.environ["PATH"]])}
     for command in commands:
-        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done.stderr
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        print(f"\nROW | {' '.join(command.split()[:4])} | {time.perf_counter() - start:.0f} s | CPU {cpu:.0f} s")
+        start = time.perf_counter()
+        with (tmp_path / "said").open("w") as said:
+            running = subprocess.Popen(shlex.split(command), cwd=tmp_path, env=environment, stdout=said, stderr=said)
+            # Of this command alone: the compilers that other tests have left running count for this process.
+            _, status, used = os.wait4(running.pid, 0)
+        running.returncode = os.waitstatus_to_exitcode(status)
+        assert running.returncode == 0, (tmp_path / "said").read_text()
+        wall_s, cpu_s = time.perf_counter() - start, used.ru_utime + used.ru_stime
+        print(f"\nROW | {' '.join(command.split()[:4])} | {wall_s:.0f} s | CPU {cpu_s:.0f} s")
     assert 'make = "meshkit.integrations.maxtext:make"' in (tmp_path / "llama.toml").read_text()
     assert all((tmp_path / "runs" / name / "report.html").is_file() for name in ("plan", "own"))
