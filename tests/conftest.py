@@ -50,6 +50,16 @@ LONG = (
 )
 
 
+_BYTES_OF_A_WORKER = 4 * 2**30  # with the process that compiles for it
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Return one worker more than there are cores, where memory allows: many tests wait for a process of theirs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores + 1, memory_bytes // _BYTES_OF_A_WORKER))
+
+
 def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist's own order: by the number of a file's tests
 

@@ -31,13 +31,20 @@ _TEXTS = ("ran", "./tools", "../ran", "/tmp", "~/x", "${HOME}", "true", "--outpu
 _FILES = ("thesis.tex", "x.tmp", "k.program.bak", "old-01234567.tmp", ".program", "seal.key", "a b", "k")
 _VERBS = ("explain --no-compile", "compare .", "topo --xml", "topo --bundle", "topo --matrix", "profile", "plan")
 _ENDS = ("e.toml", "report.json", "x.xplane.pb", "x.xplane.pb.gz", "x.hlo.pb", "x.xml", "x.bin", "x.mlir")
-_BOMB = gzip.compress(gzip.compress(bytes(2**28)))
+
+
+@functools.cache
+def _bomb() -> bytes:
+    """Return 256 MiB of zeros, compressed twice."""
+    return gzip.compress(gzip.compress(bytes(2**28)))
+
+
 _PLACED: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "folder": os.mkdir,
     "endless": lambda path: path.symlink_to("/dev/zero"),
     "loop": lambda path: path.symlink_to(path.name),
-    "bomb": lambda path: path.write_bytes(_BOMB),
+    "bomb": lambda path: path.write_bytes(_bomb()),
     "tebibyte": lambda path: (path.touch(), os.truncate(path, 2**40)),
 }
 

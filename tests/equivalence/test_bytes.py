@@ -127,6 +127,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
     }
 
 
+@pytest.mark.slow
 def test_fsdp_accumulated_gathers_once_and_scatters_once():
     got = moved(f"mesh.fsdp={BOTH}", 'rules.preset="fsdp"', "train.accumulate=4")
     assert got == {

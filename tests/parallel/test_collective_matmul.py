@@ -33,7 +33,7 @@ def cut():
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 X, QUERY, UP = normal(0, BATCH, LENGTH, EMBED), normal(1, EMBED, HEADS, HEAD_DIM), normal(2, EMBED, MLP)

@@ -68,7 +68,7 @@ def mesh_of(kind, stages):
 PRUNED = [
     ("1f1b", "pipeline", 8, 1, 1),
     ("1f1b", "fsdp", 4, 1, 2),
-    ("interleaved_1f1b", "data", 2, 4, 4),
+    pytest.param("interleaved_1f1b", "data", 2, 4, 4, marks=pytest.mark.slow),
     ("interleaved_1f1b", "tensor", 4, 2, 2),
     ("interleaved_1f1b", "pipeline", 2, 2, 4),
 ]
@@ -140,6 +140,7 @@ def test_the_loss_alone_is_the_loss(chunks):
     assert metrics["right"] == pytest.approx(wanted[1]["right"], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_accumulators_keep_what_bf16_would_lose():
     """128 equal gradients in a row: a bf16 sum stops growing at 2^8 times an addend's ulp, an fp32 one does not."""
     mesh, layers = toy.make_mesh(pipeline=2), 2
