@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -22,6 +23,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the tests, and none of another run
     os.environ["MESHKIT_CACHE"] = tempfile.mkdtemp(prefix="meshkit-tests-")
     atexit.register(shutil.rmtree, os.environ["MESHKIT_CACHE"], ignore_errors=True)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else processes that tests interrupt ignore it, too
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the processes that tests start compiles all anew
 
 import hypothesis

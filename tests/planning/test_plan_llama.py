@@ -90,5 +90,5 @@ def test_combined_collectives_name_what_their_arrays_are_for(plan):
     weights = [op for row, op in combined if row.dtype == "bf16" and op.arrays == 7]
     assert len(weights) == 4
     for op in weights:
-        bytes_of = {cause.split()[1].split("/")[0]: n for cause, n in op.causes.items()}
+        bytes_of = {cause.split()[0].split("/")[-1]: n for cause, n in op.causes.items()}
         assert bytes_of["gate_up"] == 2 * bytes_of["down"] == pytest.approx(op.payload_bytes / 2)
