@@ -302,11 +302,20 @@ def find_alternatives(
 def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:
     """Give XLA's own options in the place of derived ones, kind by kind and all at once, and other latencies.
 
-    Of a `[program]`, for which none are derived: those that meshkit would choose, kind by kind and all at once.
+    Of a `[program]`, for which none are derived: those that meshkit would choose, kind by kind and all at once, and
+    other latencies.
     """
     if isinstance(experiment, ProgramExperiment):
         yield from _options_of_a_program(experiment)
-        return
+    else:
+        yield from _options_without_derived(experiment, report)
+    for latencies, words in (("predicted", "this plan's prices"), ("table", "its prices of collectives")):
+        if experiment.train.pgle != latencies and not {PGLE_OPTION, TABLE_OPTION} & set(experiment.xla):
+            yield _change("options", f"scheduled by {words}", (f"train.pgle={inline(latencies)}",))
+
+
+def _options_without_derived(experiment: Experiment, report: Report) -> Iterator[Candidate]:
+    """Give XLA's own options in the place of derived ones."""
     derived = [o.name for o in report.program.options or () if o.name not in experiment.xla]
     for what, begin, end, value in _XLAS_OWN:
         names = [name for name in derived if name.startswith(begin) and name.endswith(end)]
@@ -314,9 +323,6 @@ def other_options(experiment: Experiment | ProgramExperiment, report: Report) ->
             yield _change("options", what, tuple(f"xla.{name}={inline(value)}" for name in names))
     if experiment.train.derived_options:
         yield _change("options", "none of what meshkit derives", ("train.derived_options=false",))
-    for latencies, words in (("predicted", "this plan's prices"), ("table", "its prices of collectives")):
-        if experiment.train.pgle != latencies and not {PGLE_OPTION, TABLE_OPTION} & set(experiment.xla):
-            yield _change("options", f"scheduled by {words}", (f"train.pgle={inline(latencies)}",))
 
 
 def _options_of_a_program(experiment: ProgramExperiment) -> Iterator[Candidate]:

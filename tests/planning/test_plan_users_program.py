@@ -206,10 +206,14 @@ def test_options_of_xla_that_meshkit_would_derive_are_tried(file, capsys):
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     said = [f"xla.xla_gpu_{kind}_combine_threshold_bytes=1000" for kind in kinds]
     said += [f'xla.xla_gpu_pipeline_{kind}="COLLECTIVE_PIPELINING_MODE_ON"' for kind in kinds]
+    said.append('train.pgle="table"')
     settings = [argument for one in said for argument in ("--set", one)]
     assert cli.main(["plan", str(file), "--options", "--jobs", "1", "--json", *settings]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["program"]["alternatives"]  # what the file does not say itself
-    assert found["settings"] == ["xla.xla_gpu_enable_while_loop_double_buffering=true"]
+    found = json.loads(capsys.readouterr().out)["program"]["alternatives"]  # what the file does not say itself
+    assert sorted(change["settings"] for change in found) == [
+        ['train.pgle="predicted"'],
+        ["xla.xla_gpu_enable_while_loop_double_buffering=true"],
+    ]
 
 
 def test_doctor_topo_and_compare_know_it(file, plan, tmp_path, capsys):
