@@ -38,7 +38,7 @@ _DUMPED = re.compile(r"\bmodule_\d+\.")  # then the module's name
 _BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))  # MaxText's RUN/tensorboard, and above it
 _TOGETHER_S = 60.0  # between the hosts of one profile
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
-_KEPT_EVENTS = 2_000_000  # that are not read a second time, of all files together: 60 MB
+_KEPT_EVENTS = 4_000_000  # that are not read a second time, of all files together: 120 MB
 _MOST_OTHERS = 4  # programs beside the steps' that are named
 _MOST_GROUPS = 8  # of a row's groups that are spelled out
 
