@@ -40,7 +40,10 @@ _PART = {  # of the step, which a cause takes from
     "host_bound": "idle",
     "input_wait": "idle",
 }  # fmt: skip
-_TILES = "shapes that tile (multiples of 128), the precision of the operands, the GPU's clock and power limit"
+_TILES = "shapes that tile (multiples of 128), and the precision of the operands"
+_FEW_LARGE = "fewer and larger kernels: what is stacked or scanned over, and what keeps XLA from fusing it"
+_LAYOUT = "the layout and precision of what it reads and writes, and what XLA fuses with it"
+_LAUNCH_S = 1e-5  # the mean run of kernels of which launching is most
 _HIDES = "xla_gpu_enable_latency_hiding_scheduler"
 _ASYNC_OFF = "xla_gpu_disable_async_collectives"
 
@@ -294,7 +297,7 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
         return
     pricer = Pricer(cluster, Assumptions(contention=False, slowest=False))
     work = {i.name: i for body in schedule.computations.values() for i in body if i.cost is not None}
-    runs, slow = schedule.known_runs(), []
+    runs, slow, run_s, ran = schedule.known_runs(), [], 0.0, 0
     kernels = zip(trace.timeline.op_names, *(v.tolist() for v in (trace.kernels.time_s, trace.kernels.busy_s,
                                                                   trace.kernels.count)))  # fmt: skip
     for name, time_s, busy_s, count in kernels:
@@ -304,12 +307,15 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
         should_s = pricer.work(instruction).alone_s * min(count, runs.get(name, count))
         if should_s and busy_s > _LOW_RATE * should_s:
             slow.append((time_s * (1 - should_s / busy_s), name, busy_s / should_s))
+            run_s, ran = run_s + busy_s, ran + count
     if not slow:
         return
     seconds = sum(s for s, *_ in slow) / case.known.steps_per_execution
     _, worst, times = max(slow)
     info = case.known.instructions.get(worst)
     where = f" ({info.line})" if info and info.line else ""
+    tiles = info is not None and info.kind in ("matmul", "attention")
+    hint = _FEW_LARGE if run_s < _LAUNCH_S * ran else _TILES if tiles else _LAYOUT
     yield finding(
         case,
         "low_rate_kernels",
@@ -317,7 +323,7 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
         f"{len(slow)} kernels run at less than half of the rate that their work has on {cluster.gpu.name}, for "
         f"{format_seconds(seconds)} a step; {worst}{where} takes {times:.1f} x as long.",
         evidence=("kernels",),
-        hint=causes.scatter_hint(worst, info) or _TILES,
+        hint=causes.scatter_hint(worst, info) or hint,
         step_s=case.time_s - seconds,
     )
 

@@ -331,7 +331,7 @@ def test_virtual_devices_are_given_no_options_of_gpus(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "says"), [("f32", "one-hot matmul"), ("bf16", "one-hot matmul"), ("s32", "multiples of 128")]
+    ("dtype", "says"), [("f32", "one-hot matmul"), ("bf16", "one-hot matmul"), ("s32", "layout and precision")]
 )
 def test_a_scatter_add_of_floats_has_a_way_out_of_its_own(dtype, says, tmp_path):
     name = "input_scatter_fusion"
