@@ -451,8 +451,8 @@ def judged_plan(report: Report, planned: Planned, change: Change | None = None) 
     mended = case.losses.get(change.mends or "") if change else None
     if change and mended and mended not in worst[:1]:  # it stands behind another cause, and says which it mends
         worst = [loss for loss in worst if loss is not mended]
-        said_of = f"{format_percent(mended.seconds / time_s)} is {mended.what}"
-        named = f"{said_of}, and {change.said[0].lower()}{change.said[1:]}"
+        mends = f"{format_percent(mended.seconds / time_s)} is {mended.what}"
+        named = f"{mends}, and {change.said[0].lower()}{change.said[1:]}"
     for i, loss in enumerate(worst):
         said += [case.share(loss.seconds, loss.what, first=i == 0), *loss.more]
     said += [] if worst else [_bound(case)]

@@ -95,9 +95,9 @@ class _Measured(JudgedReport):
         super().__init__(report, known.cluster, known.trace.timeline.collectives)
 
     @cached_property
-    def _median(self) -> list[Replay]:
+    def _median(self) -> Replay:
         """The median step."""
-        return [Replay(self.known.trace, self.known.program)]
+        return Replay(self.known.trace, self.known.program)
 
     @cached_property
     def _every(self) -> list[Replay]:
@@ -108,7 +108,8 @@ class _Measured(JudgedReport):
         return [Replay(trace, self.known.program, at) for at in numbers] if small else []
 
     def with_(self, mended: Mended) -> float | None:
-        ratios = [replay.ratio(mended) for replay in ((mended.evenly and self._every) or self._median)]
+        replays = self._every if mended.evenly else []
+        ratios = [replay.ratio(mended) for replay in replays or [self._median]]
         known = [ratio for ratio in ratios if ratio is not None]
         return statistics.fmean(known) * self.time_s if known else None
 

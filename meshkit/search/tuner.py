@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, ProgramExperiment, load, load_any
@@ -96,25 +96,49 @@ def tune_experiment(
             search.
         RunError: not even the experiment as it is could be planned, nor any variant of it.
     """
-    start = time.perf_counter()
-    path, overrides = str(experiment), tuple(overrides)
-    loaded = load_any(path, overrides)
+    asked = _Asked(str(experiment), tuple(overrides), out, budget, jobs, sizes, progress)
+    loaded = load_any(asked.path, asked.overrides)
     if isinstance(loaded, ProgramExperiment):
-        space = _space_of_program(loaded, axes, vary)
-        return _tune_program(loaded, path, overrides, space, out, budget, jobs, sizes, progress)
-    if vary:
+        report = _tune_program(loaded, asked, _space_of_program(loaded, axes, vary))
+    elif vary:
         raise ConfigError("only a [program] says by --vary what is tried.", at="--vary", hint="--axes, or [xla]")
-    _check(loaded, budget, jobs, sizes.objective)
-    others = [n for n in sizes.hosts if n != loaded.cluster.hosts]
-    at_sizes = {n: _at_size(path, overrides, loaded, n) for n in others}
+    else:
+        report = _tune_own(loaded, asked, axes)
+    if out is not None:
+        (out / REPORT_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
+        if report.winner is not None:
+            winner = load_any(asked.path, (*asked.overrides, *report.winner.settings))
+            (out / WINNER_FILE).write_text(_HEADER + winner.to_toml(), encoding="utf-8")
+    return report
+
+
+class _Asked(NamedTuple):
+    """What a search was asked for, see `tune_experiment`."""
+
+    path: str
+    overrides: tuple[str, ...]
+    out: Path | None
+    budget: int
+    jobs: int | Executor | None
+    sizes: Sizes
+    progress: SearchProgress
+
+
+def _tune_own(experiment: Experiment, asked: _Asked, axes: Sequence[str] | None) -> TuneReport:
+    """Return the report of the search for an experiment with meshkit's own step, at every size that was asked for."""
+    start = time.perf_counter()
+    path, overrides, out, budget, jobs, sizes, progress = asked
+    _check(experiment, budget, jobs, sizes.objective)
+    others = [n for n in sizes.hosts if n != experiment.cluster.hosts]
+    at_sizes = {n: _at_size(path, overrides, experiment, n) for n in others}
     own_share, other_share = shares(budget, len(others))
-    journal, pruned = Journal(out, loaded), Pruned()
+    journal, pruned = Journal(out, experiment), Pruned()
     searches: list[Search] = []
 
     def tell(candidate: Candidate, known: bool) -> None:
         progress.done(candidate, known, _best(searches, sizes.objective))
 
-    space, bounds = _space(loaded, axes)
+    space, bounds = _space(experiment, axes)
     found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
     left = sum(1 for c in found if c.settings)
     progress.started(len(found), min(own_share, left + 1) + other_share * len(others))
@@ -129,49 +153,33 @@ def tune_experiment(
             search = Search(found, space.base, other_share, journal, pruned, searches[0].wrong)
             searches.append(search)
             search.run(workers, tell, base_first=False)
-    report = _report(
+    return _report(
         searches,
         _best(searches, sizes.objective),
-        experiment=loaded.name,
-        gpu=loaded.cluster.gpu.key,
-        num_gpus=loaded.cluster.num_gpus,
-        global_batch=loaded.train.global_batch,
+        experiment=experiment.name,
+        gpu=experiment.cluster.gpu.key,
+        num_gpus=experiment.cluster.num_gpus,
+        global_batch=experiment.train.global_batch,
         objective=sizes.objective,
         space=pruned.variants,
         pruned=pruned.parts(),
         jobs=workers.jobs,
         wall_s=time.perf_counter() - start,
     )
-    if out is not None:
-        (out / REPORT_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
-        if report.winner is not None:
-            winner = load(path, (*overrides, *report.winner.settings))
-            (out / WINNER_FILE).write_text(_HEADER + winner.to_toml(), encoding="utf-8")
-    return report
 
 
-def _tune_program(
-    experiment: ProgramExperiment,
-    path: str,
-    overrides: tuple[str, ...],
-    space: Space,
-    out: Path | None,
-    budget: int,
-    jobs: int | Executor | None,
-    sizes: Sizes,
-    progress: SearchProgress,
-) -> TuneReport:
-    """As `tune_experiment`, of a `[program]`: every way to share the cluster's GPUs among the axes of its mesh."""
-    cluster = experiment.cluster
+def _tune_program(experiment: ProgramExperiment, asked: _Asked, space: Space) -> TuneReport:
+    """Return the report of the search for a `[program]`: every way to share its GPUs among the axes of its mesh."""
+    start = time.perf_counter()
+    cluster, jobs = experiment.cluster, asked.jobs
     check_has_gpus(cluster, "tune")
-    if sizes != OWN_SIZE:
+    if asked.sizes != OWN_SIZE:
         raise experiment.error(
             "program", "a [program] is tuned at the size of its cluster.", hint="--set cluster.hosts=4"
         )
-    start = time.perf_counter()
-    journal = Journal(out, experiment)
-    search = _searched(space, budget, journal, open_workers(request_of_file(path, overrides), jobs), progress)
-    report = _report(
+    workers = open_workers(request_of_file(asked.path, asked.overrides), jobs)
+    search = _searched(space, asked.budget, Journal(asked.out, experiment), workers, asked.progress)
+    return _report(
         [search],
         search.best(),
         experiment=experiment.name,
@@ -182,12 +190,6 @@ def _tune_program(
         jobs=default_jobs() if not isinstance(jobs, int) else jobs,
         wall_s=time.perf_counter() - start,
     )
-    if out is not None:
-        (out / REPORT_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
-        if report.winner is not None:
-            winner = load_any(path, (*overrides, *report.winner.settings))
-            (out / WINNER_FILE).write_text(_HEADER + winner.to_toml(), encoding="utf-8")
-    return report
 
 
 def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None, vary: Sequence[str]) -> Space:

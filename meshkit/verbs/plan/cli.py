@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,10 @@ from meshkit.verbs.arguments import (
     SetOption,
     show_report,
 )
+
+if TYPE_CHECKING:
+    from meshkit.config.experiment import Experiment, ProgramExperiment
+    from meshkit.report.schema import Report
 
 
 def plan(
@@ -65,7 +69,6 @@ def plan(
     from meshkit.report.causes import judged_plan
     from meshkit.report.folder import write_folder
     from meshkit.search.named_change import find_change
-    from meshkit.search.proposals import propose as propose_placement
     from meshkit.search.proposals import remedies_table
 
     start = time.perf_counter()
@@ -89,7 +92,8 @@ def plan(
             report = _with_remedies(report, experiment, set_, jobs)
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
-        report = judged_plan(report, made.planned, find_change(report, loaded, made.planned))
+        if (change := find_change(report, loaded, made.planned)) is not None:
+            report = judged_plan(report, made.planned, change)
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)
@@ -102,16 +106,23 @@ def plan(
     wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
     say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
     if propose:
-        proposal = propose_placement(report, loaded.mesh, loaded.cluster)
-        say(f"placement: {proposal.reason}")
-        if proposal.changed:
-            say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
+        _say_placement(report, loaded)
     if require_fit and report.memory.fits is False:
         raise ConditionError("the step does not fit, and --require-fit asks that it does.")
     if strict and made.lint is not None:
         from meshkit.linting.placements import check_strict
 
         check_strict(made.lint.findings)
+
+
+def _say_placement(report: Report, experiment: Experiment | ProgramExperiment) -> None:
+    """Say which link each axis of the mesh belongs on."""
+    from meshkit.search.proposals import propose
+
+    proposal = propose(report, experiment.mesh, experiment.cluster)
+    say(f"placement: {proposal.reason}")
+    if proposal.changed:
+        say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
 
 
 def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:

@@ -32,6 +32,7 @@ def profile(
             show_default=False,
         ),
     ],
+    *,
     predicted: Annotated[
         Path | None, typer.Option("--plan", metavar="RUN", help="A plan's report, to show predicted beside measured.")
     ] = None,
