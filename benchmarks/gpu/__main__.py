@@ -1,6 +1,9 @@
 """Runs the measurements while time lasts, each in a process of its own, and writes what is found at once.
 
     python -m benchmarks.gpu --out DIR --minutes 9 [--piece 1] [--only NAME] [--resume DIR] [--dry-run]
+    python -m benchmarks.gpu --out DIR --rows     the trainings of trainings.py, and nothing else
+    python -m benchmarks.gpu --plan [--gpu h200]  what a plan says of each of them, before any card is asked for
+    python -m benchmarks.gpu --score DIR --rows   these plans beside what a card measured
     python -m benchmarks.gpu --check              what can be proven without a card, at once
     python -m benchmarks.gpu --score DIR          a calibration, and predicted beside measured; needs no card
 
@@ -26,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
+from benchmarks.gpu.measurements import MEASUREMENTS, ROWS, Measurement
 from meshkit.discover.probe import read_nvml
 
 RESULT, VALUES, LOG, PACKED = "result.json", "values.json", "log.txt", "piece{}.tar.gz"
@@ -41,7 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help="where results go")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--piece", type=int, choices=(1, 2, 3), help="only these; all in order without it")
+    parser.add_argument("--piece", type=int, choices=range(1, 7), help="only these; all in order without it")
+    parser.add_argument("--rows", action="store_true", help="the trainings of one GPU")
+    parser.add_argument("--plan", action="store_true", help="plans these trainings, and writes what they promise")
+    parser.add_argument("--gpu", default="h100_sxm", help="of --plan, and of --score --rows")
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--resume", type=Path, action="append", default=[], metavar="DIR", help="earlier results")
     parser.add_argument("--dry-run", action="store_true", help="print the list with expected seconds")
@@ -50,34 +56,45 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="at a size for CPUs")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := set(args.only) - {m.name for m in MEASUREMENTS}:
+    known = ROWS if args.rows or args.plan else MEASUREMENTS
+    if unknown := set(args.only) - {m.name for m in known}:
         parser.error(f"no measurement is called {', '.join(sorted(unknown))}: --dry-run lists them")
     if missing := [str(d) for d in (*args.resume, args.score) if d and not d.is_dir()]:
         parser.error(f"there is no folder {', '.join(missing)}")
-    chosen = [m for m in MEASUREMENTS if args.piece in (None, m.piece) and (not args.only or m.name in args.only)]
+    chosen = [m for m in known if args.piece in (None, m.piece) and (not args.only or m.name in args.only)]
     if args.dry_run:
         print_list(chosen)
+    elif args.plan:
+        from benchmarks.gpu.rows import plan_all
+
+        plan_all([m.options["name"] for m in chosen], args.gpu, blind_of(args.gpu))
     elif args.check:
         from benchmarks.gpu.checks import run_checks
 
         sys.exit(run_checks())
     elif args.score:
+        from benchmarks.gpu.score_rows import score_rows
         from benchmarks.gpu.scoring import score
         from meshkit.errors import ConfigError
 
         try:
-            print(score(args.score))
+            print(score_rows(args.score, blind_of(args.gpu)) if args.rows else score(args.score))
         except ConfigError as e:
             parser.error(str(e))
     elif args.out is None:
         parser.error("--out DIR: where do results go?")
     elif args.one:
-        make_one(next(m for m in MEASUREMENTS if m.name == args.one), args.out / args.one, args.toy)
+        make_one(next(m for m in (*MEASUREMENTS, *ROWS) if m.name == args.one), args.out / args.one, args.toy)
     elif not args.toy and isinstance(read_nvml(), str):
         parser.error("there is no NVIDIA GPU here; --toy runs the list at a size for CPUs")
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         sys.exit(run_all(chosen, args.out, time.monotonic() + 60 * args.minutes - _LAST_S, args.toy, args.resume))
+
+
+def blind_of(gpu: str) -> Path:
+    """Return the file of what was planned for a GPU before it was asked for."""
+    return Path(__file__).parent / f"blind-{gpu}.json"
 
 
 def print_list(chosen: Sequence[Measurement]) -> None:
@@ -91,23 +108,31 @@ def print_list(chosen: Sequence[Measurement]) -> None:
 def run_all(chosen: Sequence[Measurement], out: Path, deadline: float, toy: bool, earlier: Sequence[Path] = ()) -> int:
     """Runs what is not done yet and still has the time it is expected to take: the untried first, then what failed.
 
+    While one runs, the process of the next imports what it needs.
+
     Returns:
         1 where something of it failed, else 0.
     """
     failed = 0
     found = {m.name: next((s for d in (out, *earlier) if (s := status_of(d / m.name))), None) for m in chosen}
     todo = sorted((m for m in chosen if found[m.name] != "done"), key=lambda m: found[m.name] is not None)
+    started: dict[str, Started] = {}
     try:
-        for m in todo:
+        for m, following in zip(todo, [*todo[1:], None]):
             left, needed = deadline - time.monotonic(), _TOY_S if toy else m.expected_s
             if left < needed:
                 print(f"{m.name}: {left:.0f} s are left, and it takes {needed:.0f}", flush=True)
                 continue
             print(f"{m.name} ...", end=" ", flush=True)
-            result = run_one(m, out, min(m.limit_s * (_TOY_PATIENCE if toy else 1), left), toy)
+            process = started.pop(m.name, None) or Started(m, out, toy)
+            if following is not None:
+                started[following.name] = Started(following, out, toy)
+            result = process.finish(min(m.limit_s * (_TOY_PATIENCE if toy else 1), left))
             print(f"{result['status']} in {result['seconds']:.0f} s", flush=True)
             failed |= result["status"] != "done"
     finally:
+        for process in started.values():
+            process.discard()
         print(table(out))
         for piece in sorted({m.piece for m in todo}):
             pack(out, piece)
@@ -120,35 +145,59 @@ def status_of(folder: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8"))["status"] if path.exists() else None
 
 
-def run_one(m: Measurement, out: Path, limit_s: float, toy: bool) -> dict[str, Any]:
-    """Makes one measurement in another process, kills all of it at the limit, and writes what it found until then."""
-    folder, began, status = out / m.name, time.monotonic(), "interrupted"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--one", m.name, *(["--toy"] if toy else [])]
-    with (folder / LOG).open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+class Started:
+    """A measurement's process, which has imported what it needs and waits to be told to begin."""
+
+    def __init__(self, m: Measurement, out: Path, toy: bool):
+        self._m, self._folder, self._toy = m, out / m.name, toy
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--one", m.name]
+        with (self._folder / LOG).open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *(["--toy"] if toy else [])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def finish(self, limit_s: float) -> dict[str, Any]:
+        """Makes the measurement, kills all of it at the limit, and writes what it found until then."""
+        began, status = time.monotonic(), "interrupted"
         try:
-            code = process.wait(limit_s)
+            with contextlib.suppress(BrokenPipeError):  # it died while it imported
+                self._process.communicate(b"begin", limit_s)
+            code = self._process.wait(limit_s)
             status = "done" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             status = f"stopped after {limit_s:.0f} s"
         finally:
-            _kill(process)
-            values = folder / VALUES
+            _kill(self._process)
+            values = self._folder / VALUES
             found = json.loads(values.read_text(encoding="utf-8")) if values.exists() else {}
-            result = {"name": m.name, "status": status, "seconds": time.monotonic() - began, "toy": toy}
+            seconds = time.monotonic() - began
+            result = {"name": self._m.name, "status": status, "seconds": seconds, "toy": self._toy}
             if status != "done":
-                said = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+                said = (self._folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
                 result["log"] = said[-30:]
-            _write(folder / RESULT, result | {"values": found})
-    return result
+            _write(self._folder / RESULT, result | {"values": found})
+        return result
+
+    def discard(self) -> None:
+        """Ends a process that was not told to begin."""
+        _kill(self._process)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def make_one(m: Measurement, folder: Path, toy: bool) -> None:
     """Makes a measurement in this process; what it has found is on disk before it looks for more."""
-    found: dict[str, Any] = {}
-    for part in m.run(folder, toy):
+    m.load()
+    parts = m.run(folder, toy)
+    found: dict[str, Any] = next(parts) if m.prepares else {}
+    if not sys.stdin.read():
+        return  # nobody waits for it
+    for part in parts:
         found |= part
         _write(folder / VALUES, found)
 
@@ -156,7 +205,7 @@ def make_one(m: Measurement, folder: Path, toy: bool) -> None:
 def table(out: Path) -> str:
     """Every number found so far, a line each."""
     lines = []
-    for m in MEASUREMENTS:
+    for m in (*MEASUREMENTS, *ROWS):
         if (out / m.name / RESULT).exists():
             found = json.loads((out / m.name / RESULT).read_text(encoding="utf-8"))
             lines.append(f"{m.name}: {found['status']}, {found['seconds']:.0f} s")
@@ -167,7 +216,7 @@ def table(out: Path) -> str:
 def pack(out: Path, piece: int) -> Path:
     """What a piece leaves, the small files first, as far as an archive can hold it; no checkpoints."""
     target, total = out / PACKED.format(piece), 0
-    folders = [out / m.name for m in MEASUREMENTS if m.piece == piece]
+    folders = [out / m.name for m in (*MEASUREMENTS, *ROWS) if m.piece == piece]
     files = sorted((p for folder in folders for p in _kept(folder)), key=lambda p: p.stat().st_size)
     left_out = []
     with tarfile.open(target, "w:gz") as archive:

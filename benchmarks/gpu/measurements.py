@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.trainings import TRAININGS
 from benchmarks.gpu.verbs import EXPERIMENTS, LLAMA_1B
 
 
@@ -16,11 +17,12 @@ class Measurement:
     """One question to a GPU."""
 
     name: str
-    piece: int  # 1 to 3: what one command of nine minutes holds
+    piece: int  # what one command of nine minutes holds; 4 and 5 are rows
     expected_s: float  # on an H100 with 16 cores, compiles included
     question: str
     function: str  # module:function of benchmarks.gpu, called with (folder, toy, **options)
     options: Mapping[str, Any] = field(default_factory=dict)
+    prepares: bool = False  # up to its first result it runs nothing on the GPU, which may be another's
 
     @property
     def limit_s(self) -> float:
@@ -29,10 +31,12 @@ class Measurement:
 
     def run(self, folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
         """Makes it in this process, and gives what it finds as it finds it; `toy` is for CPUs, in seconds."""
+        return self.load()(folder, toy, **self.options)
+
+    def load(self) -> Callable[..., Iterator[dict[str, Any]]]:
+        """Import what makes it."""
         module, _, name = self.function.partition(":")
-        function: Callable[..., Iterator[dict[str, Any]]]
-        function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
-        return function(folder, toy, **self.options)
+        return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
 
 
 def _rehearsal(name: str, piece: int, expected_s: float, question: str, *settings: str) -> Measurement:
@@ -95,5 +99,13 @@ MEASUREMENTS = (
     Measurement("kill_and_resume", 3, 35, "kill -9 in training, and the same losses bit for bit", "verbs:resume"),
     Measurement("preemption", 3, 23, "SIGTERM: a checkpoint and exit code 75", "verbs:preempt"),
     Measurement("live_captures", 3, 30, "One step in five captured and read beside the training", "captures:measure"),
+    Measurement("floor", 6, 180, "meshkit's step and the same model in plain jax, in turn", "floor:measure"),
     Measurement("out_of_memory", 3, 50, "A step that does not fit: message, exit code 4, a remedy", "verbs:exhaust"),
+)
+
+_ROWS_A_PIECE = 16  # their traces are as much as an archive holds
+
+ROWS = tuple(
+    Measurement(f"row_{name}", 4 + i // _ROWS_A_PIECE, 24, training.what, "rows:measure", {"name": name}, prepares=True)
+    for i, (name, training) in enumerate(TRAININGS.items())
 )

@@ -129,7 +129,7 @@ def predicted_report(experiment: Experiment) -> Report:
     machines = Machines(
         plan.compiled.placement, experiment.cluster, processes_seen=0, processes_expected=experiment.cluster.hosts
     )
-    found = _alone(plan.schedule, plan.compiled.hlo, plan.compiled.options, machines, plan.facts)
+    found = alone(plan.schedule, plan.compiled.hlo, plan.compiled.options, machines, plan.facts)
     return found.model_copy(update={"memory": plan.report.memory, "program": plan.report.program})
 
 
@@ -148,10 +148,10 @@ def _ran(folder: Path, measured: Report) -> tuple[Report, set[str]] | None:
     gpu, own = captured.cluster.gpu, ids_of(folder / "run")
     schedule, held = as_it_ran(captured.schedule, captured.module, gpu, measured, own)
     work, options = captured.record.work, captured.record.options or {}
-    return _alone(schedule, captured.module, options, machines, work, full_clock=mocked), {*held.values()}
+    return alone(schedule, captured.module, options, machines, work, full_clock=mocked), {*held.values()}
 
 
-def _alone(
+def alone(
     schedule: Schedule, module: Any, options: Mapping[str, object], machines: Machines, facts: StepFacts, **more: bool
 ) -> Report:
     """A simulated step without contention and without slower GPUs."""
@@ -479,4 +479,5 @@ _ROWS: dict[str, Callable[[Measurement, Path, Mapping[str, Any], Card], Iterator
     "options:measure": _options,
     "verbs:bench": _rates,
     "captures:measure": _said,
+    "floor:measure": _said,
 }

@@ -545,36 +545,42 @@ def _spec_of(spec: MeshSpec, mesh: Any) -> MeshSpec | None:
 
 
 def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
-    """A state and a batch of a program's shapes and layouts, of which this process holds its part.
-
-    The batch is the first of the experiment's data where that can be read here: how long look-ups and the gradient of
-    their table take depends on which ids there are, and how often.
+    """Return a state and a batch of a program's shapes and layouts, of which this process holds its part.
 
     Args:
         program: made for a mesh of the job's devices, mocked ones too.
-        experiment: whose data is read. What cannot be read is made up, which stderr says.
+        experiment: whose data is read.
 
     Returns:
         State and batch as `program.step` takes them; weights are normal with a deviation of 0.02.
     """
     random = np.random.default_rng(0)
-    state, model = program.abstract_state, program.model.abstract_model()
+    state = program.abstract_state
     # Signs decide how many bits change from one number to the next, and so what power a matmul takes.
     weights = jax.tree.map(lambda leaf: _filled(leaf, random, signed=True), state.params)
     # second moments must not be negative
     others = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), replace(state, params=()))
+    return replace(others, params=weights), first_batch(program, experiment)
+
+
+def first_batch(program: TrainProgram, experiment: Experiment) -> Any:
+    """Return the first batch of the experiment's data where it can be read here, as `program.step` takes it.
+
+    The ids matter: how long look-ups and the gradient of their table take depends on which there are, and how often.
+    Where the data cannot be read, ids are random, and stderr says so.
+    """
+    model = program.model.abstract_model()
     try:
         data = open_data(program.spec, find_tokenizer(experiment))
         check_tokens(program.spec, data, model)
         first = Batches(data.train, program.abstract_step_batch, experiment.data.seed).iterate(
             0, program.steps_per_call
         )
-        batch = program.stack([*first]) if program.stack else next(first)
+        return program.stack([*first]) if program.stack else next(first)
     except MeshkitError as e:
         sys.stderr.write(f"the batch is made up, with ids at random: {e.message}\n")
-        ids = vocab_of(model) or _SMALLEST_VOCABULARY
-        batch = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False, ids=ids), program.abstract_batch)
-    return replace(others, params=weights), batch
+        random, ids = np.random.default_rng(0), vocab_of(model) or _SMALLEST_VOCABULARY
+        return jax.tree.map(lambda leaf: _filled(leaf, random, signed=False, ids=ids), program.abstract_batch)
 
 
 def ids_of(batch: Any) -> dict[str, dict[str, int]]:
