@@ -233,8 +233,9 @@ def pack(out: Path, piece: int) -> Path:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Files of a measurement that are worth the way."""
-    return [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink() and "checkpoints" not in p.parts]
+    """Files of a measurement that are worth the way: no checkpoints, and a trace once."""
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    return [p for p in files if "checkpoints" not in p.parts and not p.name.endswith(".trace.json.gz")]
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -88,7 +88,8 @@ def _read(run: Path) -> tuple[Report | None, Report | None]:
         return found.report, None
     machines = Machines(captured.placement, captured.cluster, processes_expected=1)
     record = captured.record
-    return found.report, alone(captured.schedule, captured.module, record.options or {}, machines, record.work)
+    today = alone(captured.schedule, captured.module, record.options or {}, machines, record.work)
+    return found.report, today.model_copy(update={"program": found.report.program})
 
 
 def _table(rows: Sequence[Scored]) -> Iterator[str]:
