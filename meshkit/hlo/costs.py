@@ -49,7 +49,13 @@ _BLOCK_THREADS = 128
 _INTEGER = {"add", "subtract", "multiply", "and", "or", "xor", "not"}
 _SHIFTS = {"shift-left", "shift-right-logical", "shift-right-arithmetic"}
 _BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # that a block of a loop fusion makes: four for each of its threads
+_FURTHER_RESULT = 0.6  # of a block's time, for each further result: 193, 298 and 381 clocks of one to three on an H200
 _SHARED_BYTES = 48 * 1024
+_WARP = 32  # threads
+_ALIGNED_BYTES = 16  # of an asynchronous copy to shared memory
+_NARROW = {"bf16", "f16"}
+# A transposition of 8-bit elements on an H200 takes 1.0 ps an element alone, 2.2 for each where it has other results.
+_BESIDE_OTHERS = 2.2
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,11 @@ class Cost:
     sectors: float = 0.0  # of memory that a look-up across rows asks for
     added: tuple[float, float] = (0.0, 0.0)  # elements of a scatter, one by one: along memory; each in its own line
     transposed: float = 0.0  # elements that a kernel of its own transposes
+    column_elements: float = 0.0  # that a kernel adds up over columns while it writes as many, in full warps
+    tile_reduces: int = 0  # reductions, one after the other, of the rows that a Triton kernel holds; 0 of other kernels
+    unaligned_bytes: float = 0.0  # of a matmul's operands whose rows are no multiple of 16 bytes
+    scalar_flops: float = 0.0  # of convolutions that no tensor core takes
+    depthwise_products: float = 0.0  # multiply-adds of convolutions of one channel each
     compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
     integers: float = 0.0  # instructions on 32-bit integers, of a fusion that hashes (random numbers); 0 of others
 
@@ -145,7 +156,8 @@ def _fusion(instruction: HloInstruction) -> Cost:
     joined, turned = (sum(map(count, body)) for count in (_joined_bytes, _turned_bytes))
     loop = text(instruction.fields, 11) == "kLoop"
     along, apart = (sum(counts) for counts in zip(*map(_added, body)))
-    blocks = max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body)
+    blocks = _loop_blocks(body) if loop else _joining_blocks(body)
+    tiled = instruction.configured("fusion_backend_config", "kind") == "__triton"
     attention = next((c for c in inner if c.attention_flops), Cost())
     sorts = [_sort_of(i) for i in body if i.opcode == "sort"]
     sort = max(sorts, default=_Sort())
@@ -162,7 +174,10 @@ def _fusion(instruction: HloInstruction) -> Cost:
         blocks=blocks + (along + apart) / _BLOCK_ELEMENTS,
         sectors=sum(map(_sectors, body)),
         added=(along, apart),
-        transposed=0.0 if loop else float(max((_elements(i) for i in body if i.opcode == "transpose"), default=0)),
+        transposed=0.0 if loop or tiled else _transposed(body),
+        column_elements=0.0 if loop or tiled else _column_elements(body),
+        tile_reduces=sum(i.opcode == "reduce" for i in body) if tiled and _keeps_rows(body) else 0,
+        unaligned_bytes=sum(_unaligned_bytes(i) for i in body if i.opcode == "dot"),
         compared=sort.compared,
         integers=sum(map(_integers, _roots(body))) if any(map(_hashes, body)) else 0.0,
     )
@@ -190,7 +205,8 @@ def _custom_call(instruction: HloInstruction) -> Cost:
         return replace(_attention(instruction), bytes_accessed=moved)
     flops, matmuls = _matmul_work(instruction)
     known = flops or target in STREAMING_CALLS or target in FREE_CALLS
-    return Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
+    found = Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
+    return replace(found, **_beside_tensor_cores(instruction)) if "__cudnn$conv" in target else found
 
 
 def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[Matmul, ...]]:
@@ -318,6 +334,52 @@ def _convolution(instruction: HloInstruction) -> dict[str, float]:
     return {_matmul_dtype(first.dtype, instruction): flops}
 
 
+def _beside_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
+    """What of a convolution cuDNN has no kernel of tensor cores for: channels of one each, or not in eights."""
+    (flops,) = _convolution(convolution).values()
+    groups = integer(convolution.fields, 50) or 1
+    if groups > 1 and groups in convolution.operands[0].shape.dims:
+        return {"depthwise_products": flops / 2}
+    first, second = (o.shape for o in convolution.operands[:2])
+    kernel = convolution.shape.parts[0] if "BackwardFilter" in convolution.target else second
+    numbers = message(convolution.fields, 16)
+    channels = [kernel.dims[integer(numbers, field)] for field in (3, 4)]
+    return {"scalar_flops": flops} if first.dtype in _NARROW and any(c % 8 for c in channels) else {}
+
+
+def _transposed(body: Sequence[HloInstruction]) -> float:
+    """Elements that a fusion transposes; beside other results it computes what it transposes once more for each."""
+    each = [_elements(i) for i in body if i.opcode == "transpose"]
+    several = len(_roots(body)) > 1 or any(i.opcode == "tuple" for i in _roots(body))
+    return float(_BESIDE_OTHERS * sum(each) if several else max(each, default=0))
+
+
+def _column_elements(body: Sequence[HloInstruction]) -> float:
+    """Elements that a fusion adds up along all but their minor dim while it writes as many, or by rows that fill no
+    warp, of whose threads as many wait; nothing else keeps it from reading as fast as memory is."""
+    written, narrow, wide = max(map(_elements, _roots(body)), default=0), 0.0, 0.0
+    for reduce in (i for i in body if i.opcode == "reduce"):
+        added = reduce.operands[0].shape
+        if added.minor is not None and added.dims and added.minor not in reduce.dimensions:
+            waiting = _WARP / added.dims[added.minor]
+            narrow += added.elements * waiting if waiting > 1 else 0.0
+            wide = max(wide, added.elements if written >= added.elements else 0.0)
+    return max(narrow, wide)
+
+
+def _keeps_rows(body: Sequence[HloInstruction]) -> bool:
+    """Whether a fusion writes rows that it has reduced, and not what they reduce to."""
+    reduced = max((i.operands[0].shape.elements for i in body if i.opcode == "reduce"), default=0)
+    return max(map(_elements, _roots(body)), default=0) >= reduced > 0
+
+
+def _unaligned_bytes(dot: HloInstruction) -> float:
+    """Bytes of a matmul's operands whose rows along memory are no multiple of 16 bytes."""
+    shapes = [o.shape for o in dot.operands[:2]]
+    rows = [s.dims[s.minor] * dtype_bits(s.dtype) if s.dims and s.minor is not None else 0 for s in shapes]
+    return float(sum(s.bytes for s, bits in zip(shapes, rows) if bits % (8 * _ALIGNED_BYTES)))
+
+
 def _plain_bytes(instruction: HloInstruction) -> float:
     op, operands = instruction.opcode, instruction.operands
     if op in SLICES:
@@ -389,6 +451,16 @@ def _added(scatter: HloInstruction) -> tuple[float, float]:
     elements = float(scatter.operands[-1].shape.elements)
     across = scatter.operands[0].shape.minor in ints(message(scatter.fields, 48), 3)
     return (0.0, elements) if across else (elements, 0.0)
+
+
+def _loop_blocks(body: Sequence[HloInstruction]) -> float:
+    """Blocks of a loop fusion, one of several results counted for each that it computes from arrays."""
+    (root, *others) = _roots(body)
+    results = [_elements(r) for r in (root.operands if root.opcode == "tuple" and not others else (root, *others))]
+    largest = max(results)
+    reads = any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body)
+    further = sum(elements == largest for elements in results) - 1 if reads else 0
+    return largest / _BLOCK_ELEMENTS * (1.0 + _FURTHER_RESULT * further)
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:

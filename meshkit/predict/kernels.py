@@ -10,7 +10,8 @@ In a long run of nothing else a kernel takes the smaller of that and of what the
 Block-scaled matmuls take what fp8's take over as many bytes: those in NVFP4 over half the depth.
 
 In a step the cap binds the mean: what waits for memory draws less, and the clock rises until tensor cores take what it
-leaves. `step_gain` is how much faster they are then than in a long run of nothing else.
+leaves. `step_gain` is how much faster they are then than in a long run of nothing else. Attention runs at the same
+clock and draws less than a matmul, in which tensor cores never wait for exponentials (`power_share`).
 
 Where cuBLAS's rows do not reach (dims below 512, many small products, TF32), the rate of their nearest shape is scaled
 as OpenXLA's have it. There many small products fill a GPU as one large one does, a dim that is no multiple of a tile
@@ -128,8 +129,9 @@ def kernel_work(
     """
     matmul = _matmul_s(cost, gpu, rates, assumptions, busy)
     attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions, busy)
-    memory = max(cost.bytes_accessed / memory_bytes_per_s(gpu, rates), _handling_s(cost, gpu))
+    memory = max(_moved_bytes(cost) / memory_bytes_per_s(gpu, rates), _handling_s(cost, gpu))
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
+    matmul += cost.scalar_flops / large_flops_per_s(gpu, "fp32")
     made = cost.joined_bytes / memory_bytes_per_s(gpu, rates)
     if _turns_fp8(gpu):  # an element is a byte, which is read and written
         made += _clocks_s(catalog.kernels()["transpose_clocks"] * cost.turned_bytes / 2, gpu)
@@ -224,14 +226,33 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
     rate = peak * gpu.achieved["attention"]  # at the full clock
     rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
     way = "backward" if cost.attention_backward else "forward"
-    long_run = rates.attention_flops_per_s.get(way, rate / attention_full_clock(gpu, way))
-    rate = long_run * step_gain(attention_full_clock(gpu, way), busy) if assumptions.sustained else rate
+    if way in rates.attention_flops_per_s:  # measured in a long run of nothing else
+        rate = rates.attention_flops_per_s[way] * attention_gain(gpu, way, 0.0)
+    if assumptions.sustained:
+        rate *= attention_gain(gpu, way, busy) / attention_gain(gpu, way, 0.0)
     return min(peak, rate * attention_share(cost, gpu))
 
 
-def attention_full_clock(gpu: Gpu, way: str) -> float:
-    """Rate of a pass of attention (`forward` or `backward`) at the full clock over that of a long run."""
-    return full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
+def attention_gain(gpu: Gpu, way: str, busy: float) -> float:
+    """Rate of attention in a step over that in a long run of nothing else.
+
+    Args:
+        gpu: where it runs.
+        way: of its pass, `forward` or `backward`.
+        busy: as `step_gain` has it; 1 in a long run of attention alone.
+    """
+    k, full = catalog.kernels(), full_clock(gpu, "bf16")
+    alone = k[f"attention_power_{way}"]
+    gain = step_gain(full, alone if busy >= 1.0 else busy) / step_gain(full, alone)
+    return gain ** k["attention_clock"]
+
+
+def power_share(cost: Cost, gpu: Gpu) -> float:
+    """Power of a kernel's tensor cores over that of a large matmul's at the same clock; 0 without work for them."""
+    if cost.attention_flops:
+        way = "backward" if cost.attention_backward else "forward"
+        return catalog.kernels()[f"attention_power_{way}"] * _head_share(cost.attention_head_dim, gpu)
+    return 1.0 if cost.matmul_flops else 0.0
 
 
 def attention_share(cost: Cost, gpu: Gpu) -> float:
@@ -302,19 +323,33 @@ def _turns_fp8(gpu: Gpu) -> bool:
     return (gpu.compute_capability or (0, 0))[0] != 10
 
 
+def _moved_bytes(cost: Cost) -> float:
+    """Bytes that a kernel moves, as many as would take its time where memory never waits.
+
+    A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
+    reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be loaded ahead.
+    """
+    k = catalog.kernels()
+    waits = k["tile_reduce_share"] * max(0.0, cost.tile_reduces - 0.5)
+    return cost.bytes_accessed * (1.0 + waits) + k["unaligned_share"] * cost.unaligned_bytes
+
+
 def _handling_s(cost: Cost, gpu: Gpu) -> float:
     """Seconds in which multiprocessors take what a kernel hands them, however fast memory is.
 
     A look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which are made
-    there; elements of a transposition, through shared memory; a sort's steps, tile by tile; blocks of threads to start,
-    which is known of Hopper alone: what fills arrays, or moves narrow elements, or joins unequal arrays; integer
-    arithmetic of random numbers.
+    there; elements of a transposition, through shared memory; those of a sum over columns that writes as
+    many; a sort's steps, tile by
+    tile; blocks of threads to start, which is known of Hopper alone: what fills arrays, or moves narrow elements, or
+    joins unequal arrays; integer arithmetic of random numbers; depthwise convolutions, which cuDNN multiplies one by
+    one.
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
     clocks = k["sector_clocks"] * cost.sectors + k["transpose_clocks"] * cost.transposed
     clocks += k["add_clocks"] * along + k["add_apart_clocks"] * apart
     clocks += k["compare_clocks"] * steps * max(tile * gpu.sms, elements)
+    clocks += k["column_clocks"] * cost.column_elements + k["depthwise_clocks"] * cost.depthwise_products
     if gpu.compute_capability == (9, 0):
         clocks = max(clocks, k["block_clocks"] * cost.blocks)
     return _clocks_s(max(clocks, cost.integers / k["integer_lanes"]), gpu)
@@ -347,6 +382,9 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 @functools.lru_cache(maxsize=65536)
 def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
+    if precision == "fp32" and "bf16" in gpu.peak_flops:  # a small shape takes as long as in bf16, or as its FLOP
+        faster = large_flops_per_s(gpu, "bf16", kind) / large_flops_per_s(gpu, precision, kind)
+        return min(_useful(shape), faster * _shape_share(shape, key, "bf16", kind))
     if _measured_gpu(gpu, precision) is None:
         return _xla_share(shape, gpu, precision)
     burst = burst_flops_per_s(Matmul(precision, *_tiled(shape)), gpu, precision)
@@ -416,7 +454,7 @@ def step_gain(full: float, busy: float) -> float:
 
     Args:
         full: rate at the full clock over that of a long run.
-        busy: share of the step's time in which they work, in matmuls or in attention.
+        busy: share of the step's time in which they work, each kernel by its `power_share`.
     """
     return max(1.0, min(full, max(busy, 0.01) ** (-1 / catalog.kernels()["power_exponent"])))
 

@@ -25,7 +25,7 @@ from meshkit.hlo.module import Instruction
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import CHOSEN, COPIED, wire_factor
 from meshkit.predict.assumptions import Assumptions, slowest_of
-from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
+from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s, power_share
 from meshkit.predict.nccl import by_hand
 from meshkit.predict.network import How, Price, collective_price
 
@@ -105,6 +105,10 @@ class Pricer:
             busy=self._busy,
         )
         return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
+
+    def power_share(self, i: Instruction) -> float:
+        """Power of a kernel's tensor cores over that of a large matmul's at the same clock."""
+        return power_share(i.cost, self._cluster.gpu) if i.cost else 0.0
 
     def transfer(self, i: Instruction) -> Transfer:
         """What a collective needs, from the last arrival of a member to the end, and leaves to the GPU's kernels."""

@@ -143,7 +143,7 @@ class _Segment:
     duration_s: float = 0.0
     host_bytes: float = 0.0
     contention_s: float = 0.0
-    tensor_s: float = 0.0  # of matmuls and attention
+    tensor_s: float = 0.0  # of matmuls and attention, by the power that they draw
     flops: Counter = field(default_factory=Counter)
     noted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of control flow of which not everything is known, by name."""
@@ -285,7 +285,7 @@ class _Simulator:
         streams.now = end
         if i.cost:
             out.host_bytes += i.cost.host_bytes
-            out.tensor_s += end - start if i.cost.multiplies else 0.0
+            out.tensor_s += (end - start) * self._pricer.power_share(i)
             out.flops.update(dict(i.cost.matmul_flops))
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 

@@ -18,16 +18,17 @@ import numpy as np
 from meshkit.compile.cache import profile_text
 from meshkit.config import calibration
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
-from meshkit.config.cluster import Cluster
+from meshkit.config.cluster import Cluster, Gpu
 from meshkit.config.files import write_file
 from meshkit.errors import TraceError
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.algorithms import wire_factor
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import (
-    attention_full_clock,
+    attention_gain,
     attention_share,
     full_clock,
+    power_share,
     precision_of,
     shape_share,
     step_gain,
@@ -149,7 +150,7 @@ def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Pat
     rates, schedule = Rates(), captured.schedule
     if schedule is not None:
         runs, times = kernel_runs(trace, schedule), kernel_seconds(trace, schedule)
-        rates = rates_of(schedule, times, cluster, busy=tensor_share(trace, schedule), runs=runs)
+        rates = rates_of(schedule, times, cluster, busy=tensor_share(trace, schedule, cluster.gpu), runs=runs)
     if not fits and rates == Rates():
         return None
     measured_on = MeasuredOn(
@@ -188,24 +189,25 @@ def rates_of(
     if gpu.compute_capability is None:
         return rates
     matmuls = {p: x / step_gain(full_clock(gpu, p), busy) for p, x in rates.matmul_flops_per_s.items()}
-    passes = {w: x / step_gain(attention_full_clock(gpu, w), busy) for w, x in rates.attention_flops_per_s.items()}
+    passes = {w: x / attention_gain(gpu, w, busy) for w, x in rates.attention_flops_per_s.items()}
     return rates.model_copy(update={"matmul_flops_per_s": matmuls, "attention_flops_per_s": passes})
 
 
-def tensor_share(trace: Trace, schedule: Schedule) -> float:
-    """Share of a captured step, but for exposed communication, in which matmuls and attention ran.
+def tensor_share(trace: Trace, schedule: Schedule, gpu: Gpu) -> float:
+    """Share of a captured step, but for exposed communication, in which matmuls and attention ran, by their power.
 
     Args:
         trace: of the program; the share is of means over its device steps.
         schedule: of the same program, which says what multiplies.
+        gpu: that ran it.
 
     Returns:
         0 to 1; 1 where nothing but exposed communication was measured.
     """
     kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel")
-    tensor = {i.name for i in kernels if i.cost and i.cost.multiplies}
+    power = {i.name: power_share(i.cost, gpu) for i in kernels if i.cost}
     busy = zip(trace.timeline.op_names, trace.kernels.busy_s.tolist())
-    tensor_s = sum(seconds for name, seconds in busy if name in tensor)
+    tensor_s = sum(seconds * power.get(name, 0.0) for name, seconds in busy)
     step_s = sum(s.total.window_s - s.total.exposed_s for s in trace.sweeps) / (len(trace.sweeps) or 1)
     return min(1.0, tensor_s / step_s) if step_s > 0 else 1.0
 

@@ -204,7 +204,7 @@ def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehears
     simulation = simulate(schedule, cluster, seconds=price, assumptions=assumptions)
     reserved = reserved_memory(captured.module, schedule, cluster, 0)
     mocked = any(i.collective for i, _ in schedule.walk())
-    rates = rates_of(schedule, times, cluster, busy=0.0 if mocked else tensor_share(trace, schedule))
+    rates = rates_of(schedule, times, cluster, busy=0.0 if mocked else tensor_share(trace, schedule, cluster.gpu))
     file = calibration.write(folder / CALIBRATION_FILE, _calibration(rates, captured, cluster))
     notes = [n for n in (*notes_of_capture(captured), *trace.notes) if n.code not in _EXPECTED]
     report = summarize_simulation(
