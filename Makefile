@@ -115,6 +115,8 @@ gpu-rehearsal: gpu-wheels .venv-gpu/installed
 	@.venv-gpu/bin/python -m pip install -qq --disable-pip-version-check --no-index --no-deps --target build/gpu-site build/gpu-wheels/*.whl
 	@export PYTHONPATH=$$PWD/build/gpu-site PATH=$$PWD/.venv-gpu/bin:$$PATH; \
 	  python -m pip check && \
+	  python -m benchmarks.gpu --out runs/gpu-rehearsal --toy --rows --minutes 60 && \
+	  python -m benchmarks.gpu --score runs/gpu-rehearsal --rows && \
 	  python -m benchmarks.gpu --out runs/gpu-rehearsal --toy --minutes 60 && \
 	  python -m benchmarks.gpu --score runs/gpu-rehearsal && \
 	  python -m benchmarks.gpu --check && \

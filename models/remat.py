@@ -5,12 +5,13 @@ A model marks values by `checkpoint_name`; here the names become policies of `ja
 | `train.remat`                                | kept on the GPU                | kept in host memory | recomputed     |
 |----------------------------------------------|--------------------------------|---------------------|----------------|
 | `"none"`                                     | all                            |                     |                |
-| `"dots"`                                     | the outputs of all projections |                     | all else       |
+| `["projection"]`                             | the outputs of all projections |                     | all else       |
+| `"dots"`                                     | these, and of fused attention  |                     | all else       |
 | `["gate", "up"]`                             | the outputs of these           |                     | all else       |
 | `["attention"]`                              | of fused attention             |                     | all else       |
 | `{ keep = ["key"], offload = ["gate"] }`     | `key`                          | `gate`              | all else       |
 | `"full"`                                     | the input of the layer         |                     | the layer      |
-| `"offload_dots"`                             |                                | what `dots` keeps   | all else       |
+| `"offload_dots"`                             |                                | of all projections  | all else       |
 | `"offload"`                                  |                                | the layer's input   | the layer      |
 
 What is kept of fused attention (cuDNN's, ring or Ulysses) is its output and log-sum-exp, so that it does not run again.
@@ -66,7 +67,7 @@ def check_remat(policy: str | Sequence[str] | Mapping[str, Sequence[str]], conte
         ValueError: `recompute` does not know it; a list is empty, holds an unknown name or one twice; a table has
             other keys than `keep` and `offload`, offloads nothing, or names something in both.
     """
-    known = (*PROJECTIONS, ATTENTION) if context else PROJECTIONS
+    known = (*PROJECTIONS, PROJECTION, ATTENTION) if context else (*PROJECTIONS, PROJECTION)
     if isinstance(policy, Mapping):
         return _check_mix(policy, known)
     if isinstance(policy, str):
@@ -145,7 +146,7 @@ def _policy(policy: Policy) -> Callable | None:
     if policy in _OFFLOADED:
         return _offload((), (_OFFLOADED[policy],))
     if policy == "dots":
-        return policies.save_only_these_names(PROJECTION)
+        return _keeping_fused((ATTENTION,), policies.save_only_these_names(PROJECTION, ATTENTION))
     if policy in _KEEPS_PROJECTIONS:
         # the matmul of a projection is inside a custom_vjp, where policies do not look: it goes by its name
         return policies.save_from_both_policies(getattr(policies, policy), policies.save_only_these_names(PROJECTION))

@@ -193,11 +193,10 @@ class Started:
 def make_one(m: Measurement, folder: Path, toy: bool) -> None:
     """Makes a measurement in this process; what it has found is on disk before it looks for more."""
     m.load()
-    parts = m.run(folder, toy)
-    found: dict[str, Any] = next(parts) if m.prepares else {}
     if not sys.stdin.read():
         return  # nobody waits for it
-    for part in parts:
+    found: dict[str, Any] = {}
+    for part in m.run(folder, toy):
         found |= part
         _write(folder / VALUES, found)
 

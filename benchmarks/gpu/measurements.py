@@ -22,7 +22,6 @@ class Measurement:
     question: str
     function: str  # module:function of benchmarks.gpu, called with (folder, toy, **options)
     options: Mapping[str, Any] = field(default_factory=dict)
-    prepares: bool = False  # up to its first result it runs nothing on the GPU, which may be another's
 
     @property
     def limit_s(self) -> float:
@@ -106,6 +105,6 @@ MEASUREMENTS = (
 _ROWS_A_PIECE = 16  # their traces are as much as an archive holds
 
 ROWS = tuple(
-    Measurement(f"row_{name}", 4 + i // _ROWS_A_PIECE, 24, training.what, "rows:measure", {"name": name}, prepares=True)
+    Measurement(f"row_{name}", 4 + i // _ROWS_A_PIECE, 30, training.what, "rows:measure", {"name": name})
     for i, (name, training) in enumerate(TRAININGS.items())
 )

@@ -2,13 +2,12 @@
 
     plan_all -> blind-GPU.json (committed) ... a card: measure -> NAME/run/trace ... scoring.py
 
-A process traces its training while another one has the GPU: up to its first result `measure` runs nothing on it.
+A process may be started before the GPU is free: this module imports all that a training needs, and no device is used.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-from benchmarks.gpu.programs import PROGRAMS
 from flax import nnx
 
 import meshkit as mk
+from benchmarks.gpu.programs import PROGRAMS
 from benchmarks.gpu.sampling import Sampler
 from benchmarks.gpu.trainings import TRAININGS, Training
 from benchmarks.gpu.verbs import DEBUG, LLAMA_1B
@@ -155,8 +154,8 @@ def trace(name: str, toy: bool) -> Traced:
     """The step of a training on the first GPU here, or at toy size on a CPU device; jax has not started before."""
     training, gpu = TRAININGS[name], None if toy else _gpu_here()
     cluster = _cluster(gpu) if gpu else _experiment(training, None).cluster
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the training before this one has the memory
     mk.prepare_platform(cluster, memory_fraction=_MEMORY)
+    jax.config.update("jax_default_prng_impl", "rbg")  # states of programs are drawn in seconds, not in a minute
     devices = sorted(jax.devices(), key=lambda d: d.id)[:1]
     return _program(training, cluster, devices, toy) if training.program else _own(training, gpu, devices)
 

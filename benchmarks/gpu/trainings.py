@@ -63,14 +63,13 @@ _SMALL = {"embed": 1024, "mlp": 4096, "layers": 12, "heads": 16, "kv_heads": 8, 
 _MOE = {"embed": 1024, "mlp": 3584, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 64}
 # XLA's own kernels of fp8 take 153 of 159 s of compile, and are no faster than cuBLAS (README.md).
 _CUBLAS = "xla.xla_gpu_enable_triton_gemm=false"
-_ATTENTION = "['query', 'key', 'value', 'attention', 'output', 'gate', 'up', 'down']"
 
 TRAININGS: dict[str, Training] = {
     "llama_8b": _llama("Llama of width 4096, 6 layers", 4, 4096, **_8B),
     "resnet50": Training("ResNet-50 with BatchNorm (nnx)", program="resnet50"),
     "gpt2": _gpt("GPT-2, 124 million", 32),
-    "llama_1b": _llama("Llama 1B, as it was measured before", 8, 4096),
-    "keep_attention": _llama("Llama 1B, whose attention is not computed twice", 8, 4096, f"train.remat={_ATTENTION}"),
+    "llama_1b": _llama("Llama 1B", 8, 4096),
+    "attention_again": _llama("Llama 1B, whose attention is computed twice", 8, 4096, "train.remat=['projection']"),
     "mamba": Training("selective state spaces by an associative scan", program="mamba"),
     "llama_1k": _llama("Llama 1B, 1,024 tokens long", 32, 1024),
     "moe": _moe("mixture of 8 experts, dropless", 8, 2048, **_MOE),

@@ -68,22 +68,22 @@ _EXPERTS = re.compile(r"moe|mixtral|deepseek|grok|kimi|gpt.oss|\d+x\d+b|[-_ ]a\d
 _NO_DECODER = re.compile(r"\bt5|bert|\bvit\b|diffusion|resnet|clip|whisper|flux|dit\b", re.IGNORECASE)
 # Words for what a layer keeps, of MaxText (get_remat_policy), Praxis (AutodiffCheckpointType) and in general, as
 # `train.remat`; the longest that stands in the cell.
-_QKV = ["query", "key", "value"]
+_QKV, _DOTS = ["query", "key", "value"], ["projection"]
 _FLASH = [*_QKV, "output", "gate", "up", "down", "attention"]
 _POLICIES: Mapping[str, Any] = {
     "none": "none",
     "no ": "none",
     "full": "full",
     "save_nothing": "full",
-    "dots": "dots",
-    "selective": "dots",
-    "minimal": "dots",
+    "dots": _DOTS,
+    "selective": _DOTS,
+    "minimal": _DOTS,
     "minimal_flash": _FLASH,
     "minimal_with_context": _FLASH,
     "minimal_offloaded": "offload_dots",
-    "save_dot": "dots",
-    "save_dot_only": "dots",
-    "save_dot_with_no_batch_dim": "dots",
+    "save_dot": _DOTS,
+    "save_dot_only": _DOTS,
+    "save_dot_with_no_batch_dim": _DOTS,
     "save_qkv": _QKV,
     "save_qkv_proj": _QKV,
     "qkv_proj_offloaded": {"keep": [], "offload": _QKV},
@@ -319,7 +319,7 @@ def _remat(row: Row, run: Run) -> Any:
     if found:
         return _POLICIES[max(found, key=len)]
     run.unsaid.append(f"recomputation{f' ({words[:60]})' if words else ''}: outputs of matmuls kept")
-    return "dots"
+    return _DOTS
 
 
 def _model(row: Row, length: int, run: Run) -> dict[str, Any]:

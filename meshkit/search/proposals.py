@@ -58,7 +58,7 @@ _FOR_A_PROGRAM: tuple[tuple[str, dict[str, Any]], ...] = (
     ("two layers in the body of the loop", {"xla_gpu_enable_while_loop_double_buffering": True}),
     ("messages combined up to 256 MiB", {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in _KINDS}),
 )
-_WORDS = {"full": "recompute every layer", "dots": "keep the projections, recompute the rest"}
+_WORDS = {"full": "recompute every layer", "dots": "keep projections and attention, recompute the rest"}
 
 
 @dataclass(frozen=True)

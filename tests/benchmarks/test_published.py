@@ -99,9 +99,9 @@ def test_columns_become_tables(cells, table, found):
         ("custom remat: save q,k,v,qkv,out proj (save_dot_except_mlp)", ["query", "key", "value", "output"]),
         ("SAVE_QKV_OUT_PROJ", ["query", "key", "value", "output"]),
         ("save qkv", ["query", "key", "value"]),
-        ("SAVE_DOT_ONLY", "dots"),
-        ("minimal", "dots"),
-        ("", "dots"),
+        ("SAVE_DOT_ONLY", ["projection"]),
+        ("minimal", ["projection"]),
+        ("", ["projection"]),
     ],
 )
 def test_words_for_recomputation(words, remat):
