@@ -1,8 +1,10 @@
 """Llama 3.2 1B in plain jax, the floor under meshkit's own step of it: both are timed in turn on one GPU.
 
-The model and its training follow models/llama.py and meshkit/step/train_step.py: the same parameters, clipping and
-AdamW, fp32 weights that multiply in bf16, and outputs of projections kept for the backward pass. Two things are as jax
-does them by itself: gradients of weights and logits are bf16, where meshkit's are fp32.
+The model and its training follow models/llama.py and meshkit/step/train_step.py: the same parameters, loss, clipping,
+schedule and AdamW, fp32 weights that multiply in bf16, and outputs of projections kept for the backward pass. Two
+things are as jax does them by itself: gradients of weights and logits are bf16, where meshkit's are fp32.
+
+    python -m benchmarks.gpu.floor       what a plan says of each case: no card is needed
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import meshkit as mk
+from benchmarks.gpu.verbs import DEBUG, LLAMA_1B, gpu_here
+from meshkit.compile.attached import compile_step
+from meshkit.compile.options import bytes_at_once, memory_of
+from meshkit.config.experiment import Experiment, load
+from meshkit.planning.planner import plan_experiment
+from meshkit.planning.resolved import make_train_step
+from meshkit.report.schema import Report
+from meshkit.step.program import TrainProgram
+from meshkit.verbs.rehearse.rehearsal import first_batch
+from models import llama
+from models.layers import for_matmuls, project
+
 Params = dict[str, Any]
-_WARM_UP, _STEPS = 3, 12
-_KEPT = jax.checkpoint_policies.save_only_these_names("projection")
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,8 @@ class Llama:
 
     Attributes:
         unrolled: layers are a Python loop, not a scan.
+        keeps_attention: the backward pass does not run attention's forward pass again.
+        cast_once: weights become bf16 before the first layer, not in each layer's forward and backward pass.
     """
 
     vocab: int = 128_256
@@ -47,22 +63,18 @@ class Llama:
     dtype: Any = jnp.bfloat16
     attention: Any = "cudnn"
     unrolled: bool = False
+    keeps_attention: bool = False
+    cast_once: bool = False
 
 
-WAYS: dict[str, dict[str, bool]] = {"floor": {}, "unrolled": {"unrolled": True}}
 TOY = Llama(256, 128, 384, 2, 8, 4, 16, dtype=jnp.float32, attention="xla")
 
 
 def init(c: Llama, key: jax.Array) -> Params:
     """Random weights, stacked over layers."""
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    shapes = {
-        "query": (c.embed, queries),
-        "key": (c.embed, keys),
-        "value": (c.embed, keys),
-        "output": (queries, c.embed),
-    }
-    shapes |= {"gate": (c.embed, c.mlp), "up": (c.embed, c.mlp), "down": (c.mlp, c.embed)}
+    into = {"query": queries, "key": keys, "value": keys, "gate": c.mlp, "up": c.mlp}
+    shapes = {name: (c.embed, n) for name, n in into.items()} | {"output": (queries, c.embed), "down": (c.mlp, c.embed)}
     each = jax.random.split(key, len(shapes) + 1)
     layers = {n: jax.random.normal(k, (c.layers, *s)) * s[0] ** -0.5 for k, (n, s) in zip(each, shapes.items())}
     layers |= {name: jnp.ones((c.layers, c.embed)) for name in ("attention_norm", "mlp_norm")}
@@ -85,7 +97,7 @@ def rotate(c: Llama, x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x times a kernel; kept for the backward pass."""
     return checkpoint_name(x @ kernel.astype(x.dtype), "projection")
 
@@ -94,16 +106,28 @@ def block(c: Llama, x: jax.Array, p: Params) -> jax.Array:
     """One layer."""
     split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
     h = norm(c, x, p["attention_norm"])
-    q, k, v = (split(project(h, p[name])) for name in ("query", "key", "value"))
+    q, k, v = (split(matmul(h, p[name])) for name in ("query", "key", "value"))
     a = jax.nn.dot_product_attention(rotate(c, q), rotate(c, k), v, is_causal=True, implementation=c.attention)
-    x = x + project(a.reshape(*x.shape[:2], -1), p["output"])
+    x = x + matmul(a.reshape(*x.shape[:2], -1), p["output"])
     h = norm(c, x, p["mlp_norm"])
-    return x + project(jax.nn.silu(project(h, p["gate"])) * project(h, p["up"]), p["down"])
+    return x + matmul(jax.nn.silu(matmul(h, p["gate"])) * matmul(h, p["up"]), p["down"])
+
+
+keep_projections = jax.checkpoint_policies.save_only_these_names("projection")
+
+
+def keep_attention(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """Keep projections and what cuDNN's attention returns, which jax gives no name."""
+    fused = primitive.name.startswith("dot_product_attention_fwd")
+    return fused or keep_projections(primitive, *avals, **params)
 
 
 def loss(c: Llama, params: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean cross-entropy of the next token."""
-    layer = jax.checkpoint(functools.partial(block, c), policy=_KEPT, prevent_cse=c.unrolled)
+    policy = keep_attention if c.keeps_attention else keep_projections
+    layer = jax.checkpoint(functools.partial(block, c), policy=policy, prevent_cse=c.unrolled)
+    if c.cast_once:
+        params = jax.tree.map(lambda x: x.astype(c.dtype) if x.ndim > 1 else x, params)
     x = params["embedding"].astype(c.dtype)[tokens]
     if c.unrolled:
         for i in range(c.layers):
@@ -111,16 +135,18 @@ def loss(c: Llama, params: Params, tokens: jax.Array, targets: jax.Array) -> jax
     else:
         x = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])[0]
     x = norm(c, x, params["norm"])
-    logits = x @ params["embedding"].astype(c.dtype).T
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+    logits = (x @ params["embedding"].astype(c.dtype).T).astype(jnp.float32)
+    is_target = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1))
 
 
-def optimizer(rate: float = 1e-4) -> optax.GradientTransformation:
-    """Clipped AdamW, which leaves norms alone."""
+def optimizer(rate: float = 1e-4, warm_up: int = 5, steps: int = 25) -> optax.GradientTransformation:
+    """Clipped AdamW, which leaves norms alone, after a linear warm-up on a cosine to a tenth of the rate."""
     decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path[-1]), params)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
-    )
+    ramp = optax.linear_schedule(rate / warm_up, rate, warm_up - 1)
+    rates = optax.join_schedules([ramp, optax.cosine_decay_schedule(rate, steps - warm_up, 0.1)], [warm_up])
+    adamw = optax.adamw(rates, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def step(c: Llama, state: tuple[Params, Any], tokens: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
@@ -131,48 +157,136 @@ def step(c: Llama, state: tuple[Params, Any], tokens: jax.Array, targets: jax.Ar
     return (optax.apply_updates(params, updates), moments), value
 
 
-# The model ends here. What follows times it.
+# The model ends here. What follows times it, beside meshkit's.
+
+
+class Unrolled(llama.Llama):
+    """meshkit's Llama, its layers a Python loop that recomputes nothing; meshkit's own is a scan."""
+
+    def __call__(self, tokens: jax.Array, key: Any = None) -> jax.Array:
+        """Logits."""
+        graph, stacked = nnx.split(self.layers)
+        x = self.first({"tokens": tokens}, key=key)
+        for i in range(self.config.layers):
+            x = nnx.merge(graph, jax.tree.map(operator.itemgetter(i), stacked))(x)
+        return self.last(x)
+
+
+class Lean(Unrolled):
+    """Whose logits are in the dtype of activations, as the floor's are; meshkit's are fp32."""
+
+    def last(self, x: jax.Array, ctx: Any = None) -> jax.Array:
+        """Logits of what leaves the layers."""
+        return project(for_matmuls(self.norm(x)), self.embedding.get_value().T, 1, self.dtype)
+
+
+_MODEL = "model.class=benchmarks.gpu.floor:"
+_ATTENTION = "train.remat=['query', 'key', 'value', 'attention', 'output', 'gate', 'up', 'down']"
+_FP8 = ("train.precision=fp8", "xla.xla_gpu_enable_triton_gemm=false")  # Triton's matmuls of fp8 compile for minutes
+_BEST = {"unrolled": True, "keeps_attention": True, "cast_once": True}
+
+# By value: a case's step over meshkit's, as planned before any was measured; settings of meshkit's, or the floor's way.
+CASES: dict[str, tuple[float, tuple[str, ...] | dict[str, bool]]] = {
+    "meshkit": (1.0, ()),
+    "floor": (0.989, {}),
+    "meshkit, unrolled, bf16 logits": (0.906, (_MODEL + "Lean", "train.remat=none")),
+    "floor, unrolled, attention kept, weights cast once": (0.908, _BEST),
+    "meshkit, unrolled, bf16 logits, fp8": (0.727, (_MODEL + "Lean", "train.remat=none", *_FP8)),
+    "meshkit, attention kept": (0.957, (_ATTENTION,)),
+    "floor, unrolled": (0.962, {"unrolled": True}),
+    "meshkit, unrolled": (0.920, (_MODEL + "Unrolled", "train.remat=none")),
+    "floor, attention kept": (0.947, {"keeps_attention": True}),
+}
+_IN_TURN = ("meshkit", "floor")
+_WARM_UP, _STEPS = 3, 12
+_MEMORY = 0.92  # of the GPU, as `train.memory_fraction`
+Start = Callable[[], tuple[Any, Callable[[Any], tuple[Any, Any]]]]  # -> a state; state -> the next, loss
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Seconds of a step of meshkit's and of the floor, in turn, then of other ways of writing it down."""
-    from benchmarks.gpu.rows import trace
-
-    c, shape = (TOY, (4, 64)) if toy else (Llama(), (8, 4096))
-    traced, began = trace("llama_1b", toy), time.perf_counter()
-    program = traced.compile().program
-    yield {"meshkit: compile_s": time.perf_counter() - began}
-    ids = jax.random.randint(jax.random.key(1), (shape[0], shape[1] + 1), 0, 256)
-    batch = (ids[:, :-1], ids[:, 1:])
-    floor, found = _compiled(c, batch)
-    yield {f"floor: {key}": value for key, value in found.items()}
-    times: dict[str, list[float]] = {"meshkit": [], "floor": []}
+    """Seconds of a step of meshkit's and of the floor, in turn, then of the other cases."""
+    gpu = None if toy else gpu_here()
+    cluster = experiment_of(gpu).cluster
+    mk.prepare_platform(cluster, memory_fraction=_MEMORY)
+    program, experiment = _program(gpu, ())
+    batch = first_batch(program, experiment)
+    starts: dict[str, Start] = {}
+    for case in _IN_TURN:
+        starts[case], found = _compiled(case, gpu, batch)
+        yield found
+    times: dict[str, list[float]] = {case: [] for case in _IN_TURN}
     for _ in range(2):
-        times["meshkit"].append(_step_s(lambda: traced.start(program)))
-        yield {"meshkit: step_s": statistics.mean(times["meshkit"]), "meshkit: steps_s": times["meshkit"]}
-        times["floor"].append(_step_s(floor))
-        yield {"floor: step_s": statistics.mean(times["floor"]), "floor: steps_s": times["floor"]}
-    other, found = _compiled(replace(c, **WAYS["unrolled"]), batch)
-    yield {f"unrolled: {key}": value for key, value in found.items()}
-    yield {"unrolled: step_s": _step_s(other)}
+        for case in _IN_TURN:
+            times[case].append(_step_s(starts[case]))
+            yield {f"{case}: step_s": statistics.mean(times[case]), f"{case}: steps_s": times[case]}
+    starts.clear()
+    for case in (name for name in CASES if name not in _IN_TURN):
+        try:
+            start, found = _compiled(case, gpu, batch)
+            yield found
+            step_s = _step_s(start)
+        except Exception as e:  # the next case may fit; jax wraps XLA's errors in several types
+            yield {f"{case}: failed": str(e)[:300]}
+            continue
+        ratio = step_s / statistics.mean(times["meshkit"])
+        yield {f"{case}: step_s": step_s, f"{case}: over meshkit's": ratio, f"{case}: as planned": CASES[case][0]}
+        del start
 
 
-def _compiled(c: Llama, batch: tuple[jax.Array, jax.Array]) -> tuple[Callable[[], Any], dict[str, Any]]:
+def experiment_of(gpu: str | None, settings: tuple[str, ...] = ()) -> Experiment:
+    """Llama 1B on a GPU; without one the debug Llama, on a CPU device."""
+    if gpu:
+        return load(LLAMA_1B, [f"cluster.gpu={gpu}", *settings])
+    one = ("cluster={ gpu='cpu', hosts=1, gpus_per_host=1 }", "mesh={ fsdp = 1 }", "train.evaluate_every=0")
+    small = ("model.tied=true", "profile.steps=", "train.global_batch=4", "train.sequence_length=64")
+    fp32 = "train.precision=fp32"  # CPUs lack some matmuls of fewer bits
+    return load(DEBUG, [*one, *small, fp32, *(s for s in settings if s not in _FP8)])
+
+
+def _program(gpu: str | None, settings: tuple[str, ...]) -> tuple[TrainProgram, Experiment]:
+    experiment = experiment_of(gpu, settings)
+    devices = sorted(jax.devices(), key=lambda d: d.id)[:1]
+    mesh: Any = mk.build_mesh(experiment.mesh, experiment.cluster, devices=devices)
+    return make_train_step(experiment, mesh), experiment
+
+
+def _compiled(case: str, gpu: str | None, batch: Mapping[str, jax.Array]) -> tuple[Start, dict[str, Any]]:
     """A call that makes a state and what advances it, and what compiling took."""
-    began = time.perf_counter()
+    began, (_, how) = time.perf_counter(), CASES[case]
+    if isinstance(how, dict):
+        c = _floor(gpu, how)
+        start, ids = jax.jit(functools.partial(first, c)), (batch["tokens"], batch["targets"])
+        program: Any = jitted(c).lower(jax.eval_shape(start), *ids).compile()
+        advance = lambda state: program(state, *ids)
+    else:
+        made, experiment = _program(gpu, how)
+        program = compile_step(made, experiment.cluster, experiment.placement, experiment.xla).program
+        start, advance = made.init, lambda state: _state_and_loss(*program(state, batch))
+    memory, seconds = memory_of(program), time.perf_counter() - began
+    found = {"compile_s": seconds, "bytes": bytes_at_once(memory) if memory else None}
+    return lambda: (start(), advance), {f"{case}: {key}": value for key, value in found.items()}
 
-    @jax.jit
-    def start() -> tuple[Params, Any]:
-        params = init(c, jax.random.key(0))
-        return params, optimizer().init(params)
 
-    program = jax.jit(functools.partial(step, c), donate_argnums=0).lower(jax.eval_shape(start), *batch).compile()
-    memory = program.memory_analysis()
-    found = {"compile_s": time.perf_counter() - began, "bytes": getattr(memory, "peak_memory_in_bytes", None)}
-    return lambda: (start(), lambda state: program(state, *batch)), found
+def first(c: Llama, key: Any = 0) -> tuple[Params, Any]:
+    """The state before the first step."""
+    params = init(c, jax.random.key(key))
+    return params, optimizer().init(params)
 
 
-def _step_s(start: Callable[[], tuple[Any, Callable[[Any], tuple[Any, Any]]]]) -> float:
+def jitted(c: Llama) -> Any:
+    """The floor's step, which takes the place of its state."""
+    return jax.jit(functools.partial(step, c), donate_argnums=0)
+
+
+def _floor(gpu: str | None, way: Mapping[str, bool]) -> Llama:
+    return replace(Llama() if gpu else TOY, **way)
+
+
+def _state_and_loss(state: Any, metrics: Any) -> tuple[Any, Any]:
+    return state, metrics["loss"]
+
+
+def _step_s(start: Start) -> float:
     """Return the seconds of a step, each waited for when the next one is under way; the state is let go of."""
     state, advance = start()
     state, value = advance(state)
@@ -186,3 +300,34 @@ def _step_s(start: Callable[[], tuple[Any, Callable[[Any], tuple[Any, Any]]]]) -
         last = value
     last.block_until_ready()
     return (time.perf_counter() - began) / _STEPS
+
+
+def plan_case(case: str, gpu: str = "h100_sxm") -> Report:
+    """What a plan says of a case on a GPU that is not here."""
+    _, how = CASES[case]
+    experiment = experiment_of(gpu, () if isinstance(how, dict) else how)
+    if not isinstance(how, dict):
+        return plan_experiment(experiment).report
+    c, cluster = _floor(gpu, how), experiment.cluster
+    mesh = mk.build_mesh(experiment.mesh, cluster, devices=mk.describe_devices(cluster))
+    ids = jax.ShapeDtypeStruct((experiment.train.global_batch, experiment.train.sequence_length), jnp.int32)
+    state = jax.eval_shape(functools.partial(first, c))
+    return mk.plan(jitted(c), (state, ids, ids), mesh=mesh, cluster=cluster, tokens=ids.size)
+
+
+def main() -> None:
+    """Prints the plans of all cases: step, its ratio to meshkit's, peak, and milliseconds by class of kernels."""
+    own_s = 0.0
+    for case in CASES:
+        report = plan_case(case)
+        step, kernels, step_s = report.step, report.kernels, report.step.time_s or 0.0
+        own_s = own_s or step_s
+        parts = {c.kind: c.time_s or 0.0 for c in kernels.classes} if kernels else {}
+        parts |= {"copies": step.other_s or 0.0, "idle": step.idle_s or 0.0}
+        said = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in parts.items())
+        peak = (report.memory.peak_bytes or 0) / 1e9
+        print(f"{case}: {1e3 * step_s:.1f} ms, {step_s / own_s:.3f}, {peak:.1f} GB: {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
