@@ -140,9 +140,17 @@ def _of_dot(equation: Any) -> float:
 
 
 def _of_convolution(equation: Any) -> float:
-    kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
-    features = kernel[numbers.rhs_spec[0]]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, features)
+    """2 x multiplications with elements of the arrays and of their padding, not with zeros between them (dilation).
+
+    Along a spatial dim two of (input, kernel, output) determine the third, so the two shorter sizes count. All three
+    passes of a convolution have the same FLOP, as `hlo.costs` counts cuDNN's.
+    """
+    numbers = equation.params["dimension_numbers"]
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    shapes = [v.aval.shape for v in (*equation.invars[:2], *equation.outvars)]
+    left, kernel, out = ([shape[d] for d in spec] for shape, spec in zip(shapes, specs, strict=True))
+    pairs = math.prod(math.prod(sorted(sizes)[:2]) for sizes in zip(left[2:], kernel[2:], out[2:], strict=True))
+    return 2.0 * out[0] * out[1] * kernel[1] * pairs
 
 
 def _of_attention(equation: Any) -> np.ndarray:

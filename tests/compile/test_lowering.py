@@ -135,6 +135,51 @@ def test_a_convolution_is_its_window_times_its_outputs():
     assert found == 2.0 * (4 * 10 * 10 * 16) * (3 * 3 * 3)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])  # the last is depthwise
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (3, 1), (1, 2)])
+def test_all_passes_of_a_convolution_multiply_as_often(stride, dilation, padding, groups):
+    x, kernel = jnp.zeros((4, 13, 16, 8)), jnp.zeros((3, 2, 8 // groups, 16))
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (stride, stride), padding, rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+        )  # fmt: skip
+
+    out, pull = jax.eval_shape(convolve, x, kernel), lambda x, kernel, y: jax.vjp(convolve, x, kernel)[1](y)
+    once = 2.0 * 4 * out.shape[1] * out.shape[2] * 16 * 3 * 2 * 8 / groups
+    assert flops(convolve, x, kernel) == once
+    for wanted in (0, 1):
+        assert flops(lambda *args, i=wanted: pull(*args)[i], x, kernel, jnp.zeros(out.shape)) == once
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_a_transposed_convolution_multiplies_with_every_element_of_its_input(stride):
+    """As a loop does: each input element meets each kernel element once, forward and backward."""
+    x, kernel = jnp.zeros((4, 10, 8)), jnp.zeros((3, 8, 16))
+
+    def convolve(x, kernel):
+        return lax.conv_transpose(x, kernel, (stride,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+
+    once = 2.0 * sum(1 for _ in np.ndindex(4, 10, 8, 3, 16))
+    assert flops(convolve, x, kernel) == once
+    assert flops(jax.grad(lambda *args: convolve(*args).sum(), argnums=(0, 1)), x, kernel) == 2 * once
+
+
+def test_a_batch_in_groups_multiplies_each_with_its_own_features():
+    x, kernel = jnp.zeros((6, 10, 8)), jnp.zeros((3, 8, 16))
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"), batch_group_count=2
+        )
+
+    once = 2.0 * (3 * 10 * 16) * (3 * 8)
+    assert flops(convolve, x, kernel) == once
+    assert flops(jax.grad(lambda *args: convolve(*args).sum(), argnums=(0, 1)), x, kernel) == 2 * once
+
+
 @pytest.mark.parametrize(("causal", "share"), [(True, 0.5), (False, 1.0)])
 def test_fused_attention_forward_and_backward(causal, share):
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)

@@ -154,6 +154,28 @@ def test_convolutions_have_flops(plan, mesh):
     assert found == 2 * (32 // 4) * 56 * 56 * 128 * 3 * 3 * 64
 
 
+# With groups and a stride, XLA convolves the input's gradient with its zeros, so that more is executed.
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (3, 1), (1, 64)])
+def test_gradients_of_convolutions_have_the_flops_that_are_traced(plan, mesh, stride, groups):
+    """Forward, gradient of the input and gradient of the kernel: each as often as the forward pass multiplies."""
+    x, w = (array(mesh, shape, dtype=jnp.bfloat16) for shape in ((32, 56, 56, 64), (3, 3, 64 // groups, 64)))
+    dims = ("NHWC", "HWIO", "NHWC")
+
+    def step(x, w):
+        def loss(x, w):
+            y = jax.lax.conv_general_dilated(
+                x, w, (stride, stride), "SAME", dimension_numbers=dims, feature_group_count=groups
+            )
+            return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
+
+    made, length = plan(step, x, w), -(-56 // stride)
+    expected = 3 * 2 * 32 * length * length * 64 * 3 * 3 * 64 / groups
+    assert sum(sum(i.cost.matmul_flops.values()) for i in kernels(made)) == expected
+    assert made.compiled.traced_flops.executed == expected
+
+
 def test_arguments_keep_their_shardings_even_when_unused(plan, mesh):
     unused = array(mesh, (2**20, 16), "data")
     made = plan(lambda x, unused: x + 1, array(mesh, (16,)), unused)
