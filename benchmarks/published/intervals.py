@@ -1,6 +1,7 @@
 """`python -m benchmarks.published.intervals`: the intervals that plan prints, and what they cover.
 
-Reads predictions.csv and rows.csv beside this module (or of `--predictions`, `--rows`), writes
+Reads predictions.csv and rows.csv beside this module (or of `--predictions`, `--rows`), and own.csv where one lies
+beside the rows (what we measured on one GPU; own.py writes it), writes
 meshkit/config/intervals.csv and prints the coverage of its intervals at 50 and 80 % with each group left out: the
 quantiles are those of the stratum's other groups. A group counts once all of its
 rows are predicted. `--check` prints only. How: meshkit/predict/interval.py.
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="print the coverage, write nothing")
     options = parser.parse_args(arguments)
     try:
-        residuals = read_residuals(options.predictions, options.rows)
+        residuals = read_residuals(options.predictions, options.rows) + read_own(options.rows.with_name("own.csv"))
     except (MeshkitError, OSError) as error:
         print(f"intervals: {error}", file=sys.stderr)
         return 2
@@ -95,10 +96,31 @@ def read_residuals(predictions: Path, rows: Path) -> list[Residual]:
     return [r for r in found if r.group not in torn]
 
 
+def read_own(path: Path) -> list[Residual]:
+    """Return the residual of every training that we measured on one GPU, by its blind prediction; none without a file.
+
+    Trainings of one card are one group: they share its libraries, its clock and its power.
+    """
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            Residual(
+                row["id"],
+                float(row["predicted_step_time_s"]) / float(row["measured_step_time_s"]) - 1,
+                ("meshkit", row["gpu"]),
+                "meshkit",
+                stratum_of(catalog.gpu(row["gpu"]), row["precision"], row["experts"] == "yes", one_gpu=True).name,
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
 def stratum_name(document: dict) -> str:
     """Return the stratum of an experiment, as a plan of it has it."""
-    experts = "moe" in document["model"]["class"].lower()
-    return stratum_of(catalog.gpu(document["cluster"]["gpu"]), document["train"]["precision"], experts).name
+    experts, cluster = "moe" in document["model"]["class"].lower(), document["cluster"]
+    alone = cluster["hosts"] * cluster["gpus_per_host"] == 1
+    return stratum_of(catalog.gpu(cluster["gpu"]), document["train"]["precision"], experts, one_gpu=alone).name
 
 
 def quantile(residuals: Sequence[Residual], level: float) -> float | None:

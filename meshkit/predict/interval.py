@@ -2,10 +2,10 @@
 
 `intervals.csv` has, by stratum, the quantiles of |ln(measured / predicted)| over runs whose own experiment file was
 planned, nothing changed afterwards (`python -m benchmarks.published.intervals` writes it). They are conformal: rows of
-one page, model and precision are correlated, so a group of them weighs one, and of n groups the quantile of a level is
-the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett, 2306.06342). It exists where
-level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer has no interval, and never the one of
-another. docs/concepts/validation.md has the coverage with each group left out.
+one page, model and precision are correlated, as are our own of one card, so a group of them weighs one, and of n groups
+the quantile of a level is the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett,
+2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer has no interval,
+and never the one of another. docs/concepts/validation.md has the coverage with each group left out.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ class Stratum:
     experts: bool
     generation: str  # `ampere`, `hopper`, `blackwell`, or `other`
     bits: int  # of most matmuls: 4, 8, 16 or 32
+    one_gpu: bool = False  # without communication; its errors say nothing of several GPUs, nor theirs of it
 
     @property
     def name(self) -> str:
         """As intervals.csv has it."""
-        return f"{'experts' if self.experts else 'dense'}, {self.generation}, {self.bits} bit"
+        name = f"{'experts' if self.experts else 'dense'}, {self.generation}, {self.bits} bit"
+        return f"one GPU, {name}" if self.one_gpu else name
 
 
 class StepInterval(BaseModel):
-    """Where a predicted step will lie: (low, high), by errors of `rows` published runs of the plan's own stratum.
+    """Where a predicted step will lie: (low, high), by errors of `rows` runs of the plan's own stratum.
 
     `calibrated` is whether they are of more than one publisher.
     """
@@ -66,11 +68,11 @@ def least_groups(level: float) -> int:
     return math.ceil(level / (1 - level) - 1e-9)
 
 
-def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
+def stratum_of(gpu: Gpu, precision: str, experts: bool, *, one_gpu: bool = False) -> Stratum:
     """Return the stratum of a run. `precision` is of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
     major = (gpu.compute_capability or (0, 0))[0]
     bits = 4 if "fp4" in precision else 8 if "8" in precision else 32 if "32" in precision else 16
-    return Stratum(experts, _GENERATIONS.get(major, "other"), bits)
+    return Stratum(experts, _GENERATIONS.get(major, "other"), bits, one_gpu)
 
 
 def step_interval(

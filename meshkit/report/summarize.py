@@ -178,7 +178,7 @@ def summarize_simulation(
     else:
         widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
         experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())
-        stratum = stratum_of(cluster.gpu, facts.precision or widest, experts)
+        stratum = stratum_of(cluster.gpu, facts.precision or widest, experts, one_gpu=cluster.num_gpus == 1)
         part, reason = step_interval(report.step.time_s, stratum)
     found = {"time_interval": part, "time_interval_reason": reason}
     return report.model_copy(update={"step": report.step.model_copy(update=found)})

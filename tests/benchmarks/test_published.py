@@ -1,12 +1,16 @@
 """Published runs of JAX: what becomes an experiment file, what stays blank and why, and what one command writes."""
 
 import csv
+import json
+import statistics
 import tomllib
 
 import pytest
 
 from benchmarks.published.__main__ import COLUMNS, main, plan
 from benchmarks.published.experiments import KEPT, Unplannable, experiment_of
+from benchmarks.published.intervals import read_own, stratum_name
+from benchmarks.published.own import own_rows
 from benchmarks.published.rows import measured_step_s, parse_row, read_rows, trainer_of
 from meshkit.config.experiment import load
 from meshkit.planning.planner import plan_experiment
@@ -253,3 +257,35 @@ def test_generated_files_say_where_their_row_is_from():
     assert text.startswith("# x: A page")
     assert "# Assumed: network not stated: 8 x ib_ndr a host." in text
     assert tomllib.loads(text)["name"] == "x"
+
+
+def test_own_trainings_are_their_blind_predictions_beside_the_median_of_both_times(tmp_path):
+    for name, values in {
+        "fp8": {"gpu": "h200", "before_s": 0.2, "after_s": 0.4},
+        "moe": {"gpu": "h200", "before_s": 0.5},
+        "lora": {"gpu": "h200", "compile_s": 20.0},
+    }.items():
+        (tmp_path / f"row_{name}").mkdir()
+        (tmp_path / f"row_{name}" / "result.json").write_text(json.dumps({"values": values}), encoding="utf-8")
+    blind = {"fp8": {"step_s": 0.27}, "moe": {"step_s": 0.6}, "lora": {"step_s": 1.0}, "gpt2": {"step_s": 1.0}}
+    fp8, moe = own_rows(tmp_path, blind, "2026-11-27", "here")
+    assert (fp8["id"], fp8["precision"], fp8["experts"]) == ("h200-2026-11-27-fp8", "fp8", "no")
+    assert (fp8["measured_step_time_s"], fp8["predicted_step_time_s"]) == ("0.3", "0.27")
+    assert (moe["precision"], moe["experts"], moe["measured_step_time_s"]) == ("bf16", "yes", "0.5")
+
+
+def test_own_trainings_are_one_group_of_a_card_in_strata_of_one_gpu():
+    found = read_own(OWN.with_name("own.csv"))
+    errors = [abs(r.error) for r in found]
+    assert len(found) == 16
+    assert {r.group for r in found} == {("meshkit", "h200")}
+    assert all(r.stratum.startswith("one GPU, ") for r in found)
+    assert (round(statistics.median(errors), 3), round(max(errors), 3)) == (0.079, 0.502)
+    assert read_own(OWN.with_name("none.csv")) == []
+
+
+def test_one_gpu_is_a_stratum_of_its_own():
+    cluster = {"gpu": "h200", "hosts": 1, "gpus_per_host": 1}
+    document = {"model": {"class": "models.llama:Llama"}, "train": {"precision": "bf16"}, "cluster": cluster}
+    assert stratum_name(document) == "one GPU, dense, hopper, 16 bit"
+    assert stratum_name({**document, "cluster": {**cluster, "gpus_per_host": 8}}) == "dense, hopper, 16 bit"

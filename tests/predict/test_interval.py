@@ -5,7 +5,16 @@ import math
 
 import pytest
 
-from benchmarks.published.intervals import OUT, Residual, left_out, main, quantile, read_residuals, table_text
+from benchmarks.published.intervals import (
+    OUT,
+    Residual,
+    left_out,
+    main,
+    quantile,
+    read_own,
+    read_residuals,
+    table_text,
+)
 from meshkit.config import catalog
 from meshkit.predict.interval import LEVELS, least_groups, step_interval, stratum_of
 
@@ -49,6 +58,16 @@ def test_too_few_groups_are_a_reason():
         "3 groups of comparable runs (dense, hopper, 16 bit), 4 are needed for 80 %",
     )
     assert "1 group of" in str(step_interval(1.0, DENSE, {DENSE.name: {**row, "groups": "1"}})[1])
+
+
+def test_a_plan_of_one_gpu_has_no_interval_of_several():
+    alone = stratum_of(H100, "bf16", False, one_gpu=True)
+    assert step_interval(1.0, alone, TABLE)[0] is None
+    assert step_interval(1.0, alone) == (
+        None,
+        "1 group of comparable runs (one GPU, dense, hopper, 16 bit), 4 are needed for 80 %",
+    )
+    assert step_interval(1.0, DENSE)[0] is not None
 
 
 def test_experts_and_blackwell_have_no_shipped_interval():
@@ -96,9 +115,10 @@ def test_coverage_asks_the_own_stratum_alone():
 
 def test_the_shipped_table_is_that_of_the_committed_predictions(capsys):
     folder = OUT.parents[2] / "benchmarks" / "published"
-    assert table_text(read_residuals(folder / "predictions.csv", folder / "rows.csv")) == OUT.read_text(
-        encoding="utf-8"
-    )
+    published = read_residuals(folder / "predictions.csv", folder / "rows.csv")
+    shipped = OUT.read_text(encoding="utf-8")
+    assert table_text([*published, *read_own(folder / "own.csv")]) == shipped
+    assert shipped.startswith(table_text(published))  # what we measured on one GPU changes no other stratum
     assert main(["--check"]) == 0
     said = capsys.readouterr().out
     assert "| each group | dense, hopper, 16 bit | 80% |" in said
