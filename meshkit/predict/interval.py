@@ -4,8 +4,8 @@
 planned, nothing changed afterwards (`python -m benchmarks.published.intervals` writes it). They are conformal: rows of
 one page, model and precision are correlated, as are our own of one card, so a group of them weighs one, and of n groups
 the quantile of a level is the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett,
-2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer has no interval,
-and never the one of another. docs/concepts/validation.md has the coverage with each group left out.
+2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer has no
+interval, and never the one of another. docs/concepts/validation.md has the coverage with each group left out.
 """
 
 from __future__ import annotations
