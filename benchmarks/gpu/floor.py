@@ -2,7 +2,8 @@
 
 The model and its training follow models/llama.py and meshkit/step/train_step.py: the same parameters, loss, clipping,
 schedule and AdamW, fp32 weights that multiply in bf16, and outputs of projections and attention kept for the backward
-pass. Two things are as jax does them by itself: gradients of weights and logits are bf16, where meshkit's are fp32.
+pass. Two things are as jax does them by itself: gradients of weights and logits are bf16, where meshkit's are fp32; one
+case has them in fp32.
 
     python -m benchmarks.gpu.floor       what a plan says of each case: no card is needed
 """
@@ -48,6 +49,7 @@ class Llama:
     Attributes:
         unrolled: layers are a Python loop, not a scan.
         cast_once: weights become bf16 before the first layer, not in each layer's forward and backward pass.
+        wide: logits and the gradients of weights are fp32, as meshkit's are.
     """
 
     vocab: int = 128_256
@@ -63,6 +65,7 @@ class Llama:
     attention: Any = "cudnn"
     unrolled: bool = False
     cast_once: bool = False
+    wide: bool = False
 
 
 TOY = Llama(256, 128, 384, 2, 8, 4, 16, dtype=jnp.float32, attention="xla")
@@ -95,20 +98,35 @@ def rotate(c: Llama, x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def wide_matmul(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """x times a kernel, in the dtype of x; the product has the given dtype, and the kernel's gradient is fp32."""
+    return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=dtype)
+
+
+def _backward(dtype: Any, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    g = g.astype(x.dtype)
+    return g @ kernel.astype(x.dtype).T, jnp.einsum("bli,blo->io", x, g, preferred_element_type=jnp.float32)
+
+
+wide_matmul.defvjp(lambda x, kernel, dtype: (wide_matmul(x, kernel, dtype), (x, kernel)), _backward)
+
+
+def matmul(c: Llama, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x times a kernel; kept for the backward pass."""
-    return checkpoint_name(x @ kernel.astype(x.dtype), "projection")
+    return checkpoint_name(wide_matmul(x, kernel, x.dtype) if c.wide else x @ kernel.astype(x.dtype), "projection")
 
 
 def block(c: Llama, x: jax.Array, p: Params) -> jax.Array:
     """One layer."""
     split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
     h = norm(c, x, p["attention_norm"])
-    q, k, v = (split(matmul(h, p[name])) for name in ("query", "key", "value"))
+    q, k, v = (split(matmul(c, h, p[name])) for name in ("query", "key", "value"))
     a = jax.nn.dot_product_attention(rotate(c, q), rotate(c, k), v, is_causal=True, implementation=c.attention)
-    x = x + matmul(a.reshape(*x.shape[:2], -1), p["output"])
+    x = x + matmul(c, a.reshape(*x.shape[:2], -1), p["output"])
     h = norm(c, x, p["mlp_norm"])
-    return x + matmul(jax.nn.silu(matmul(h, p["gate"])) * matmul(h, p["up"]), p["down"])
+    return x + matmul(c, jax.nn.silu(matmul(c, h, p["gate"])) * matmul(c, h, p["up"]), p["down"])
 
 
 def keep(primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -122,14 +140,14 @@ def loss(c: Llama, params: Params, tokens: jax.Array, targets: jax.Array) -> jax
     layer = jax.checkpoint(functools.partial(block, c), policy=keep, prevent_cse=c.unrolled)
     if c.cast_once:
         params = jax.tree.map(lambda x: x.astype(c.dtype) if x.ndim > 1 else x, params)
-    x = params["embedding"].astype(c.dtype)[tokens]
+    x = params["embedding"][tokens].astype(c.dtype) if c.wide else params["embedding"].astype(c.dtype)[tokens]
     if c.unrolled:
         for i in range(c.layers):
             x = layer(x, jax.tree.map(operator.itemgetter(i), params["layers"]))
     else:
         x = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])[0]
-    x = norm(c, x, params["norm"])
-    logits = (x @ params["embedding"].astype(c.dtype).T).astype(jnp.float32)
+    x, head = norm(c, x, params["norm"]), params["embedding"].T
+    logits = wide_matmul(x, head, jnp.float32) if c.wide else (x @ head.astype(c.dtype)).astype(jnp.float32)
     is_target = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1))
 
@@ -188,6 +206,7 @@ CASES: dict[str, tuple[float, tuple[str, ...] | dict[str, bool]]] = {
     "meshkit, fp8": (0.855, _FP8),
     "meshkit, unrolled": (0.958, (_MODEL + "Unrolled", "train.remat=none")),
     "floor, unrolled": (0.948, {"unrolled": True}),
+    "floor, fp32 logits and gradients": (1.001, {"wide": True}),
 }
 _IN_TURN = ("meshkit", "floor")
 _WARM_UP, _STEPS = 3, 12

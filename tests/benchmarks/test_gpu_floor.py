@@ -48,7 +48,9 @@ def own(batch):
     return losses_of_meshkit(batch)
 
 
-@pytest.mark.parametrize("way", [{}, {"unrolled": True, "cast_once": True}], ids=["scan", "loop"])
+@pytest.mark.parametrize(
+    "way", [{}, {"unrolled": True, "cast_once": True}, {"wide": True}], ids=["scan", "loop", "wide"]
+)
 def test_the_floor_has_the_losses_of_meshkits_step(own, batch, way):
     params = jax.tree.map(jax.numpy.copy, own[0])
     c, losses = floor.replace(floor.TOY, **way), []
