@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--piece", type=int, choices=range(1, 7), help="only these; all in order without it")
     parser.add_argument("--rows", action="store_true", help="the trainings of one GPU")
     parser.add_argument("--plan", action="store_true", help="plans these trainings, and writes what they promise")
-    parser.add_argument("--gpu", default="h100_sxm", help="of --plan, and of --score --rows")
+    parser.add_argument("--gpu", default="h100_sxm", help="of --plan")
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--resume", type=Path, action="append", default=[], metavar="DIR", help="earlier results")
     parser.add_argument("--dry-run", action="store_true", help="print the list with expected seconds")
@@ -78,7 +78,7 @@ def main() -> None:
         from meshkit.errors import ConfigError
 
         try:
-            print(score_rows(args.score, blind_of(args.gpu)) if args.rows else score(args.score))
+            print(score_rows(args.score) if args.rows else score(args.score))
         except ConfigError as e:
             parser.error(str(e))
     elif args.out is None:
