@@ -53,7 +53,7 @@ _WEIGHT_TRAFFIC = 20
 
 _PLACES_KEPT = 8
 _ALL_TWICE = ("full", "nothing_saveable", "offload")  # policies that run all of a layer twice
-_INPUT = "layer_input"  # as `models.remat` calls it
+_INPUT, _ALL_PROJECTIONS, _FUSED = "layer_input", "projection", "attention"  # as `models.remat` calls them
 
 Where = Literal["keep", "offload", "drop"]
 Shape = tuple[int, int]  # GPUs of a group inside a domain, domains it spans
@@ -239,7 +239,7 @@ class Bounds:
         policy = _Policy.of(remat)
         if not self._layers:
             return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
-        width, inner, outer, work, kept_work = 0.0, 0.0, 0.0, 0.0, 0.0
+        width, inner, outer, work, kept_work, attended = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         away, away_outer = 0.0, 0  # of host memory
         for leaf in leaves:
             names = leaf.logical_axes or ()
@@ -247,12 +247,14 @@ class Bounds:
                 continue
             width = leaf.shape[names.index(_RESIDUAL)]
             work += math.prod(leaf.shape)
+            first, *rest = [i for i, name in enumerate(names) if name != "layers"]
+            made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
+            if _FUSED in policy.named and "query" in leaf.path.split("/"):
+                attended = made  # what attention returns is as large as its queries
             if (where := policy.where(leaf.path)) == "drop":
                 continue
             kept_work += math.prod(leaf.shape)
-            first, *rest = [i for i, name in enumerate(names) if name != "layers"]
             if names[first] == _RESIDUAL:
-                made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
                 inner, away = (inner, away + made) if where == "offload" else (inner + made, away)
             else:  # back into the residual stream, as wide as that
                 outer, away_outer = (outer, away_outer + 1) if where == "offload" else (outer + 1, away_outer)
@@ -264,7 +266,8 @@ class Bounds:
         # the gradient of the residual stream needs no output that ends in it: those are no part of the bound
         stays = 0 if policy.input_leaves else 1
         host = each * (away + width * (away_outer + 1 - stays))
-        guess = each * (width * (stays + outer) + inner) * everything + _LAYERS_IN_FLIGHT * host / self._layers
+        guess = each * (width * (stays + outer) + inner + attended) * everything
+        guess += _LAYERS_IN_FLIGHT * host / self._layers
         again = 1 - kept_work / work if work else 1.0
         if stages.axis is None:
             return _Kept(each * (width * stays + inner), guess, again, host)
@@ -320,7 +323,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Policy:
-    """What a recomputation policy does to the outputs of a layer's projections."""
+    """What a recomputation policy does to the outputs of a layer's projections and of its attention."""
 
     named: frozenset[str] = frozenset()  # that are kept on the GPU
     offloaded: frozenset[str] = frozenset()  # that go to host memory
@@ -336,11 +339,13 @@ class _Policy:
             return cls(frozenset(remat))
         if remat == "offload_dots":
             return cls(others="offload")
-        return cls(others="drop" if remat in _ALL_TWICE else "keep", input_leaves=remat == "offload")
+        named = frozenset({_FUSED} if remat == "dots" else ())
+        return cls(named, others="drop" if remat in _ALL_TWICE else "keep", input_leaves=remat == "offload")
 
     def where(self, path: str) -> Where:
         """What becomes of the output of the projection whose parameter has this path."""
-        parts = set(path.split("/"))
+        # A projection lies in a module of fused attention's name, by which its own output is not kept.
+        parts = {*path.split("/"), _ALL_PROJECTIONS} - {_FUSED}
         if parts & self.offloaded:
             return "offload"
         return "keep" if parts & self.named else self.others

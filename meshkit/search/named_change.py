@@ -39,10 +39,10 @@ def find_change(report: Report, experiment: Experiment | ProgramExperiment, plan
     return next(_changes(report, experiment, planned), None)
 
 
-def _recomputed_matmuls_s(planned: Planned) -> float:
-    """Return the seconds a step of matmuls that the backward pass runs again: what keeping their outputs may save."""
+def _recomputed_s(planned: Planned, kind: str) -> float:
+    """Return the seconds a step of kernels of a kind that the backward pass runs again: what keeping them may save."""
     seconds, known = kernel_seconds_by_name(planned.simulation.timeline), planned.instructions
-    again = (s for name, s in seconds.items() if name in known and known[name].kind == "matmul"
+    again = (s for name, s in seconds.items() if name in known and known[name].kind == kind
              and recomputes(name, known[name]))  # fmt: skip
     return sum(again) / planned.steps
 
@@ -91,13 +91,14 @@ def _keep_more(
             f"{format_bytes(free)} are free: {kept} (estimated).", finding.code, f"{hint} of an option of yours"
         )
         return
-    bounds, matmuls_s = Bounds(experiment), _recomputed_matmuls_s(planned)
+    bounds, matmuls_s, attention_s = Bounds(experiment), *(_recomputed_s(planned, k) for k in ("matmul", "attention"))
     now, again_s = bounds.of(experiment), finding.seconds or 0.0
     found: list[tuple[float, float, object, Settings]] = []
     for policy, settings, changed in _keeping(experiment):
         there = bounds.of(changed)
         less = 1 - there.recomputed_share / now.recomputed_share if now.recomputed_share else 0.0
         saved_s = again_s if policy is None or policy == "none" else matmuls_s * less
+        saved_s += attention_s if policy == "dots" else 0.0
         more = there.estimate_bytes - now.estimate_bytes
         if saved_s >= _WORTH * time_s and more <= free:
             found.append((saved_s, more, policy, settings))

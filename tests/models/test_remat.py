@@ -80,17 +80,21 @@ def test_an_experiment_lists_what_is_kept(config):
     assert describe_model(resolve(experiment)).abstract_model().remat == ("up", "down")
 
 
-def test_ring_attention_that_is_kept_does_not_go_around_again():
-    """Its output and log-sum-exp by name: the backward pass rotates no more than it does with `none`."""
-    rotations = {}
-    for policy in ('"none"', '["attention"]', '"full"'):
+@pytest.mark.parametrize(
+    ("context", "collective"), [("ring", "ppermute"), ("ulysses", "all_to_all"), ("all_gather", "all_gather")]
+)
+def test_attention_over_a_cut_length_that_is_kept_moves_nothing_again(context, collective):
+    """Its output and log-sum-exp by name: the backward pass exchanges no more than it does with `none`."""
+    exchanges = {}
+    for policy in ('"none"', '["attention"]', '"dots"', '["projection"]', '"full"'):
         mesh = ["mesh.fsdp=", "mesh.tensor=", "mesh.context=4", "rules.preset=data", "rules.logical.act_length=context"]
-        rules = ["rules.logical.act_residual_length=context", "model.context=ring", f"train.remat={policy}"]
+        rules = ["rules.logical.act_residual_length=context", f"model.context={context}", f"train.remat={policy}"]
         experiment = load(DEBUG, [*mesh, *rules])
         program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
         jaxpr = program.step.trace(program.abstract_state, program.abstract_batch).jaxpr
-        rotations[policy] = str(jaxpr).count("ppermute[")
-    assert rotations['["attention"]'] == rotations['"none"'] < rotations['"full"']
+        exchanges[policy] = str(jaxpr).count(f"{collective}[")
+    assert exchanges['["attention"]'] == exchanges['"dots"'] == exchanges['"none"']
+    assert exchanges['"none"'] < exchanges['["projection"]'] == exchanges['"full"']
 
 
 def test_an_experiment_that_lists_what_the_model_has_not_is_refused():

@@ -147,6 +147,8 @@ def test_the_bounds_of_fsdp_are_the_closed_form():
     [
         ("full", 8192, 0),
         (("key", "value"), 8192 + 2 * 1024, 0),
+        (("projection",), 2 * 8192 + 2 * 1024 + 2 * 28_672, 0),
+        (("attention",), 8192, 0),  # what it returns is no part of the bound: attention may not be fused
         (RematMix(("key", "value"), ("gate", "up")), 8192 + 2 * 1024, 2 * 28_672),
         (RematMix((), ("query", "layer_input")), 0, 2 * 8192),
         ("offload", 0, 8192),
