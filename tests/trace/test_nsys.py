@@ -182,8 +182,9 @@ def test_the_program_beside_an_export_is_priced(maxtext):
 def test_pax_on_four_a100s_blames_no_gpu(measured):
     report = measured[PAX]
     assert {s.step: s.left_out for s in report.per_step if s.left_out} == {0: "warm-up", 1: "warm-up"}
-    assert [f.code for f in report.findings[:2]] == ["low_rate_kernels", "host_bound"]
-    assert report.findings[0].hint.startswith("fewer and larger kernels")  # 1,892 that take 5 us each
+    found = {f.code: f for f in report.findings[:2]}
+    assert found.keys() == {"low_rate_kernels", "host_bound"}
+    assert found["low_rate_kernels"].hint.startswith("fewer and larger kernels")  # 1,892 that take 5 us each
     assert "which the trace names" in next(w.message for w in report.warnings if w.code == "gpu_of_trace")
     assert sum(f.seconds for f in report.findings if f.code == "waiting_for_peers") < 1e-3
     assert not [d for d in report.stragglers.devices if d.late]

@@ -373,7 +373,8 @@ def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
     by_trace = measure_traces(file, TracedJob())
     (note,) = [w.message for w in by_trace.report.warnings if w.code == "gpu_of_trace"]
     assert note == "Kernels are priced as on NVIDIA H100 80GB HBM3, which the trace names."
-    assert by_trace.price().step == priced.step  # nothing in it communicates
+    alone = by_trace.price().step  # nothing in it communicates, and one GPU has an interval of its own
+    assert (alone.time_s, alone.compute_s, alone.mfu) == (priced.step.time_s, priced.step.compute_s, priced.step.mfu)
     assert found.joined_by == "name"
     assert found.kernels_joined_share == pytest.approx(1, abs=0.01)
     ratios = [op.busy_s.ratio for op in found.kernel_ops if op.kind == "matmul" and op.busy_s.ratio]
@@ -385,7 +386,7 @@ def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
     assert all(re.match(r"models/\w+.py:\d+", r.line) for r in found.worst_ratios)
     said = CliRunner().invoke(app, ["profile", str(file), "--cluster", "dgx_h100"])
     assert re.search(r"step time +\d+ ms +\d+ ms", said.stdout)
-    assert re.search(r"single operations, worst ratios .* B / A\n.*\n.*models/layers.py:53", said.stdout)
+    assert re.search(r"single operations, worst ratios .* B / A\n.*\n.*models/\w+.py:\d+", said.stdout)
 
 
 GATHERED = """HloModule jit_f, is_scheduled=true, num_partitions=2
