@@ -49,13 +49,10 @@ _BLOCK_THREADS = 128
 _INTEGER = {"add", "subtract", "multiply", "and", "or", "xor", "not"}
 _SHIFTS = {"shift-left", "shift-right-logical", "shift-right-arithmetic"}
 _BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # that a block of a loop fusion makes: four for each of its threads
-_FURTHER_RESULT = 0.6  # of a block's time, for each further result: 193, 298 and 381 clocks of one to three on an H200
 _SHARED_BYTES = 48 * 1024
 _WARP = 32  # threads
 _ALIGNED_BYTES = 16  # of an asynchronous copy to shared memory
 _NARROW = {"bf16", "f16"}
-# A transposition of 8-bit elements on an H200 takes 1.0 ps an element alone, 2.2 for each where it has other results.
-_BESIDE_OTHERS = 2.2
 
 
 @dataclass(frozen=True)
@@ -96,6 +93,7 @@ class Cost:
     turned_bytes: float = 0.0  # and to transpose those in fp8, where cuBLAS multiplies no others
     launches: int = 1  # kernels that it is
     blocks: float = 0.0  # blocks of threads that it starts, of a loop or a scatter; 0 where unknown
+    results: int = 1  # arrays as large as its largest that a fusion computes from others
     sectors: float = 0.0  # of memory that a look-up across rows asks for
     added: tuple[float, float] = (0.0, 0.0)  # elements of a scatter, one by one: along memory; each in its own line
     transposed: float = 0.0  # elements that a kernel of its own transposes
@@ -156,7 +154,8 @@ def _fusion(instruction: HloInstruction) -> Cost:
     joined, turned = (sum(map(count, body)) for count in (_joined_bytes, _turned_bytes))
     loop = text(instruction.fields, 11) == "kLoop"
     along, apart = (sum(counts) for counts in zip(*map(_added, body)))
-    blocks = _loop_blocks(body) if loop else _joining_blocks(body)
+    results = _results(body)
+    blocks = max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body)
     tiled = instruction.configured("fusion_backend_config", "kind") == "__triton"
     attention = next((c for c in inner if c.attention_flops), Cost())
     sorts = [_sort_of(i) for i in body if i.opcode == "sort"]
@@ -174,7 +173,8 @@ def _fusion(instruction: HloInstruction) -> Cost:
         blocks=blocks + (along + apart) / _BLOCK_ELEMENTS,
         sectors=sum(map(_sectors, body)),
         added=(along, apart),
-        transposed=0.0 if loop or tiled else _transposed(body),
+        results=results,
+        transposed=0.0 if loop or tiled else _transposed(body, results),
         column_elements=0.0 if loop or tiled else _column_elements(body),
         tile_reduces=sum(i.opcode == "reduce" for i in body) if tiled and _keeps_rows(body) else 0,
         unaligned_bytes=sum(_unaligned_bytes(i) for i in body if i.opcode == "dot"),
@@ -347,11 +347,10 @@ def _beside_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
     return {"scalar_flops": flops} if first.dtype in _NARROW and any(c % 8 for c in channels) else {}
 
 
-def _transposed(body: Sequence[HloInstruction]) -> float:
-    """Elements that a fusion transposes; beside other results it computes what it transposes once more for each."""
+def _transposed(body: Sequence[HloInstruction], results: int) -> float:
+    """Elements that a fusion transposes: for each of several results, or once."""
     each = [_elements(i) for i in body if i.opcode == "transpose"]
-    several = len(_roots(body)) > 1 or any(i.opcode == "tuple" for i in _roots(body))
-    return float(_BESIDE_OTHERS * sum(each) if several else max(each, default=0))
+    return float(sum(each) if results > 1 else max(each, default=0))
 
 
 def _column_elements(body: Sequence[HloInstruction]) -> float:
@@ -453,14 +452,12 @@ def _added(scatter: HloInstruction) -> tuple[float, float]:
     return (0.0, elements) if across else (elements, 0.0)
 
 
-def _loop_blocks(body: Sequence[HloInstruction]) -> float:
-    """Blocks of a loop fusion, one of several results counted for each that it computes from arrays."""
-    (root, *others) = _roots(body)
-    results = [_elements(r) for r in (root.operands if root.opcode == "tuple" and not others else (root, *others))]
-    largest = max(results)
-    reads = any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body)
-    further = sum(elements == largest for elements in results) - 1 if reads else 0
-    return largest / _BLOCK_ELEMENTS * (1.0 + _FURTHER_RESULT * further)
+def _results(body: Sequence[HloInstruction]) -> int:
+    """Results of a fusion that are as large as its largest; 1 of what reads no array, as fills do."""
+    if not any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body):
+        return 1
+    sizes = [_elements(r) for root in _roots(body) for r in (root.operands if root.opcode == "tuple" else (root,))]
+    return sizes.count(max(sizes))
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:

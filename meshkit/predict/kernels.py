@@ -346,12 +346,13 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
-    clocks = k["sector_clocks"] * cost.sectors + k["transpose_clocks"] * cost.transposed
+    clocks = k["sector_clocks"] * cost.sectors
+    clocks += k["transpose_clocks"] * cost.transposed * (k["transpose_beside"] if cost.results > 1 else 1.0)
     clocks += k["add_clocks"] * along + k["add_apart_clocks"] * apart
     clocks += k["compare_clocks"] * steps * max(tile * gpu.sms, elements)
     clocks += k["column_clocks"] * cost.column_elements + k["depthwise_clocks"] * cost.depthwise_products
     if gpu.compute_capability == (9, 0):
-        clocks = max(clocks, k["block_clocks"] * cost.blocks)
+        clocks = max(clocks, k["block_clocks"] * cost.blocks * (1.0 + k["block_result"] * (cost.results - 1)))
     return _clocks_s(max(clocks, cost.integers / k["integer_lanes"]), gpu)
 
 
