@@ -319,12 +319,16 @@ def test_random_numbers_take_their_integer_instructions_where_memory_takes_less(
         (Cost(bytes_accessed=201_460_736, tile_reduces=3), 95.5, 0.05),  # LayerNorm and its sum
         (Cost(bytes_accessed=206_573_568, tile_reduces=4), 117.0, 0.05),
         (Cost(bytes_accessed=1_034_960_900, column_elements=128 * 197 * 4096), 303.0, 0.05),  # a bias's gradient
-        (Cost({"bf16": 10_173_546_496.0}, bytes_accessed=262_246_400, unaligned_bytes=2.12e8), 163.2, 0.12),  # rows of 197
-        (
+        (  # a ViT's rows of 197
+            Cost({"bf16": 10_173_546_496.0}, bytes_accessed=262_246_400, unaligned_bytes=2.12e8),
+            163.2,
+            0.12,
+        ),
+        (  # three channels, the mean of two passes
             Cost({"bf16": 60_423_143_424.0}, scalar_flops=60_423_143_424.0),
             1449.0,
             0.06,
-        ),  # mean of both of three channels
+        ),
         (Cost({"bf16": 134_217_728.0}, depthwise_products=67_108_864), 593.0, 0.02),
     ],
 )
