@@ -37,7 +37,7 @@ from models.layers import (
     training_key,
 )
 from models.options import Rate, check_option
-from models.remat import check_remat, scan_layers
+from models.remat import check_remat, run_layers
 from models.vit import LayerNorm
 
 ATTENTIONS = ("fused", "materialized")
@@ -61,6 +61,10 @@ class GPTConfig:
         dropout_at: `branches`, of the embeddings and of what attention and the feed-forward block add to them, as in
             GPT-2 (`resid_pdrop`, `embd_pdrop`) and Megatron-LM (`hidden_dropout`); or `inputs`, of what enters each
             layer, as in Praxis (`input_dropout_prob` of a repeated block).
+        scan_layers: layers are a loop of the program. Otherwise each has instructions of its own: XLA copies nothing in
+            and out of the loop's arrays, and compiles for longer, in proportion to the layers.
+        fp32_logits: logits are fp32; otherwise of the dtype of activations, half as large in bf16. The loss is fp32
+            either way.
     """
 
     vocab: int
@@ -77,6 +81,8 @@ class GPTConfig:
     one_hot_lookup: bool = False
     dropout: Rate = 0.0
     dropout_at: str = "branches"
+    scan_layers: bool = True
+    fp32_logits: bool = True
 
     def __post_init__(self):
         for name in ("vocab", "embed", "mlp", "layers", "heads", "length"):
@@ -87,7 +93,7 @@ class GPTConfig:
             raise ValueError(f"embed = {self.embed} is not a multiple of heads = {self.heads}.")
         if self.kv_heads < 0 or (self.kv_heads and self.heads % self.kv_heads):
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}.")
-        for name in ("bias", "one_hot_lookup"):
+        for name in ("bias", "one_hot_lookup", "scan_layers", "fp32_logits"):
             check_option(name, getattr(self, name), "bool")
         check_option("dropout", self.dropout, "Rate")
         if self.attention not in ATTENTIONS:
@@ -205,7 +211,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A GPT: int32 tokens [batch, length] -> fp32 logits [batch, length, vocab].
+    """A GPT: int32 tokens [batch, length] -> logits [batch, length, vocab].
 
     Args:
         preset: a name in PRESETS.
@@ -260,23 +266,24 @@ class GPT(nnx.Module):
             if self.config.dropout_at == "branches":
                 x = dropout(x, self.config.dropout, key, self.config.layers)
         with jax.named_scope("layers"):
-            x = self._scan_layers(x, key)
+            x = self._run_layers(x, key)
+        dtype = jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
             x = constrain(constrain(self.norm(x), *RESIDUAL_AXES), "act_batch", "act_length", "act_embed")
             if self.config.tied:
-                logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
+                logits = project(x, self.embedding.get_value().T, 1, dtype)
             else:
-                logits = self.head(x, out_dtype=jnp.float32)
+                logits = self.head(x, out_dtype=dtype)
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
-    def _scan_layers(self, x: jax.Array, key: Any) -> jax.Array:
+    def _run_layers(self, x: jax.Array, key: Any) -> jax.Array:
         graph, stacked = nnx.split(self.layers)
 
         def layer(x, of_layer):
             parameters, key = of_layer
             return nnx.merge(graph, parameters)(x, key), None
 
-        return scan_layers(layer, x, (stacked, layer_keys(key, self.config.layers)), self.remat)[0]
+        return run_layers(layer, x, (stacked, layer_keys(key, self.config.layers)), self.remat, self.config.scan_layers)[0]
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply activations; a tied table once, look-ups not."""

@@ -40,7 +40,7 @@ from models.layers import (
     training_key,
 )
 from models.options import Rate, check_option, suggest
-from models.remat import check_remat, recompute, scan_layers
+from models.remat import check_remat, recompute, run_layers
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class LlamaConfig:
         fp32_head: the output head multiplies in fp32 (on GPUs as TF32); otherwise in the dtype of activations.
         dropout: share of the embeddings, and of what each block adds to them, that training drops (Megatron-LM's
             `hidden_dropout`), see `models.layers.dropout`; not of attention's probabilities.
+        scan_layers: layers are a loop of the program. Otherwise each has instructions of its own: XLA copies nothing in
+            and out of the loop's arrays, and compiles for longer, in proportion to the layers.
+        fp32_logits: logits are fp32; otherwise of the dtype of activations, half as large in bf16. The loss is fp32
+            either way.
     """
 
     vocab: int
@@ -69,6 +73,8 @@ class LlamaConfig:
     one_hot_lookup: bool = False
     fp32_head: bool = False
     dropout: Rate = 0.0
+    scan_layers: bool = True
+    fp32_logits: bool = True
 
     def __post_init__(self):
         sizes = (self.vocab, self.embed, self.mlp, self.layers, self.heads, self.kv_heads, self.head_dim)
@@ -78,6 +84,11 @@ class LlamaConfig:
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions need pairs.")
+
+    def check_pipeline(self) -> None:
+        """Refuse what the layers of a pipeline's stage cannot do: they are always scanned."""
+        if not self.scan_layers:
+            raise ValueError("scan_layers = false: a pipeline scans the layers of a stage, leave it out.")
 
 
 # Sizes: config.json of meta-llama/Llama-2-*-hf, codellama/CodeLlama-34b-hf, meta-llama/Meta-Llama-3-*, -3.1-405B and
@@ -152,7 +163,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A Llama language model: int32 tokens [batch, length] -> fp32 logits [batch, length, vocab].
+    """A Llama language model: int32 tokens [batch, length] -> logits [batch, length, vocab].
 
     Args:
         preset: a name in PRESETS.
@@ -203,7 +214,7 @@ class Llama(nnx.Module):
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
             keys = layer_keys(training_key(c.dropout, self.deterministic, key), c.layers)
-            x = scan_layers(self._plain_layer(graph), x, (stacked, keys), self.remat)[0]
+            x = run_layers(self._plain_layer(graph), x, (stacked, keys), self.remat, c.scan_layers)[0]
         return self.last(x)
 
     def first(
@@ -222,6 +233,7 @@ class Llama(nnx.Module):
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None) -> jax.Array:
         """One layer of a pipeline's stage, with its parameters as a nested dict of arrays."""
         del ctx
+        self.config.check_pipeline()
         graph, _ = nnx.split(self.layers)
         key = training_key(self.config.dropout, self.deterministic, key)
         return recompute(self._plain_layer(graph), self.remat)(x, (nnx.State(parameters), key))[0]
@@ -229,16 +241,16 @@ class Llama(nnx.Module):
     def last(
         self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
     ) -> Float[Array, "batch length some_vocab"]:
-        """fp32 logits of what leaves the layers, or a stage's part of the vocabulary."""
+        """Logits of what leaves the layers, or a stage's part of the vocabulary."""
         del ctx
-        order = token_order(self.context, x.shape[1])
+        order, dtype = token_order(self.context, x.shape[1]), jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
             x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
             x = x.astype(jnp.float32) if self.config.fp32_head else x
             if self.config.tied:
-                logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
+                logits = project(x, self.embedding.get_value().T, 1, dtype)
             else:
-                logits = self.head(x, out_dtype=jnp.float32)
+                logits = self.head(x, out_dtype=dtype)
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
     def _plain_layer(self, graph: Any):

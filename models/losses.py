@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline import StageContext, vocabulary
@@ -15,7 +16,7 @@ def next_token_losses(
     vocab: int,
     ctx: StageContext | None = None,
 ) -> Float[Array, "batch length"]:
-    """logsumexp(logits) - logits[target] in fp32.
+    """logsumexp(logits) - logits[target] in fp32, whatever the dtype of the logits.
 
     By comparison, not by index, so that a cut vocabulary needs no gather.
 
@@ -25,6 +26,7 @@ def next_token_losses(
         vocab: size of the whole vocabulary.
         ctx: of a pipeline, if the logits were made in one.
     """
+    logits = logits.astype(jnp.float32)
     if logits.shape[-1] < vocab:
         assert ctx is not None
         return vocabulary.cross_entropy(logits, targets, ctx.axis)

@@ -29,7 +29,7 @@ from models.layers import PROJECTION, RESIDUAL_AXES, Projection, RMSNorm, depth_
 from models.llama import Attention, Block, LlamaConfig, SwiGLU
 from models.losses import next_token_losses
 from models.options import check_option, suggest
-from models.remat import check_remat, recompute, scan_layers
+from models.remat import check_remat, recompute, run_layers
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class MoeBlock(nnx.Module):
 
 
 class Moe(nnx.Module):
-    """A mixture of experts: int32 tokens [batch, length] -> fp32 logits [batch, length, vocab].
+    """A mixture of experts: int32 tokens [batch, length] -> logits [batch, length, vocab].
 
     Args:
         preset: a name in PRESETS.
@@ -282,28 +282,30 @@ class Moe(nnx.Module):
             return x
         with jax.named_scope("prefix"):
             graph, stacked = nnx.split(self.prefix)
-            return scan_layers(lambda x, one: (nnx.merge(graph, one)(x), None), x, stacked, self.remat)[0]
+            layer = lambda x, one: (nnx.merge(graph, one)(x), None)
+            return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None):
         """One layer of a pipeline's stage, with its parameters as a nested dict: activations, and `routing_values`."""
         del ctx, key
+        self.config.check_pipeline()
         graph, _ = nnx.split(self.layers)
         return self._one_layer(graph)(x, nnx.State(parameters))
 
     def last(
         self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
     ) -> Float[Array, "batch length some_vocab"]:
-        """fp32 logits of what leaves the layers, or a stage's part of the vocabulary."""
+        """Logits of what leaves the layers, or a stage's part of the vocabulary."""
         del ctx
-        order = token_order(self.context, x.shape[1])
+        order, dtype = token_order(self.context, x.shape[1]), jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
             x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
-            return constrain(self.head(x, out_dtype=jnp.float32), "act_batch", "act_length", "act_vocab")
+            return constrain(self.head(x, out_dtype=dtype), "act_batch", "act_length", "act_vocab")
 
     def _scan(self, graph: Any, x: jax.Array, stacked: Any):
         if self.remat == "none":
-            return jax.lax.scan(self._one_layer(graph), x, stacked)
-        return scan_layers(self._plain_layer(graph), x, stacked, self.remat)
+            return jax.lax.scan(self._one_layer(graph), x, stacked, unroll=not self.config.scan_layers)
+        return run_layers(self._plain_layer(graph), x, stacked, self.remat, self.config.scan_layers)
 
     @staticmethod
     def _plain_layer(graph: Any):

@@ -97,22 +97,23 @@ def _check_mix(policy: Mapping[str, Sequence[str]], known: Sequence[str]) -> Mix
     return Mix(keep, offload)
 
 
-def recompute(fn: Callable, policy: Policy) -> Callable:
+def recompute(fn: Callable, policy: Policy, scanned: bool = True) -> Callable:
     """fn under `jax.checkpoint`.
 
     Args:
         fn: a layer: (its input, parameters...) -> anything.
         policy: of the table above, as `check_remat` returns it.
+        scanned: the layers are a loop of the program.
     """
     if policy == "none":
         return fn
     offloads_input = policy == "offload" or (isinstance(policy, Mix) and LAYER_INPUT in policy.offload)
     layer = _with_named_input(fn) if offloads_input else fn
-    # A scan's body is compiled once for all layers, so nothing outside of it could be merged with what it recomputes.
-    return jax.checkpoint(layer, policy=_policy(policy), prevent_cse=False)
+    # The backward pass of a scan is another loop: what it recomputes cannot be merged with what the first one computed.
+    return jax.checkpoint(layer, policy=_policy(policy), prevent_cse=not scanned)
 
 
-def scan_layers(layer: Callable, x: Any, stacked: Any, policy: Policy) -> tuple[Any, Any]:
+def run_layers(layer: Callable, x: Any, stacked: Any, policy: Policy, scanned: bool = True) -> tuple[Any, Any]:
     """`jax.lax.scan(layer, x, stacked)`, recomputed as the policy says; what it offloads moves under other layers.
 
     Args:
@@ -120,9 +121,15 @@ def scan_layers(layer: Callable, x: Any, stacked: Any, policy: Policy) -> tuple[
         x: what enters the first layer.
         stacked: parameters, their first dim is the layers'.
         policy: as `check_remat` returns it.
+        scanned: the layers are a loop of the program; otherwise each has its own instructions.
+
+    Raises:
+        ValueError: the policy offloads, and the layers are no loop.
     """
     if not isinstance(policy, Mix) and policy not in _OFFLOADED:
-        return jax.lax.scan(recompute(layer, policy), x, stacked)
+        return jax.lax.scan(recompute(layer, policy, scanned), x, stacked, unroll=not scanned)
+    if not scanned:
+        raise ValueError(f"remat = {policy!r} offloads, which needs scan_layers = true.")
     if isinstance(policy, Mix):
         keep, offload = policy.keep, policy.offload
     else:

@@ -24,7 +24,8 @@ from jaxtyping import Array, Float
 
 from meshkit.sharding import constrain
 from models.layers import Projection, parameter
-from models.remat import check_remat, scan_layers
+from models.options import check_option
+from models.remat import check_remat, run_layers
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
@@ -38,6 +39,7 @@ class ViTConfig:
         image: height and width, pixels.
         patch: height and width of a patch, pixels.
         pool: what the head reads: a `class` token of its own, or the `mean` over all patches.
+        scan_layers: as of `models.llama.LlamaConfig`.
     """
 
     embed: int
@@ -50,12 +52,14 @@ class ViTConfig:
     classes: int = 1000
     pool: str = "class"
     norm_eps: float = 1e-6
+    scan_layers: bool = True
 
     def __post_init__(self):
         for name in ("embed", "mlp", "layers", "heads", "image", "patch", "channels", "classes"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} = {size!r} must be a whole number of at least 1.")
+        check_option("scan_layers", self.scan_layers, "bool")
         if self.embed % self.heads:
             raise ValueError(f"embed = {self.embed} is not a multiple of heads = {self.heads}.")
         if self.image % self.patch:
@@ -164,7 +168,7 @@ class ViT(nnx.Module):
         with jax.named_scope("embedding"):
             x = constrain(self._embed(images), *RESIDUAL_AXES)
         with jax.named_scope("layers"):
-            x = self._scan_layers(x)
+            x = self._run_layers(x)
         with jax.named_scope("logits"):
             x = constrain(self.norm(x), "act_batch", None, "act_embed")
             x = x[:, 0] if self.config.pool == "class" else jnp.mean(x, axis=1)
@@ -183,13 +187,13 @@ class ViT(nnx.Module):
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
         return (x + self.positions.get_value()).astype(self.dtype)
 
-    def _scan_layers(self, x: jax.Array) -> jax.Array:
+    def _run_layers(self, x: jax.Array) -> jax.Array:
         graph, stacked = nnx.split(self.layers)
 
         def layer(x, parameters):
             return nnx.merge(graph, parameters)(x), None
 
-        return scan_layers(layer, x, stacked, self.remat)[0]
+        return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens; the patch projection and the head run on some tokens only and count by their share."""

@@ -13,7 +13,7 @@ from flax import nnx
 from models.gpt import GPT
 from models.llama import Llama
 from models.moe import Moe
-from models.remat import check_remat, scan_layers
+from models.remat import check_remat, run_layers
 
 MIXES = [
     {"offload": ["gate"]},
@@ -63,7 +63,7 @@ def traced(remat):
     x, stacked = jnp.ones((4, 8)), (jnp.ones((3, 8, 32)), jnp.ones((3, 32, 8)))
 
     def loss(x, stacked):
-        x, sums = scan_layers(mlp, x, stacked, check_remat(remat))
+        x, sums = run_layers(mlp, x, stacked, check_remat(remat))
         return jnp.sum(x) + jnp.sum(sums)
 
     return jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, stacked)
@@ -94,7 +94,7 @@ def test_what_cannot_be_carried_is_left_to_jax():
         return x, jnp.argmax(x)
 
     x, stacked = jnp.ones((4, 8)), (jnp.ones((3, 8, 32)), jnp.ones((3, 32, 8)))
-    run = partial(scan_layers, layer, x, stacked)
+    run = partial(run_layers, layer, x, stacked)
     mixed, plain = run(check_remat({"offload": ["up"]})), run("none")
     for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(a, b)
