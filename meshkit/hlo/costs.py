@@ -5,6 +5,7 @@ Counts, not seconds: `predict.kernels` prices them for a GPU.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -360,7 +361,8 @@ def _column_elements(body: Sequence[HloInstruction]) -> float:
     for reduce in (i for i in body if i.opcode == "reduce"):
         added = reduce.operands[0].shape
         if added.minor is not None and added.dims and added.minor not in reduce.dimensions:
-            waiting = _WARP / added.dims[added.minor]
+            kept = itertools.takewhile(lambda dim: dim not in reduce.dimensions, added.layout)
+            waiting = _WARP / math.prod(added.dims[dim] for dim in kept)
             narrow += added.elements * waiting if waiting > 1 else 0.0
             wide = max(wide, added.elements if written >= added.elements else 0.0)
     return max(narrow, wide)

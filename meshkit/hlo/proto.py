@@ -150,8 +150,8 @@ class Shape:
     dtype: str  # as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`, `token`
     dims: tuple[int, ...] = ()  # sizes; () of a scalar, a token or a tuple
     parts: tuple[Shape, ...] = ()  # members of a tuple
-    minor: int | None = field(default=None, compare=False)
-    """The dim whose elements are neighbours in memory; None of a scalar, a tuple, or where there is no layout."""
+    layout: tuple[int, ...] = field(default=(), compare=False)
+    """The dims as they lie in memory, the one whose elements are neighbours first; () where that is not known."""
     on_host: bool = field(default=False, compare=False)  # whether it, or a part of it, is in host memory
 
     @functools.cached_property
@@ -165,6 +165,11 @@ class Shape:
     def elements(self) -> int:
         """Of an array; 1 of anything else."""
         return math.prod(self.dims)
+
+    @property
+    def minor(self) -> int | None:
+        """The dim whose elements are neighbours in memory; None of a scalar, a tuple, or where that is not known."""
+        return self.layout[0] if self.layout else None
 
     def __str__(self) -> str:
         if self.dtype == "tuple":
@@ -189,9 +194,8 @@ def _shape(serialized: bytes) -> Shape:
         parts = tuple(_shape(part) for part in fields.get(4, ()) if isinstance(part, bytes))
         return Shape("tuple", parts=parts, on_host=any(p.on_host for p in parts))
     layout = message(fields, 5)
-    minor = next(iter(ints(layout, 1)), None)
     dims = tuple(ints(fields, 3))
-    return Shape(_DTYPES.get(kind, "invalid"), dims, (), minor, integer(layout, 8) == _HOST_SPACE)
+    return Shape(_DTYPES.get(kind, "invalid"), dims, (), tuple(ints(layout, 1)), integer(layout, 8) == _HOST_SPACE)
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from meshkit.config import catalog
 
 _TWO_STREAMS = "xla_gpu_experimental_enable_collective_multi_streaming"
 _SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+_GRAPHS = "xla_gpu_enable_command_buffer"
 _LEAST_RATE = 0.25  # a normal distribution has no end, a GPU that is in use does
 
 
@@ -37,6 +38,9 @@ class Assumptions:
     symmetric: bool = False
     """Operands and results of reductions and gathers lie in symmetric memory: inside a domain NCCL may run its kernels
     for that, where they are faster."""
+    graphed_copies: bool = True
+    """Slices that go to host memory or come from it are parts of CUDA graphs, in which each waits for what is before it
+    and holds up what is behind it (XLA since openxla/xla#28471)."""
     copy_engines: bool = False
     """With `symmetric`: gathers inside a domain run on copy engines, whatever that takes (NCCL's zero-CTA policy). XLA
     asks for it where a program has no fewer asynchronous collectives than blocking ones, or no fewer bytes of them
@@ -44,12 +48,14 @@ class Assumptions:
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:
-    """The assumptions under a program's XLA options: how many streams run collectives, and in which memory."""
+    """The assumptions under a program's XLA options: streams and memory of collectives, and what CUDA graphs hold."""
 
     def is_on(name: str) -> bool:
         return str(options.get(name, "")).strip().lower() in ("1", "true")
 
-    return Assumptions(streams=2 if is_on(_TWO_STREAMS) else 1, symmetric=is_on(_SYMMETRIC))
+    graphed = "DYNAMIC_SLICE" in str(options.get(_GRAPHS, "DYNAMIC_SLICE_FUSION"))  # which XLA's own list has
+    streams = 2 if is_on(_TWO_STREAMS) else 1
+    return Assumptions(streams=streams, symmetric=is_on(_SYMMETRIC), graphed_copies=graphed)
 
 
 def slowest_of(gpus: int, spread: float | None = None) -> float:

@@ -2,7 +2,7 @@
 
 One GPU stands for all (SPMD). Kernels and blocking collectives run on one stream in schedule order; asynchronous
 collectives on another, or on two, in order of their starts; those that run at once share links (pricing.py).
-Asynchronous copies over the host link have a third. Copies on the device are kernels that fill the
+Asynchronous copies over the host link have a third, but for those in CUDA graphs. Copies on the device are kernels that fill the
 GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a collective runs,
 kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over iterations starts and
 ends in the one before, and travels in the loop's state), so the iterations of a loop are alike: one is simulated and
@@ -26,6 +26,7 @@ from meshkit.timeline import Collective, DeviceStep, Timeline
 
 # Iterations that are simulated one by one for what is in flight during them; beyond, it slows nothing.
 _MOST_SINGLE = 256
+_GRAPHED = ("dynamic-slice", "dynamic-update-slice", "fusion")  # that CUDA graphs record, unlike whole copies
 _ROUNDS = 2  # of tensor cores' share of a step and their rates
 
 
@@ -305,11 +306,13 @@ class _Simulator:
             streams.now = streams.traffic.finished(streams.traffic.start(transfer, label, streams.now))
 
     def _copy(self, i: Instruction, streams: _Streams) -> None:
-        """An asynchronous copy: over the host link beside the kernels, on the device among them."""
+        """An asynchronous copy: over the host link beside the kernels, in a CUDA graph or on the device among them."""
         work, out = self._pricer.work(i), streams.out
         if i.cost and i.cost.host_bytes:
             start = max(streams.now, streams.host)
             end = streams.host = start + work.alone_s
+            if self._assumptions.graphed_copies and i.opcode in _GRAPHED:
+                streams.now = end
             out.host_bytes += i.cost.host_bytes
         else:
             start = streams.now + self._gap

@@ -37,6 +37,7 @@ _STEM = re.compile(r"(?:[._]+(?:\d+|clone|remat\d*|peeled|double|buffer))+$")
 _COPY = re.compile(r"^memcpy", re.IGNORECASE)
 _FILL = re.compile(r"^memset", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bprop|bwd|compute_dot_do_o|convert_dq|reduce_head", re.IGNORECASE)
+_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # adds up what the kernel before it multiplied
 _NUMBERS = ("partition-id", "replica-id")  # a memset of four bytes each
 _NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # a kernel of XLA's own, and a copy
 _SLICES = re.compile(r"copy|slice")
@@ -211,6 +212,8 @@ class _Names:
             worth[self._kernels == kernel] = _SAME_NAME
         elif _COPY.match(kernel):
             worth[self._copies] = _COPIES
+        elif _CONTINUES.search(kernel):
+            pass  # no instruction begins with it
         elif _FILL.match(kernel):
             worth[self._library != ""] = _FILLS
             worth[self._fills] = _COPIES

@@ -17,6 +17,7 @@ from meshkit.compile.choices import (
 from meshkit.config.experiment import load
 from meshkit.config.sections import TrainTable
 from meshkit.planning.resolved import make_train_step
+from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import build_mesh, describe_devices
 
@@ -147,6 +148,15 @@ def test_xla_need_not_make_room_for_what_waits_in_host_memory():
         assert TrainTable(global_batch=1, remat=remat).offloads
     for remat in ("none", "full", ("gate",)):
         assert not TrainTable(global_batch=1, remat=remat).offloads
+
+
+def test_copies_to_host_memory_stay_out_of_cuda_graphs():
+    """In graphs they are in line with kernels; a plan with XLA's own list prices them so."""
+    found = {o.name: o.value for o in derive_options(*made("model.layers=2", "train.remat=offload"))}
+    assert not assumptions_for(found).graphed_copies
+    assert "xla_gpu_enable_command_buffer" not in {o.name for o in derive_options(*made("model.layers=2"))}
+    assert assumptions_for({}).graphed_copies
+    assert assumptions_for({"xla_gpu_enable_command_buffer": "FUSION,DYNAMIC_SLICE_FUSION"}).graphed_copies
 
 
 def test_a_step_can_have_somebody_elses_options_alone():

@@ -149,3 +149,39 @@ def test_a_fused_matmul_joins_its_operands_for_cublas_and_turns_those_in_fp8(cos
     assert (costs["joined"].joined_bytes, costs["joined"].launches) == (2 * 64 * 48 * 2, 2)
     assert costs["turned"].turned_bytes == 2 * 64 * 32
     assert costs["joined"].turned_bytes == costs["turned"].joined_bytes == costs["complex"].joined_bytes == 0.0
+
+
+COLUMNS = """HloModule columns, is_scheduled=true
+
+add (a: f32[], b: f32[]) -> f32[] {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT sum = f32[] add(a, b)
+}
+
+grouped (a: f32[8,64,32,12]) -> f32[8,32,12] {
+  a = f32[8,64,32,12] parameter(0)
+  zero = f32[] constant(0)
+  ROOT sums = f32[8,32,12] reduce(a, zero), dimensions={1}, to_apply=add
+}
+
+narrow (a: f32[8,64,32,12]) -> f32[8,64,12] {
+  a = f32[8,64,32,12] parameter(0)
+  zero = f32[] constant(0)
+  ROOT sums = f32[8,64,12] reduce(a, zero), dimensions={2}, to_apply=add
+}
+
+ENTRY main (a: f32[8,64,32,12]) -> f32[8,64,12] {
+  a = f32[8,64,32,12] parameter(0)
+  wide = f32[8,32,12] fusion(a), kind=kInput, calls=grouped
+  ROOT apart = f32[8,64,12] fusion(a), kind=kInput, calls=narrow
+}
+"""
+
+
+def test_columns_are_as_narrow_as_what_lies_side_by_side():
+    """Rows of 32 x 12 fill warps; rows of 12 leave 20 of their 32 threads without work."""
+    schedule = read_schedule(parse_hlo(COLUMNS), Placement.from_shape(("data",), (1,)))
+    costs = {i.name: i.cost for i in schedule.computations[schedule.entry] if i.cost}
+    assert costs["wide"].column_elements == 0
+    assert costs["apart"].column_elements == pytest.approx(8 * 64 * 32 * 12 * 32 / 12)

@@ -248,6 +248,15 @@ def test_collectives_and_library_kernels_of_a_graph_are_known_by_their_order(tmp
     assert (trace.facts.mapped_share, trace.facts.believes_axes, trace.notes) == (1.0, True, ())
 
 
+def test_a_kernel_that_adds_up_a_split_matmul_belongs_to_the_one_before(tmp_path):
+    nodes = (node("fusion"), node("custom-call.7", library="matmul"), node("custom-call.8", library="matmul"))
+    kernels = ["nvjet_sm90_a", "nvjet_sm90_b_splitK", "void cublasLt::splitKreduce_kernel<32, 16, int>"]
+    file = write_trace(tmp_path / "x", "/device:GPU:0", list(graph_events(kernels)))
+    trace = read_trace([file], program(graph_nodes=nodes))
+    seen = dict(zip(trace.timeline.op_names, trace.kernels.count.tolist()))
+    assert (seen["custom-call.7"], seen["custom-call.8"]) == (1, 2)
+
+
 def test_collectives_that_are_more_than_the_programs_withhold_the_axes(tmp_path):
     trace = read(tmp_path, ["ncclDevKernel_AllGather_RING_LL"] * 2 + ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL"])
     assert sweep(trace.timeline.steps[0], 2).count.tolist() == [1, 1, 1]
