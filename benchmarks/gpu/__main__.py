@@ -17,15 +17,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
 import time
+import warnings
 import zlib
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,6 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="what can be proven without a card")
     parser.add_argument("--score", type=Path, metavar="DIR", help="predicted beside measured, for a folder of results")
     parser.add_argument("--toy", action="store_true", help="at a size for CPUs")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     known = ROWS if args.rows or args.plan else MEASUREMENTS
     if unknown := set(args.only) - {m.name for m in known}:
@@ -83,8 +84,6 @@ def main() -> None:
             parser.error(str(e))
     elif args.out is None:
         parser.error("--out DIR: where do results go?")
-    elif args.one:
-        make_one(next(m for m in (*MEASUREMENTS, *ROWS) if m.name == args.one), args.out / args.one, args.toy)
     elif not args.toy and isinstance(read_nvml(), str):
         parser.error("there is no NVIDIA GPU here; --toy runs the list at a size for CPUs")
     else:
@@ -108,7 +107,7 @@ def print_list(chosen: Sequence[Measurement]) -> None:
 def run_all(chosen: Sequence[Measurement], out: Path, deadline: float, toy: bool, earlier: Sequence[Path] = ()) -> int:
     """Runs what is not done yet and still has the time it is expected to take: the untried first, then what failed.
 
-    While one runs, the process of the next imports what it needs.
+    All modules are imported here, once: each measurement's process is a fork that finds them, and starts the device.
 
     Returns:
         1 where something of it failed, else 0.
@@ -116,23 +115,20 @@ def run_all(chosen: Sequence[Measurement], out: Path, deadline: float, toy: bool
     failed = 0
     found = {m.name: next((s for d in (out, *earlier) if (s := status_of(d / m.name))), None) for m in chosen}
     todo = sorted((m for m in chosen if found[m.name] != "done"), key=lambda m: found[m.name] is not None)
-    started: dict[str, Started] = {}
+    for m in todo:
+        with contextlib.suppress(Exception):  # its own process says what is wrong
+            m.load()
     try:
-        for m, following in zip(todo, [*todo[1:], None]):
+        for m in todo:
             left, needed = deadline - time.monotonic(), _TOY_S if toy else m.expected_s
             if left < needed:
                 print(f"{m.name}: {left:.0f} s are left, and it takes {needed:.0f}", flush=True)
                 continue
             print(f"{m.name} ...", end=" ", flush=True)
-            process = started.pop(m.name, None) or Started(m, out, toy)
-            if following is not None:
-                started[following.name] = Started(following, out, toy)
-            result = process.finish(min(m.limit_s * (_TOY_PATIENCE if toy else 1), left))
+            result = measure(m, out, toy, min(m.limit_s * (_TOY_PATIENCE if toy else 1), left))
             print(f"{result['status']} in {result['seconds']:.0f} s", flush=True)
             failed |= result["status"] != "done"
     finally:
-        for process in started.values():
-            process.discard()
         print(table(out))
         for piece in sorted({m.piece for m in todo}):
             pack(out, piece)
@@ -145,56 +141,43 @@ def status_of(folder: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8"))["status"] if path.exists() else None
 
 
-class Started:
-    """A measurement's process, which has imported what it needs and waits to be told to begin."""
-
-    def __init__(self, m: Measurement, out: Path, toy: bool):
-        self._m, self._folder, self._toy = m, out / m.name, toy
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--one", m.name]
-        with (self._folder / LOG).open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, *(["--toy"] if toy else [])],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def finish(self, limit_s: float) -> dict[str, Any]:
-        """Makes the measurement, kills all of it at the limit, and writes what it found until then."""
-        began, status = time.monotonic(), "interrupted"
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it died while it imported
-                self._process.communicate(b"begin", limit_s)
-            code = self._process.wait(limit_s)
-            status = "done" if code == 0 else f"failed with exit code {code}"
-        except subprocess.TimeoutExpired:
+def measure(m: Measurement, out: Path, toy: bool, limit_s: float) -> dict[str, Any]:
+    """Makes a measurement in a process of its own, kills all of it at the limit, and writes what it found until then."""
+    folder = out / m.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    began, status = time.monotonic(), "interrupted"
+    process = multiprocessing.get_context("fork").Process(target=_in_child, args=(m, folder, toy))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax warns of forks; no device has started here, and no thread of jax's
+        process.start()
+    try:
+        process.join(limit_s)
+        code = process.exitcode
+        if code is None:
             status = f"stopped after {limit_s:.0f} s"
-        finally:
-            _kill(self._process)
-            values = self._folder / VALUES
-            found = json.loads(values.read_text(encoding="utf-8")) if values.exists() else {}
-            seconds = time.monotonic() - began
-            result = {"name": self._m.name, "status": status, "seconds": seconds, "toy": self._toy}
-            if status != "done":
-                said = (self._folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-                result["log"] = said[-30:]
-            _write(self._folder / RESULT, result | {"values": found})
-        return result
-
-    def discard(self) -> None:
-        """Ends a process that was not told to begin."""
-        _kill(self._process)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            status = "done" if code == 0 else f"failed with exit code {code}"
+    finally:
+        _kill(process)
+        values = folder / VALUES
+        found = json.loads(values.read_text(encoding="utf-8")) if values.exists() else {}
+        seconds = time.monotonic() - began
+        result = {"name": m.name, "status": status, "seconds": seconds, "toy": toy}
+        if status != "done":
+            said = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+            result["log"] = said[-30:]
+        _write(folder / RESULT, result | {"values": found})
+    return result
 
 
-def make_one(m: Measurement, folder: Path, toy: bool) -> None:
-    """Makes a measurement in this process; what it has found is on disk before it looks for more."""
-    m.load()
-    if not sys.stdin.read():
-        return  # nobody waits for it
+def _in_child(m: Measurement, folder: Path, toy: bool) -> None:
+    """Makes a measurement; what it has found is on disk before it looks for more."""
+    os.setsid()  # so that all that it starts ends with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with (folder / LOG).open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     found: dict[str, Any] = {}
     for part in m.run(folder, toy):
         found |= part
@@ -237,10 +220,14 @@ def _kept(folder: Path) -> list[Path]:
     return [p for p in files if "checkpoints" not in p.parts and not p.name.endswith(".trace.json.gz")]
 
 
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def _kill(process: BaseProcess) -> None:
+    """Ends a process and all that it started."""
+    if process.pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, or it has made no group of its own yet
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
 
 
 def _write(path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 import meshkit as mk
-from benchmarks.third_party.models import KEY, Foreign
+from benchmarks.third_party.models import Foreign, first_key
 
 TYPES: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
 linear: Any = functools.partial(nnx.Linear, **TYPES)
@@ -53,7 +53,7 @@ def _next_token(model: Any, tokens: jax.Array) -> jax.Array:
 
 def _tokens(batch: int, length: int, vocabulary: int) -> tuple[jax.Array]:
     """Rows of one token more than a model reads."""
-    return (jax.random.randint(KEY, (batch, length + 1), 0, vocabulary),)
+    return (jax.random.randint(first_key(), (batch, length + 1), 0, vocabulary),)
 
 
 def _attend(q: Any, k: Any, v: Any, heads: int, bias: Any = 0.0) -> jax.Array:
@@ -104,7 +104,7 @@ def _flow(model: Any, images: jax.Array, noise: jax.Array, time: jax.Array) -> j
 
 
 def _noisy(batch: int, size: int, channels: int) -> tuple[jax.Array, ...]:
-    images = jax.random.normal(KEY, (batch, size, size, channels))
+    images = jax.random.normal(first_key(), (batch, size, size, channels))
     return images, images[::-1], jnp.linspace(0.1, 0.9, batch)
 
 
@@ -147,7 +147,7 @@ def resnet50(toy: bool) -> Foreign:
                 x = block(x)
             return self.head(x.mean((1, 2)))
 
-    images = jax.random.normal(KEY, (batch, size, size, 3), jnp.bfloat16)
+    images = jax.random.normal(first_key(), (batch, size, size, 3), jnp.bfloat16)
     loss = lambda model, x, labels: _cross_entropy(model(x), labels)
     return _training("ResNet-50", lambda: ResNet(nnx.Rngs(0)), loss, (images, jnp.arange(batch) % classes))
 

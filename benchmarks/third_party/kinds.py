@@ -17,12 +17,12 @@ import optax
 from flax import nnx
 
 import meshkit as mk
-from benchmarks.third_party.models import KEY, Foreign
+from benchmarks.third_party.models import Foreign, first_key
 
 BATCH = {"act_batch": "fsdp"}
 AXES = (("fsdp", 4), ("tensor", 2))
 TWO_LAYERS = [("up/kernel", ("fsdp", "tensor")), ("down/kernel", ("tensor", "fsdp"))]
-PAIRS = (jax.random.normal(KEY, (32, 64)), jnp.arange(32) % 8)
+PAIRS = (jax.random.normal(first_key(), (32, 64)), jnp.arange(32) % 8)
 
 
 def _modules(what: str, make: Callable[[], nnx.Module], loss: Any, batch: Any, rules: Any, tx: Any = None) -> Foreign:
@@ -96,7 +96,7 @@ def unet() -> Foreign:
     def loss(model, clean, noise):
         return jnp.mean((model(clean + noise) - noise) ** 2)
 
-    batch = (jax.random.normal(KEY, (8, 16, 16, 3)), jax.random.normal(jax.random.key(2), (8, 16, 16, 3)))
+    batch = (jax.random.normal(first_key(), (8, 16, 16, 3)), jax.random.normal(jax.random.key(2), (8, 16, 16, 3)))
     overrides = [("last/kernel", (None, None, "fsdp", None)), ("**/kernel", (None, None, None, ("fsdp", "tensor")))]
     return _modules("U-Net (nnx)", lambda: UNet(nnx.Rngs(0)), loss, batch, mk.ShardingRules(BATCH, overrides=overrides))
 
@@ -125,7 +125,7 @@ def lstm() -> Foreign:
         ("head/kernel", (None, ("tensor", "fsdp"))),
     ]
     rules = mk.ShardingRules(BATCH, overrides=overrides)
-    tokens = jax.random.randint(KEY, (8, 13), 0, 256)
+    tokens = jax.random.randint(first_key(), (8, 13), 0, 256)
     return _modules("LSTM (nnx)", lambda: Lstm(nnx.Rngs(0)), loss, (tokens,), rules)
 
 
@@ -214,7 +214,7 @@ def diffusion_transformer() -> Foreign:
         t = time[:, None, None, None]
         return jnp.mean((model((1 - t) * images + t * noise, time) - (noise - images)) ** 2)
 
-    images = jax.random.normal(KEY, (8, 16, 16, 3))
+    images = jax.random.normal(first_key(), (8, 16, 16, 3))
     batch = (images, images[::-1], jnp.linspace(0.1, 0.9, 8))
     overrides = [
         ("blocks/*/attention/out/kernel", ("tensor", None, "fsdp")),
@@ -249,7 +249,7 @@ def haiku() -> Foreign:
         ("**/linear_1/w", ("tensor", "fsdp")),
     ]
     rules = mk.ShardingRules(BATCH, overrides=overrides)
-    x = jax.random.normal(KEY, (8, 16, 64))
+    x = jax.random.normal(first_key(), (8, 16, 64))
     return _arrays("transformer (haiku)", lambda: model.init(jax.random.key(0), x), loss, (x,), rules)
 
 
@@ -275,7 +275,7 @@ def transformers() -> Foreign:
 
     config = library.GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_layer=2, n_head=4)
     model = library.FlaxGPT2LMHeadModel(config, _do_init=False)
-    tokens = jax.random.randint(KEY, (8, 16), 0, 256)
+    tokens = jax.random.randint(first_key(), (8, 16), 0, 256)
 
     def loss(params, tokens):
         return _cross_entropy(model(tokens, params=params).logits[:, :-1], tokens[:, 1:])
@@ -286,7 +286,7 @@ def transformers() -> Foreign:
         ("**/kernel", ("tensor", "fsdp")),
     ]
     rules = mk.ShardingRules(BATCH, overrides=overrides)
-    return _arrays("GPT-2 (Hugging Face, linen)", lambda: model.init_weights(KEY, (1, 16)), loss, (tokens,), rules)
+    return _arrays("GPT-2 (Hugging Face, linen)", lambda: model.init_weights(first_key(), (1, 16)), loss, (tokens,), rules)
 
 
 KINDS = (unet, lstm, schedule_free, multi_transform, ema, grain, diffusion_transformer, haiku, equinox, transformers)

@@ -26,7 +26,11 @@ from flax import nnx
 import meshkit as mk
 
 FSDP = mk.ShardingRules({"act_batch": ["data", "fsdp"]}, auto={"axis": "fsdp", "min_bytes": 4096})
-KEY = jax.random.key(1)
+
+
+def first_key() -> jax.Array:
+    """The key of all that is drawn; a function, since drawing it starts the devices."""
+    return jax.random.key(1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def gemma(flax: Path) -> Foreign:
         transformer_cfg.TransformerConfig.gemma3_270m(), num_layers=2, num_embed=1024,
         attention_types=transformer_cfg.make_attention_layers_types(transformer_cfg.GEMMA3_ATTENTION_PATTERN, 2),
     )  # fmt: skip
-    tokens = jax.random.randint(KEY, (8, 32), 0, 1024)
+    tokens = jax.random.randint(first_key(), (8, 32), 0, 1024)
 
     def loss(model, tokens):
         tokens = mk.constrain(tokens, "act_batch", None)
@@ -123,7 +127,7 @@ def gemma(flax: Path) -> Foreign:
 def mnist(flax: Path) -> Foreign:
     """Convolutions, batch norm and dropout whose random streams come with the call."""
     found = _taken(flax / "examples/mnist/train.py", "CNN", "loss_fn")
-    batch = {"image": jax.random.normal(KEY, (16, 28, 28, 1)), "label": jnp.arange(16) % 10}
+    batch = {"image": jax.random.normal(first_key(), (16, 28, 28, 1)), "label": jnp.arange(16) % 10}
 
     def loss(model, batch, rngs):
         image = mk.constrain(batch["image"], "act_batch", None, None, None)
@@ -142,7 +146,7 @@ def scan(flax: Path) -> Foreign:
 
     what = "vmap + scan over layers (nnx), flax/examples/nnx_toy_examples/06"
     made = lambda: found["ScanMLP"](64, n_layers=3, rngs=nnx.Rngs(0))
-    return _module(loss, made, (jax.random.normal(KEY, (64, 64)),), what)
+    return _module(loss, made, (jax.random.normal(first_key(), (64, 64)),), what)
 
 
 def own_step(flax: Path) -> Foreign:
@@ -168,12 +172,12 @@ def lm1b(flax: Path) -> Foreign:
     from models import TransformerConfig, TransformerLM
 
     small = TransformerConfig(1024, 1024, num_layers=1, emb_dim=128, qkv_dim=128, mlp_dim=256, deterministic=True)
-    model, tokens = TransformerLM(small), jax.random.randint(KEY, (16, 32), 1, 1024)
+    model, tokens = TransformerLM(small), jax.random.randint(first_key(), (16, 32), 1, 1024)
 
     def loss(variables, tokens):
         return _cross_entropy(model.apply(variables, mk.constrain(tokens, "act_batch", None)), tokens)
 
-    found = _tree(loss, lambda: model.init(KEY, tokens), (tokens,), "transformer (linen), flax/examples/lm1b")
+    found = _tree(loss, lambda: model.init(first_key(), tokens), (tokens,), "transformer (linen), flax/examples/lm1b")
     heads = [("**/out/kernel", ("tensor", None, "fsdp")), ("**/Multi*/*/kernel", ("fsdp", "tensor", None))]
     names = {"embed": "fsdp", "mlp": "tensor", "vocab": "tensor", "act_batch": "fsdp"}
     rules = mk.ShardingRules(names, overrides=heads)
@@ -187,13 +191,13 @@ def wmt(flax: Path) -> Foreign:
 
     sizes = {"emb_dim": 128, "num_heads": 4, "num_layers": 1, "qkv_dim": 128, "mlp_dim": 256, "max_len": 64}
     model = Transformer(TransformerConfig(1024, 1024, deterministic=True, **sizes))
-    tokens = jax.random.randint(KEY, (16, 32), 1, 1024)
+    tokens = jax.random.randint(first_key(), (16, 32), 1, 1024)
 
     def loss(variables, tokens):
         tokens = mk.constrain(tokens, "act_batch", None)
         return _cross_entropy(model.apply(variables, tokens, tokens), tokens)
 
-    return _tree(loss, lambda: model.init(KEY, tokens, tokens), (tokens,), "translation (linen), flax/examples/wmt")
+    return _tree(loss, lambda: model.init(first_key(), tokens, tokens), (tokens,), "translation (linen), flax/examples/wmt")
 
 
 def imagenet(flax: Path) -> Foreign:
@@ -203,14 +207,14 @@ def imagenet(flax: Path) -> Foreign:
     from models import ResNet, ResNetBlock
 
     model = partial(ResNet, stage_sizes=[1, 1], block_cls=ResNetBlock)(num_classes=16, num_filters=16)
-    images = jax.random.normal(KEY, (16, 32, 32, 3))
+    images = jax.random.normal(first_key(), (16, 32, 32, 3))
 
     def loss(variables, images):
         apply = jax.vmap(lambda x: model.apply(variables, x, mutable="batch_stats")[0], axis_name="batch")
         logits = apply(mk.constrain(images, "act_batch", None, None, None)[None])[0]
         return _cross_entropy(logits, jnp.arange(16))
 
-    return _tree(loss, lambda: model.init(KEY, images), (images,), "ResNet (linen), flax/examples/imagenet")
+    return _tree(loss, lambda: model.init(first_key(), images), (images,), "ResNet (linen), flax/examples/imagenet")
 
 
 def logical(flax: Path) -> Foreign:
@@ -231,22 +235,22 @@ def logical(flax: Path) -> Foreign:
                              metadata_params={nn.PARTITION_NAME: "layers"})  # fmt: skip
             return layers()(x, None)[0]
 
-    model, x = Stack(), jax.random.normal(KEY, (64, 128))
+    model, x = Stack(), jax.random.normal(first_key(), (64, 128))
     loss = lambda variables, x: jnp.mean((model.apply(variables, x) - 1) ** 2)
-    found = _tree(loss, lambda: model.init(KEY, x), (x,), "logical names, scan, remat (linen), as flax's guide has it")
+    found = _tree(loss, lambda: model.init(first_key(), x), (x,), "logical names, scan, remat (linen), as flax's guide has it")
     names = {"embed": "fsdp", "mlp": "tensor", "batch": "fsdp", "hidden": "tensor"}
     return with_changes(found, rules=mk.ShardingRules(names), axes=(("fsdp", 4), ("tensor", 2)))
 
 
 def explicit(flax: Path) -> Foreign:
     """Written here: shardings in the types of arrays, as meshes of jax.make_mesh have them."""
-    init = lambda: {"up": jax.random.normal(KEY, (64, 256)) / 8, "down": jax.random.normal(KEY, (256, 64)) / 16}
+    init = lambda: {"up": jax.random.normal(first_key(), (64, 256)) / 8, "down": jax.random.normal(first_key(), (256, 64)) / 16}
 
     def loss(params, x):
         hidden = jax.nn.relu(jnp.dot(x, params["up"], out_sharding=_like(x)))
         return jnp.mean((jnp.dot(hidden, params["down"], out_sharding=_like(x)) - x) ** 2)
 
-    found = _tree(loss, init, (jax.random.normal(KEY, (64, 64)),), "explicit sharding (jax), as jax's guide has it")
+    found = _tree(loss, init, (jax.random.normal(first_key(), (64, 64)),), "explicit sharding (jax), as jax's guide has it")
     return with_changes(found, explicit=True)
 
 
@@ -274,7 +278,7 @@ def keras(flax: Path) -> Foreign:
         return jnp.mean((model.stateless_call(params, rest, mk.constrain(x, "act_batch", None))[0] - x) ** 2)
 
     init = lambda: [jnp.copy(v.value) for v in model.trainable_variables]
-    return _tree(loss, init, (jax.random.normal(KEY, (64, 64)),), "Sequential (Keras 3 on jax)")
+    return _tree(loss, init, (jax.random.normal(first_key(), (64, 64)),), "Sequential (Keras 3 on jax)")
 
 
 MODELS = (gemma, mnist, scan, own_step, lm1b, wmt, imagenet, logical, explicit, keras)

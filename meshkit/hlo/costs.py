@@ -101,6 +101,7 @@ class Cost:
     column_elements: float = 0.0  # that a kernel adds up over columns while it writes as many, in full warps
     tile_reduces: int = 0  # reductions, one after the other, of the rows that a Triton kernel holds; 0 of other kernels
     unaligned_bytes: float = 0.0  # of a matmul's operands whose rows are no multiple of 16 bytes
+    convolves: bool = False  # whether it is a convolution of cuDNN's
     scalar_flops: float = 0.0  # of convolutions that no tensor core takes
     depthwise_products: float = 0.0  # multiply-adds of convolutions of one channel each
     compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
@@ -207,7 +208,9 @@ def _custom_call(instruction: HloInstruction) -> Cost:
     flops, matmuls = _matmul_work(instruction)
     known = flops or target in STREAMING_CALLS or target in FREE_CALLS
     found = Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
-    return replace(found, **_beside_tensor_cores(instruction)) if "__cudnn$conv" in target else found
+    if "__cudnn$conv" not in target:
+        return found
+    return replace(found, convolves=True, **_beside_tensor_cores(instruction))
 
 
 def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[Matmul, ...]]:

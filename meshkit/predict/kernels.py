@@ -127,9 +127,10 @@ def kernel_work(
         assumptions: what to take into account.
         busy: share of the step's time in which tensor cores work; 1 in a long run of nothing else.
     """
-    matmul = _matmul_s(cost, gpu, rates, assumptions, busy)
+    share = catalog.kernels()["convolution_share"] if cost.convolves else 1.0
+    matmul = _matmul_s(cost, gpu, rates, assumptions, busy) / share
     attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions, busy)
-    memory = max(_moved_bytes(cost) / memory_bytes_per_s(gpu, rates), _handling_s(cost, gpu))
+    memory = max(_moved_bytes(cost) / memory_bytes_per_s(gpu, rates) / share, _handling_s(cost, gpu))
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
     matmul += cost.scalar_flops / large_flops_per_s(gpu, "fp32")
     made = cost.joined_bytes / memory_bytes_per_s(gpu, rates)

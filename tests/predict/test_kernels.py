@@ -325,16 +325,24 @@ def test_random_numbers_take_their_integer_instructions_where_memory_takes_less(
             0.12,
         ),
         (  # three channels, the mean of two passes
-            Cost({"bf16": 60_423_143_424.0}, scalar_flops=60_423_143_424.0),
+            Cost({"bf16": 60_423_143_424.0}, convolves=True, scalar_flops=60_423_143_424.0),
             1449.0,
             0.06,
         ),
-        (Cost({"bf16": 134_217_728.0}, depthwise_products=67_108_864), 593.0, 0.02),
+        (Cost({"bf16": 134_217_728.0}, convolves=True, depthwise_products=67_108_864), 593.0, 0.02),
     ],
 )
 def test_kernels_of_an_h200_take_what_they_took(cost, micros, rel):
     """Single kernels of trainings on an H200, 27 November 2026; constants are from these and a dozen others."""
     assert kernel_work(cost, catalog.gpu("h200"), busy=0.75).alone_s * 1e6 == pytest.approx(micros, rel=rel)
+
+
+def test_a_convolution_takes_longer_than_a_matmul_of_its_work():
+    """By what it multiplies and by what it moves."""
+    flops = {"bf16": 463_856_467_968.0}
+    for work in (Cost(flops), Cost(flops, bytes_accessed=1e11)):
+        convolution = replace(work, convolves=True)
+        assert kernel_work(convolution, H100).alone_s == pytest.approx(kernel_work(work, H100).alone_s / 0.86)
 
 
 def test_a_small_matmul_in_fp32_takes_no_longer_than_tensor_cores_would_and_its_flop():
