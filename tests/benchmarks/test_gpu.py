@@ -13,7 +13,7 @@ import pytest
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import checks, contention
 from benchmarks.gpu.kernels import ADDED
-from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
+from benchmarks.gpu.measurements import MEASUREMENTS, ROWS, Measurement
 from meshkit.config.experiment import load
 
 NAMES = [m.name for m in MEASUREMENTS]
@@ -277,3 +277,16 @@ def test_a_kernel_is_timed_for_the_seconds_that_are_given():
     assert time.perf_counter() - began < 0.6
     assert 0.01 <= burst * kernels.REPEATS < 0.03
     assert 0.01 <= sustained * kernels.REPEATS < 0.03
+
+
+def test_modules_of_measurements_start_no_device():
+    """They are imported before processes fork from the one that has them, and beside none that uses the GPU."""
+    modules = sorted({m.function.partition(":")[0] for m in (*MEASUREMENTS, *ROWS)})
+    code = f"""
+import importlib
+from jax._src import xla_bridge
+for name in {modules}:
+    importlib.import_module("benchmarks.gpu." + name)
+    assert not xla_bridge.backends_are_initialized(), name
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
