@@ -283,7 +283,9 @@ class GPT(nnx.Module):
             parameters, key = of_layer
             return nnx.merge(graph, parameters)(x, key), None
 
-        return run_layers(layer, x, (stacked, layer_keys(key, self.config.layers)), self.remat, self.config.scan_layers)[0]
+        return run_layers(
+            layer, x, (stacked, layer_keys(key, self.config.layers)), self.remat, self.config.scan_layers
+        )[0]
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply activations; a tied table once, look-ups not."""

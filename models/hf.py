@@ -1,4 +1,4 @@
-"""Hugging Face's layout of Llama and Mixtral: what their tensors and config keys are called, and how dims correspond.
+"""Hugging Face's layout of Llama, Mixtral and Qwen3: names of tensors and config keys, and how dims correspond.
 
 `Llama.hf_layout` and `Moe.hf_layout` hand these tables to `meshkit.weights.files`, which streams the
 weights. Both sides pair up the rotary dims by halves, so queries and keys need no permutation.
@@ -32,10 +32,15 @@ KEYS = {
 }
 MOE_KEYS = {option: key for option, key in KEYS.items() if option != "tied"}
 MOE_KEYS |= {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+_QWEN_MOE_KEYS = MOE_KEYS | {"mlp": "moe_intermediate_size", "experts": "num_experts"}
+_KEYS = {"llama": KEYS, "mixtral": MOE_KEYS, "qwen3": KEYS, "qwen3_moe": _QWEN_MOE_KEYS}  # by model_type
+_QWEN = ("qwen3", "qwen3_moe")
 # What transformers takes a key for that config.json leaves out.
 _DEFAULTS = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": False},
+    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False, "head_dim": 128},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
 }
 # What our models do not do: key -> the values by which it is not asked for.
 _UNSUPPORTED = {
@@ -44,6 +49,10 @@ _UNSUPPORTED = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "sliding_window": (None,),
+    "use_sliding_window": (False, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "norm_topk_prob": (True, None),
 }
 
 _LAYER = "model.layers.{layers}."
@@ -77,6 +86,10 @@ _COMMON = (
     Row("layers/mlp_norm/scale", _LAYER + "post_attention_layernorm.weight", "embed", "layers embed"),
     Row("norm/scale", "model.norm.weight", "embed", "embed"),
 )
+_QK_NORMS = (
+    Row("layers/attention/query_norm/scale", _LAYER + "self_attn.q_norm.weight", "head_dim", "layers head_dim"),
+    Row("layers/attention/key_norm/scale", _LAYER + "self_attn.k_norm.weight", "head_dim", "layers head_dim"),
+)
 _HEAD = Row("head/kernel", "lm_head.weight", "vocab embed", "embed vocab")
 _SWIGLU = (
     Row("layers/mlp/gate/kernel", _LAYER + "mlp.gate_proj.weight", "mlp embed", "layers embed mlp"),
@@ -90,6 +103,13 @@ _EXPERTS = (
     Row("layers/moe/experts/up", _EXPERT + "w3.weight", "mlp embed", "layers experts embed mlp"),
     Row("layers/moe/experts/down", _EXPERT + "w2.weight", "embed mlp", "layers experts mlp embed"),
 )
+_OF_EXPERT = _LAYER + "mlp.experts.{experts}."
+_QWEN_EXPERTS = (
+    Row("layers/moe/router/kernel", _LAYER + "mlp.gate.weight", "experts embed", "layers embed experts"),
+    Row("layers/moe/experts/gate", _OF_EXPERT + "gate_proj.weight", "mlp embed", "layers experts embed mlp"),
+    Row("layers/moe/experts/up", _OF_EXPERT + "up_proj.weight", "mlp embed", "layers experts embed mlp"),
+    Row("layers/moe/experts/down", _OF_EXPERT + "down_proj.weight", "embed mlp", "layers experts mlp embed"),
+)
 # The names that transformers 5 has in memory, and writes with `save_original_format=False`.
 _GATE_UP, _STACK = _LAYER + "mlp.experts.gate_up_proj", "layers experts embed mlp"
 _FUSED_EXPERTS = (
@@ -102,39 +122,45 @@ _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in files of 
 
 
 def llama_layout(config: Any) -> Layout:
-    """Layout of `LlamaForCausalLM` for a LlamaConfig."""
+    """Layout of `LlamaForCausalLM` for a LlamaConfig; of `Qwen3ForCausalLM` where queries and keys are normalized."""
     rows = (*_COMMON, *_SWIGLU, *(() if config.tied else (_HEAD,)))
     copies = {_HEAD.name: "model.embed_tokens.weight"} if config.tied else {}
+    if config.qk_norm:
+        written = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+        return _layout(config, (*rows, *_QK_NORMS), written | {"attention_bias": False}, copies=copies)
     written = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    written |= {"attention_bias": False, "mlp_bias": False}
-    return _layout(config, KEYS, rows, written, copies=copies)
+    return _layout(config, rows, written | {"attention_bias": False, "mlp_bias": False}, copies=copies)
 
 
 def moe_layout(config: Any) -> Layout:
-    """Layout of `MixtralForCausalLM` for a MoeConfig.
+    """Layout of `MixtralForCausalLM` for a MoeConfig; of `Qwen3MoeForCausalLM` where queries and keys are normalized.
 
     Raises:
-        ConfigError: the model has shared experts, which Mixtral has not.
+        ConfigError: the model has shared experts, which neither has.
     """
+    kind = "Qwen3Moe" if config.qk_norm else "Mixtral"
     if config.shared_experts:
-        message = f"a Mixtral has no shared experts, but the model has {config.shared_experts}."
+        message = f"a {kind} has no shared experts, but the model has {config.shared_experts}."
         raise ConfigError(message, hint="model.shared_experts = 0")
-    written = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu"}
-    written |= {
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "router_aux_loss_coef": config.load_balance_weight,
-    }
-    others = ((*_COMMON, *_FUSED_EXPERTS, _HEAD),)
-    return _layout(config, MOE_KEYS, (*_COMMON, *_EXPERTS, _HEAD), written, others=others)
+    written = {"architectures": [f"{kind}ForCausalLM"], "hidden_act": "silu", "tie_word_embeddings": False}
+    written |= {"sliding_window": None, "router_aux_loss_coef": config.load_balance_weight}
+    common, experts = (*_COMMON, _HEAD), _EXPERTS
+    if config.qk_norm:
+        common, experts = (*common, *_QK_NORMS), _QWEN_EXPERTS
+        written |= {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        written |= {"attention_bias": False, "intermediate_size": config.mlp}  # of layers without experts: none
+    else:
+        written |= {"model_type": "mixtral"}
+    return _layout(config, (*common, *experts), written, others=((*common, *_FUSED_EXPERTS),))
 
 
-def _layout(config: Any, keys: Mapping[str, str], rows: tuple[Row, ...], written: Mapping[str, Any], **more) -> Layout:
-    options = {option: getattr(config, option) for option in keys}
+def _layout(config: Any, rows: tuple[Row, ...], written: Mapping[str, Any], **more) -> Layout:
+    kind = str(written["model_type"])
+    keys = _KEYS[kind]
+    options = {option: getattr(config, option) for option in (*keys, "qk_norm")}
     written = {**written, **{key: options[option] for option, key in keys.items()}}
     # transformers 4 reads rope_theta, transformers 5 rope_parameters.
     written["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    kind = written["model_type"]
     return Layout(
         rows=rows,
         sizes={option: value for option, value in options.items() if type(value) is int},
@@ -172,15 +198,19 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             raise ConfigError(
                 message, hint="weights that were trained without it; ignoring it would change every logit"
             )
-    keys = MOE_KEYS if kind == "mixtral" else KEYS
+    keys = _KEYS[kind]
     if "tied" not in keys and config.get("tie_word_embeddings"):
-        raise ConfigError("tie_word_embeddings = True, but our mixtral has a head of its own.")
+        raise ConfigError(f"tie_word_embeddings = True, but our {kind} has a head of its own.")
+    if config.get("norm_topk_prob") is None and kind == "qwen3_moe":  # which transformers takes for false
+        raise ConfigError("norm_topk_prob is not set, but our qwen3_moe weighs the chosen experts to a sum of one.")
     values = {**_DEFAULTS[kind], **config, **_rotary(config)}
+    if values.get("num_experts") is None:  # transformers 5 calls them by Mixtral's name
+        values["num_experts"] = values.get("num_local_experts")
     if values.get("num_key_value_heads") is None and kind == "llama":
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if values.get("head_dim") is None:
         values["head_dim"] = _size(values, "hidden_size") // _size(values, "num_attention_heads")
-    return {option: _value(values, option, key) for option, key in keys.items()}
+    return {option: _value(values, option, key) for option, key in keys.items()} | {"qk_norm": kind in _QWEN}
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

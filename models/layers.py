@@ -45,13 +45,18 @@ def parameter(rngs: nnx.Rngs, init: jax.nn.initializers.Initializer, shape, axes
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * scale, computed in fp32 (Zhang and Sennrich, 2019)."""
+    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * scale, computed in fp32 (Zhang and Sennrich, 2019).
 
-    def __init__(self, embed: int, *, eps: float, stack: int | None = None, rngs: nnx.Rngs):
+    Args:
+        size: of the last dim.
+        axis: its logical axis.
+    """
+
+    def __init__(self, size: int, *, eps: float, stack: int | None = None, axis: str = "embed", rngs: nnx.Rngs):
         self.eps = eps
-        self.scale = parameter(rngs, jax.nn.initializers.ones, (embed,), ("embed",), stack=stack)
+        self.scale = parameter(rngs, jax.nn.initializers.ones, (size,), (axis,), stack=stack)
 
-    def __call__(self, x: Float[Array, "*dims embed"]) -> Float[Array, "*dims embed"]:
+    def __call__(self, x: Float[Array, "*dims size"]) -> Float[Array, "*dims size"]:
         h = x.astype(jnp.float32)
         h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.eps)
         return (h * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)

@@ -1,5 +1,5 @@
 """Llama 2 and 3 as a Flax nnx module: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Touvron et al., 2023;
-Grattafiori et al., 2024).
+Grattafiori et al., 2024); and Qwen3, which also normalizes queries and keys (Yang et al., 2025).
 
 Layers are stacked in one set of parameters and scanned: the program of 126 layers is no larger than that of two.
 An experiment names it `models.llama:Llama` with a preset; every field of `LlamaConfig` can be overridden.
@@ -49,6 +49,7 @@ class LlamaConfig:
 
     Attributes:
         tied: the output head is the embedding table.
+        qk_norm: each head of queries and keys is normalized before it is rotated, as in Qwen3.
         rope_theta: base of the rotary frequencies.
         one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
         fp32_head: the output head multiplies in fp32 (on GPUs as TF32); otherwise in the dtype of activations.
@@ -70,6 +71,7 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    qk_norm: bool = False
     one_hot_lookup: bool = False
     fp32_head: bool = False
     dropout: Rate = 0.0
@@ -92,7 +94,9 @@ class LlamaConfig:
 
 
 # Sizes: config.json of meta-llama/Llama-2-*-hf, codellama/CodeLlama-34b-hf, meta-llama/Meta-Llama-3-*, -3.1-405B and
-# Llama-3.2-1B on Hugging Face, as litgpt/config.py of Lightning-AI/litgpt at 0006c97 has them, read 2026-11-22.
+# Llama-3.2-1B on Hugging Face, as litgpt/config.py of Lightning-AI/litgpt at 0006c97 has them, read 2026-11-22. Of
+# Qwen/Qwen3-* there: tables 1 and 2 of the report (arXiv 2505.09388) have layers, heads and experts, a test the counts.
+_QWEN3 = {"kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
 PRESETS = {
     "llama_debug": LlamaConfig(vocab=256, embed=128, mlp=384, layers=2, heads=8, kv_heads=4, head_dim=16),
     "llama_1b": LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, tied=True),
@@ -103,6 +107,12 @@ PRESETS = {
     "llama3_8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128),
     "llama3_70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128),
     "llama3_405b": LlamaConfig(128_256, 16_384, 53_248, 126, 128, 8, 128),
+    "qwen3_0.6b": LlamaConfig(151_936, 1024, 3072, 28, 16, tied=True, **_QWEN3),
+    "qwen3_1.7b": LlamaConfig(151_936, 2048, 6144, 28, 16, tied=True, **_QWEN3),
+    "qwen3_4b": LlamaConfig(151_936, 2560, 9728, 36, 32, tied=True, **_QWEN3),
+    "qwen3_8b": LlamaConfig(151_936, 4096, 12_288, 36, 32, **_QWEN3),
+    "qwen3_14b": LlamaConfig(151_936, 5120, 17_408, 40, 40, **_QWEN3),
+    "qwen3_32b": LlamaConfig(151_936, 5120, 25_600, 64, 64, **_QWEN3),
 }
 
 
@@ -118,11 +128,17 @@ class Attention(nnx.Module):
         self.key = linear("key", embed, keys)
         self.value = linear("value", embed, keys)
         self.output = linear("output", queries, embed, scale=depth_scale(c.layers))
+        self.qk_norm = c.qk_norm
+        if c.qk_norm:
+            norm = partial(RMSNorm, c.head_dim, eps=c.norm_eps, stack=c.layers, axis="head_dim", rngs=rngs)
+            self.query_norm, self.key_norm = norm(), norm()
 
     def __call__(self, x: jax.Array) -> jax.Array:
         order = token_order(self.context, x.shape[1])
         positions = order.positions(x.shape[1])
         q, k, v = project_each(x, self.query, self.key, self.value)
+        if self.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
         q, k = (rotate(x, self.rope_theta, positions) for x in (q, k))
         return self.output(causal_attention(q, k, v, self.context, order))
 
@@ -269,7 +285,7 @@ class Llama(nnx.Module):
         return c.layers * (attention + 3 * c.embed * c.mlp) + c.embed * c.vocab
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `LlamaForCausalLM`."""
+        """How the parameters correspond to those of Hugging Face's `LlamaForCausalLM`, or of its `Qwen3ForCausalLM`."""
         return llama_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline import StageContext, vocabulary

@@ -1,5 +1,5 @@
-"""Mixtral-like mixture of experts as a Flax nnx module: a Llama whose feed-forward block is k of many experts, chosen
-for each token by a router (Shazeer et al., 2017; Jiang et al., 2024).
+"""Mixtral's and Qwen3's mixture of experts as a Flax nnx module: a Llama whose feed-forward block is k of many experts,
+chosen for each token by a router (Shazeer et al., 2017; Jiang et al., 2024; Yang et al., 2025).
 
 An experiment names it `models.moe:Moe` with a preset, and `[train] loss = "models.moe:next_token_loss"`, which adds the
 losses that keep the experts evenly loaded. Tokens travel to their experts by `meshkit.parallel.expert`; everything
@@ -75,10 +75,14 @@ class MoeConfig(LlamaConfig):
 
 _OF_LLAMA = {"tied", "dropout"}  # fields of its config that a Moe does not have
 MIXTRAL = {"rope_theta": 1e6, "experts": 8, "experts_per_token": 2, "load_balance_weight": 0.02}
+QWEN3 = {"kv_heads": 4, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
+QWEN3 |= {"experts": 128, "experts_per_token": 8, "load_balance_weight": 1e-3}
 PRESETS = {
     "moe_debug": MoeConfig(256, 64, 128, 2, 4, 2, 16, experts=8, experts_per_token=2),
     "mixtral_8x7b": MoeConfig(32_000, 4096, 14_336, 32, 32, 8, 128, **MIXTRAL),
     "mixtral_8x22b": MoeConfig(32_000, 6144, 16_384, 56, 48, 8, 128, **MIXTRAL),
+    "qwen3_30b_a3b": MoeConfig(151_936, 2048, 768, 48, 32, **QWEN3),
+    "qwen3_235b_a22b": MoeConfig(151_936, 4096, 1536, 94, 64, **QWEN3),
 }
 
 
@@ -334,9 +338,10 @@ class Moe(nnx.Module):
         return c.layers * (attention + active) + dense + c.embed * c.vocab
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `MixtralForCausalLM`, which has no dense layers."""
+        """How the parameters correspond to those of Hugging Face's `MixtralForCausalLM` or `Qwen3MoeForCausalLM`, which
+        have experts in every layer."""
         if self.config.dense_layers:
-            raise ValueError("MixtralForCausalLM has experts in every layer: no layout for dense_layers.")
+            raise ValueError("Mixtral and Qwen3 have experts in every layer: no layout for dense_layers.")
         return moe_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:

@@ -142,7 +142,7 @@ def status_of(folder: Path) -> str | None:
 
 
 def measure(m: Measurement, out: Path, toy: bool, limit_s: float) -> dict[str, Any]:
-    """Makes a measurement in a process of its own, kills all of it at the limit, and writes what it found until then."""
+    """Makes a measurement in a process of its own, ends all of it at the limit, and writes what it found until then."""
     folder = out / m.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -286,7 +286,9 @@ def transformers() -> Foreign:
         ("**/kernel", ("tensor", "fsdp")),
     ]
     rules = mk.ShardingRules(BATCH, overrides=overrides)
-    return _arrays("GPT-2 (Hugging Face, linen)", lambda: model.init_weights(first_key(), (1, 16)), loss, (tokens,), rules)
+    return _arrays(
+        "GPT-2 (Hugging Face, linen)", lambda: model.init_weights(first_key(), (1, 16)), loss, (tokens,), rules
+    )
 
 
 KINDS = (unet, lstm, schedule_free, multi_transform, ema, grain, diffusion_transformer, haiku, equinox, transformers)

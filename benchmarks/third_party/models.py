@@ -197,7 +197,9 @@ def wmt(flax: Path) -> Foreign:
         tokens = mk.constrain(tokens, "act_batch", None)
         return _cross_entropy(model.apply(variables, tokens, tokens), tokens)
 
-    return _tree(loss, lambda: model.init(first_key(), tokens, tokens), (tokens,), "translation (linen), flax/examples/wmt")
+    return _tree(
+        loss, lambda: model.init(first_key(), tokens, tokens), (tokens,), "translation (linen), flax/examples/wmt"
+    )
 
 
 def imagenet(flax: Path) -> Foreign:
@@ -237,20 +239,27 @@ def logical(flax: Path) -> Foreign:
 
     model, x = Stack(), jax.random.normal(first_key(), (64, 128))
     loss = lambda variables, x: jnp.mean((model.apply(variables, x) - 1) ** 2)
-    found = _tree(loss, lambda: model.init(first_key(), x), (x,), "logical names, scan, remat (linen), as flax's guide has it")
+    found = _tree(
+        loss, lambda: model.init(first_key(), x), (x,), "logical names, scan, remat (linen), as flax's guide has it"
+    )
     names = {"embed": "fsdp", "mlp": "tensor", "batch": "fsdp", "hidden": "tensor"}
     return with_changes(found, rules=mk.ShardingRules(names), axes=(("fsdp", 4), ("tensor", 2)))
 
 
 def explicit(flax: Path) -> Foreign:
     """Written here: shardings in the types of arrays, as meshes of jax.make_mesh have them."""
-    init = lambda: {"up": jax.random.normal(first_key(), (64, 256)) / 8, "down": jax.random.normal(first_key(), (256, 64)) / 16}
+    init = lambda: {
+        "up": jax.random.normal(first_key(), (64, 256)) / 8,
+        "down": jax.random.normal(first_key(), (256, 64)) / 16,
+    }
 
     def loss(params, x):
         hidden = jax.nn.relu(jnp.dot(x, params["up"], out_sharding=_like(x)))
         return jnp.mean((jnp.dot(hidden, params["down"], out_sharding=_like(x)) - x) ** 2)
 
-    found = _tree(loss, init, (jax.random.normal(first_key(), (64, 64)),), "explicit sharding (jax), as jax's guide has it")
+    found = _tree(
+        loss, init, (jax.random.normal(first_key(), (64, 64)),), "explicit sharding (jax), as jax's guide has it"
+    )
     return with_changes(found, explicit=True)
 
 

@@ -72,7 +72,7 @@ _FP8 = Option(
 # that is not held to a limit leaves this much.
 _SPARE = 0.02
 # Llama of width 4096 with `offload_dots` on one H100, jaxlib 0.11.2, 2026-11-27: all 263 ms of its copies were exposed.
-# XLA records copies of slices into CUDA graphs (DYNAMIC_SLICE_FUSION) since openxla/xla#28471; this is its list of before.
+# XLA records copies of slices into CUDA graphs (DYNAMIC_SLICE_FUSION) since openxla/xla#28471; this list is without.
 _COPIES_APART = Option(
     "xla_gpu_enable_command_buffer",
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN",

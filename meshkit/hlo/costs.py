@@ -364,11 +364,16 @@ def _column_elements(body: Sequence[HloInstruction]) -> float:
     for reduce in (i for i in body if i.opcode == "reduce"):
         added = reduce.operands[0].shape
         if added.minor is not None and added.dims and added.minor not in reduce.dimensions:
-            kept = itertools.takewhile(lambda dim: dim not in reduce.dimensions, added.layout)
-            waiting = _WARP / math.prod(added.dims[dim] for dim in kept)
+            waiting = _WARP / _beside(added, reduce.dimensions)
             narrow += added.elements * waiting if waiting > 1 else 0.0
             wide = max(wide, added.elements if written >= added.elements else 0.0)
     return max(narrow, wide)
+
+
+def _beside(shape: Shape, reduced: Sequence[int]) -> int:
+    """Elements that lie side by side in memory before the first dim that is reduced."""
+    kept = itertools.takewhile(lambda dim: dim not in reduced, shape.layout)
+    return math.prod(shape.dims[dim] for dim in kept)
 
 
 def _keeps_rows(body: Sequence[HloInstruction]) -> bool:

@@ -2,11 +2,11 @@
 
 One GPU stands for all (SPMD). Kernels and blocking collectives run on one stream in schedule order; asynchronous
 collectives on another, or on two, in order of their starts; those that run at once share links (pricing.py).
-Asynchronous copies over the host link have a third, but for those in CUDA graphs. Copies on the device are kernels that fill the
-GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a collective runs,
-kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over iterations starts and
-ends in the one before, and travels in the loop's state), so the iterations of a loop are alike: one is simulated and
-repeated, after those during which a collective from before the loop is still in flight.
+Asynchronous copies over the host link have a third, but for those in CUDA graphs. Copies on the device are kernels that
+fill the GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a
+collective runs, kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over
+iterations starts and ends in the one before, and travels in the loop's state), so the iterations of a loop are alike:
+one is simulated and repeated, after those during which a collective from before the loop is still in flight.
 """
 
 from __future__ import annotations

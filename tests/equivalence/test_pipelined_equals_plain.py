@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
 
@@ -174,6 +175,18 @@ def test_loss_and_all_gradients_equal_one_device(kind, schedule, stages, chunks,
 def test_heads_residuals_and_remat(stages, schedule, overrides):
     tied = [o for o in overrides if "tied" in o]
     check(pipelined(stages, schedule, 1, 2, "data", *overrides), *tied)
+
+
+@pytest.mark.slow
+def test_normalized_heads():
+    check(pipelined(2, "1f1b", 1, 2, "fsdp + sequence", "model.qk_norm=true"), "model.qk_norm=true")
+
+
+def test_a_pipeline_refuses_layers_that_are_no_loop():
+    spec = pipelined(2, "1f1b", 1, 1, "pipeline", "model.scan_layers=false")
+    program = make_train_step(spec, build_mesh(spec.mesh, spec.cluster))
+    with pytest.raises(ConfigError, match="scan_layers = false: a pipeline scans the layers of a stage"):
+        program.step.trace(program.abstract_state, program.abstract_batch)
 
 
 @pytest.mark.slow

@@ -125,6 +125,16 @@ def test_loss_and_all_gradients_equal_one_device(overrides, reference, state):
     assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), reference, TOLERANCE)
 
 
+def test_normalized_heads_and_layers_that_are_no_loop_equal_one_device():
+    """Qwen3's norms on every axis, unrolled and recomputed, against a scan on one device."""
+    spec = experiment("model.qk_norm=true")
+    state = jax.tree.map(np.asarray, make_train_step(spec, one_device(spec)).init())
+    wanted = loss_and_gradients(spec, one_device(spec), state)
+    every = [*STRATEGIES["data + context + tensor + sequence"], "model.scan_layers=false", "train.remat=dots"]
+    spec = experiment("model.qk_norm=true", *every)
+    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), wanted, TOLERANCE)
+
+
 # AdamW divides by sqrt(v) + eps. With its usual eps the update of an entry whose gradient is all rounding error is the
 # sign of that error; so here eps is of the size of the gradients, and an error d in a gradient moves the update by at
 # most 2 d / eps a step (numerator and denominator), 3 steps of a learning rate of at most 1e-2.

@@ -45,14 +45,19 @@ SIZES = {
     "initializer_range": 0.15,  # logits of size 1 and more, and attention that is not uniform
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+QWEN_EXPERTS = QWEN | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 CASES = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5}),
     "llama, wide heads": ("Llama", {"head_dim": 32}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
     "mixtral": ("Mixtral", EXPERTS),
     "mixtral, one expert each": ("Mixtral", EXPERTS | {"num_experts_per_tok": 1, "num_key_value_heads": 4}),
+    "qwen3": ("Qwen3", QWEN),
+    "qwen3, wide heads, tied": ("Qwen3", QWEN | {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3, experts": ("Qwen3Moe", QWEN_EXPERTS),
 }
-OURS = {"Llama": Llama, "Mixtral": Moe}
+OURS = {"Llama": Llama, "Mixtral": Moe, "Qwen3": Llama, "Qwen3Moe": Moe}
 
 
 def make(kind, options):
@@ -143,6 +148,20 @@ def test_the_names_that_transformers_has_in_memory_are_read_too(tmp_path):
 )
 def test_what_our_models_do_not_do_is_refused(tmp_path, options, message):
     make("Llama", options).save_pretrained(tmp_path)
+    with pytest.raises(hf.ConfigError, match=message):
+        hf.read_options(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers = \\[0\\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ],
+)
+def test_mixtures_of_qwen_that_ours_is_not_are_refused(tmp_path, options, message):
+    make("Qwen3Moe", QWEN_EXPERTS | options).save_pretrained(tmp_path)
     with pytest.raises(hf.ConfigError, match=message):
         hf.read_options(tmp_path)
 
