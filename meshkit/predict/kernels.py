@@ -47,11 +47,11 @@ Shape = tuple[int, int, int, int]  # batch, m, n, k
 _NOT_MEASURED = Rates()
 _ALL = Assumptions()
 _CHARTED_HEAD = 128
-_CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "gh200": "h200", "b200": "gb200",
-            "b300": "gb300"}  # fmt: skip
+_CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "h800": "h200", "gh200": "h200",
+            "b200": "gb200", "b300": "gb300"}  # fmt: skip
 _TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, both ways
 _INNER = 64  # of its loop over k
-_STAND_INS = {"a100_40gb": "a100_80gb", "gh200": "h200"}  # the same multiprocessors and clocks
+_STAND_INS = {"a100_40gb": "a100_80gb", "h800": "h100_sxm", "gh200": "h200"}  # the same multiprocessors and clocks
 _PEAK_SHARE = 0.99
 _PACKED = {"nvfp4": 2}  # elements in a byte: such a matmul takes what one in fp8 of as many bytes does
 

@@ -13,7 +13,7 @@ import pytest
 from meshkit.config import catalog
 
 GPUS = [
-    *("cpu", "p100", "v100", "a100_40gb", "a100_80gb", "h100_sxm", "h100_pcie", "h200", "gh200"),
+    *("cpu", "p100", "v100", "a100_40gb", "a100_80gb", "h100_sxm", "h100_pcie", "h800", "h200", "gh200"),
     *("b200", "gb200", "b300", "gb300", "rtx_pro_6000"),
 ]
 NICS = [
@@ -111,6 +111,7 @@ def test_the_numbers_of_a_gpu_agree_with_each_other(key):
         ("a100_40gb", 12, 600),
         ("a100_80gb", 12, 600),
         ("h100_sxm", 18, 900),
+        ("h800", 8, 400),
         ("h100_pcie", 12, 600),
         ("h200", 18, 900),
         ("gh200", 18, 900),
