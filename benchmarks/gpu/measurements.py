@@ -98,7 +98,7 @@ MEASUREMENTS = (
     Measurement("kill_and_resume", 3, 35, "kill -9 in training, and the same losses bit for bit", "verbs:resume"),
     Measurement("preemption", 3, 23, "SIGTERM: a checkpoint and exit code 75", "verbs:preempt"),
     Measurement("live_captures", 3, 30, "One step in five captured and read beside the training", "captures:measure"),
-    Measurement("floor", 6, 240, "meshkit's step and the same model in plain jax, in turn", "floor:measure"),
+    Measurement("floor", 6, 130, "meshkit's step and the same model in plain jax, in turn", "floor:measure"),
     Measurement("out_of_memory", 3, 50, "A step that does not fit: message, exit code 4, a remedy", "verbs:exhaust"),
 )
 

@@ -1,4 +1,4 @@
-"""Trainings of some seconds on one GPU, the most telling first: what `rows.py` plans before a card is asked for.
+"""Trainings of some seconds on one GPU, the least known first: what `rows.py` plans before a card is asked for.
 
 Each is a file of a user's: Llama 1B's with other settings, or a program of programs.py. Imports no jax.
 """
@@ -63,37 +63,39 @@ _SMALL = {"embed": 1024, "mlp": 4096, "layers": 12, "heads": 16, "kv_heads": 8, 
 _MOE = {"embed": 1024, "mlp": 3584, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 64}
 # XLA's own kernels of fp8 take 153 of 159 s of compile, and are no faster than cuBLAS (README.md).
 _CUBLAS = "xla.xla_gpu_enable_triton_gemm=false"
+_LEAN = ("model.scan_layers=false", "model.fp32_logits=false")
 
 TRAININGS: dict[str, Training] = {
-    "llama_8b": _llama("Llama of width 4096, 6 layers", 4, 4096, **_8B),
-    "resnet50": Training("ResNet-50 with BatchNorm (nnx)", program="resnet50"),
-    "gpt2": _gpt("GPT-2, 124 million", 32),
     "llama_1b": _llama("Llama 1B", 8, 4096),
+    "unrolled": _llama("Llama 1B, its layers no loop, its logits bf16", 8, 4096, *_LEAN),
+    "offload": _llama("Llama of width 4096, projections in host memory", 4, 4096, "train.remat=offload_dots", **_8B),
+    "unet": Training("U-Net with GroupNorm (nnx)", program="unet"),
+    "resnet50": Training("ResNet-50 with BatchNorm (nnx)", program="resnet50"),
+    "t5": Training("encoder and decoder with position biases (nnx)", program="t5"),
+    "lora": Training("low-rank adapters beside frozen weights (nnx)", program="lora"),
+    "pallas": Training("a decoder whose norms are Pallas kernels", program="pallas"),
+    "gpt_flax": Training("GPT-2 medium of flax's own layers, without fused attention", program="gpt_flax"),
+    "remat_full": _llama("Llama 1B, each layer recomputed", 8, 4096, "train.remat=full"),
+    "llama_16k": _llama("Llama 1B, 16,384 tokens long", 2, 16_384),
     "attention_again": _llama("Llama 1B, whose attention is computed twice", 8, 4096, "train.remat=['projection']"),
     "mamba": Training("selective state spaces by an associative scan", program="mamba"),
     "llama_1k": _llama("Llama 1B, 1,024 tokens long", 32, 1024),
-    "moe": _moe("mixture of 8 experts, dropless", 8, 2048, **_MOE),
     "vit_l16": _vit("ViT-L/16", "vit_l16", 128),
-    "t5": Training("encoder and decoder with position biases (nnx)", program="t5"),
     "llama_32k": _llama("Llama 1B, 32,768 tokens long", 1, 32_768),
-    "lora": Training("low-rank adapters beside frozen weights (nnx)", program="lora"),
-    "fp8": _llama("Llama of width 4096 in fp8", 4, 4096, "train.precision=fp8", _CUBLAS, **_8B),
     "fp32": _llama("Llama of width 1024 in fp32", 4, 2048, "train.precision=fp32", **_SMALL),
-    "unet": Training("U-Net with GroupNorm (nnx)", program="unet"),
-    "remat_full": _llama("Llama 1B, each layer recomputed", 8, 4096, "train.remat=full"),
+    "llama_3b": _llama("Llama of width 3072, 12 layers", 4, 4096, **_3B),
+    "moe_capacity": _moe("mixture of 8 experts, with a capacity of 1.25", 8, 2048, capacity_factor=1.25, **_MOE),
+    "remat_none": _llama("Llama 1B, nothing recomputed", 2, 4096, "train.remat=none"),
+    "llama_small": _llama("Llama of width 1024, 2,048 tokens long", 16, 2048, **_SMALL),
+    "gpt_scores": _gpt("GPT-2 that writes its attention's scores to memory", 16, attention="'materialized'"),
+    "llama_8b": _llama("Llama of width 4096, 6 layers", 4, 4096, **_8B),
+    "gpt2": _gpt("GPT-2, 124 million", 32),
+    "moe": _moe("mixture of 8 experts, dropless", 8, 2048, **_MOE),
+    "fp8": _llama("Llama of width 4096 in fp8", 4, 4096, "train.precision=fp8", _CUBLAS, **_8B),
     "llama_70b": _llama("Llama of width 8192, 2 layers", 2, 4096, **_70B),
     "dit": Training("diffusion transformer (nnx)", program="dit"),
     "accumulate": _llama("Llama 1B in 4 micro-batches", 16, 4096, "train.accumulate=4"),
-    "pallas": Training("a decoder whose norms are Pallas kernels", program="pallas"),
-    "offload": _llama("Llama of width 4096, projections in host memory", 4, 4096, "train.remat=offload_dots", **_8B),
-    "gpt_flax": Training("GPT-2 medium of flax's own layers, without fused attention", program="gpt_flax"),
-    "llama_3b": _llama("Llama of width 3072, 12 layers", 4, 4096, **_3B),
-    "moe_capacity": _moe("the same, with a capacity of 1.25", 8, 2048, capacity_factor=1.25, **_MOE),
     "lstm": Training("recurrent layers (nnx)", program="lstm"),
-    "llama_16k": _llama("Llama 1B, 16,384 tokens long", 2, 16_384),
-    "remat_none": _llama("Llama 1B, nothing recomputed", 2, 4096, "train.remat=none"),
     "gpt_1b": _gpt("GPT, 1.3 billion", 16, embed=2048, mlp=8192, layers=24, heads=16),
-    "llama_small": _llama("Llama of width 1024, 2,048 tokens long", 16, 2048, **_SMALL),
     "vit_b16": _vit("ViT-B/16", "vit_b16", 256, "train.remat=none"),
-    "gpt_scores": _gpt("GPT-2 that writes its attention's scores to memory", 16, attention="'materialized'"),
 }
