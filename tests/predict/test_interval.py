@@ -65,7 +65,7 @@ def test_a_plan_of_one_gpu_has_no_interval_of_several():
     assert step_interval(1.0, alone, TABLE)[0] is None
     assert step_interval(1.0, alone) == (
         None,
-        "1 group of comparable runs (one GPU, dense, hopper, 16 bit), 4 are needed for 80 %",
+        "2 groups of comparable runs (one GPU, dense, hopper, 16 bit), 4 are needed for 80 %",
     )
     assert step_interval(1.0, DENSE)[0] is not None
 
