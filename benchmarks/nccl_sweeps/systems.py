@@ -24,6 +24,7 @@ _GPUS = (
         for name in ("l40s", "a10g", "gb300", "gb200", "gh200", "b300", "b200")
     ),
     (r"(?<![a-z0-9])h200(?![a-z0-9])", "h200"),
+    (r"(?<![a-z0-9])h800(?![a-z0-9])", "h800"),
     (r"(?<![a-z0-9])h100(?![a-z0-9])(?=.*(pcie|nvl\b))", "h100_pcie"),
     (r"(?<![a-z0-9])h100(?![a-z0-9])", "h100_sxm"),
     (r"(?<![a-z0-9])a100(?![a-z0-9])(?=[^,]*(?<!\d)40 ?gb)", "a100_40gb"),
@@ -40,10 +41,11 @@ _HOSTS: dict[str, dict[str, object]] = {
     "a100_40gb": {"name": "dgx_a100", "gpu": "a100_40gb"},
     "a100_80gb": {"name": "dgx_a100"},
     "h100_sxm": {"name": "dgx_h100"},
+    "h800": {"name": "hgx_h800"},
     "h200": {"name": "hgx_h200"},
     "gh200": {"gpu": "gh200", "gpus_per_host": 1, "nic": "ib_ndr"},
     "b200": {"name": "dgx_b200"},
-    "b300": {"name": "dgx_b200", "gpu": "b300", "nic": "ib_xdr"},  # DGX B300: eight ConnectX-8 (data sheet, 2025)
+    "b300": {"name": "dgx_b300"},
     "gb200": {"name": "gb200_nvl72"},
     "gb300": {"name": "gb300_nvl72"},
 }
