@@ -61,10 +61,7 @@ class GPTConfig:
         dropout_at: `branches`, of the embeddings and of what attention and the feed-forward block add to them, as in
             GPT-2 (`resid_pdrop`, `embd_pdrop`) and Megatron-LM (`hidden_dropout`); or `inputs`, of what enters each
             layer, as in Praxis (`input_dropout_prob` of a repeated block).
-        scan_layers: layers are a loop of the program. Otherwise each has instructions of its own: XLA copies nothing in
-            and out of the loop's arrays, and compiles for longer, in proportion to the layers.
-        fp32_logits: logits are fp32; otherwise of the dtype of activations, half as large in bf16. The loss is fp32
-            either way.
+        scan_layers, fp32_logits: as of `models.llama.LlamaConfig`.
     """
 
     vocab: int

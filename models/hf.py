@@ -40,7 +40,7 @@ _DEFAULTS = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": False},
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False, "head_dim": 128},
-    "qwen3_moe": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "norm_topk_prob": False},
 }
 # What our models do not do: key -> the values by which it is not asked for.
 _UNSUPPORTED = {
@@ -192,18 +192,17 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         wanted = f"'{kind}'" if kind in _DEFAULTS else " or ".join(map(repr, _DEFAULTS))
         message = f"model_type = {_show(config.get('model_type'))} is not {wanted}."
         raise ConfigError(message, hint="weights of that architecture")
+    values = {**_DEFAULTS[kind], **config}
     for key, harmless in _UNSUPPORTED.items():
-        if config.get(key) not in harmless:
-            message = f"{key} = {_show(config[key])} asks for what our {kind} does not do."
+        if values.get(key) not in harmless:
+            message = f"{key} = {_show(values[key])} asks for what our {kind} does not do."
             raise ConfigError(
                 message, hint="weights that were trained without it; ignoring it would change every logit"
             )
     keys = _KEYS[kind]
     if "tied" not in keys and config.get("tie_word_embeddings"):
         raise ConfigError(f"tie_word_embeddings = True, but our {kind} has a head of its own.")
-    if config.get("norm_topk_prob") is None and kind == "qwen3_moe":  # which transformers takes for false
-        raise ConfigError("norm_topk_prob is not set, but our qwen3_moe weighs the chosen experts to a sum of one.")
-    values = {**_DEFAULTS[kind], **config, **_rotary(config)}
+    values |= _rotary(config)
     if values.get("num_experts") is None:  # transformers 5 calls them by Mixtral's name
         values["num_experts"] = values.get("num_local_experts")
     if values.get("num_key_value_heads") is None and kind == "llama":

@@ -321,7 +321,7 @@ class Moe(nnx.Module):
         layer = self._plain_layer(graph)
         if self.remat == "none":  # keeps all, but the kernels of experts in pieces: they are gathered again
             policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-            return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            return jax.checkpoint(layer, policy=policy, prevent_cse=not self.config.scan_layers)
         return recompute(layer, self.remat)
 
     def auxiliary_loss(self, values: Mapping[str, jax.Array]) -> jax.Array:

@@ -69,8 +69,20 @@ class CpuLink:
 
 @functools.cache
 def catalog() -> Mapping[str, Any]:
-    """The whole catalog as plain tables."""
-    return tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
+    """The whole catalog as plain tables; a GPU that is `like` another has its numbers too, with their sources."""
+    found = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
+    for row in found["gpus"].values():
+        if "like" in row:
+            _inherit(row, found["gpus"][row.pop("like")])
+    return found
+
+
+def _inherit(row: dict[str, Any], base: Mapping[str, Any]) -> None:
+    """Add to a row what it does not say itself; its own sources name the numbers that it says."""
+    said = {number for numbers in row["sources"].values() for number in numbers}
+    kept = {source: [n for n in numbers if n not in said] for source, numbers in base["sources"].items()}
+    sources = {source: numbers for source, numbers in kept.items() if numbers}
+    row.update({**base, **row, "sources": sources | row["sources"]})
 
 
 def gpu_keys() -> tuple[str, ...]:

@@ -24,9 +24,14 @@ SOURCED = ["gpus", "nics", "fabrics", "nvlink", "nvswitch", "cube_mesh", "cpu_li
 SOURCED_ALONE = ["pcie_bytes_per_s", "host_memory_bytes_per_s", "kernels", "reserved"]
 
 
-def test_the_catalog_is_plain_toml():
+def test_a_gpu_that_is_like_another_differs_in_what_it_says_itself():
     text = resources.files("meshkit.config").joinpath("catalog.toml").read_text(encoding="utf-8")
-    assert tomllib.loads(text) == catalog.catalog()
+    like = {key: row for key, row in tomllib.loads(text)["gpus"].items() if "like" in row}
+    assert set(like) == {"h800", "v100_32gb"}
+    for key, said in like.items():
+        row, base = catalog.catalog()["gpus"][key], catalog.catalog()["gpus"][said["like"]]
+        assert row.keys() == base.keys()
+        assert {n for n in row if row[n] != base[n]} == said.keys() - {"like"}
 
 
 def test_the_catalog_has_the_keys_of_the_contract():

@@ -33,22 +33,22 @@ def count(model) -> int:
 
 
 @pytest.mark.parametrize(
-    ("preset", "total", "active"),
+    ("preset", "total", "active", "rel"),
     [
-        ("mixtral_8x7b", 46.7e9, 12.9e9),
-        ("mixtral_8x22b", 141e9, 39e9),
-        ("qwen3_30b_a3b", 30.5e9, 3.35e9),
-        ("qwen3_235b_a22b", 235e9, 22.2e9),
+        ("mixtral_8x7b", 46.7e9, 12.9e9, 0.005),
+        ("mixtral_8x22b", 141e9, 39e9, 0.005),
+        ("qwen3_30b_a3b", 30.5e9, 3.3e9, 0.1 / 3.3),  # cut after the last digit, not rounded
+        ("qwen3_235b_a22b", 235e9, 22e9, 0.5 / 22),
     ],
 )
-def test_parameter_counts_are_the_published_ones(preset, total, active):
+def test_parameter_counts_are_the_published_ones(preset, total, active, rel):
     """As published, to three digits (Jiang et al., 2024) and to two (Mistral AI, 2024: 39B active of 141B); of Qwen3 by
-    its model cards, 30.5B and 3.3B, 235B and 22B."""
+    its model cards, to two or three."""
     model = abstract(preset)
     c = model.config
     assert count(model) == pytest.approx(total, rel=0.005)
     lookup_and_norms = c.vocab * c.embed + (2 * c.layers + 1) * c.embed + 2 * c.layers * c.head_dim * c.qk_norm
-    assert model.matmul_parameters() + lookup_and_norms == pytest.approx(active, rel=0.005)
+    assert model.matmul_parameters() + lookup_and_norms == pytest.approx(active, rel=rel)
     idle = c.layers * (c.experts - c.experts_per_token) * 3 * c.embed * c.mlp
     assert count(model) - idle == model.matmul_parameters() + lookup_and_norms
 

@@ -43,7 +43,10 @@ def folder(tmp_path):
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize(("name", "max_shard_bytes"), [("llama", 4000), ("tied llama", 10**9), ("moe", 4000)])
+@pytest.mark.parametrize(
+    ("name", "max_shard_bytes"),
+    [("llama", 4000), ("tied llama", 10**9), ("moe", 4000), ("qwen", 10**9), ("qwen moe", 4000)],
+)
 def test_a_round_trip_keeps_every_bit_on_another_mesh(tmp_path, name, max_shard_bytes):
     model, params = make(name)
     first = abstract(model, mesh_of(data=2, fsdp=2, tensor=2), FSDP_TENSOR)
@@ -72,6 +75,21 @@ def test_the_names_are_those_of_the_published_checkpoints(folder):
         "model.norm.weight": (16,),
         "lm_head.weight": (40, 16),
     }
+
+
+def test_a_mixture_of_qwen_must_weigh_its_experts_to_one(tmp_path):
+    """transformers takes the key for false where config.json has none."""
+    model, params = make("qwen moe")
+    write_weights(params, tmp_path / "out", model.hf_layout())
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert {"model.layers.0.self_attn.q_norm.weight", "model.layers.1.mlp.experts.3.down_proj.weight"} <= set(names)
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    assert (config["model_type"], config["num_experts"], config["moe_intermediate_size"]) == ("qwen3_moe", 4, 24)
+    assert hf.read_options(tmp_path / "out")["qk_norm"] is True
+    file.write_text(json.dumps({k: v for k, v in config.items() if k != "norm_topk_prob"}))
+    with pytest.raises(ConfigError, match="norm_topk_prob = False asks for what our qwen3_moe does not do"):
+        hf.read_options(tmp_path / "out")
 
 
 def test_tensors_are_what_the_layout_says(tmp_path):

@@ -17,7 +17,13 @@ from models.moe import Moe
 
 LLAMA = {"vocab": 40, "embed": 16, "mlp": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
 MOE = {"vocab": 40, "embed": 16, "mlp": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "experts": 4}
-MODELS = {"llama": (Llama, LLAMA), "tied llama": (Llama, LLAMA | {"tied": True}), "moe": (Moe, MOE)}
+MODELS = {
+    "llama": (Llama, LLAMA),
+    "tied llama": (Llama, LLAMA | {"tied": True}),
+    "moe": (Moe, MOE),
+    "qwen": (Llama, LLAMA | {"qk_norm": True, "tied": True}),
+    "qwen moe": (Moe, MOE | {"qk_norm": True}),
+}
 
 
 def describe(name, **changes):

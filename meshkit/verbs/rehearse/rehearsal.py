@@ -200,7 +200,7 @@ def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehears
     else:
         known = {"precision": experiment.train.precision, "training_steps": training_steps(experiment.train)}
     price = MeasuredKernels(times, cluster)
-    assumptions = replace(assumptions_for(experiment.xla), contention=False, slowest=False)
+    assumptions = replace(assumptions_for(record.options or experiment.xla), contention=False, slowest=False)
     simulation = simulate(schedule, cluster, seconds=price, assumptions=assumptions)
     reserved = reserved_memory(captured.module, schedule, cluster, 0)
     mocked = any(i.collective for i, _ in schedule.walk())
