@@ -21,7 +21,7 @@ _SETTING = "train.precision="
 
 
 def main() -> None:
-    """Add the rows of a folder to the table, in place of those that have their ids."""
+    """Add the rows of a folder to the table, in place of those that have their ids and their source."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.own")
     parser.add_argument("folder", type=Path, help="results of one card")
     parser.add_argument("--blind", type=Path, required=True, help="what was planned of them before, by name")
@@ -31,7 +31,11 @@ def main() -> None:
     found = own_rows(args.folder, json.loads(args.blind.read_text(encoding="utf-8")), args.date, args.source)
     with OUT.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        rows = {row["id"]: row for row in (*reader, *found)}
+        rows = {row["id"]: row for row in reader}
+        for row in found:
+            if row["source"] != rows.get(row["id"], row)["source"]:  # a second card's, or a later program
+                row["id"] += "-again"
+            rows[row["id"]] = row
     with OUT.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, reader.fieldnames or [], lineterminator="\n")
         writer.writeheader()

@@ -280,7 +280,7 @@ def test_own_trainings_are_one_group_of_a_card_in_strata_of_one_gpu():
     of_card = {group: [abs(r.error) for r in found if r.group == group] for group in {r.group for r in found}}
     assert {gpu: (len(e), statistics.median(e), max(e)) for (_, gpu), e in of_card.items()} == {
         "h200": pytest.approx((16, 0.0793, 0.5022), abs=5e-5),
-        "h100_sxm": pytest.approx((13, 0.0395, 0.2795), abs=5e-5),
+        "h100_sxm": pytest.approx((21, 0.0331, 0.2795), abs=5e-5),
     }
     assert read_own(OWN.with_name("none.csv")) == []
 
