@@ -462,6 +462,18 @@ def _added(scatter: HloInstruction) -> tuple[float, float]:
     return (0.0, elements) if across else (elements, 0.0)
 
 
+def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
+    """Return the additions to one element of a 16-bit array in the mean, and its dtype; 0 of what adds to none.
+
+    GPUs have no atomic addition of these that XLA takes: each is a compare-and-swap, repeated until no other came first
+    (openxla/xla#26371). Where ids are unique nothing can come first.
+    """
+    inner = instruction.called[0].instructions if instruction.opcode == "fusion" and instruction.called else ()
+    adding = [(i.operands[0].shape, i.operands[-1].shape) for i in (instruction, *inner) if any(_added(i))]
+    found = [(more.elements / array.elements, array.dtype) for array, more in adding if array.dtype in ("bf16", "f16")]
+    return max(found, default=(0.0, ""))
+
+
 def _results(body: Sequence[HloInstruction]) -> int:
     """Results of a fusion that are as large as its largest; 1 of what reads no array, as fills do."""
     if not any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body):

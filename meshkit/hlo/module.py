@@ -17,7 +17,7 @@ import numpy as np
 
 from meshkit.config.mesh import Placement
 from meshkit.errors import MeshkitError, ProgramError
-from meshkit.hlo.costs import FREE_CALLS, Cost, cost_of, cost_of_copy, cost_of_start
+from meshkit.hlo.costs import FREE_CALLS, Cost, additions_by_swap, cost_of, cost_of_copy, cost_of_start
 from meshkit.hlo.instructions import plain_path
 from meshkit.hlo.proto import Computation, HloInstruction, Module, Shape, ints, message, refusing_malformed, text
 from meshkit.hlo.schedule import Collective, Instruction, Schedule, group_shape, read_groups
@@ -51,6 +51,7 @@ CONTROL = {"while", "conditional", "call"}
 _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
 _MIRRORED = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE", "NE": "NE"}
+_CROWDED = 256  # additions to one element: a table of token ids has a few, one of distances or types thousands
 _LITERALS = (4, 5, 6, 7)  # s32s, s64s, u32s, u64s of xla.LiteralProto
 
 
@@ -194,6 +195,9 @@ class _Reader:
         cost = cost_of(i)
         if cost.priced_by == "bytes":
             self._note("opaque custom call", f"{i.name} ({i.target or op})")
+        additions, dtype = additions_by_swap(i)
+        if additions >= _CROWDED:
+            self._note("crowded scatter", f"{i.name} ({additions:.0f} additions in {dtype} to each element)")
         if cost.attention_sequences > 1:
             most = f"at most {cost.attention_sequences} sequences in {cost.attention_length} tokens"
             self._note("packed attention", f"{i.name} ({most})")

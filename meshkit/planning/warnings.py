@@ -26,6 +26,8 @@ _NOTES = {
     "opaque custom call": "a custom call whose FLOP are unknown takes longer than its memory traffic, its price",
     "packed attention": "attention over packed sequences is priced as one sequence of all tokens, an upper bound",
     "padded attention": "attention with lengths as arguments is priced as if no token were padding, an upper bound",
+    "crowded scatter": "additions to the same elements take turns, by compare-and-swap in 16 bits, and can take a "
+    "hundred times as long as priced, which is for ids that differ; try a one-hot matmul, or a table in float32",
     "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
 }
 

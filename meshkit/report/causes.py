@@ -72,6 +72,10 @@ _FLOATS = re.compile(r"\bb?f\d")  # in an instruction's shapes
 _SCATTER = "a one-hot matmul in place of the scatter-add, such as an embedding's gradient (openxla/xla#26371, #46225)"
 BESIDE_WORK = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
 BESIDE_WORK_OF_CPU = "micro-batches or layers that do not need it yet, or another axis for it"  # memory is the link
+NO_LOOP = (
+    "layers that are no loop (scan_layers = false in meshkit's models): a loop copies weights, and what train.remat "
+    "saves, out of stacked arrays and into them"
+)
 KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
 COMBINED = {
     "all-reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
@@ -495,11 +499,18 @@ class _Predicted(JudgedReport):
         again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
         exposed = _Loss(step.exposed_s or 0.0, "exposed communication", "step.exposed_s", BESIDE_WORK, _largest(self))
         bubble = _Loss(step.bubble_s or 0.0, f"the pipeline's bubble{of}", "step.bubble_s", "more microbatches")
+        from_host = planned.simulation.host_bytes > 0
+        copies = _Loss(
+            step.other_s or 0.0,
+            "memory copies with nothing beside them",
+            "step.other_s",
+            None if from_host else NO_LOOP,
+        )
         return {
             "exposed_communication": exposed,
             "pipeline_bubble": bubble,
             "recomputation": _Loss(again_s / planned.steps, "recomputation of the forward pass", "kernels", KEEP_MORE),
-            "exposed_copies": _Loss(step.other_s or 0.0, "memory copies with nothing beside them", "step.other_s"),
+            "exposed_copies": copies,
             "idle": _Loss(step.idle_s or 0.0, "idle between kernels", "step.idle_s"),
         }
 

@@ -258,7 +258,7 @@ def _copies(case: _Measured) -> Iterator[FindingPart]:
     own = facts.own_copies_s > 0.5 * facts.copies_s
     hint = "what moves between host and device each step (offloading, input, checkpoints), ahead of its use"
     if own:
-        hint = "what a loop over layers takes out of stacked arrays and puts into them: weights, what train.remat saves"
+        hint = causes.NO_LOOP
     yield finding(
         case,
         "exposed_copies",

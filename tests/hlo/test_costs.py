@@ -3,12 +3,14 @@
 import math
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from meshkit.config.mesh import Placement
 from meshkit.hlo.costs import sort_passes
 from meshkit.hlo.module import read_schedule
-from meshkit.hlo.proto import Shape
+from meshkit.hlo.proto import Module, Shape
 from tests.hlo_text import parse_hlo
 
 FILE = Path(__file__).parent.parent / "data" / "hlo" / "costs.hlo"
@@ -52,6 +54,26 @@ def test_what_is_opaque_is_so_inside_a_fusion_too(costs, schedule):
     assert costs["wrapped"].priced_by == "bytes"
     named = schedule.notes["opaque custom call"]
     assert [n.partition(" ")[0] for n in named] == ["wrapped", "solved"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "unique", "noted"),
+    [
+        (32, jnp.bfloat16, False, "additions in bf16 to each element)"),
+        (32, jnp.float32, False, None),  # an atomic addition of the GPU
+        (8192, jnp.bfloat16, False, None),
+        (32, jnp.bfloat16, True, None),
+    ],
+)
+def test_additions_in_16_bits_to_few_rows_are_noted(rows, dtype, unique, noted):
+    def add(table, ids, updates):
+        return table.at[ids].add(updates, unique_indices=unique)
+
+    shapes = [((rows, 16), dtype), ((16384,), jnp.int32), ((16384, 16), dtype)]
+    lowered = jax.jit(add).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes)).compiler_ir("hlo")
+    module = Module(lowered.as_serialized_hlo_module_proto())
+    found = read_schedule(module, Placement.from_shape(("data",), (1,))).notes.get("crowded scatter", [])
+    assert [n.partition(" (512 ")[2] for n in found] == ([noted] if noted else [])
 
 
 def test_a_triangular_solve_is_no_matmul(costs):
