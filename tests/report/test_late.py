@@ -1,9 +1,6 @@
 """Who is late, and why: causes planted in made traces of 8 GPUs; 20 were drawn before the verdict was written."""
 
-import csv
-import gzip
 import random
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +11,8 @@ from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.profiler import waited_for
 from tests.report import planted
-from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
+from tests.trace.trace_files import gpu_op, plane_text, program, write_planes
 
-TRACES = Path(__file__).parent.parent / "data" / "traces"
 CASES = [*planted.cases("seen"), *planted.cases("held out")]
 
 
@@ -114,31 +110,6 @@ def test_a_kernel_that_varies_by_device_and_step_is_named_with_its_way_out(tmp_p
     assert "one-hot matmul" in first.hint
     late = [d.late.causes for d in report.stragglers.devices if d.late]
     assert {next(iter(causes)) for causes in late} == {"kernels"}
-
-
-def test_warm_up_of_a_real_run_blames_no_gpu(tmp_path):
-    """Pax on A100s: GPU 0 computes 12 % longer in its first two steps, and within 0.3 % in those that follow."""
-    collectives, texts = {}, []
-    for gpu in (0, 1):
-        with gzip.open(TRACES / f"a100x4_fsdp_gpu{gpu}.csv.gz", "rt") as f:
-            rows = [r for r in csv.DictReader(f) if r["category"] in ("compute", "communication")]
-        for row in rows:
-            if row["category"] == "communication":
-                name = row["hlo_op"]
-                collectives[name] = collective(name, name.split("-start")[0].split(".")[0], "fsdp", group_size=4)
-        us = [(r["hlo_op"], int(r["start_ns"]) / 1e3, int(r["end_ns"]) / 1e3) for r in rows]
-        begin = us[0][1]
-        events = [gpu_op(name, start - begin, end - begin) for name, start, end in us]
-        texts.append(plane_text(f"/device:GPU:{gpu}", events))
-    file = TraceFile(write_planes(tmp_path / "pax.xplane.pb", *texts), {0: 0, 1: 1})
-    of = program(*collectives.values())
-    rows = group_rows(of.distinct_collectives)[0]
-    steady, every = (read_trace([file], of, rows=rows, num_steps=5, chosen=c) for c in (None, range(5)))
-    assert {(out.step.step, out.why) for out in steady.left_out} == {(0, "warm-up"), (1, "warm-up")}
-    report = judge_trace(steady, of)
-    assert report.step.compute_s == pytest.approx(120.3e-3, abs=0.2e-3)
-    assert (report.stragglers, [f.code for f in report.findings if f.code == "waiting_for_peers"]) == (None, [])
-    assert judge_trace(every, of).verdict.startswith("No verdict: What counts as one step takes from 130 ms")
 
 
 def test_steps_that_cannot_be_compared_get_no_verdict_but_the_reason(tmp_path):

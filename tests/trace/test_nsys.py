@@ -9,10 +9,12 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+import meshkit as mk
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import TraceError
@@ -189,6 +191,29 @@ def test_pax_on_four_a100s_blames_no_gpu(measured):
     assert sum(f.seconds for f in report.findings if f.code == "waiting_for_peers") < 1e-3
     assert not [d for d in report.stragglers.devices if d.late]
     assert not re.search("clock|ECC|temperature", " ".join(f.message for f in report.findings))
+    every = measure_traces(PAX, TracedJob(), steps=range(5)).report
+    assert every.verdict.startswith("No verdict: What counts as one step takes from ")
+
+
+def overlap_of(thunks):
+    """`mk.overlap` of one execution, up to its last thunk."""
+    begin, end = thunks[0][1], max(end for *_, end in thunks)
+    spans = {
+        which: np.array([(a - begin, b - begin) for op, a, b in thunks if bool(COLLECTIVE.match(op)) == which]) * 1e-9
+        for which in (False, True)
+    }
+    return mk.overlap(spans[False], spans[True], (0.0, (end - begin) * 1e-9))
+
+
+def test_pax_has_the_numbers_that_its_analysis_by_others_gave(files):
+    found = executions(files[PAX])
+    names = ("window", "compute", "communication", "overlapped", "exposed", "idle")
+    third = overlap_of(found[0, 2])
+    in_ms = [1e3 * getattr(third, f"{name}_s") for name in names]
+    assert in_ms == pytest.approx([127.31, 120.62, 7.80, 4.47, 3.33, 3.36], abs=0.006)  # the truth has two decimals
+    steady = [overlap_of(found[device, number]) for device in (0, 1) for number in (2, 3, 4)]
+    shares = [100 * each.overlapped_s / each.communication_s for each in steady]
+    assert (min(shares), max(shares)) == pytest.approx((51.8, 62.7), abs=0.06)  # one decimal is given
 
 
 def test_sqlite_and_parquet_of_one_run_give_equal_reports(files, measured, tmp_path):
