@@ -68,9 +68,9 @@ class Note:
 
 @dataclass
 class Facts:
-    """Sums over everything that was read; seconds are of the operations' own durations."""
+    """Sums over everything that was read; seconds are of the operations' own durations, in the steps that count."""
 
-    device_steps: int = 0  # device steps that were swept
+    device_steps: int = 0  # that count
     events: int = 0  # operations read
     dropped: int | None = None  # operations lost by the profiler; None where it does not say
     discarded: int = 0  # operations with impossible times
@@ -272,6 +272,7 @@ class _Reader:
         self.instances = Instances()
         self.kernels: dict[int, KernelTotals] = {}  # by execution: sums over devices
         self.kernel_s: list[np.ndarray] = []  # of each device step
+        self.seconds: list[dict[str, float]] = []  # of each device step: names of `Facts` -> seconds
         self.facts = Facts()
 
     def read(self, file: TraceFile, operations: Operations | None = None) -> None:
@@ -326,7 +327,7 @@ class _Reader:
             self._add(step, int(runs[i]) if len(runs) else -1, own, clock_s + w0 * 1e-12)
 
     def _step(self, device, number, window, ops: DeviceOperations, inside: slice, classes: Classes) -> DeviceStep:
-        """One execution on one device as spans; adds what it holds to the facts."""
+        """One execution on one device as spans; keeps the seconds of what it holds."""
         label = ops.label[inside]
         begin = int(window[0])
         spans = np.stack([ops.start_ps[inside] - begin, ops.end_ps[inside] - begin], axis=1) * 1e-12
@@ -345,15 +346,18 @@ class _Reader:
             copies=spans[kind == COPY],
             input_end_s=float(fed.max()) if len(fed) else None,
         )
-        seconds = spans[:, 1] - spans[:, 0]
-        self.facts.graph_s += float(seconds[classes.lost[label]].sum())
-        self.facts.copies_s += float(seconds[kind == COPY].sum())
-        self.facts.own_copies_s += float(seconds[(kind == COPY) & classes.own_copy[label]].sum())
-        self.facts.fused_s += float(seconds[fused].sum())
-        self.facts.own_s += float(seconds[communicates & ~classes.foreign[label]].sum())
-        self.facts.compute_s += float(seconds[computes].sum())
         mapped = computes & classes.of_program[label] & ~classes.lost[label]
-        self.facts.mapped_compute_s += float(seconds[mapped].sum())
+        seconds = {
+            "graph_s": classes.lost[label],
+            "copies_s": kind == COPY,
+            "own_copies_s": (kind == COPY) & classes.own_copy[label],
+            "fused_s": fused,
+            "own_s": communicates & ~classes.foreign[label],
+            "compute_s": computes,
+            "mapped_compute_s": mapped,
+        }
+        each = spans[:, 1] - spans[:, 0]
+        self.seconds.append({name: float(each[which].sum()) for name, which in seconds.items()})
         return step
 
     def _add(self, step: DeviceStep, run: int, own: np.ndarray, starts_at_s: float) -> None:
@@ -377,13 +381,12 @@ class _Reader:
         self.runs.append(run)
 
     def _count_communication(self, step: DeviceStep) -> None:
-        """Adds seconds of communication to the facts: all, of known instructions, on mesh axes."""
-        seconds = np.diff(step.communication, axis=1).ravel()
+        """Keeps seconds of communication: all, of known instructions, on mesh axes."""
+        each = np.diff(step.communication, axis=1).ravel()
         known = (step.collective >= 0) & (not self.program.kinds)
         on_axes = np.array([bool(c.axes) or c.group_size == 1 for c in self.collectives] + [False])
-        self.facts.communication_s += float(seconds.sum())
-        self.facts.mapped_s += float(seconds[known].sum())
-        self.facts.on_axes_s += float(seconds[on_axes[step.collective]].sum())
+        seconds = {"communication_s": each, "mapped_s": each[known], "on_axes_s": each[on_axes[step.collective]]}
+        self.seconds[-1] |= {name: float(of.sum()) for name, of in seconds.items()}
 
     def trace(self, first_step: int, each: int, chosen: Container[int] | None) -> Trace:
         """What all files together say."""
@@ -406,7 +409,9 @@ class _Reader:
                 step = replace(step, transfer_s=transfer) if len(step.communication) else step
             steps.append(step)
             sweeps.append(swept)
-        self.facts.device_steps = len(self.steps)
+        self.facts.device_steps = len(steps)
+        for name in self.seconds[0]:
+            setattr(self.facts, name, sum(s[name] for s, kept in zip(self.seconds, keep) if kept))
         keys = {self.steps[i].step if self.runs[i] == -1 else self.runs[i] for i in np.flatnonzero(keep).tolist()}
         kernels = KernelTotals.sum(self.kernels[key] for key in keys).each_of(len(steps))
         every = Timeline(tuple(steps), self.collectives, tuple(self.classifier.op_names))

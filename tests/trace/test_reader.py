@@ -178,6 +178,23 @@ def test_kernels_that_compute_and_communicate_at_once_are_both(tmp_path):
     assert [n.code for n in trace.notes] == ["fused_kernels"]
 
 
+def test_seconds_that_are_told_are_of_the_usual_steps(tmp_path):
+    """The first of five steps takes nine times as long, and what runs at once in it is not told."""
+    fused = {"name": "cutlass_gemm_all_reduce_kernel"}
+    events, now = [], 0
+    for longer in (9, 1, 1, 1, 1, 1):  # what follows the last step is not in it
+        events += [gpu_op("fusion", now, now + 10 * longer)]
+        events += [gpu_op("custom-call.7", now + 10 * longer, now + 40 * longer, **fused)]
+        now += 50 * longer
+    trace = read_trace([write_trace(tmp_path / "x", "/device:GPU:0", events)], program())
+    assert [out.why for out in trace.left_out] == ["warm-up"]
+    facts = trace.facts
+    usual = len(trace.steps.steps)
+    assert (facts.device_steps, facts.fused_s) == (usual, pytest.approx(usual * 30e-6))
+    assert facts.compute_s == pytest.approx(usual * 40e-6)
+    assert trace.notes[-1].seconds == microseconds(30)
+
+
 def test_an_instruction_of_the_program_can_be_fused(tmp_path):
     events = [gpu_op("fusion", 0, 10), gpu_op(ALL_GATHER.name, 10, 40), gpu_op("fusion.9", 50, 60)]
     file = write_trace(tmp_path / "x", "/device:GPU:0", events)
