@@ -323,6 +323,45 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
     return text + (f": {'; '.join(listed)}." if listed else ".")
 
 
+def with_predicted(measured: Report, predicted: Report | None) -> Report:
+    """The measured report with what was predicted of it, and with what `plan_warnings` says.
+
+    Args:
+        measured: the report.
+        predicted: of a plan, or of the traced program as it is priced; None leaves the report as it is.
+    """
+    if predicted is None:
+        return measured
+    found = compare(predicted, measured)
+    part = schema.PredictedPart(
+        step=_beside(found.step["time_s"], kind="step"),
+        kernels=tuple(_beside(kind.time_s, kind=kind.kind) for kind in found.kernels),
+        communication=tuple(
+            _beside(
+                row.transfer_s,
+                kind=row.collective,
+                axes=row.axes,
+                dtype=row.dtype,
+                replica_groups=row.replica_groups,
+            )
+            for row in found.communication
+        ),
+        collectives=tuple(_beside(op.transfer_s, op, kind=op.key.partition("|")[0], axes=op.axes) for op in found.ops),
+        worst_ratios=tuple(_beside(op.seconds, op, kind=op.kind, name=op.name) for op in found.worst_ratios),
+    )
+    warnings = (*plan_warnings(predicted, measured), *measured.warnings)
+    return measured.model_copy(update={"predicted": part, "warnings": warnings})
+
+
+def _beside(seconds: Pair, op: ComparedOp | ComparedRatio | None = None, **what: Any) -> schema.BesidePart:
+    """One line of a measurement and its prediction; of an instruction with its name and place."""
+    placed = {} if op is None else {"source": op.source, "line": op.line}
+    named = {"name": op.b_name} if isinstance(op, ComparedOp) else {}
+    return schema.BesidePart(
+        measured_s=seconds.b, predicted_s=seconds.a, ratio=seconds.ratio, **(placed | named | what)
+    )
+
+
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
     """Where a plan beside a measurement is of another job.
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from meshkit.config.files import read_regular
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.errors import TraceError
-from meshkit.report.compare import plan_warnings
+from meshkit.report.compare import with_predicted
 from meshkit.report.measured import read_goodput_part, read_history, trend_warnings
 from meshkit.report.schema import REPORT_FILE, SCHEMA, FeedbackPart, Report
 from meshkit.report.views.perfetto import TRACE_FILE, write_perfetto
@@ -63,7 +63,7 @@ def write_folder(
         report = report.model_copy(update={"history": history, "goodput": goodput, "warnings": warnings})
         if predicted is not None:
             predicted.write(folder / PLAN_FILE)
-            report = report.model_copy(update={"warnings": (*plan_warnings(predicted, report), *report.warnings)})
+            report = with_predicted(report, predicted)
     report.write(folder)
     about = {"title": title, "sources": _sources(report), "device": report.device}
     trace = write_perfetto(timeline, folder, **about) if timeline else None

@@ -574,6 +574,44 @@ class FeedbackPart(Part):
     before_exposed_s: float | None = None
 
 
+class BesidePart(Part):
+    """Seconds a step that were measured, beside those that were predicted; null where they are not known.
+
+    Attributes:
+        kind: `step`, a kind of compute, or a collective.
+        name, source, line: of a single instruction; null of a whole kind.
+        axes, dtype, replica_groups: of a row of communication, as there.
+        ratio: measured over predicted.
+    """
+
+    kind: str | None
+    name: str | None = None
+    source: str | None = None
+    line: str | None = None
+    axes: tuple[str, ...] = ()
+    dtype: str | None = None
+    replica_groups: str | None = None
+    measured_s: float | None = None
+    predicted_s: float | None = None
+    ratio: float | None = None
+
+
+class PredictedPart(Part):
+    """What a plan, or the price of the traced program, predicts of the step that was measured.
+
+    Attributes:
+        kernels: each kind of compute.
+        communication: each row, without waiting for peers; `collectives`: the single instructions of them.
+        worst_ratios: single instructions whose seconds differ by the largest factors, of a plan of the same program.
+    """
+
+    step: BesidePart
+    kernels: tuple[BesidePart, ...] = ()
+    communication: tuple[BesidePart, ...] = ()
+    collectives: tuple[BesidePart, ...] = ()
+    worst_ratios: tuple[BesidePart, ...] = ()
+
+
 class Report(Part):
     """The whole report; `Report.model_json_schema(mode="serialization")` is its JSON Schema."""
 
@@ -600,6 +638,7 @@ class Report(Part):
     history: HistoryPart | None = None
     goodput: GoodputPart | None = None
     feedback: FeedbackPart | None = None
+    predicted: PredictedPart | None = None
     warnings: tuple[Warning_, ...] = ()
 
     @property

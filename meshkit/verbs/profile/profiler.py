@@ -25,7 +25,7 @@ from meshkit.hlo.schedule import Collective, Schedule
 from meshkit.predict.simulate import simulate
 from meshkit.report import schema
 from meshkit.report.causes import judged_by_communication
-from meshkit.report.compare import plan_warnings
+from meshkit.report.compare import with_predicted
 from meshkit.report.folder import feedback_part, write_folder
 from meshkit.report.late import late_devices
 from meshkit.report.measured import (
@@ -245,8 +245,7 @@ class MeasuredTraces:
         """Return the report beside a prediction, whose files it writes into a folder if there is one."""
         if out is not None:
             return write_folder(self.report, run_folder(Path(out)), self.timeline, predicted=predicted, title=self.name)
-        warnings = plan_warnings(predicted, self.report) if predicted else ()
-        return self.report.model_copy(update={"warnings": (*warnings, *self.report.warnings)})
+        return with_predicted(self.report, predicted)
 
 
 def measure_traces(
@@ -440,7 +439,7 @@ def profile_inspector(
     )
     report = judged_by_communication(report, cluster)
     if out is None:
-        return report
+        return with_predicted(report, predicted)
     return write_folder(report, run_folder(Path(out)), predicted=predicted, title=files[0].parent.name)
 
 

@@ -247,7 +247,8 @@ def test_nothing_is_written_unless_asked(file, tmp_path):
     before = sorted(file.parent.iterdir())
     done = CliRunner().invoke(app, ["profile", str(file), "--json"])
     assert done.exit_code == 0
-    assert json.loads(done.stdout)["schema"] == "meshkit.report/1"
+    said = json.loads(done.stdout)
+    assert (said["schema"], said["predicted"]) == ("meshkit.report/1", None)
     assert sorted(file.parent.iterdir()) == before
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["profile", str(file.parent), "--mesh", "data=4, tensor=2", "--out", str(out)])
@@ -439,6 +440,17 @@ def test_collectives_below_their_rate_are_found_with_their_line_size_and_link(tm
     assert (worst.name, worst.kind, worst.line) == ("all-gather.2", "all-gather", "model.py:9")
     said = CliRunner().invoke(app, ["profile", str(file), "--cluster", "dgx_h100"]).stdout
     assert re.search(r"collectives, moving data .*\nall-gather.2 .* 1.67 x", said)
+    said = json.loads(CliRunner().invoke(app, ["profile", str(file), "--cluster", "dgx_h100", "--json"]).stdout)
+    ratios = said["predicted"]
+    assert ratios["communication"][0]["replica_groups"] == "{0,1}"
+    pairs = {"measured_s": row.transfer_s.b, "predicted_s": row.transfer_s.a, "ratio": row.transfer_s.ratio}
+    for line in (ratios["communication"][0], ratios["collectives"][0]):
+        assert pairs.items() <= line.items()
+    assert {"name": "all-gather.2", "line": "model.py:9", "ratio": worst.seconds.ratio}.items() <= ratios[
+        "worst_ratios"
+    ][0].items()
+    step = found.step["time_s"]
+    assert (ratios["step"]["measured_s"], ratios["step"]["predicted_s"]) == (step.b, step.a)
 
 
 @pytest.mark.parametrize(
