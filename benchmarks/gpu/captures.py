@@ -34,7 +34,9 @@ def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     captured = CapturedStep(step.program, mesh, experiment.cluster, experiment.mesh, made.facts, step.options)
     said: list[str] = []
     stragglers = watch.Stragglers(0, said.append)
-    captures = watch.StepCaptures(_EVERY, captured, stragglers, said.append, first_step=_WARM_UP + 1, budget_s=1e9)
+    captures = watch.StepCaptures(
+        _EVERY, captured, stragglers, said.append, first_step=_WARM_UP + 1, budget_s=1e9, budget=1e9
+    )
     state, batch = filled(made, experiment)
     took: dict[str, list[float]] = {"plain": [], "captured": [], "behind": []}
     number = last = 0

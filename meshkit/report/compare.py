@@ -347,7 +347,7 @@ def with_predicted(measured: Report, predicted: Report | None) -> Report:
             for row in found.communication
         ),
         collectives=tuple(_beside(op.transfer_s, op, kind=op.key.partition("|")[0], axes=op.axes) for op in found.ops),
-        worst_ratios=tuple(_beside(op.seconds, op, kind=op.kind, name=op.name) for op in found.worst_ratios),
+        worst_ratios=tuple(_beside(op.seconds, op, kind=op.kind) for op in found.worst_ratios),
     )
     warnings = (*plan_warnings(predicted, measured), *measured.warnings)
     return measured.model_copy(update={"predicted": part, "warnings": warnings})
@@ -355,11 +355,10 @@ def with_predicted(measured: Report, predicted: Report | None) -> Report:
 
 def _beside(seconds: Pair, op: ComparedOp | ComparedRatio | None = None, **what: Any) -> schema.BesidePart:
     """One line of a measurement and its prediction; of an instruction with its name and place."""
-    placed = {} if op is None else {"source": op.source, "line": op.line}
-    named = {"name": op.b_name} if isinstance(op, ComparedOp) else {}
-    return schema.BesidePart(
-        measured_s=seconds.b, predicted_s=seconds.a, ratio=seconds.ratio, **(placed | named | what)
-    )
+    if op is not None:
+        name = op.b_name if isinstance(op, ComparedOp) else op.name
+        what |= {"name": name, "source": op.source, "line": op.line}
+    return schema.BesidePart(measured_s=seconds.b, predicted_s=seconds.a, ratio=seconds.ratio, **what)
 
 
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:

@@ -57,6 +57,7 @@ _ANSWER_S, _CAPTURE_ANSWER_S = 60.0, 120.0
 _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the step"}
 # of captured steps
 _BUDGET_S = 1e-3  # of CPU a step
+_BUDGET = 0.01  # of the steps' time
 _OF_ALL = 1.5  # x an even share of all waiting, that one process must cause
 _LONGER = 0.03  # of compute, from which it is said
 # of replicas
@@ -217,9 +218,9 @@ class StepCaptures:
     """Captures a step of a training every so many; it is read while training goes on.
 
     A process beside this one, at low priority, reads each. A step waits for nothing but the start and the end of its
-    trace. What all of it takes of CPUs is counted, and captures become rarer until it is at most a millisecond a step,
-    on the process where it is most. Process 0 says which step is next, so far ahead that all hear of it before; who is
-    not heard from ends the captures of all.
+    trace. What these add to a step, and what all of it takes of CPUs, is counted; captures become rarer until that is at
+    most 1 % of the steps' time and a millisecond a step, on the process where it is most. Process 0 says which step is
+    next, so far ahead that all hear of it before; who is not heard from ends the captures of all.
 
     Args:
         every: steps, at least; 0 never.
@@ -228,6 +229,7 @@ class StepCaptures:
         say: prints a line.
         first_step: of this attempt.
         budget_s: CPU seconds a step.
+        budget: share of the steps' time that captures may add.
     """
 
     def __init__(
@@ -239,13 +241,16 @@ class StepCaptures:
         *,
         first_step: int = 1,
         budget_s: float = _BUDGET_S,
+        budget: float = _BUDGET,
     ):
         self.line = Agreement("captures")
         self._every = every
         self._now = first_step - 1  # the last step that began
         self._next = _multiple_after(self._now, every) if every else 0  # to be captured, by all processes
         self._step, self._stragglers, self._say = step, stragglers, say
-        self._first_step, self._budget_s = first_step, budget_s
+        self._first_step, self._budget_s, self._budget = first_step, budget_s, budget
+        self._began = self._took_s = 0.0  # of the captured call, with the profiler's start and end
+        self._lost_s = self._each_s = 0.0  # what captures added so far; a training step
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
         self._beside = Beside("meshkit.trace.live")
@@ -264,6 +269,7 @@ class StepCaptures:
     def start(self, pending: Any) -> None:
         """Starts the trace once `pending` arrays are ready, which nothing of the step before is to be in."""
         jax.block_until_ready(pending)
+        self._began = time.perf_counter()
         with self._stragglers.counted():
             try:
                 self._introduced &= not self._beside.start()
@@ -284,6 +290,7 @@ class StepCaptures:
                 self._beside.stop()
             except Exception as error:
                 problem = describe_error(error)
+        self._took_s = time.perf_counter() - self._began
         self._thread = threading.Thread(target=self.exchange, args=(step, problem), name="meshkit-live", daemon=True)
         self._thread.start()
 
@@ -307,6 +314,8 @@ class StepCaptures:
                 if not self._introduced:
                     self._introduce(self._beside.folder / "program.hlo.pb")
                 said |= self.ask_reader({"trace": str(self._beside.traces)})
+                said["lost_s"] = max(0.0, self._took_s - said["step_s"])
+                said["each_s"] = said["step_s"] / self._step.facts.steps_per_call
             except Exception as error:  # of a process, or a disk: the others hear of it
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
             self._beside.forget()
@@ -333,10 +342,14 @@ class StepCaptures:
         for process, why in list(bad.items())[:1]:
             self._warn(f"the captured step {step} of process {process} cannot be read: {why}")
         self._captures += 1
-        next_s = cpu_s * (1 + 1 / self._captures)  # with a capture that takes what the others took
+        more = 1 + 1 / self._captures  # with a capture that takes what the others took
+        each_s = max(s.get("each_s", 0.0) for s in said)
+        if each_s > 0:
+            self._each_s, self._lost_s = each_s, self._lost_s + max(s.get("lost_s", 0.0) for s in said)
         now = max(step, self._now)
         heard = now + (now - step) + 1  # by all: the answer takes no longer than all the rest has
-        while next_s > self._budget_s * (_multiple_after(heard, every) - self._first_step + 1):
+        steps = max(cpu_s * more / self._budget_s, self._lost_s * more / (self._budget * (self._each_s or 1.0)))
+        while steps > _multiple_after(heard, every) - self._first_step + 1:
             every *= 2
         return _multiple_after(heard, every)
 
