@@ -218,8 +218,8 @@ class StepCaptures:
     """Captures a step of a training every so many; it is read while training goes on.
 
     A process beside this one, at low priority, reads each. A step waits for nothing but the start and the end of its
-    trace. What these add to a step, and what all of it takes of CPUs, is counted; captures become rarer until that is at
-    most 1 % of the steps' time and a millisecond a step, on the process where it is most. Process 0 says which step is
+    trace. What these add to a step, and what all of it takes of CPUs, is counted; captures become rarer until that is
+    at most 1 % of the steps' time and a millisecond a step, on the process where it is most. Process 0 says which is
     next, so far ahead that all hear of it before; who is not heard from ends the captures of all.
 
     Args:
