@@ -1,7 +1,8 @@
 """Speed and memory from a trace file to a report: `python -m benchmarks.trace_speed [--events N] [--hta PYTHON]`.
 
 `--cli` runs the whole of `meshkit profile` on N kernels of 8 GPUs, and of one, in processes of its own; with `--before
-TREE` in turn with that of another checkout. CPU seconds are user and system, of the process and what it starts.
+TREE` in turn with that of another checkout, with `--sqlite` of an export of nsys. CPU seconds are user and system, of
+the process and what it starts.
 
 Writes an XSpace file of N kernels with the stats that the CUDA collector gives them, reads it to a report in a process
 of its own on one core, and prints events per second and peak memory. `--hta` names the Python of an environment that
@@ -11,10 +12,12 @@ has HolisticTraceAnalysis: the same kernels, as a Kineto trace, go through its o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
 import platform
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hta", metavar="PYTHON", help="python of an environment with HolisticTraceAnalysis")
     parser.add_argument("--cli", action="store_true", help="measure the whole command")
     parser.add_argument("--before", metavar="TREE", help="with --cli: another checkout to compare with")
+    parser.add_argument("--sqlite", action="store_true", help="with --cli: an export of nsys in place of XSpace")
     parser.add_argument("--read", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.read:
@@ -58,8 +62,11 @@ def whole_command(options: argparse.Namespace, folder: Path) -> None:
     for devices in (8, 1):
         options.devices = devices
         kernels = trace_kernels(options.steps, _layers(options))
-        file = folder / f"{devices}.xplane.pb"
-        file.write_bytes(xspace(kernels, devices))
+        file = folder / f"{devices}.{'sqlite' if options.sqlite else 'xplane.pb'}"
+        if options.sqlite:
+            write_sqlite(file, kernels, devices)
+        else:
+            file.write_bytes(xspace(kernels, devices))
         runs: dict[str, list[tuple[float, float]]] = {name: [] for name in trees}
         for _ in range(options.repeats):
             for name, tree in trees.items():
@@ -67,7 +74,7 @@ def whole_command(options: argparse.Namespace, folder: Path) -> None:
         for name, each in runs.items():
             seconds = sorted(s for s, _ in each)
             print(
-                f"{len(kernels) * devices} kernels on {devices} GPUs, {name}: {seconds[0]:.2f} CPU s at least, "
+                f"{file.name}, {len(kernels) * devices} kernels, {name}: {seconds[0]:.2f} CPU s at least, "
                 f"{seconds[len(seconds) // 2]:.2f} the median of {len(seconds)}; {max(m for _, m in each) / 1e6:.0f} MB"
             )
 
@@ -191,6 +198,42 @@ def xspace(kernels: Sequence[tuple[str, int, int, int]], devices: int) -> bytes:
             plane += _message(3, _number(1, stream) + label + _number(3, 1000) + b"".join(events))
         out.append(_message(1, plane + named))
     return b"".join(out)
+
+
+_EXPORT = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+CREATE TABLE ThreadNames (nameId INTEGER, globalTid INTEGER);
+CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER);
+CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, globalTid INTEGER, textId INTEGER, text TEXT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, correlationId INTEGER,
+    globalPid INTEGER, demangledName INTEGER, graphNodeId INTEGER);
+"""
+
+
+def write_sqlite(file: Path, kernels: Sequence[tuple[str, int, int, int]], devices: int) -> None:
+    """Writes an SQLite file as nsys exports it: each kernel launched in the range of a thunk, as they follow."""
+    names = list(dict.fromkeys(name for name, *_ in kernels))
+    texts = [f"Thunk:#name={name},hlo_op={name}#" for name in names]
+    id_of = {text: i for i, text in enumerate((*names, *texts))}
+    per_step = len(kernels) // sum(kernel[0] == kernels[0][0] for kernel in kernels)
+    ranges, calls, ran = [], [], []
+    for device in range(devices):
+        thread = 1000 << 24 | device
+        for i, (name, _, start, duration) in enumerate(kernels):
+            at = 1000 * (i + 1)  # of the host
+            if i % per_step == 0:
+                module = f"XlaModule:#hlo_module={MODULE},program_id=7#"
+                ranges.append((at - 100, at + 1000 * per_step - 200, thread, None, module))
+            ranges.append((at, at + 600, thread, id_of[f"Thunk:#name={name},hlo_op={name}#"], None))
+            calls.append((at + 100, at + 400, thread, len(calls)))
+            ran.append((start, start + duration, device, len(ran), 1000 << 24, id_of[name], None))
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        database.executescript(_EXPORT)
+        tables = {"StringIds": [(i, text) for text, i in id_of.items()], "NVTX_EVENTS": ranges,
+                  "CUPTI_ACTIVITY_KIND_RUNTIME": calls, "CUPTI_ACTIVITY_KIND_KERNEL": ran}  # fmt: skip
+        for table, rows in tables.items():
+            database.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
 
 def compare_with_hta(python: str, kernels: Sequence, devices: int, folder: Path, events: int, rate: float) -> None:

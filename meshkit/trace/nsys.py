@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,7 @@ import numpy as np
 from meshkit.config.files import LEAST_ROOM_BYTES, MOST_TIMES, open_regular, short
 from meshkit.errors import TraceError
 from meshkit.trace.operations import DROPPED, DeviceOperations, Label, Operations, TraceFile, distinct_rows
+from meshkit.trace.xspace import CHUNK, concatenated
 
 _SQLITE, _PARQUET = b"SQLite format 3\0", b"PAR1"
 _THUNK = re.compile(r"(?:TSL:)?Thunk:#(?:.*,)?hlo_op=([^,#]+)", re.DOTALL)
@@ -228,36 +230,50 @@ class _Database:
             return set()
         return {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
 
-    def rows(self, table: str, *columns: str, numbers: bool = False) -> Iterator[tuple]:
+    def rows(self, table: str, *columns: str, where: str = "TRUE") -> Iterator[tuple]:
         """The rows of a table; of one that is not there, none.
 
         Args:
             table, columns: by name.
-            numbers: every value as a number, -1 where there is none.
+            where: a condition in SQL.
 
         Raises:
             TraceError: it lacks one of the columns, or has more rows than the file has room for.
         """
+        count = 0
+        for row in self._select(table, columns, '"{}"', where):
+            yield row
+            count += 1
+        self._check(table, count)
+
+    def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
+        """[rows] each, every value as a number, -1 where there is none."""
+        cells = chain.from_iterable(self._select(table, columns, 'CAST(IFNULL("{}", -1) AS INTEGER)'))
+        parts: list[tuple[np.ndarray, ...]] = []
+        while len(part := np.fromiter(islice(cells, CHUNK * len(columns)), np.int64)):
+            parts.append(tuple(part.reshape(-1, len(columns)).T.copy()))
+        found = concatenated(parts, len(columns))
+        self._check(table, len(found[0]))
+        return found
+
+    def _select(self, table: str, columns: Sequence[str], form: str, where: str = "TRUE") -> Iterable[tuple]:
+        """The rows of a table, one more than it may have at most."""
         if table not in self.tables:
-            return
+            return ()
         if missing := {*columns} - self.columns(table):
             message = f"table {table} of this SQLite file has no column {min(missing)}: it is of another schema."
             raise TraceError(message, at=str(self.path), hint=f"a recent nsys, and {_EXPORT}")
-        form = 'CAST(IFNULL("{}", -1) AS INTEGER)' if numbers else '"{}"'
-        chosen, count = ", ".join(map(form.format, columns)), 0
-        most = self._size // (_TEXT_BYTES if table == "StringIds" else _EVENT_BYTES)
-        for row in self._connection.execute(f'SELECT {chosen} FROM "{table}" LIMIT {most + 1}'):
-            yield row
-            count += 1
-        if count > most:
+        chosen = ", ".join(map(form.format, columns))
+        return self._connection.execute(f'SELECT {chosen} FROM "{table}" WHERE {where} LIMIT {self._most(table) + 1}')
+
+    def _most(self, table: str) -> int:
+        """Rows that the file has room for."""
+        return self._size // (_TEXT_BYTES if table == "StringIds" else _EVENT_BYTES)
+
+    def _check(self, table: str, count: int) -> None:
+        if count > self._most(table):
             message = f"table {table} has more rows than this file has room for: it is damaged."
             raise TraceError(message, at=str(self.path), hint=_EXPORT)
-
-    def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
-        """[rows] each."""
-        fields = [str(i) for i in range(len(columns))]
-        found = np.fromiter(self.rows(table, *columns, numbers=True), [(name, np.int64) for name in fields])
-        return [np.ascontiguousarray(found[name]) for name in fields]
 
 
 def _read_sqlite(path: Path, size: int) -> _Events:
@@ -269,6 +285,7 @@ def _read_sqlite(path: Path, size: int) -> _Events:
         strings, names = dict(database.rows("StringIds", "id", "value")), _Names()
         tables = [_table(database, table, strings, names) for table in (_KERNEL, _COPY, _FILL, _GRAPH)]
         start, end, local, process, correlation, name, node, copy = map(np.concatenate, zip(*tables))
+        del tables
         thread, called = _launches(database, process, correlation)
         ops, modules = _Names(), _Names()
         thunks, around = _ranges(database, strings, ops, modules)
@@ -277,17 +294,19 @@ def _read_sqlite(path: Path, size: int) -> _Events:
         found = Operations(clock_ns=_clock_ns(database), hardware=_hardware(database), messages=_messages(database))
     lost = [int(m[1] or m[2]) for text in found.messages for m in DROPPED.finditer(text)]
     found.dropped = sum(lost) if lost else None
-    devices, device = np.unique(np.stack([process >> _THREAD_BITS, local]), axis=1, return_inverse=True)
+    number, _ = distinct_rows((process >> _THREAD_BITS,))
+    local_number, local_first = distinct_rows((local,))
+    device, first = distinct_rows((number * len(local_first) + local_number,))
     execution = around.innermost(thread, called)
     return _Events(
-        start, end, device.ravel(), name,
+        start, end, device, name,
         op=_pick(thunks.meaning, thunks.innermost(thread, called)),
         module=_pick(around.meaning, execution),
         execution=execution,
         launch=correlation,
         node=node,
         copy=copy,
-        ordinals=_ordinals([(p, d) for p, d in devices.T.tolist()], launchers),
+        ordinals=_ordinals(list(zip((process[first] >> _THREAD_BITS).tolist(), local[first].tolist())), launchers),
         names=names.values,
         ops=ops.values,
         modules=modules.values,
@@ -301,8 +320,9 @@ def _table(database: _Database, table: str, strings: Mapping[int, Any], names: _
     node = "graphNodeId" if "graphNodeId" in database.columns(table) else "correlationId"
     columns = ("start", "end", "deviceId", "globalPid", "correlationId", kind or "start", node)
     *numbers, kinds, nodes = database.numbers(table, *columns)
-    ids, inverse = np.unique(kinds if kind else np.zeros_like(kinds), return_inverse=True)
-    texts = [_operation_name(table, id_, strings) for id_ in ids.tolist()]
+    kinds = kinds if kind else np.zeros_like(kinds)
+    inverse, first = distinct_rows((kinds,))
+    texts = [_operation_name(table, id_, strings) for id_ in kinds[first].tolist()]
     name = np.array([names.number(text) for text in texts], np.int64)[inverse]
     if table == _GRAPH:
         nodes = np.full_like(nodes, _WHOLE_GRAPH)
@@ -326,7 +346,7 @@ def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray)
     start, thread, ids = database.numbers("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
     if not len(start):
         return np.full(len(process), -1), np.full(len(process), -1)
-    processes = np.unique(process >> _THREAD_BITS)
+    processes = np.unique(process >> _THREAD_BITS)  # without its inverse it hashes, and sorts nothing
 
     def key(process: np.ndarray, id_: np.ndarray) -> np.ndarray:
         return np.searchsorted(processes, process >> _THREAD_BITS) << 32 | id_ & 0xFFFFFFFF
@@ -346,11 +366,6 @@ class _Ranges:
     end: np.ndarray  # [n]
     thread: np.ndarray  # [n]
     meaning: np.ndarray  # [n] a number of what each says
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[int, int, int, int]]) -> _Ranges:
-        """Those of some rows, in their order."""
-        return cls(*np.array(rows, np.int64).reshape(-1, 4).T)
 
     def innermost(self, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
         """[m] the innermost range around each time on its thread; -1 where there is none."""
@@ -384,16 +399,23 @@ def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarra
 
 def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[_Ranges, _Ranges]:
     """The ranges of thunks and of modules, whose meanings are numbers of `ops` and `modules`."""
-    kinds: tuple[list, list] = ([], [])
-    known: dict[Any, tuple[int, int]] = {}
-    for start, end, thread, id_, text in database.rows("NVTX_EVENTS", "start", "end", "globalTid", "textId", "text"):
-        said = id_ if text is None else text
-        if said not in known:
-            known[said] = _meaning(str(strings.get(id_, "") if text is None else text), ops, modules)
-        kind, meaning = known[said]
-        if kind in (_OF_THUNK, _OF_MODULE) and isinstance(start, int) and isinstance(thread, int):
-            kinds[kind].append((start, end if isinstance(end, int) else _NEVER, thread, meaning))
-    return _Ranges.of(kinds[0]), _Ranges.of(kinds[1])
+    start, end, thread, id_ = database.numbers("NVTX_EVENTS", "start", "end", "globalTid", "textId")
+    said = [
+        said for (said,) in database.rows("NVTX_EVENTS", "text", where='CAST(IFNULL("textId", -1) AS INTEGER) = -1')
+    ]
+    number, first = distinct_rows((id_,))
+    registered = [strings.get(i, "") for i in id_[first].tolist()]
+    own = _Names()
+    number[id_ == -1] = len(registered) + np.array([own.number(text) for text in said], np.int64)
+    meanings = [_meaning(str(text), ops, modules) for text in (*registered, *own.values)]
+    kind, meaning = np.array(meanings, np.int64).reshape(-1, 2)[number].T
+    end = np.where(end < 0, _NEVER, end)
+
+    def of(wanted: int) -> _Ranges:
+        rows = (kind == wanted) & (start >= 0) & (thread >= 0)
+        return _Ranges(start[rows], end[rows], thread[rows], meaning[rows])
+
+    return of(_OF_THUNK), of(_OF_MODULE)
 
 
 def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:

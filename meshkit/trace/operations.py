@@ -330,9 +330,12 @@ def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     picked for their instruction need no sorting.
     """
     leader = columns[0]
+    if not len(leader):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     code = np.where(leader == NO_VALUE, leader.max(initial=0) + 1, leader)
     code = code - code.min()
-    if code.max() > 4 * len(code) + 1024:  # ids far apart: a table of them would be larger than the events
+    # ids far apart, or so far that their difference has no room: a table of them would be larger than the events
+    if code.max() > 4 * len(code) + 1024 or code.min() < 0:
         code = np.unique(code, return_inverse=True)[1]
     pick = np.full(int(code.max()) + 1, -1, np.int64)
     pick[code] = np.arange(len(code))

@@ -204,7 +204,7 @@ class Buffer:
                 continue
             every = str(self.data[first:last], "latin-1")  # a letter is a byte, whatever it means
             cut = [every[a:b] for a, b in zip((begins - first).tolist(), (ends - first).tolist())]
-            found += [t if t.isascii() else t.encode("latin-1").decode("utf-8", "replace") for t in cut]
+            found += cut if every.isascii() else [t.encode("latin-1").decode("utf-8", "replace") for t in cut]
         return found
 
     def varints(self, at: np.ndarray, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:

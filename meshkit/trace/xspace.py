@@ -55,24 +55,24 @@ class Names:
     """
 
     def __init__(self, buffer: Buffer, spans: Sequence[tuple[int, int]]):
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._found: dict[tuple[Sequence[str], str], dict[int, str]] = {}
         if not spans:
             return
         begin, end = np.array(spans, np.int64).T
         key, start, length, plain = _entries(buffer, begin, end)
-        self._names = dict(zip(key[plain].tolist(), buffer.texts(start[plain], (start + length)[plain])))
+        self.names = dict(zip(key[plain].tolist(), buffer.texts(start[plain], (start + length)[plain])))
         for i in np.flatnonzero(~plain).tolist():
-            self._names.update([_read_named(buffer, *spans[i])])
+            self.names.update([_read_named(buffer, *spans[i])])
 
     def get(self, id_: int) -> str:
         """The name of an id; empty for one that the plane does not name."""
-        return self._names.get(id_, "")
+        return self.names.get(id_, "")
 
     def ids(self, *, of: Sequence[str] = (), beginning: str = "") -> dict[int, str]:
         """Ids of some names, or of all that begin in a way."""
         if (of, beginning) not in self._found:
-            some = {i: n for i, n in self._names.items() if n in of or (beginning and n.startswith(beginning))}
+            some = {i: n for i, n in self.names.items() if n in of or (beginning and n.startswith(beginning))}
             self._found[of, beginning] = some
         return self._found[of, beginning]
 
@@ -100,7 +100,8 @@ class Plane:
 
     def texts(self, values: Iterable[int]) -> dict[int, str]:
         """What some string stats' values stand for, see `text`."""
-        return {value: self.stat_names.get(value) or self.text(value) for value in values}
+        names = self.stat_names.names
+        return {value: names.get(value) or self.text(value) for value in values}
 
     def intern(self, text: str) -> int:
         """An id for `text`, below -1, where an event carries its string itself."""
