@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -259,6 +260,7 @@ class _Reader:
             gpus_per_domain=where.gpus_per_domain,
             payload_bytes=operand_bytes * (where.group_size if op == "all-gather" else 1),
             source=source,
+            **(_ragged([o.shape for o in inner.operands], where.group_size) if op == "ragged-all-to-all" else {}),
         )
 
     def groups(self, inner: HloInstruction) -> np.ndarray:
@@ -318,6 +320,13 @@ def _moved(op: str, operands: list[Shape]) -> list[Shape]:
         # operand and result are buffers with room to spare: what moves fits in both
         return [min(operands[:2], key=lambda s: s.bytes)]
     return [s for s in operands if s.dtype != "token"]
+
+
+def _ragged(operands: list[Shape], group_size: int) -> dict[str, Any]:
+    """What `Collective` has of a ragged all-to-all alone: its offsets are one for each member and slice."""
+    less, more = sorted(s.bytes for s in operands[:2])
+    slices = operands[2].dims[0] // group_size if len(operands) > 2 and operands[2].dims else 1
+    return {"slices": max(1, slices), "room": more / less if less else 1.0}
 
 
 def _host_bytes(i: HloInstruction) -> float:

@@ -43,6 +43,8 @@ class Collective:
     source: str = ""  # the op_name path of the model code that caused it
     replica_groups: str | None = None  # `{0,1},{2,3}`, where no mesh is known that has axes for them
     grouped: bool = False  # whether NCCL runs it in the kernel of another one, which starts with it over the same GPUs
+    slices: int = 0  # of a ragged all-to-all, that each member sends to each; 0 where not known, or of another kind
+    room: float = 1.0  # of a ragged all-to-all, the larger of its buffers over the smaller
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from meshkit.hlo.module import Schedule
 from meshkit.hlo.proto import dtype_bits
 from meshkit.hlo.schedule import Collective
 from meshkit.linting.placements import Finding, Subject, apply_allow_list, finding_lines, in_sums, lint
+from meshkit.linting.ways import FAILS, WAY, apart_axes, is_part
 from meshkit.sharding.constrain import Activation, partition_spec, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, described
 from meshkit.sharding.resolve import (
@@ -49,7 +50,8 @@ from meshkit.units import format_bytes
 
 SCALARS = "scalars and norms, up to 4 KiB each"
 WITHIN = "copied by a GPU to itself: leaves no GPU"
-CODES = ("unexplained_collective", "involuntary_rematerialization", "state_drifts")
+TAKEN_APART = "token dispatch and combine, a ragged all-to-all that XLA takes apart: rows between NVLink domains"
+CODES = ("unexplained_collective", "involuntary_rematerialization", "state_drifts", WAY, FAILS)
 # XLA combines small sums with large ones and pads; a twentieth and a mebibyte is less than any array worth a finding.
 _SLACK, _SLACK_BYTES = 1.05, 2**20
 _LONGEST, _PLACES = 100, 4  # of a path that a finding shows, in characters; of a combined collective's, how many
@@ -83,6 +85,7 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
         strategy: what that step may communicate; its `steps_per_call` divides counts and bytes.
     """
     rows: dict[tuple, Explained] = {}
+    apart = apart_axes(i.collective for i, _ in schedule.walk() if i.collective is not None)
     for instruction, runs in schedule.walk():
         if (collective := instruction.collective) is None:
             continue
@@ -91,7 +94,8 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
         parts = _parts(collective)
         largest = max(range(len(parts)), key=lambda i: parts[i][1])
         for index, (part, size) in enumerate(parts):
-            words, bound, cause = _reason(part, collective, axes, strategy)
+            taken_apart = is_part(collective, apart)
+            words, bound, cause = (TAKEN_APART, None, "") if taken_apart else _reason(part, collective, axes, strategy)
             row = rows.setdefault(
                 (collective.collective, collective.axes, words),
                 Explained(collective.collective, collective.axes, words, bound, cause=cause),
@@ -288,15 +292,15 @@ class Examined:
         kept, allowed = apply_allow_list([*lint(self.subject), *self.more], self.allow, unchecked=CODES)
         return Lint(in_sums(kept, self.subject), allowed)
 
-    def lint_compiled(self, compiled: CompiledProgram, drifts: Sequence[Finding] = ()) -> Lint:
-        """Findings of the same, and of the compiled step's collectives; `drifts` are those of `drift_findings`."""
+    def lint_compiled(self, compiled: CompiledProgram, also: Sequence[Finding] = ()) -> Lint:
+        """Findings of the same, and of the compiled step's collectives; `also`: of `drift_findings`, `way_findings`."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),
             *self.more,
             *collective_findings(rows, of_file=self.subject.of_file),
             *rematerialization_findings(compiled),
-            *drifts,
+            *also,
         ]
         kept, allowed = apply_allow_list(found, self.allow)
         return Lint(in_sums(kept, self.subject), allowed, rows)

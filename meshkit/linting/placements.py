@@ -47,6 +47,7 @@ class Finding(Part):
     hint: str | None = None  # what to do, where possible a line of TOML
     allowed: bool = False  # whether the experiment's allow list silences it
     reason: str | None = None  # why it is allowed
+    seconds: float | None = None  # of a step that it concerns, if known
 
     def __str__(self) -> str:
         """One line."""

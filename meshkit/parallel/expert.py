@@ -17,7 +17,8 @@ no combine again when the forward pass is recomputed, and reduces a weight's gra
 **Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves the rows there are; its buffers are static, though,
 and hold the worst case, `ways x tokens x min(k, experts a GPU)` rows on each GPU (tokens: of one GPU). `buffer_factor`
 bounds them to that many times an even load; a GPU then takes at most 1 / ways of it from each sender, and what is above
-is dropped. XLA:CPU has no ragged all-to-all: there each pair of GPUs exchanges that bound, with equal results.
+is dropped. XLA:CPU has no ragged all-to-all: there each pair of GPUs exchanges that bound, with equal results. On GPUs
+each pair exchanges `SLICES` slices or more, as XLA's kernel needs (docs/concepts/network.md).
 **Capacity**: each GPU has `ceil(capacity_factor x tokens x k / experts)` slots for each expert (Lepikhin et al., 2021;
 Fedus et al., 2022; the capacity is that of a sending GPU), a plain all-to-all moves them all, and rows beyond are
 dropped.
@@ -61,6 +62,10 @@ Tokens = Float[Array, "batch length embed"]
 Wide = Float[Array, "experts embed mlp"]
 Kernels = tuple[Wide, Wide, Float[Array, "experts mlp embed"]]  # gate, up and down
 GATHERED = "gathered_experts"  # the name of the gathered kernels, which a policy should not save
+# Slices of a ragged exchange for each pair of GPUs. XLA's kernel has a block of 128 threads for each, which carries
+# 2 GB/s. On 16 GB200 32 of them made the kernel 17.8 times as fast as one (marin-community/marin#8077); on 64 GB200 64
+# were as fast, and 16 slower (marin#8317).
+SLICES = 32
 
 
 def expert_layer(
@@ -532,6 +537,8 @@ class Dispatch:
         """`operand`'s slices `out` sent, and `rows` rows with the slices `into` received; 0 elsewhere."""
         result = jnp.zeros((rows, *operand.shape[1:]), operand.dtype)
         if self.ragged:
+            pieces = -(-SLICES // self.local_experts)
+            out, into = out.cut(pieces), into.cut(pieces)
             offsets = (o.reshape(-1) for o in (out.here, out.sizes, out.there, into.sizes))
             return one_by_one(partial(lax.ragged_all_to_all, axis_name=self.axes))(operand, result, *offsets)
         padded = operand.at[out.rows(self.buffer_rows)].get(mode="fill", fill_value=0)
@@ -552,6 +559,14 @@ class Slices:
     here: jax.Array
     sizes: jax.Array
     there: jax.Array
+
+    def cut(self, pieces: int) -> Slices:
+        """The same rows in `pieces` times as many slices, of sizes that differ by one row at most."""
+        edges = self.sizes[..., None] * jnp.arange(pieces + 1, dtype=jnp.int32) // pieces
+        begins, sizes = edges[..., :-1], jnp.diff(edges, axis=-1)
+        ways = self.sizes.shape[0]
+        here, there = (o[..., None] + begins for o in (self.here, self.there))
+        return Slices(here.reshape(ways, -1), sizes.reshape(ways, -1), there.reshape(ways, -1))
 
     def rows(self, most: int) -> jax.Array:
         """int32 [ways, most]: the rows of the slices of each peer, one after the other; out of bounds beyond them."""

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -30,8 +30,9 @@ from meshkit.errors import ConfigError, MeshkitError, check_kinds
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, drift_findings, rematerialization_findings
+from meshkit.linting.ways import way_findings
 from meshkit.planning.resolved import examine_experiment, examine_program, make_program, make_train_step
-from meshkit.planning.warnings import plan_warnings
+from meshkit.planning.warnings import imbalance_warning, plan_warnings
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
@@ -115,13 +116,14 @@ def plan_program(
     choices: CompileChoices = PLAIN,
     examined: Examined | None = None,
     training_steps: int | None = None,
+    imbalance: float = 1.0,
 ) -> Plan:
     """Return the plan of a step that somebody gives; see `plan` and `make_plan`.
 
     What its arguments are for, its tokens and its model FLOP are found where the program does not say them.
 
     Args:
-        program, mesh, cluster, choices, examined: as those take them.
+        program, mesh, cluster, choices, examined, imbalance: as those take them.
         training_steps: of the whole training, for its time and cost.
     """
     groups = group_arguments(program.args, program.names)
@@ -137,6 +139,7 @@ def plan_program(
         choices=choices,
         examined=examined,
         groups=groups,
+        imbalance=imbalance,
     )
 
 
@@ -147,24 +150,28 @@ def mesh_of_arguments[T](groups: Groups, kind: type[T]) -> T | None:
     return next((mesh for mesh in meshes if isinstance(mesh, kind)), None)
 
 
-def plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
+def plan_experiment(experiment: Experiment | ProgramExperiment, *, imbalance: float = 1.0) -> Plan:
     """The plan of an experiment's training step: the one that `train` runs, or that its `[program]` makes.
 
     Args:
         experiment: its cluster has GPUs; none of them need be here.
+        imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
 
     Raises:
-        ConfigError: a cluster of CPUs, a model or rules that do not fit, or no compiler installed.
+        ConfigError: a cluster of CPUs, a model or rules that do not fit, no compiler, or an imbalance below 1.
         ProgramError: XLA refuses the step.
     """
-    return on_own_stack(functools.partial(_plan_experiment, experiment))
+    if not 1.0 <= imbalance < math.inf:
+        message = f"an imbalance of {imbalance:g} makes no sense: the busiest GPU has an average one's rows or more."
+        raise ConfigError(message, hint="1 for an even load, 1.5")
+    return on_own_stack(functools.partial(_plan_experiment, experiment, imbalance))
 
 
-def _plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
+def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: float) -> Plan:
     """The work of `plan_experiment`, without a frame of its caller below it."""
     check_has_gpus(experiment.cluster)
     if isinstance(experiment, ProgramExperiment):
-        return _plan_users_program(experiment)
+        return _plan_users_program(experiment, imbalance)
     program = absent_step(experiment)
     return make_plan(
         program.step,
@@ -174,10 +181,11 @@ def _plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
         facts=program.facts,
         choices=choices_for(program, experiment.cluster, experiment.placement, experiment.xla),
         examined=examine_experiment(experiment, program),
+        imbalance=imbalance,
     )
 
 
-def _plan_users_program(experiment: ProgramExperiment) -> Plan:
+def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan:
     """As `_plan_experiment`, of a `[program]`."""
     with absent_program(experiment) as (program, mesh):
         facts = group_arguments(program.args, program.names).facts()
@@ -188,6 +196,7 @@ def _plan_users_program(experiment: ProgramExperiment) -> Plan:
             choices=choices_of(experiment),
             examined=examine_program(experiment, program, mesh) if experiment.has_rules else None,
             training_steps=steps_of(experiment, program.tokens or facts.tokens),
+            imbalance=imbalance,
         )
 
 
@@ -264,6 +273,7 @@ def make_plan(
     choices: CompileChoices = PLAIN,
     examined: Examined | None = None,
     groups: Groups | None = None,
+    imbalance: float = 1.0,
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
 
@@ -273,6 +283,7 @@ def make_plan(
         choices: of the compiler; its `memory_fraction` is that of the report's pool.
         examined: the step as the lint saw it before the compiler; without it findings are of the compiled one alone.
         groups: what its arguments are for, of a step whose facts are read from what was traced and compiled.
+        imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
 
     Raises:
         ConfigError: a cluster of CPUs, a mesh of another size than the cluster, or no compiler installed.
@@ -286,11 +297,13 @@ def make_plan(
     module, schedule = compiled.hlo, compiled.schedule
     if groups is not None:
         facts = _completed(facts, groups, given, compiled)
-    simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
+    assumptions = replace(assumptions_for(compiled.options), imbalance=imbalance)
+    simulation = simulate(schedule, cluster, assumptions=assumptions)
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
     drifts = drift_findings(compiled, _paths_of_state(groups, given, compiled)) if groups else []
-    lint = examined.lint_compiled(compiled, drifts) if examined else None
-    findings = lint.findings if lint else [*rematerialization_findings(compiled), *drifts]
+    also = [*drifts, *way_findings(compiled, cluster, assumptions, facts.steps_per_call)]
+    lint = examined.lint_compiled(compiled, also) if examined else None
+    findings = lint.findings if lint else [*rematerialization_findings(compiled), *also]
     instructions = read_instructions(module)
     report = summarize_simulation(
         simulation,
@@ -299,7 +312,10 @@ def make_plan(
         machines=Machines(compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
         facts=facts,
         instructions=instructions,
-        warnings=plan_warnings(compiled, schedule, simulation, memory, cluster, findings, facts),
+        warnings=[
+            *plan_warnings(compiled, schedule, simulation, memory, cluster, findings, facts),
+            *imbalance_warning(schedule, cluster, assumptions, facts.steps_per_call),
+        ],
     )
     parts = {
         "memory": memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshkit.compile.choices import LIMIT, NO_LIMIT
 from meshkit.compile.program import CompiledProgram
@@ -11,11 +12,14 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
 from meshkit.linting.placements import Finding
 from meshkit.predict import coverage
+from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
+from meshkit.predict.pricing import Pricer
 from meshkit.predict.simulate import Simulation
+from meshkit.predict.ways import RAGGED
 from meshkit.report.schema import MemoryPart, Warning_
 from meshkit.step.program import NO_FACTS, StepFacts
-from meshkit.units import format_bytes, format_rate, format_seconds
+from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
 HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: offloaded arrays do not fit into host memory
 # Of the step: below, the least that kernels take changes no number that anybody acts on.
@@ -69,7 +73,8 @@ def plan_warnings(
 def _finding_warning(finding: Finding) -> Warning_:
     """A finding of the lint as a warning of the report."""
     hint = f"; {finding.hint}" if finding.hint else ""
-    return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
+    message = f"{finding.severity}: {finding.message}{hint}"
+    return Warning_(code=finding.code, message=message, seconds=finding.seconds)
 
 
 def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_]:
@@ -171,6 +176,31 @@ def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
         most = math.floor(1000 * (capacity - outside) / capacity) / 1000
         message += f": the plan counts with train.memory_fraction = {most:g}, which a run needs, too"
     return [Warning_(code="outside_pool", message=message)]
+
+
+def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, steps: int) -> list[Warning_]:
+    """What an uneven load of the experts was taken to change, where one was asked for."""
+    factor = assumptions.imbalance
+    if factor == 1.0:
+        return []
+    even, uneven = (Pricer(cluster, a) for a in (replace(assumptions, imbalance=1.0), assumptions))
+    ragged = [(i, n / steps) for i, n in schedule.walk() if i.collective and i.collective.collective == RAGGED]
+    seconds = sum(n * (uneven.collective_s(i) - even.collective_s(i)) for i, n in ragged)
+    whole = [i.collective.room for i, _ in ragged if i.collective and i.collective.axes and i.collective.axes_complete]
+    message = (
+        f"the busiest GPU of an expert axis has {factor:g} times an average one's rows: ragged all-to-alls take "
+        f"{format_seconds(seconds)} longer, alone; matmuls of experts have static shapes and take as long for any load"
+    )
+    if whole and (room := min(whole)) < factor:
+        dropped = 1 - room / factor
+        message += (
+            f"; its buffer has room for {room:.3g} times them, so that it drops {format_percent(dropped)} of its rows"
+        )
+    if not ragged:
+        message += (
+            "; there are none: with a capacity the exchanges have static shapes, too, and rows beyond are dropped"
+        )
+    return [Warning_(code="imbalance", message=message, seconds=seconds)]
 
 
 def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:

@@ -28,7 +28,12 @@ from meshkit.predict.nccl import (
 
 CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
 COPIED = ("all-gather", "all-to-all")  # which NCCL runs on copy engines too
-FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "copy engine", "one-shot", "neighbours")
+RAGGED_WAYS = ("one-shot", "device kernel", "send")  # of a ragged all-to-all, which XLA runs
+FORCED = (
+    "ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "copy engine", "one-shot", "neighbours",
+    "device kernel", "send",
+)  # fmt: skip
+_BLOCKS_A_MULTIPROCESSOR = 16  # of 128 threads, of which a multiprocessor holds 2,048
 
 
 def wire_factor(collective: str, n: int) -> float:
@@ -87,8 +92,10 @@ def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
     """
     if collective == "collective-permute":
         return _permute(payload, wires)
-    if collective in ("all-to-all", "ragged-all-to-all"):
+    if collective == "all-to-all":
         return _all_to_all(payload, wires)
+    if collective == "ragged-all-to-all":
+        return _ragged_one_shot(payload, wires) if wires.k == 1 else _ragged_sends(payload, wires)
     if collective == "collective-broadcast":
         return _broadcast(payload, wires)
     return _taken(collective, expected(collective, wires), payload, wires)
@@ -126,6 +133,9 @@ def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Alg
         payload: bytes on one GPU, as `fastest` takes it.
         wires: the links under its group, of two GPUs or more.
     """
+    if collective == "ragged-all-to-all":
+        made = {"one-shot": _ragged_one_shot, "device kernel": _ragged_device, "send": _ragged_sends}.get(algorithm)
+        return made(payload, wires) if made and (wires.k == 1 or algorithm != "one-shot") else None
     family, _, protocol = algorithm.rpartition(" ")
     if protocol not in PROTOCOLS:
         family, protocol = algorithm, ""
@@ -172,6 +182,10 @@ def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int
         return constants["nvls"]["channels"][wires.column]
     if name == "copy engine":
         return 0
+    if collective == "ragged-all-to-all" and name == "one-shot":
+        return -(-_ragged_blocks(wires) // _BLOCKS_A_MULTIPROCESSOR)
+    if name == "device kernel":
+        return wires.sms
     if name not in ("send", "neighbours"):
         return inside if wires.k == 1 else min(across, _channels(wires.ports))
     peers = 1 if collective == "collective-permute" else wires.g * wires.k - 1
@@ -408,6 +422,61 @@ def _all_to_all(payload: float, wires: Wires) -> Algorithm:
     outside = part * (n - g) / wires.outside_bytes_per_s * wires.spine[1]
     inside = max(inside, beyond_host)
     return Algorithm("send", latency, inside, outside, _handoff_s(wires, outside=outside > inside))
+
+
+def _ragged_blocks(wires: Wires) -> int:
+    """Blocks that XLA's one-shot kernel runs at once: one for each slice to each member (ragged_all_to_all.cc)."""
+    most = wires.sms * _BLOCKS_A_MULTIPROCESSOR
+    return min(wires.g * wires.k * wires.slices, most) if wires.slices else most
+
+
+def _ragged_one_shot(payload: float, wires: Wires) -> Algorithm:
+    """XLA's kernel stores every row where its receiver has it, the GPU's own rows too, between two barriers.
+
+    Each thread loads 8 bytes and stores them before it loads the next, so that a block has one rate, whatever the link.
+    """
+    rate = wires.inside_bytes_per_s * by_hand("ragged_share")
+    inside = payload * (wires.g - 1) / wires.g * wires.hops / rate
+    latency = 2 * by_hand("one_shot_s") + by_hand("kernel_gap_s")
+    channels_s = payload / (_ragged_blocks(wires) * by_hand("ragged_block_bytes_per_s"))
+    return Algorithm("one-shot", latency, inside, 0.0, 0.0, channels_s=channels_s)
+
+
+def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: float) -> float:
+    """Seconds in which a GPU copies its own rows by the one-shot kernel: a ragged all-to-all over groups of one.
+
+    Args:
+        payload: bytes that it copies.
+        slices: that the operation lists; 0: not known.
+        sms: multiprocessors of the GPU.
+        memory_bytes_per_s: that its memory sustains; a copy reads and writes.
+    """
+    most = sms * _BLOCKS_A_MULTIPROCESSOR
+    blocks = min(slices, most) if slices else most
+    wire = max(2 * payload / memory_bytes_per_s, payload / (blocks * by_hand("ragged_block_bytes_per_s")))
+    return 2 * by_hand("one_shot_s") + by_hand("kernel_gap_s") + wire
+
+
+def _ragged_device(payload: float, wires: Wires) -> Algorithm:
+    """One kernel with a block on each multiprocessor: stores inside the domain, puts over the network.
+
+    A slice has one block or several, so that slices beyond the blocks come in rounds (RaggedAllToAllCopy).
+    """
+    n, sends = wires.g * wires.k, _all_to_all(payload, wires)
+    slices = n * max(1, wires.slices)
+    each = max(1, wires.sms // slices)
+    rounds = -(-slices // wires.sms)
+    channels_s = rounds * payload / slices / each / by_hand("device_block_bytes_per_s")
+    inside = payload * (wires.g - 1) / n * wires.hops / (wires.inside_bytes_per_s * by_hand("ragged_share"))
+    latency = by_hand("one_shot_s") + (sends.latency_s if wires.k > 1 else 0.0)
+    return Algorithm("device kernel", latency, inside, sends.outside_s, 0.0, channels_s=channels_s)
+
+
+def _ragged_sends(payload: float, wires: Wires) -> Algorithm:
+    """NCCL's sends, one for each slice, after the host has read their sizes: it waits for the GPU twice."""
+    sends = _all_to_all(payload, wires)
+    host = 2 * by_hand("host_wait_s") + wires.g * wires.k * max(1, wires.slices) * by_hand("ragged_slice_s")
+    return sends._replace(latency_s=sends.latency_s + host)
 
 
 def _permute(payload: float, wires: Wires) -> Algorithm:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshkit.config import catalog
+from meshkit.predict.ways import WayChoice
 
 _TWO_STREAMS = "xla_gpu_experimental_enable_collective_multi_streaming"
 _SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
@@ -45,6 +46,9 @@ class Assumptions:
     """With `symmetric`: gathers inside a domain run on copy engines, whatever that takes (NCCL's zero-CTA policy). XLA
     asks for it where a program has no fewer asynchronous collectives than blocking ones, or no fewer bytes of them
     (gpu_executable.cc, ShouldCollectiveUseMinimalResource)."""
+    ragged: WayChoice = field(default_factory=WayChoice)  # which way XLA takes ragged all-to-alls
+    imbalance: float = 1.0
+    """Rows that the busiest GPU of an expert axis receives, over those of an average one. All wait for it."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:
@@ -55,7 +59,8 @@ def assumptions_for(options: Mapping[str, object]) -> Assumptions:
 
     graphed = "DYNAMIC_SLICE" in str(options.get(_GRAPHS, "DYNAMIC_SLICE_FUSION"))  # which XLA's own list has
     streams = 2 if is_on(_TWO_STREAMS) else 1
-    return Assumptions(streams=streams, symmetric=is_on(_SYMMETRIC), graphed_copies=graphed)
+    ragged = WayChoice(options)
+    return Assumptions(streams=streams, symmetric=is_on(_SYMMETRIC), graphed_copies=graphed, ragged=ragged)
 
 
 def slowest_of(gpus: int, spread: float | None = None) -> float:

@@ -161,6 +161,8 @@ class Wires:
     spine: tuple[float, float]  # how much slower what crosses the spine is: of a ring, and of sends to everybody
     nccl: tuple[int, ...]  # version
     fitted: Mapping[str, float]  # `[fitted]` of nccl.toml, of this generation
+    sms: int  # multiprocessors of a GPU
+    slices: int = 0  # of a ragged all-to-all, that each member sends to each; 0: as many as its kernel has blocks for
     taken_for: Wires | None = field(default=None, repr=False)  # what NCCL takes them for, if not this
     known: dict[str, Any] = field(default_factory=dict, repr=False)  # what the tuner expects, once made
 
@@ -175,6 +177,7 @@ class Wires:
         nvls: bool = True,
         fabric: tuple[str | None, int | None] = (None, None),
         nccl: str | None = None,
+        slices: int = 0,
     ) -> Wires:
         """The links under a group of k domains with g GPUs each, with so many such groups in a domain at a time.
 
@@ -189,6 +192,7 @@ class Wires:
             nvls: False as with `NCCL_NVLS_ENABLE=0`.
             fabric: one of FABRICS, and the leaves that the domains lie under; see above for None.
             nccl: version, such as "2.28.9"; None for `default_version` of nccl.toml.
+            slices: of a ragged all-to-all, that each member sends to each; 0: as many as its kernel has blocks for.
 
         Raises:
             ConfigError: no version of NCCL, or one that has no model.
@@ -245,6 +249,8 @@ class Wires:
             spine=spine,
             nccl=version_of(nccl or constants["default_version"]),
             fitted=fitted_for(generation),
+            sms=gpu.sms,
+            slices=slices,
         )
 
 

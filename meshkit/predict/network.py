@@ -40,6 +40,7 @@ class How(TypedDict, total=False):
     fabric: str | None
     racks: int | None
     fitted: Mapping[str, float] | None
+    slices: int
 
 
 def _check(how: How, domains: int) -> None:
@@ -55,6 +56,8 @@ def _check(how: How, domains: int) -> None:
         raise ConfigError(f"unknown launch '{launch}'.", hint=", ".join(_LAUNCHES))
     if fabric not in (None, *FABRICS):
         raise ConfigError(f"unknown fabric '{fabric}'.", hint=", ".join(FABRICS))
+    if (slices := how.get("slices", 0)) < 0:
+        raise ConfigError(f"a ragged all-to-all of {slices} slices makes no sense.", hint="1 or more")
     if racks is not None and not 1 <= racks <= domains:
         raise ConfigError(f"{domains} domains cannot lie under {racks} racks.", hint=f"1 to {domains}")
 
@@ -83,7 +86,8 @@ def collective_time_s(
             `algorithm`: overrules NCCL's choice: `ring`, `tree`, `nvls`, `nvls tree`, `pat`, `collnet` (SHARP),
             `symmetric` (memory), `copy engine` (the same memory, no multiprocessors; derived, docs/concepts/network.md
             says what was measured), `one-shot` (XLA's own all-reduce), `neighbours` (a permute as nccl-tests sends:
-            every rank to the next, so that one flow leaves each host); a protocol may follow, as in `ring ll128`.
+            every rank to the next, so that one flow leaves each host); a protocol may follow, as in `ring ll128`. Of a
+            ragged all-to-all `one-shot` (inside a domain), `device kernel`, `send`: docs/concepts/network.md.
             `nccl`: its version, for its tuner's constants: "2.28.9".
             `launch`: `xla`, in a step; `nccl-tests`, one after the other with nothing between; `grouped`, in the
                 kernel of another one of the same GPUs, which has the launch.
@@ -91,6 +95,8 @@ def collective_time_s(
             leaf; `flat`: no oversubscription. By default the cluster's counts for all that leaves a host.
             `racks`: leaves that the domains lie under, evenly, where that is not as many as there must be.
             `fitted`: replaces constants of `[fitted]` of nccl.toml, by name (for refits).
+            `slices`: of a ragged all-to-all, those that each GPU sends to each; by default as many as XLA's kernel has
+            blocks for.
 
     Raises:
         ConfigError: an unknown collective, a group that makes no sense, an algorithm that cannot run it, or a
@@ -200,13 +206,15 @@ def _wires(
         ConfigError: the calibration has a constant that the model has not.
     """
     nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
-    key = (id(cluster), id(own), group, nvls, fabric, nccl)
+    slices = how.get("slices", 0)
+    key = (id(cluster), id(own), group, nvls, fabric, nccl, slices)
     if known := _known_wires.get(key):
         return known[2]
     if len(_known_wires) >= _MOST_KNOWN:
         _known_wires.clear()
     g, k, concurrent_groups = group
-    made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
+    more = {"nvls": nvls, "fabric": fabric, "nccl": nccl, "slices": slices}
+    made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, **more)
     if own is not None:
         made = with_constants(made, _own_constants(own, made.generation))
     _known_wires[key] = cluster, own, made
@@ -238,9 +246,9 @@ def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mappin
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:
     """Seconds by a fit of `meshkit bench`; None where it measured nothing alike.
 
-    Latency grows with the steps of a ring: of this group, over those of the group that was measured.
+    Latency grows with the steps of a ring: of this group, over those of the group that was measured. Nothing that is
+    measured is like a ragged all-to-all, which XLA runs.
     """
-    collective = collective.removeprefix("ragged-")
     fit = known.find("infiniband" if k > 1 else "nvlink", collective, g, k)
     if fit is None:
         return None

@@ -23,11 +23,12 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.hlo.module import Instruction
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.algorithms import CHOSEN, COPIED, wire_factor
+from meshkit.predict.algorithms import CHOSEN, COPIED, ragged_copy_s, wire_factor
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s, power_share
 from meshkit.predict.nccl import by_hand
 from meshkit.predict.network import How, Price, collective_price
+from meshkit.predict.ways import RAGGED, Way
 
 # Of a byte that a copy engine moves: read where it lies, written where it goes. NCCL's kernels have a buffer between.
 _COPY_PASSES = 2
@@ -118,7 +119,20 @@ class Pricer:
         if self._seconds is not None:
             known = self._seconds(i)
             return self._transfer(c, Price(known, 0.0, known, known) if crosses else Price(known, known, 0.0, known))
-        key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size, c.grouped)
+        key = (
+            c.collective,
+            c.payload_bytes,
+            c.gpus_per_domain,
+            c.group_size,
+            c.grouped,
+            c.slices,
+            c.room,
+            c.axes_complete,
+        )
+        if key not in self._collectives and c.collective == RAGGED:
+            self._collectives[key] = self._transfer(
+                c, self.ragged_price(c, self._assumptions.ragged.way(c, self._cluster))
+            )
         if key not in self._collectives:
             inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
             ways: tuple[str | None, ...] = (None,)
@@ -133,6 +147,19 @@ class Pricer:
             )
             self._collectives[key] = self._transfer(c, min(prices, key=lambda price: price.seconds))
         return self._collectives[key]
+
+    def ragged_price(self, c: Collective, way: Way) -> Price:
+        """What a ragged all-to-all takes on a way: of the GPU that receives most, up to what its buffer holds."""
+        payload = c.payload_bytes
+        if c.group_size == 1:
+            memory = memory_bytes_per_s(self._cluster.gpu, self._rates)
+            seconds = by_hand("xla_launch_s") + ragged_copy_s(payload, c.slices, self._cluster.gpu.sms, memory)
+            return Price(seconds, wire_s=seconds)
+        if c.axes_complete:  # a part of one, which XLA took apart, has its whole buffer for payload
+            payload *= min(self._assumptions.imbalance, c.room)
+        group = (c.gpus_per_domain, c.group_size // c.gpus_per_domain, None)
+        how: How = {"launch": "xla", "algorithm": way.price, "slices": c.slices}
+        return collective_price(c.collective, payload, group, self._cluster, how)
 
     def collective_s(self, i: Instruction) -> float:
         """Seconds of a collective that is alone."""

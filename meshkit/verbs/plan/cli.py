@@ -50,6 +50,9 @@ def plan(
     options: Annotated[
         bool, typer.Option("--options", help="Compile with other options of XLA, too: what each would give.")
     ] = False,
+    imbalance: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Rows of the busiest GPU of an expert axis, over an average one's.")
+    ] = 1.0,
     require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
     jobs: JobsOption = None,
@@ -77,6 +80,8 @@ def plan(
         run_folder(out)
     if sweep is not None and options:
         raise ConfigError("other options of XLA are compiled at one size.", at="--options", hint="without --sweep")
+    if imbalance != 1.0 and (sweep is not None or options):
+        raise ConfigError("an imbalance is of one plan.", at="--imbalance", hint="without --sweep and --options")
     if sweep is not None:
         with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
@@ -86,7 +91,7 @@ def plan(
     title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
     with compiling(keep=not no_cache, timeout_s=compile_timeout):
         with status(title):
-            made = plan_experiment(loaded)
+            made = plan_experiment(loaded, imbalance=imbalance)
         report = made.report
         if own and remedies and report.memory.fits is False:
             report = _with_remedies(report, experiment, set_, jobs)

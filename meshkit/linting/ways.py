@@ -1,0 +1,178 @@
+"""Findings about ragged all-to-alls: which way XLA takes them, what another way would take, what goes wrong on it.
+
+Enters: a compiled program. Leaves: findings of codes `ragged_way` and `ragged_fails`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from meshkit.compile.program import CompiledProgram
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.schedule import Collective
+from meshkit.linting.placements import Finding
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.pricing import Pricer
+from meshkit.predict.ways import RAGGED, Way, WayChoice, ways
+from meshkit.units import format_seconds
+
+WAY, FAILS = "ragged_way", "ragged_fails"
+# How much faster another way must be for a warning: prices of ways rest on single measurements.
+_WORTH = 1.5
+_OTHERS = ("one-shot", "device kernel", "sends")
+_MORE_SLICES = "32 slices or more to each GPU, into which each expert's rows are cut (expert_layer does)"
+_HINTS = {
+    "device kernel": "[xla] xla_gpu_experimental_ragged_all_to_all_use_device_kernel = true and "
+    "xla_gpu_experimental_enable_nccl_symmetric_buffers = true",
+    "sends": "a capacity_factor, for plain all-to-alls",
+    "one-shot": "[xla] without xla_gpu_experimental_ragged_all_to_all_use_device_kernel",
+}
+_APART = "in parts: XLA gathers rows over the network and exchanges them inside each NVLink domain"
+
+
+@dataclass
+class _Exchange:
+    """All ragged all-to-alls of a step over the same axes."""
+
+    whole: Collective  # one of them, as the program asks for it
+    sample: Collective  # the same as XLA runs it: itself, or what is left inside a domain
+    way: Way
+    count: float = 0
+    seconds: float = 0.0
+    others: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, whole: Collective, times: float, pricer: Pricer) -> None:
+        """Counts one more, and what it would take on each way that its group has."""
+        self.count += times
+        inside = whole.group_size == whole.gpus_per_domain
+        for name in _OTHERS if inside else _OTHERS[1:]:
+            self.others[name] += times * pricer.ragged_price(whole, ways()[name]).seconds
+
+
+def way_findings(
+    compiled: CompiledProgram, cluster: Cluster, assumptions: Assumptions, steps_per_call: int = 1
+) -> list[Finding]:
+    """Return what each kind of ragged all-to-all of a step takes, and what is known to go wrong with it.
+
+    Args:
+        compiled: the program.
+        cluster: it is planned for.
+        assumptions: of the plan, which have the choice of ways.
+        steps_per_call: training steps of one run of the program.
+
+    Raises:
+        ConfigError: the calibration that the cluster names cannot be read.
+    """
+    pricer, choice = Pricer(cluster, assumptions), assumptions.ragged
+    found: list[Finding] = []
+    for exchange in _exchanges(compiled, cluster, pricer, choice, steps_per_call):
+        found += _failures(exchange, cluster, choice)
+        found.append(_way_finding(exchange))
+    return found
+
+
+def apart_axes(collectives: Iterator[Collective]) -> frozenset[tuple[str, ...]]:
+    """Return the axes over which XLA took ragged all-to-alls apart: groups of what is left are a part of them."""
+    return frozenset(c.axes for c in collectives if c.collective == RAGGED and c.axes and not c.axes_complete)
+
+
+def is_part(c: Collective, apart: frozenset[tuple[str, ...]]) -> bool:
+    """Return whether a collective moves rows between domains for a ragged all-to-all that XLA took apart.
+
+    XLA gives such a collective no place in the model.
+    """
+    return c.axes in apart and not c.axes_complete and not c.source and c.collective in ("all-gather", "all-to-all")
+
+
+def _exchanges(
+    compiled: CompiledProgram, cluster: Cluster, pricer: Pricer, choice: WayChoice, steps: int
+) -> list[_Exchange]:
+    """Return them by their axes, those that XLA took apart from those that it did not."""
+    walked = [(i.collective, times / steps, i) for i, times in compiled.schedule.walk() if i.collective is not None]
+    apart = apart_axes(c for c, _, _ in walked)
+    ragged = [(c, times, i) for c, times, i in walked if c.collective == RAGGED]
+    found: dict[tuple[str, ...], _Exchange] = {}
+    for c, times, i in ragged:
+        if c.axes and c.axes not in apart:
+            row = found.setdefault(c.axes, _Exchange(c, c, choice.way(c, cluster)))
+            row.seconds += times * pricer.collective_s(i)
+            row.add(c, times, pricer)
+    for axes in sorted(apart):
+        sample = next(c for c, _, _ in ragged if c.axes == axes)
+        row = found[axes] = _Exchange(_whole(sample, compiled), sample, choice.way(sample, cluster))
+        for c, times, i in walked:
+            # A copy does not say which axes it is of: those of the only ones, where there are no others.
+            copy = c.collective == RAGGED and not c.axes and len(apart) == 1
+            if copy or is_part(c, apart & {axes}) or (c.collective == RAGGED and c.axes == axes):
+                row.seconds += times * pricer.collective_s(i)
+            if is_part(c, apart & {axes}) and c.dtype[0] not in "su":  # not of offsets
+                rows = c.payload_bytes // c.group_size
+                row.add(replace(row.whole, dtype=c.dtype, payload_bytes=rows), times, pricer)
+    return list(found.values())
+
+
+def _whole(part: Collective, compiled: CompiledProgram) -> Collective:
+    """Return the ragged all-to-all over whole axes of which XLA left a part inside of each domain."""
+    sizes = dict(zip(compiled.placement.axis_names, compiled.placement.shape, strict=True))
+    n = math.prod(sizes[a] for a in part.axes)
+    slices = max(1, part.slices * part.group_size // n)
+    return replace(part, group_size=n, gpus_per_domain=part.group_size, slices=slices, axes_complete=True, room=1.0)
+
+
+def _failures(exchange: _Exchange, cluster: Cluster, choice: WayChoice) -> Iterator[Finding]:
+    """What is known to go wrong."""
+    c = exchange.sample
+    for problem in choice.problems(exchange.way, c, cluster):
+        yield Finding(
+            code=FAILS,
+            severity=problem.severity,
+            path=f"collective/{RAGGED}/{'+'.join(c.axes)}",
+            message=f"{_named(c)}, jaxlib {choice.jaxlib}: {problem.says} ({problem.source})",
+            hint=problem.hint,
+        )
+
+
+def _way_finding(exchange: _Exchange) -> Finding:
+    """Which way it takes, and the others."""
+    c, way, seconds = exchange.whole, exchange.way, exchange.seconds
+    apart = not exchange.sample.axes_complete
+    others = {name: value for name, value in exchange.others.items() if apart or ways()[name].price != way.price}
+    best = min(others, key=lambda name: others[name], default=None)
+    slow = best is not None and seconds > _WORTH * others[best]
+    told = "; ".join(f"{_WORDS[name]} would take {format_seconds(value)}" for name, value in others.items())
+    how = _APART if apart else f"{_WORDS[way.name]}, {c.slices} slice{'s' * (c.slices > 1)} to each"
+    message = f"{_named(c)}: {how}, {format_seconds(seconds)} a step ({exchange.count:g} times, alone)"
+    hint = None
+    if slow and best is not None:
+        hint = _MORE_SLICES if way.price == "one-shot" and not apart else _HINTS[best]
+    return Finding(
+        code=WAY,
+        severity="warning" if slow else "note",
+        path=f"collective/{RAGGED}/{'+'.join(c.axes)}",
+        message=f"{message}; {told}" if told else message,
+        hint=hint,
+        seconds=seconds,
+    )
+
+
+_WORDS = {
+    "copy": "a copy",
+    "device kernel": "XLA's device kernel",
+    "one-shot": "XLA's one-shot kernel",
+    "one-shot by pointers": "XLA's one-shot kernel by pointers",
+    "puts": "NCCL's puts",
+    "sends": "NCCL's sends",
+    "refused": "refused, priced as NCCL's sends",
+}
+
+
+def _named(c: Collective) -> str:
+    where = (
+        "of one NVLink domain"
+        if c.gpus_per_domain == c.group_size
+        else f"of {c.group_size // c.gpus_per_domain} domains"
+    )
+    return f"ragged all-to-all over {' x '.join(c.axes)} ({c.group_size} GPUs {where})"

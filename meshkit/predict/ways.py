@@ -1,0 +1,120 @@
+"""Which way XLA:GPU takes a ragged all-to-all when it runs one: read from ways.toml, by group, options and jaxlib.
+
+What the compiler does to it (taken apart over hosts, made dense) shows in the compiled instructions. The rest is chosen
+at run time, by the conditions that ways.toml cites.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from typing import Any, Literal
+
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.schedule import Collective
+
+RAGGED = "ragged-all-to-all"
+_ONE_SHOT = "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"
+_BARRIER = "xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl"
+_DEVICE = "xla_gpu_experimental_ragged_all_to_all_use_device_kernel"
+_FALLBACK = "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"
+_SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+_SYMMETRIC_OF = "xla_enable_nccl_symmetric_buffers_for_collectives"
+_MODE = "xla_gpu_ragged_all_to_all_mode"
+
+
+@functools.cache
+def ways_table() -> Mapping[str, Any]:
+    """The tables of ways.toml: `way` and `problem`, lists of rows, and `options`, XLA's own values of them."""
+    return tomllib.loads(resources.files("meshkit.predict").joinpath("ways.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a ragged all-to-all."""
+
+    name: str
+    price: str  # the algorithm of predict/algorithms.py that it costs
+    what: str
+    needs: str
+    source: str
+    most_peers: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is known to go wrong on a way."""
+
+    ways: list[str]
+    severity: Literal["error", "warning"]
+    says: str
+    hint: str
+    source: str
+    above: int = 0  # GPUs of a group
+    since: str = ""  # releases of jaxlib: the first that has it, and the first that has it no more; "" is open
+    before: str = ""
+    hosts: bool = False  # whether the group must span several hosts
+
+
+@functools.cache
+def ways() -> Mapping[str, Way]:
+    """Every way by its name, in the order in which XLA tries them."""
+    return {row["name"]: Way(**row) for row in ways_table()["way"]}
+
+
+@dataclass(frozen=True)
+class WayChoice:
+    """What decides, beside the group: options of XLA where they are not its own values, and the release of jaxlib."""
+
+    options: Mapping[str, object] = field(default_factory=dict)
+    jaxlib: str = field(default_factory=lambda: metadata.version("jaxlib"))
+
+    def way(self, c: Collective, cluster: Cluster) -> Way:
+        """The way of a ragged all-to-all on a cluster, with one process a host."""
+        return ways()[self._name(c.group_size, c.gpus_per_domain, cluster)]
+
+    def problems(self, way: Way, c: Collective, cluster: Cluster) -> list[Problem]:
+        """What is known to go wrong with a collective that takes a way."""
+        rows = (Problem(**row) for row in ways_table()["problem"])
+        several = c.gpus_per_domain > cluster.gpus_per_host
+        return [
+            p
+            for p in rows
+            if way.name in p.ways
+            and c.group_size > p.above
+            and (several or not p.hosts)
+            and (not p.since or _release(self.jaxlib) >= _release(p.since))
+            and (not p.before or _release(self.jaxlib) < _release(p.before))
+        ]
+
+    def _name(self, n: int, g: int, cluster: Cluster) -> str:
+        if n == 1:
+            return "copy"
+        symmetric = self._on(_SYMMETRIC) or "raggedalltoall" in self._text(_SYMMETRIC_OF)
+        if symmetric and self._on(_DEVICE):
+            return "device kernel"
+        if n == g and self._on(_ONE_SHOT):
+            direct = cluster.scale_up == "nvlink" and cluster.mesh_hops(g) == 1.0
+            if direct and self._on(_BARRIER):
+                return "one-shot"
+            reached = direct or cluster.scale_up == "pcie"
+            if reached and g <= min(cluster.gpus_per_host, ways()["one-shot by pointers"].most_peers or 0):
+                return "one-shot by pointers"
+        if not self._on(_FALLBACK):
+            return "refused"
+        return "puts" if "symmetric" in self._text(_MODE) else "sends"
+
+    def _on(self, name: str) -> bool:
+        return self._text(name) in ("1", "true")
+
+    def _text(self, name: str) -> str:
+        return str(self.options.get(name, ways_table()["options"][name])).strip().lower()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a release; what follows them, as in `0.12.0.dev1`, is left out."""
+    parts = version.split(".")
+    return tuple(int(p) for p in parts if p.isdigit())
