@@ -252,10 +252,43 @@ def test_exchanges_of_the_compiled_step(options, exchanges):
     slots, kind = tokens * SIZES["k"], "ragged-all-to-all"
     if capacity_factor := experiment.model.options.get("capacity_factor"):
         slots, kind = SIZES["experts"] * math.ceil(capacity_factor * slots / SIZES["experts"]), "all-to-all"
-    rows = [r for r in plan_experiment(experiment).report.communication if r.collective == kind]
+    plan = plan_experiment(experiment)
+    ragged = [i.collective for i, _ in plan.schedule.walk() if i.collective and i.collective.collective == kind]
+    assert {c.slices for c in ragged} == {expert.SLICES if kind == "ragged-all-to-all" else 0}
+    told = [w for w in plan.report.warnings if w.code == "ragged_way"]
+    assert ["XLA's one-shot kernel, 32 slices to each" in w.message for w in told] == [True] * (not capacity_factor)
+    rows = [r for r in plan.report.communication if r.collective == kind]
     found = {r.dtype: r for r in rows if r.axes != ("fsdp",)}  # the embedding's gradient has one over fsdp
     assert set(found) == {"bf16", "f32"}
     for dtype, count, row_bytes in (("bf16", exchanges * layers, 2 * SIZES["embed"]), ("f32", layers, 4)):
         row = found[dtype]
         assert (row.axes, row.link, row.group_size, row.gpus_per_domain) == (("expert",), "nvlink", 8, 8)
         assert (row.count, row.payload_bytes) == (count, count * slots * row_bytes)
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+def test_a_ragged_exchange_over_hosts_is_taken_apart_into_parts_of_known_size():
+    """Of S bytes a GPU and 2 hosts: 3 dispatches gather 2 S each, 2 combines exchange 2 S and copy S; all explained.
+
+    Inside a host a part has the received rows' buffer, 1.5 S, for payload.
+    """
+    from meshkit.planning.planner import plan_experiment
+
+    axes = ["mesh.fsdp=", "mesh.expert={nvlink=8,infiniband=2}", "model.experts=16", "model.layers=1"]
+    plan = plan_experiment(load(MIXTRAL, axes))
+    s = SIZES["sequences"] * SIZES["length"] // 16 * SIZES["k"] * SIZES["embed"] * 2
+    found = {
+        (r.collective, r.axes, r.group_size): (r.count, r.payload_bytes)
+        for r in plan.report.communication
+        if r.dtype == "bf16"
+    }
+    assert found["all-gather", ("expert",), 2] == (3, 3 * 2 * s)
+    assert found["all-to-all", ("expert",), 2] == (2, 2 * 2 * s)
+    assert found["ragged-all-to-all", ("expert",), 8] == (5, 5 * 1.5 * s)
+    assert found["ragged-all-to-all", (), 1] == (2, 2 * s)
+    codes = {w.code: w for w in plan.report.warnings}
+    assert "unexplained_collective" not in codes
+    assert "16 GPUs of 2 domains): in parts" in codes["ragged_way"].message
+    assert codes["ragged_way"].seconds > 0
+    assert "ragged_fails" not in codes

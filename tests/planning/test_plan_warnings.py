@@ -11,12 +11,18 @@ import pytest
 from meshkit.compile.traced import TracedFlops
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.module import Schedule
-from meshkit.planning.warnings import plan_warnings
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.hlo.schedule import Collective, Instruction, Schedule
+from meshkit.planning.planner import plan_experiment
+from meshkit.planning.warnings import imbalance_warning, plan_warnings
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.pricing import Pricer
 from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, WindowPart
 from meshkit.report.views.words import step_text
 from meshkit.step.program import StepFacts
 
+ROOT = Path(__file__).parents[2]
 TRACE = Path(__file__).parents[1] / "data/traces/pax_a100x4/nvtx_gpu_proj_trace/trace.parquet/pax_fsdp4_4proc_proc0"
 EMPTY = Schedule("m", {"main": ()}, "main", "f")
 
@@ -93,3 +99,24 @@ def test_of_a_program_that_was_not_all_read_there_is_no_prediction():
     assert step_text(report) == "1.00 s (900 ms if all communication hid, 1.10 s if none did)"
     refused = report.model_copy(update={"warnings": (Warning_(code="flops", message=""),)})
     assert step_text(refused) == "no prediction (more than 1.00 s): see the first warnings"
+
+
+@pytest.mark.parametrize(("room", "dropped"), [(8.0, None), (1.5, "drops 25.0 % of its rows")])
+def test_an_uneven_load_says_what_it_takes_and_what_is_dropped(room, dropped):
+    """Of twice the rows a buffer for 1.5 times them takes three quarters; nothing is said of an even load."""
+    c = Collective("r", "r", "ragged-all-to-all", ("expert",), True, "nvlink", None, "bf16", 8, 1, 8, 2**26, room=room)
+    body = (Instruction("r", "ragged-all-to-all", "collective", collective=c),)
+    schedule, cluster = Schedule("m", {"main": body}, "main", "f"), Cluster.load("dgx_h100")
+    assert imbalance_warning(schedule, cluster, Assumptions(), 1) == []
+    (found,) = imbalance_warning(schedule, cluster, Assumptions(imbalance=2.0), 2)
+    prices = [Pricer(cluster, Assumptions(imbalance=f)).collective_s(body[0]) for f in (1.0, 2.0)]
+    assert found.seconds == pytest.approx((prices[1] - prices[0]) / 2)
+    assert (dropped in found.message) if dropped else ("drops" not in found.message)
+    (none,) = imbalance_warning(EMPTY, cluster, Assumptions(imbalance=2.0), 1)
+    assert none.seconds == 0.0
+    assert "there are none" in none.message
+
+
+def test_an_imbalance_below_one_is_refused_before_anything_is_compiled():
+    with pytest.raises(ConfigError, match=r"an imbalance of 0\.5 makes no sense"):
+        plan_experiment(load(ROOT / "configs/experiments/mixtral_8x7b.toml"), imbalance=0.5)

@@ -196,6 +196,7 @@ def test_findings_have_every_field_in_json(capsys):
         "hint": '[rules.logical] act_batch = ["data", "fsdp", "tensor"], or another preset',
         "allowed": False,
         "reason": None,
+        "seconds": None,
     }
 
 
