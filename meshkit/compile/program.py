@@ -63,6 +63,10 @@ _REMEDIES = (
         "with_sharding_constraint on what mixes arrays cut over one axis: GPUs attached, this XLA dies, too",
     ),
     ("Unsupported algorithm on the current device", 'train.precision = "fp32": GPUs before Ampere have no bf16'),
+    (
+        "Unable to convert MHLO to StableHLO",
+        "jax.nn.scaled_matmul in place of jax.lax.scaled_dot, which this XLA cannot partition, GPUs attached or not",
+    ),
     ("No supported config", "[xla] without xla_gpu_deterministic_ops"),
 )
 

@@ -14,8 +14,11 @@ from jax.interpreters import partial_eval
 
 # Primitives of cuDNN attention begin so.
 _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
+# Of [batch, m, k] and [batch, n, k]: `jax.nn.scaled_matmul`.
+_BLOCK_SCALED = ("scaled_matmul", "scaled_matmul_wrapper")
 _RECOMPUTED = "rematted_computation"  # how jax names what jax.checkpoint does again
-_ALL = np.ones(3)
+_ALL = np.array([1.0, 1.0, 1.0, 0.0])
+_ALL_SCALED = np.ones(4)
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,13 @@ class TracedFlops:
         model: without what `jax.checkpoint` recomputes, attention over full squares, its backward pass as two forward
             passes: the convention of `step.program`.
         model_causal: the same with half of an attention under a causal mask.
+        block_scaled: of those executed, the block-scaled matmuls' (`jax.nn.scaled_matmul`, `jax.lax.scaled_dot`).
     """
 
     executed: float
     model: float
     model_causal: float
+    block_scaled: float = 0.0
 
 
 def traced_flops(jaxpr: Any) -> TracedFlops | None:
@@ -45,7 +50,7 @@ def traced_flops(jaxpr: Any) -> TracedFlops | None:
         found = _count(used)
     except _Uncountable:
         return None
-    return TracedFlops(float(found[0]), float(found[1]), float(found[2]))
+    return TracedFlops(*map(float, found))
 
 
 def dead_updates(jaxpr: Any) -> tuple[str, ...]:
@@ -81,7 +86,7 @@ class _Uncountable(Exception):
 
 def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> np.ndarray:
     """Fields of `TracedFlops` of a jaxpr; `manual` are the mesh axes of the shard_maps around, counted already."""
-    return sum((_of_equation(equation, manual) for equation in jaxpr.eqns), np.zeros(3))
+    return sum((_of_equation(equation, manual) for equation in jaxpr.eqns), np.zeros(4))
 
 
 def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
@@ -92,7 +97,7 @@ def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
     """
     found = _executed(equation, manual)
     if any(getattr(part, "name", "") == _RECOMPUTED for part in equation.source_info.name_stack.stack):
-        return found * (1.0, 0.0, 0.0)
+        return found * (1.0, 0.0, 0.0, 1.0)
     return found
 
 
@@ -101,9 +106,14 @@ def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _ALL * _of_dot(equation)
+    if name == "scaled_dot":
+        return _ALL_SCALED * _of_dot(equation)
     if name == "ragged_dot_general" or name == "ragged_dot":
         left, right = (v.aval.shape for v in equation.invars[:2])
         return _ALL * (2.0 * math.prod(left) * right[-1])
+    if name in _BLOCK_SCALED:
+        left, right = (v.aval.shape for v in equation.invars[:2])
+        return _ALL_SCALED * (2.0 * math.prod(left) * right[1])
     if name == "conv_general_dilated":
         return _ALL * _of_convolution(equation)
     if name.startswith(_ATTENTION):
@@ -118,10 +128,10 @@ def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
     inner = [_count(j, manual) for j in _jaxprs(params)]
     if name == "while" and any(map(np.any, inner)):
         raise _Uncountable
-    most = max(inner, key=lambda one: one[0], default=np.zeros(3))
+    most = max(inner, key=lambda one: one[0], default=np.zeros(4))
     if name == "cond":
         return most
-    return times * (most if name.startswith("custom_") else sum(inner, np.zeros(3)))
+    return times * (most if name.startswith("custom_") else sum(inner, np.zeros(4)))
 
 
 def _jaxprs(params: Any) -> list[Any]:
@@ -163,4 +173,4 @@ def _of_attention(equation: Any) -> np.ndarray:
     share = 0.5 if "CAUSAL" in mask else 1.0
     forward = 4.0 * batch * heads * length * keys * head_dim
     executed, model = (2.5, 2.0) if "bwd" in equation.primitive.name else (1.0, 1.0)
-    return forward * np.array((executed * share, model, model * share))
+    return forward * np.array((executed * share, model, model * share, 0.0))

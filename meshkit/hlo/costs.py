@@ -17,7 +17,8 @@ from meshkit.hlo.proto import Computation, HloInstruction, Shape, dtype_bits, in
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
-_GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
+_BLOCK_SCALED_CALL = "__cudnn$blockScaledDot"
+_GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm|" + re.escape(_BLOCK_SCALED_CALL))
 # A complex multiply-add is four of its parts.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
 # Numbers in `PrecisionConfig`: of a precision, and of an algorithm.
@@ -235,7 +236,10 @@ def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[M
 
 def _dot_dims(dot: HloInstruction) -> tuple[list[int], list[int], list[int]]:
     """Dims of a matmul: contracted ones of its left and of its right operand, and those of the left one's batch."""
-    if dot.opcode == "custom-call":
+    if dot.target == _BLOCK_SCALED_CALL:  # [batch, m, k] and [batch, n, k], or neither with a batch
+        inner = len(dot.operands[0].shape.dims) - 1
+        left, right, batch = [inner], [inner], list(range(inner - 1))
+    elif dot.opcode == "custom-call":
         said = dot.configured("dot_dimension_numbers") or {}
         names = ("lhs_contracting_dimensions", "rhs_contracting_dimensions", "lhs_batch_dimensions")
         left, right, batch = ([int(d) for d in said.get(name, ())] for name in names)
@@ -312,7 +316,11 @@ def _attention(instruction: HloInstruction) -> Cost:
 
 def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
     """Operand type of a matmul; `f32_highest` where the program forbids TF32, and `f8..._highest` where it forbids to
-    sum in nothing but tensor cores (XLA's PrecisionConfig is cuBLAS's fast accumulation)."""
+    sum in nothing but tensor cores (XLA's PrecisionConfig is cuBLAS's fast accumulation). Block-scaled fp8 is `mxfp8`,
+    also beside fp4, with which it multiplies at its own rate."""
+    if instruction.opcode == "scaled-dot" or instruction.target == _BLOCK_SCALED_CALL:
+        names = {o.shape.dtype[:2] for o in instruction.operands[:2]}
+        return "mxfp8" if "f8" in names <= {"f8", "f4"} else name if names == {"f4"} else "bf16"
     if name != "f32" and not name.startswith("f8"):
         return name
     precision = message(instruction.fields, 51)

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshkit.config import catalog
+from meshkit.config.cluster import Gpu
 from meshkit.hlo.schedule import Instruction, Schedule
+from meshkit.predict.kernels import precision_of
 from meshkit.predict.simulate import Simulation
 from meshkit.timeline import Timeline
 from meshkit.units import format_count
@@ -107,6 +109,15 @@ def flop_note(
         why = "XLA recomputes some to keep within the memory"
     every = tuple(i.name for i, _ in schedule.walk() if _flops_of(i))
     return FlopNote(REPEATED, f"{counts}: {why}", every, more / compiled)
+
+
+def block_scaled_flops(schedule: Schedule, gpu: Gpu) -> float:
+    """FLOP of matmuls that one GPU executes block-scaled; XLA multiplies in bf16 on one that cannot."""
+    total = 0.0
+    for i, times in schedule.walk():
+        for dtype, flops in (i.cost.matmul_flops if i.cost else {}).items():
+            total += times * flops * (precision_of(gpu, dtype) in ("mxfp8", "nvfp4"))
+    return total
 
 
 def _flops_of(i: Instruction) -> float:

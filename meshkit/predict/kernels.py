@@ -36,7 +36,8 @@ from meshkit.predict.assumptions import Assumptions
 from meshkit.units import format_count, format_rate
 
 # Precisions of `[train]` -> element types that their matmuls have.
-COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
+COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn",
+                 "mxfp8": "mxfp8"}  # fmt: skip
 # XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
 _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32",
               "mxfp8": "mxfp8", "f4e2m1fn": "nvfp4"}  # fmt: skip
@@ -62,7 +63,8 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
     Args:
         gpu: any but a CPU's entry.
         dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32,
-            `f8..._highest` fp8 whose sums are promoted.
+            `f8..._highest` fp8 whose sums are promoted, `mxfp8` block-scaled fp8, which XLA multiplies in bf16 on a
+            GPU without it.
 
     Raises:
         KeyError: the catalog has no peaks of it, as for a CPU.
@@ -86,7 +88,7 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
 
     Args:
         gpu: its dense peaks.
-        precision: `fp32`, `bf16`, `fp16` or `fp8`.
+        precision: `fp32`, `bf16`, `fp16`, `fp8` or `mxfp8`.
 
     Raises:
         KeyError: another precision, on a GPU.

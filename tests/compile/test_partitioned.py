@@ -114,23 +114,46 @@ def test_a_cut_that_attention_cannot_have_is_refused_with_its_line():
         planned(attention(is_causal=True), *(array(SHAPE, cut) for _ in range(3)))
 
 
-def test_scaled_matmuls_are_partitioned():
-    name = "dgx_b200"
+def block_scaled(name):
+    """Return the plan of a block-scaled projection and its gradients, 4 x 1024 tokens and 1024 of 2048 columns a GPU."""
     config = jax.nn.get_scaled_dot_general_config("mxfp8")
     x, w = (
-        array((8, 128, 128), PartitionSpec(("data", "fsdp")), name=name),
-        array((128, 256), PartitionSpec(None, "tensor"), name=name),
+        array((32, 1024, 1024), PartitionSpec(("data", "fsdp")), name=name),
+        array((1024, 2048), PartitionSpec(None, "tensor"), name=name),
     )
 
     def step(x, w):
-        product = jax.nn.scaled_dot_general(
-            x, w, (((2,), (0,)), ((), ())), configs=[config] * 3, implementation="cudnn"
-        )
-        return product.astype(jnp.float32).sum()
+        dims = (((2,), (0,)), ((), ()))
+        product = jax.nn.scaled_dot_general(x, w, dims, preferred_element_type=jnp.bfloat16, configs=[config] * 3)
+        return jnp.square(product.astype(jnp.float32)).sum()
 
-    plan = planned(jax.grad(step, (0, 1)), x, w, name=name)
-    calls = [i for c in plan.compiled.hlo.computations.values() for i in c.order if i.opcode == "custom-call"]
-    assert any("blockScaledDot" in i.target for i in calls)
+    return planned(jax.grad(step, (0, 1)), x, w, name=name)
+
+
+def test_scaled_matmuls_are_partitioned_and_priced_on_a_gpu_that_has_them():
+    """Forward and both gradients: 2 m n k each, in MXFP8, by cuDNN's call, whose FLOP are known."""
+    plan = block_scaled("dgx_b200")
+    calls = [i for i, _ in plan.schedule.walk() if i.cost and "mxfp8" in i.cost.matmul_flops]
+    assert [i.opcode for i in calls] == ["custom-call"] * 3
+    assert [i.cost.matmul_flops for i in calls if i.cost] == [{"mxfp8": 2.0 * (4 * 1024) * 1024 * (2048 // 2)}] * 3
+    assert not {"opaque_custom_call", "precision"} & {w.code for w in plan.report.warnings}
+
+
+def test_scaled_matmuls_that_xla_dequantizes_are_named():
+    warnings = {w.code: w.message for w in block_scaled("dgx_h100").report.warnings}
+    assert "100% of the FLOP of block-scaled matmuls run in bf16 or fp32: NVIDIA H100" in warnings["precision"]
+
+
+def test_a_scaled_dot_over_several_gpus_names_what_to_use():
+    f8, e8 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    dims = (((1,), (1,)), ((), ()))
+
+    def multiplied(a, b, x, y):
+        return jax.lax.scaled_dot(a, b, lhs_scale=x, rhs_scale=y, dimension_numbers=dims)
+
+    args = [array((128, k), PartitionSpec("fsdp"), dtype) for k, dtype in ((64, f8), (64, f8), (2, e8), (2, e8))]
+    with pytest.raises(ProgramError, match=r"(?s)StableHLO.*try jax\.nn\.scaled_matmul"):
+        planned(multiplied, *args)
 
 
 def own(scale, kept=None):

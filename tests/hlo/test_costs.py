@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshkit.config.mesh import Placement
-from meshkit.hlo.costs import sort_passes
+from meshkit.hlo.costs import Matmul, sort_passes
 from meshkit.hlo.module import read_schedule
 from meshkit.hlo.proto import Module, Shape
 from tests.hlo_text import parse_hlo
@@ -207,3 +207,29 @@ def test_columns_are_as_narrow_as_what_lies_side_by_side():
     costs = {i.name: i.cost for i in schedule.computations[schedule.entry] if i.cost}
     assert costs["wide"].column_elements == 0
     assert costs["apart"].column_elements == pytest.approx(8 * 64 * 32 * 12 * 32 / 12)
+
+
+BLOCK_SCALED = """HloModule scaled, is_scheduled=true
+
+ENTRY main (a: f8e4m3fn[2,64,96], b: f8e4m3fn[2,32,96], x: f8e8m0fnu[2,64,3], y: f8e8m0fnu[2,32,3]) -> bf16[64,32] {
+  a = f8e4m3fn[2,64,96] parameter(0)
+  b = f8e4m3fn[2,32,96] parameter(1)
+  x = f8e8m0fnu[2,64,3] parameter(2)
+  y = f8e8m0fnu[2,32,3] parameter(3)
+  many = (bf16[2,64,32], u8[16]) custom-call(a, b, x, y), custom_call_target="__cudnn$blockScaledDot"
+  c = f4e2m1fn[64,96] parameter(4)
+  d = f4e2m1fn[32,96] parameter(5)
+  z = f8e4m3fn[64,6] parameter(6)
+  w = f8e4m3fn[32,6] parameter(7)
+  ROOT one = bf16[64,32] custom-call(c, d, z, w), custom_call_target="__cudnn$blockScaledDot"
+}
+"""
+
+
+def test_block_scaled_calls_contract_the_last_dim_of_both():
+    schedule = read_schedule(parse_hlo(BLOCK_SCALED), Placement.from_shape(("data",), (1,)))
+    costs = {i.name: i.cost for i in schedule.computations[schedule.entry] if i.cost}
+    assert costs["many"].matmuls == (Matmul("mxfp8", 2, 64, 32, 96),)
+    assert costs["one"].matmuls == (Matmul("f4e2m1fn", 1, 64, 32, 96),)
+    assert costs["many"].priced_by == "roofline"
+    assert costs["many"].bytes_accessed == 2 * (64 + 32) * (96 + 3) + 2 * 64 * 32 * 2
