@@ -57,11 +57,13 @@ class Layouts:
         inputs: of the input as it comes, and of its gradient.
         multiplied: of the input as it is multiplied: what lies between the two is moved in fp8.
         outputs: of the outputs.
+        gradients: of the outputs' gradients as they are multiplied, where the partitioner does not find it.
     """
 
     inputs: Layout = lambda x: x
     multiplied: Layout = lambda x: x
     outputs: Layout = lambda x: x
+    gradients: Layout = lambda x: x
 
 
 AS_THEY_COME = Layouts()

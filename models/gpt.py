@@ -215,6 +215,7 @@ class GPT(nnx.Module):
         rngs: source of the initial weights.
         dtype: of activations and matmuls; parameters are fp32.
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
+        mxfp8: they multiply in MXFP8, see `models.mxfp8`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         context: how fused attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of GPTConfig.
@@ -230,6 +231,7 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs,
         dtype=jnp.bfloat16,
         fp8: bool = False,
+        mxfp8: bool = False,
         remat="none",
         context="all_gather",
         **overrides,
@@ -242,7 +244,7 @@ class GPT(nnx.Module):
         self.config = c = dataclasses.replace(PRESETS[preset], **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat, context)
         self.deterministic = False  # True after `eval()`, by which nnx means: not training
-        context, matmuls = check_context(context), Matmuls(fp8)
+        context, matmuls = check_context(context), Matmuls(fp8, mxfp8=mxfp8)
         table = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.positions = parameter(rngs, table, (c.length, c.embed), (None, "embed"), stack=None)

@@ -6,7 +6,7 @@ logical axis. A parameter may be stacked over layers: a leading `layers` dim tha
 **Precision rule.** A layer computes in the dtype of its activations, and the gradient of a weight is *produced*, and
 therefore reduced over the mesh, in the dtype of the weight that the layer was given. So the caller picks the precision
 of the gradient reduction by passing fp32 or bf16 weights, and the matmuls run in bf16 either way. `models.fp8`
-keeps to the same rule.
+and `models.mxfp8` keep to the same rule.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from jaxtyping import Array, Float
 
 from meshkit.parallel.collective_matmul import gather_matmul, matmul_cut, matmul_scatter
 from meshkit.sharding import constrain, current_scope, sharding_scope
-from models import fp8 as eight_bit
+from models import fp8 as one_scale
+from models import mxfp8 as block_scales
 from models.attention import NATURAL, TokenOrder
+from models.fp8 import Layouts
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")  # of the residual stream between blocks
 WHOLE_AXES = ("act_batch", "act_length", "act_embed")  # of what a block's matmuls multiply
@@ -68,19 +70,28 @@ class Matmuls:
 
     Attributes:
         fp8: in fp8, see `models.fp8`.
+        mxfp8: in MXFP8, see `models.mxfp8`.
         collective: where sequence parallelism cuts the length between blocks, its gathers and scatters hide behind the
             matmuls, see `meshkit.parallel.collective_matmul`.
 
     Raises:
-        ValueError: both at once.
+        ValueError: two at once.
     """
 
     fp8: bool = False
     collective: bool = False
+    mxfp8: bool = False
 
     def __post_init__(self):
-        if self.fp8 and self.collective:
+        if self.fp8 and self.mxfp8:
+            raise ValueError("fp8 has a scale for a tensor and mxfp8 one for 32 numbers: choose one of the two.")
+        if self.eight_bit and self.collective:
             raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8: choose one of the two.")
+
+    @property
+    def eight_bit(self) -> Any:
+        """The module whose `project` and `project_each` multiply in 8 bits; None in 16 or 32."""
+        return one_scale if self.fp8 else block_scales if self.mxfp8 else None
 
 
 PLAIN = Matmuls()
@@ -124,8 +135,9 @@ class Projection(nnx.Module):
         with jax.named_scope(self.name):
             if self.matmuls.collective and (cut := matmul_cut(x.shape[1], self.rows)):
                 return self.mark(matmul_scatter(cut, x, kernel, self.contracted))
-            if self.matmuls.fp8:
-                layouts = eight_bit.Layouts(outputs=_pinned(RESIDUAL_AXES)) if self.columns[0] == "embed" else None
+            if eight_bit := self.matmuls.eight_bit:
+                pinned = {"outputs": _pinned(RESIDUAL_AXES), "gradients": _pinned(WHOLE_AXES)}
+                layouts = Layouts(**pinned) if self.columns[0] == "embed" else None
                 return self.mark(eight_bit.project(x, kernel, self.contracted, out_dtype or x.dtype, layouts))
             y = project(x, kernel, self.contracted, out_dtype or x.dtype)
             return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
@@ -150,8 +162,8 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
     with jax.named_scope(name):
         if cut is not None:
             outputs = gather_matmul(cut, x, kernels)
-        elif projections[0].matmuls.fp8:
-            layouts = eight_bit.Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
+        elif eight_bit := projections[0].matmuls.eight_bit:
+            layouts = Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
             outputs = eight_bit.project_each(x, kernels, 1, x.dtype, layouts)
         else:
             # Pinned in pieces first: else the gather moves in front of the cast that ends a norm, and moves fp32.

@@ -186,6 +186,7 @@ class Llama(nnx.Module):
         rngs: source of the initial weights.
         dtype: of activations and matmuls; parameters are fp32.
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
+        mxfp8: they multiply in MXFP8, see `models.mxfp8`.
         collective_matmul: hide the collectives of sequence parallelism behind matmuls, see
             `meshkit.parallel.collective_matmul`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
@@ -203,6 +204,7 @@ class Llama(nnx.Module):
         rngs: nnx.Rngs,
         dtype=jnp.bfloat16,
         fp8: bool = False,
+        mxfp8: bool = False,
         collective_matmul: bool = False,
         remat="none",
         context="all_gather",
@@ -211,7 +213,7 @@ class Llama(nnx.Module):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         self.deterministic = False  # True after `eval()`, by which nnx means: not training
-        matmuls = Matmuls(fp8, collective_matmul)
+        matmuls = Matmuls(fp8, collective_matmul, mxfp8)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.layers = Block(c, context, matmuls=matmuls, rngs=rngs)

@@ -286,9 +286,9 @@ class TrainTable(ProgramTrainTable):
     global_batch: Count = Field(description="sequences or examples of a step, over all devices")
     sequence_length: Count = Field(default=1, examples=[4096], description="tokens of a sequence")
     accumulate: Count = Field(default=1, description="micro-batches of a step")
-    precision: Literal["fp32", "bf16", "fp8"] = Field(
+    precision: Literal["fp32", "bf16", "fp8", "mxfp8"] = Field(
         default="bf16",
-        description="of compute (fp8: of linear layers, the rest bf16); parameters and optimizer state stay fp32 "
+        description="of compute (fp8, mxfp8: of linear layers, the rest bf16); parameters and optimizer state stay fp32 "
         "unless parameter_precision and [optimizer] say otherwise",
     )
     parameter_precision: Literal["fp32", "bf16"] = Field(

@@ -37,7 +37,7 @@ from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
 from meshkit.units import format_bytes
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
+_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2}  # of activations and gathered weights
 _RESIDUAL = "embed"
 # For the order of compiling alone: what of a weight's gather usually shows, in one micro-batch and in a loop of them;
 # what of an activation's exchange; what layers keep beside projections where they keep all. Of plans of llama3_70b on

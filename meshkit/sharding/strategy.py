@@ -33,7 +33,7 @@ ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-per
 
 Axes = frozenset[str]
 # Of an element that is computed with or sent in a precision.
-BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "int8": 1}
 # Logical axes whose mesh axes are tensor or expert parallelism.
 _TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
 _TENSOR_PARAMETERS = ("heads", "kv_heads", "mlp", "vocab")

@@ -42,7 +42,7 @@ from meshkit.step.spec import StepSpec
 
 LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
 HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}  # of activations
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "mxfp8": jnp.bfloat16}  # of activations
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +100,7 @@ class ModelDescription:
 def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     """The model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
-    What takes `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
+    What takes `dtype`, `fp8`, `mxfp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
     otherwise.
 
     Args:
@@ -177,11 +177,11 @@ def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) ->
         options["preset"] = spec.model.preset
     if "dtype" in accepted:
         options.setdefault("dtype", DTYPES[train.precision])
-    if train.precision == "fp8":
-        if "fp8" not in accepted:
-            message = f"{spec.model_class.name} takes no `fp8` argument, so its linear layers cannot compute in fp8."
+    if (name := train.precision) in ("fp8", "mxfp8"):
+        if name not in accepted:
+            message = f"{spec.model_class.name} takes no `{name}` argument, so its linear layers cannot compute in it."
             raise spec.places.error("train.precision", message, hint='precision = "bf16"')
-        options.setdefault("fp8", True)
+        options.setdefault(name, True)
     if "remat" in accepted:
         remat = train.remat
         options.setdefault("remat", remat.to_dict() if isinstance(remat, RematMix) else remat)

@@ -1,0 +1,104 @@
+"""Block-scaled matmuls over a mesh: `jax.nn.scaled_matmul` of arrays with any number of dims, cut in any way.
+
+jax's own takes [batch, m, k], so that batch and length are one dim, which loses their cuts, and it sums over the mesh
+only where both operands say so and all of it at once. Here every GPU multiplies its own piece, whose dims become one
+after they were cut; what both operands have cut along a summed dim is added up over those axes, as a reduce-scatter
+where the result is cut over them. Of operands that are cut otherwise, 8-bit values and their scales are gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+type Axes = tuple[str, ...]
+
+
+def block_scaled_matmul(
+    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], summed: int, dtype: Any
+) -> jax.Array:
+    """The product [*rows, *columns] of a [*rows, *summed] and b [*columns, *summed].
+
+    Args:
+        a, b: values and scales; a scale holds for a block along the last dim.
+        summed: how many dims, the last ones of both, are summed over.
+        dtype: of the product, and in which it is added up over the mesh.
+    """
+    return _matmul(*a, *b, summed, jax.numpy.dtype(dtype).name)
+
+
+def _local(a, a_scales, b, b_scales, summed: int, dtype: str) -> jax.Array:
+    rows, columns = (x.shape[: x.ndim - summed] for x in (a, b))
+    flat = [
+        x.reshape(1, math.prod(x.shape[: x.ndim - summed]), math.prod(x.shape[x.ndim - summed :]))
+        for x in (a, b, a_scales, b_scales)
+    ]
+    return jax.nn.scaled_matmul(*flat, preferred_element_type=jax.numpy.dtype(dtype)).reshape(*rows, *columns)
+
+
+_matmul = custom_partitioning(_local, static_argnums=(4, 5))
+
+
+def _rule(summed: int, dtype: str, mesh: Any, values: Any, results: Any) -> str:
+    """Dims by letters, as in an einsum; a scale is cut as its block is."""
+    del dtype, mesh, results
+    letters = iter(string.ascii_lowercase)
+    rows, columns = (list(itertools.islice(letters, values[i].rank - summed)) for i in (0, 2))
+    inner = list(itertools.islice(letters, summed))
+    a, b, out = (" ".join(dims) for dims in (rows + inner, columns + inner, rows + columns))
+    return f"{a}, {a}, {b}, {b} -> {out}"
+
+
+def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> Any:
+    """What each GPU does with its piece, and how results and arguments are cut for it."""
+    (a, b), out = (_cuts(args[i]) for i in (0, 2)), _cuts(result)
+    (rows, left), (columns, right) = _split(a, len(a) - summed), _split(b, len(b) - summed)
+    # A cut of one operand alone, its other operand can be sliced to; one of the second (a weight under FSDP) is gathered.
+    taken = {axis for cut in columns for axis in cut}
+    inner = [k if other in (k, ()) and not taken & {*k} else () for k, other in zip(left, right)]
+    added = tuple(axis for cut in inner for axis in cut)
+    used, kept, scattered = set(added), [], []
+    for wanted, has in zip(out, rows + columns):
+        cut = tuple(itertools.takewhile(lambda axis: axis not in used, wanted or has))
+        then = wanted[len(cut) :]
+        then = then if {*then} <= {*added} - {axis for more in scattered for axis in more} else ()
+        used |= {*cut}
+        kept.append(cut)
+        scattered.append(then)
+    rows, columns = _split(kept, len(rows))
+
+    def multiply(*parts: jax.Array) -> jax.Array:
+        product, left_over = _local(*parts, summed, dtype), added
+        for dim, axes in enumerate(scattered):
+            if axes:
+                product = lax.psum_scatter(product, axes, scatter_dimension=dim, tiled=True)
+                left_over = tuple(axis for axis in left_over if axis not in axes)
+        return lax.psum(product, left_over) if left_over else product
+
+    def sharding(cuts: list[Axes]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(cut or None for cut in cuts)))
+
+    first, second = sharding(rows + inner), sharding(columns + inner)
+    return mesh, multiply, sharding([k + s for k, s in zip(kept, scattered)]), (first, first, second, second)
+
+
+def _cuts(array: Any) -> list[Axes]:
+    """The mesh axes that cut each dim, none of which has one GPU."""
+    spec, sizes = array.sharding.spec, array.sharding.mesh.shape
+    names = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in spec]
+    names += [()] * (len(array.shape) - len(names))
+    return [tuple(axis for axis in cut if sizes[axis] > 1) for cut in names]
+
+
+def _split(cuts: list[Axes], at: int) -> tuple[list[Axes], list[Axes]]:
+    return cuts[:at], cuts[at:]
+
+
+_matmul.def_partition(partition=_partition, sharding_rule=_rule)
