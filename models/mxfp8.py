@@ -5,8 +5,8 @@ Gradients are in e4m3 as well: a block's own scale gives the range that e5m2 is 
 up, so that nothing is clipped (Mishra et al., 2506.08027). A tensor that enters two matmuls has two forms, blocks along
 one of its dims and along the other. There is no state: a scale comes from its block just before it is cast.
 
-The matmul is `jax.nn.scaled_matmul` (`meshkit.parallel.block_scaled`): a kernel of cuDNN on Blackwell. CPUs, and GPUs that have none, multiply what they
-dequantize, with the same values and sums in fp32. What stays in bf16 is what does so in `models.fp8`.
+The matmul is `jax.nn.scaled_matmul` (`meshkit.parallel.block_scaled`): a kernel of cuDNN on Blackwell. CPUs, and GPUs
+that have none, multiply what they dequantize, with the same values. What stays in bf16 is what does in `models.fp8`.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def _project_forward(x, kernels, forms, contracted, out_dtype, layouts):
     products = [block_scaled_matmul(rows, _turned(by_rows), 1, out_dtype) for by_rows, _ in forms]
     shapes = [(*inputs.shape[:-1], *kernel.shape[contracted:]) for kernel in kernels]
     outputs = tuple(layouts.outputs(p.reshape(shape)) for p, shape in zip(products, shapes))
-    likes = jnp.zeros((0, *x.shape[x.ndim - contracted :]), x.dtype), [jnp.zeros((0, *k.shape), k.dtype) for k in kernels]
-    return outputs, (tokens, [by_columns for _, by_columns in forms], likes)
+    like_x = jnp.zeros((0, *x.shape[x.ndim - contracted :]), x.dtype)
+    likes = [jnp.zeros((0, *kernel.shape), kernel.dtype) for kernel in kernels]
+    return outputs, (tokens, [by_columns for _, by_columns in forms], (like_x, likes))
 
 
 def _moved(x: Blocks, layouts: Layouts) -> Blocks:

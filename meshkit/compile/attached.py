@@ -43,6 +43,7 @@ from meshkit.compile.options import (
     left_out_lines,
     memory_of,
 )
+from meshkit.compile.traced import traced_flops
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.config.places import Places
@@ -50,6 +51,7 @@ from meshkit.console import say
 from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError
 from meshkit.hlo.module import Module, Schedule, read_schedule
+from meshkit.predict.coverage import dequantized_note
 from meshkit.private import NotPrivate, check_private, private_folder
 from meshkit.step.train_step import TrainProgram
 
@@ -90,8 +92,12 @@ class _Executable:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        (module, *_) = self.program.runtime_executable().hlo_modules()
-        return read_schedule(Module(module.as_serialized_hlo_module_proto()), self.placement)
+        return _schedule_of(self.program, self.placement)
+
+
+def _schedule_of(program: Any, placement: Placement) -> Schedule:
+    (module, *_) = program.runtime_executable().hlo_modules()
+    return read_schedule(Module(module.as_serialized_hlo_module_proto()), placement)
 
 
 def compile_step(
@@ -109,11 +115,18 @@ def compile_step(
         RunError: other processes of the job did not answer.
     """
 
-    def lower() -> Any:
-        return program.step.lower(program.abstract_state, program.abstract_batch)
+    @functools.cache
+    def trace() -> Any:
+        return program.step.trace(program.abstract_state, program.abstract_batch)
 
     choices = CompileChoices(xla) if cluster.is_cpu else choices_for(program, cluster, placement, xla)
-    return compile_attached(lower, cluster, placement, choices, program.spec.places)
+    compiled = compile_attached(lambda: trace().lower(), cluster, placement, choices, program.spec.places)
+    if program.spec.train.precision == "mxfp8" and not cluster.is_cpu and jax.process_index() == 0:
+        flops = traced_flops(trace().jaxpr)
+        wanted = flops.block_scaled / cluster.num_gpus if flops else 0.0
+        if note := dequantized_note(_schedule_of(compiled.program, placement), cluster.gpu, wanted):
+            say(f"meshkit: {note}")
+    return compiled
 
 
 def compile_attached(

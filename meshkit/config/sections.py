@@ -288,8 +288,8 @@ class TrainTable(ProgramTrainTable):
     accumulate: Count = Field(default=1, description="micro-batches of a step")
     precision: Literal["fp32", "bf16", "fp8", "mxfp8"] = Field(
         default="bf16",
-        description="of compute (fp8, mxfp8: of linear layers, the rest bf16); parameters and optimizer state stay fp32 "
-        "unless parameter_precision and [optimizer] say otherwise",
+        description="of compute (fp8, mxfp8: of linear layers, the rest bf16); parameters and optimizer state stay "
+        "fp32 unless parameter_precision and [optimizer] say otherwise",
     )
     parameter_precision: Literal["fp32", "bf16"] = Field(
         default="fp32",

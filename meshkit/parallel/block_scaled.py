@@ -60,22 +60,19 @@ def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> An
     """What each GPU does with its piece, and how results and arguments are cut for it."""
     (a, b), out = (_cuts(args[i]) for i in (0, 2)), _cuts(result)
     (rows, left), (columns, right) = _split(a, len(a) - summed), _split(b, len(b) - summed)
-    # A cut of one operand alone, its other operand can be sliced to; one of the second (a weight under FSDP) is gathered.
+    # What cuts the first operand alone, the second can be sliced to; what cuts the second (FSDP) is gathered.
     taken = {axis for cut in columns for axis in cut}
     inner = [k if other in (k, ()) and not taken & {*k} else () for k, other in zip(left, right)]
     added = tuple(axis for cut in inner for axis in cut)
-    used, kept, scattered = set(added), [], []
+    kept, scattered = [], []  # of each dim of the result: what cuts it before, and what a reduce-scatter cuts it by
     for wanted, has in zip(out, rows + columns):
-        cut = tuple(itertools.takewhile(lambda axis: axis not in used, wanted or has))
-        then = wanted[len(cut) :]
-        then = then if {*then} <= {*added} - {axis for more in scattered for axis in more} else ()
-        used |= {*cut}
-        kept.append(cut)
-        scattered.append(then)
+        before, then = _free(wanted or has, {*added}.union(*kept))
+        kept.append(before)
+        scattered.append(then if wanted and {*then} <= {*added}.difference(*scattered) else ())
     rows, columns = _split(kept, len(rows))
 
     def multiply(*parts: jax.Array) -> jax.Array:
-        product, left_over = _local(*parts, summed, dtype), added
+        product, left_over = _local(parts[0], parts[1], parts[2], parts[3], summed, dtype), added
         for dim, axes in enumerate(scattered):
             if axes:
                 product = lax.psum_scatter(product, axes, scatter_dimension=dim, tiled=True)
@@ -87,6 +84,12 @@ def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> An
 
     first, second = sharding(rows + inner), sharding(columns + inner)
     return mesh, multiply, sharding([k + s for k, s in zip(kept, scattered)]), (first, first, second, second)
+
+
+def _free(cut: Axes, used: set[str]) -> tuple[Axes, Axes]:
+    """The first axes of a cut that nothing else uses, and the rest."""
+    free = next((i for i, axis in enumerate(cut) if axis in used), len(cut))
+    return cut[:free], cut[free:]
 
 
 def _cuts(array: Any) -> list[Axes]:

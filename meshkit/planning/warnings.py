@@ -24,7 +24,6 @@ from meshkit.units import format_bytes, format_percent, format_rate, format_seco
 HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: offloaded arrays do not fit into host memory
 # Of the step: below, the least that kernels take changes no number that anybody acts on.
 _NOTABLE = 0.05
-_DEQUANTIZED = 0.01  # of block-scaled FLOP: below, loops that XLA peels or what it drops
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
@@ -95,19 +94,10 @@ def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_
 
 
 def _block_scaling_warning(compiled: CompiledProgram, schedule: Schedule, cluster: Cluster) -> list[Warning_]:
-    """That XLA dequantizes what the program multiplies block-scaled, which it does without a word."""
+    """That block-scaled matmuls run in wider types."""
     wanted = (compiled.traced_flops.block_scaled if compiled.traced_flops else 0.0) / cluster.num_gpus
-    share = wanted and 1.0 - coverage.block_scaled_flops(schedule, cluster.gpu) / wanted
-    if share <= _DEQUANTIZED:
-        return []
-    gpu = cluster.gpu
-    why = "this XLA made no block-scaled kernel of them" if "mxfp8" in gpu.peak_flops else f"{gpu.name} has none"
-    message = (
-        f"{share:.0%} of the FLOP of block-scaled matmuls run in bf16 or fp32: {why}, so XLA dequantizes their "
-        'operands first, and quantizing them comes on top; train.precision = "bf16" saves both, and a GPU that '
-        "multiplies MXFP8 (B200, GB200) runs them as asked"
-    )
-    return [Warning_(code="precision", message=message)]
+    note = coverage.dequantized_note(schedule, cluster.gpu, wanted)
+    return [] if note is None else [Warning_(code="precision", message=note)]
 
 
 def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:

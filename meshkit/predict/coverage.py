@@ -111,13 +111,26 @@ def flop_note(
     return FlopNote(REPEATED, f"{counts}: {why}", every, more / compiled)
 
 
-def block_scaled_flops(schedule: Schedule, gpu: Gpu) -> float:
-    """FLOP of matmuls that one GPU executes block-scaled; XLA multiplies in bf16 on one that cannot."""
-    total = 0.0
+def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
+    """Return that XLA dequantizes what a program multiplies block-scaled, which it does without a word; else None.
+
+    Args:
+        schedule: of the compiled program.
+        gpu: it is compiled for.
+        wanted: FLOP of block-scaled matmuls that one GPU should execute.
+    """
+    scaled = 0.0
     for i, times in schedule.walk():
         for dtype, flops in (i.cost.matmul_flops if i.cost else {}).items():
-            total += times * flops * (precision_of(gpu, dtype) in ("mxfp8", "nvfp4"))
-    return total
+            scaled += times * flops * (precision_of(gpu, dtype) in ("mxfp8", "nvfp4"))
+    if scaled >= wanted * (1.0 - _MOST):
+        return None
+    why = "this XLA made no block-scaled kernel of them" if "mxfp8" in gpu.peak_flops else f"{gpu.name} has none"
+    return (
+        f"{1.0 - scaled / wanted:.0%} of the FLOP of block-scaled matmuls run in bf16 or fp32: {why}, so XLA "
+        'dequantizes their operands first, and quantizing them comes on top; train.precision = "bf16" saves both, and '
+        "a GPU that multiplies MXFP8 (B200, GB200) runs them as asked"
+    )
 
 
 def _flops_of(i: Instruction) -> float:

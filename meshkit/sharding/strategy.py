@@ -146,6 +146,7 @@ class Strategy:
     deferred: Axes = frozenset()  # axes over which gradients are reduced, and weights gathered, once a step
     compute_bytes: int = 4  # of an element of a weight on the wire
     reduce_bytes: int = 4  # of an element of a gradient on the wire
+    block: int = 0  # elements of a weight that share a scale, which is gathered beside them; 0 where there are none
     local_sgd: str | None = None  # its axis; None where it is off
     compression: str | None = None  # the axis whose gradients are compressed; None where it is off
     compressed_bytes: int = 1  # of an element of a compressed gradient
@@ -211,6 +212,7 @@ class Strategy:
         bound = uses * sum(self._elements(w, over, "parameters") * (4 if w.size == max(w.shape, default=1) * w.stack
                            else item) for w in of)  # fmt: skip
         counts = {n for w in of for n in self._whole(w, over)}
+        counts |= {n // self.block for n in counts} if self.block else set()
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:

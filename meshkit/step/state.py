@@ -100,8 +100,8 @@ class ModelDescription:
 def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     """The model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
-    What takes `dtype`, `fp8`, `mxfp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
-    otherwise.
+    What takes `dtype`, `fp8`, `mxfp8` or `remat` is given the `[train]` precision and remat policy, unless the options
+    say otherwise.
 
     Args:
         spec: its `[model]`, and precision and recomputation of `[train]`.

@@ -115,7 +115,7 @@ def test_a_cut_that_attention_cannot_have_is_refused_with_its_line():
 
 
 def block_scaled(name):
-    """Return the plan of a block-scaled projection and its gradients, 4 x 1024 tokens and 1024 of 2048 columns a GPU."""
+    """Return the plan of a block-scaled projection and its gradients: 4 x 1024 tokens and half of the columns."""
     config = jax.nn.get_scaled_dot_general_config("mxfp8")
     x, w = (
         array((32, 1024, 1024), PartitionSpec(("data", "fsdp")), name=name),

@@ -73,7 +73,7 @@ MISTAKES = [
     ("absurd_integer", change("steps = 10", "steps = " + "9" * 9999), "out of range", "experiment.toml", "smaller"),
     ("negative", change("steps = 10", "steps = -1"), "must be greater than 0, not -1", ":20: train.steps = -1", "greater than 0"),
     ("fraction_above_one", change("steps = 10", "memory_fraction = 92"), "must be at most 1", ":20: train.memory_fraction = 92", "at most 1"),
-    ("unknown_precision", change("steps = 10", 'precision = "fp7"'), 'must be one of fp32, bf16, fp8; not "fp7"', ":20: train.precision", "fp8"),
+    ("unknown_precision", change("steps = 10", 'precision = "fp7"'), 'must be one of fp32, bf16, fp8, mxfp8; not "fp7"', ":20: train.precision", "fp8"),
     ("remat_empty", change("steps = 10", "remat = []"), "train.remat must be the name of a policy, or a list of names to keep, not an empty list", ":20: train.remat = []", "remat = "),
     ("remat_twice", change("steps = 10", 'remat = ["up", "up"]'), 'train.remat = ["up", "up"] has a name twice', ':20: train.remat = ["up", "up"]', "remat = "),
     ("remat_number", change("steps = 10", 'remat = ["up", 3]'), "train.remat holds 3, which is no name", ':20: train.remat = ["up", 3]', "remat = "),
