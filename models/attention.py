@@ -7,14 +7,16 @@ A model puts its tokens in `token_order(...)` before the first layer and its hid
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
+from meshkit.parallel.blocks import fused_attention
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
 from meshkit.sharding.constrain import partition_spec
@@ -22,6 +24,8 @@ from models.options import nearest
 
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
 KV_HEAD_AXES = ("act_batch", "act_length", "act_kv_heads", None)
+Values = Float[Array, "batch length kv_heads value_dim"]
+Results = Float[Array, "batch length heads value_dim"]
 CONTEXTS = {"all_gather": gathered_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 
 
@@ -100,11 +104,16 @@ def token_order(context: str, length: int) -> TokenOrder:
     return TokenOrder(layout, balanced=True)
 
 
-def causal_attention(q: Queries, k: Keys, v: Keys, context: str = "all_gather", order: TokenOrder = NATURAL) -> Queries:
+def causal_attention(
+    q: Queries, k: Keys, v: Values, context: str = "all_gather", order: TokenOrder = NATURAL
+) -> Results:
     """softmax(q k^T / sqrt(head_dim)) v under a causal mask; k and v may have fewer heads (Ainslie et al., 2023).
 
     The implementation follows the target of the sharding scope. cuDNN's kernel cannot be partitioned, so each GPU runs
     it on its own batch and heads, and its own queries where rules cut `act_length`.
+
+    Heads of values may be smaller than those of queries and keys, as in latent attention. cuDNN takes them as they are
+    from Hopper on; where `act_length` is cut, and without cuDNN, they are filled up with zeros.
 
     Args:
         q, k, v: queries, keys and values.
@@ -122,14 +131,27 @@ def causal_attention(q: Queries, k: Keys, v: Keys, context: str = "all_gather", 
     q, k, v = constrain(q, *HEAD_AXES), constrain(k, *KV_HEAD_AXES), constrain(v, *KV_HEAD_AXES)
     layout = _length_layout()
     if layout is not None and not _stays_whole(context, q.shape[1], layout):
-        attend = _over_length(q, k, context, order)
-    elif attention_implementation() == "cudnn" and _cudnn_takes(q):
+        attend = _with_equal_heads(_over_length(q, k, context, order))
+    elif attention_implementation() == "cudnn" and _cudnn_takes(q, v):
         whole = ("act_batch", None, "act_heads", None)
         attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        if v.shape[-1] != q.shape[-1]:
+            attend = fused_attention
         attend = shard_over(attend, (whole, whole, whole), whole)
     else:
-        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+        attend = _with_equal_heads(partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"))
     return constrain(attend(q, k, v), *HEAD_AXES)
+
+
+def _with_equal_heads(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Attention of values whose heads may be smaller than the keys': zeros fill them up, and are cut off again."""
+
+    def equal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        size = v.shape[-1]
+        missing = k.shape[-1] - size
+        return attend(q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, missing)]))[..., :size] if missing else attend(q, k, v)
+
+    return equal
 
 
 def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):
@@ -188,10 +210,16 @@ def _spread_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(x, wanted // kv_heads, axis=2)
 
 
-def _cudnn_takes(q: jax.Array) -> bool:
-    """Whether cuDNN's fused attention supports the shape, with heads that every GPU has the same number of."""
+def _cudnn_takes(q: jax.Array, v: jax.Array) -> bool:
+    """Whether cuDNN's fused attention supports the shape, with heads that every GPU has the same number of.
+
+    Heads of up to 128; and from Hopper on DeepSeek's of 192 with values of 128, forward and backward (cuDNN 9.10).
+    """
     scope = current_scope()
     pieces = scope.shard_count("act_heads") if scope else 1
+    hopper = scope is not None and (scope.compute_capability or (0, 0)) >= (9, 0)
     _, length, heads, head_dim = q.shape
+    sizes = (head_dim, v.shape[-1])
+    fits = (sizes == (192, 128) and hopper) or (sizes[0] == sizes[1] <= 128 and head_dim % 8 == 0)
     half_precision = q.dtype in (jnp.bfloat16, jnp.float16)
-    return half_precision and head_dim % 8 == 0 and head_dim <= 128 and length % 64 == 0 and heads % pieces == 0
+    return half_precision and fits and length % 64 == 0 and heads % pieces == 0

@@ -174,14 +174,17 @@ def _layout(config: Any, rows: tuple[Row, ...], written: Mapping[str, Any], **mo
 
 
 def read_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options of `Llama` or `Moe` that a folder's config.json amounts to.
+    """The options of `Llama`, `Moe` or `DeepSeek` that a folder's config.json amounts to.
 
     Raises:
         ConfigError: no config.json, another architecture, or one with a feature that our models do not have.
     """
+    from models import deepseek_hf  # which imports this module
+
     config = weights.read_config(folder)
+    kind = str(config.get("model_type"))
     try:
-        return _options(config, str(config.get("model_type")))
+        return deepseek_hf.read_options(config) if kind == "deepseek_v3" else _options(config, kind)
     except ConfigError as error:
         raise ConfigError(error.message, at=str(Path(folder) / weights.CONFIG), hint=error.hint) from None
 
@@ -234,15 +237,19 @@ def _value(values: Mapping[str, Any], option: str, key: str) -> Any:
         if not isinstance(values[key], bool):
             raise ConfigError(f"{key} = {_show(values[key])} is neither true nor false.")
         return values[key]
-    if option in ("rope_theta", "norm_eps"):
-        number = values[key]
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e30:
-            raise ConfigError(f"{key} = {_show(number)} is not a positive number.")
-        return float(number)
-    return _size(values, key)
+    return _positive(values, key) if option in ("rope_theta", "norm_eps") else _size(values, key)
+
+
+def _positive(values: Mapping[str, Any], key: str) -> float:
+    """A positive number out of a config.json; raises ConfigError for anything else."""
+    number = values.get(key)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e30:
+        raise ConfigError(f"{key} = {_show(number)} is not a positive number.")
+    return float(number)
 
 
 def _size(values: Mapping[str, Any], key: str) -> int:
+    """A whole number of at least 1 out of a config.json; raises ConfigError for anything else."""
     size = values.get(key)
     if type(size) is not int or size < 1:
         raise ConfigError(f"{key} = {_show(size)} is not a whole number of at least 1.")
@@ -250,11 +257,12 @@ def _size(values: Mapping[str, Any], key: str) -> int:
 
 
 def _show(value: Any) -> str:
+    """A value out of an untrusted file, as a message may show it."""
     return weights.shown(value if value is None or not isinstance(value, str) else repr(value))
 
 
 def export(model: nnx.Module, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Writes a Llama or Moe as a folder that `transformers` loads with `from_pretrained`.
+    """Writes a Llama, Moe or DeepSeek as a folder that `transformers` loads with `from_pretrained`.
 
     Args:
         model: with its weights, sharded in any way.

@@ -161,9 +161,11 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm transformer layer; its parameters are stacked over all layers until a scan takes them apart."""
 
+    attention_class: type[nnx.Module] = Attention
+
     def __init__(self, c: LlamaConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
-        self.attention = Attention(c, context, matmuls=matmuls, rngs=rngs)
+        self.attention = self.attention_class(c, context, matmuls=matmuls, rngs=rngs)
         self.mlp_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
         self.mlp = SwiGLU(c, matmuls=matmuls, rngs=rngs)
         self.dropout = c.dropout

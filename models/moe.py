@@ -73,7 +73,7 @@ class MoeConfig(LlamaConfig):
         return LlamaConfig(**{**fields, "layers": self.dense_layers, "mlp": width})
 
 
-_OF_LLAMA = {"tied", "dropout"}  # fields of its config that a Moe does not have
+OF_LLAMA = frozenset({"tied", "dropout"})  # fields of its config that a Moe does not have
 MIXTRAL = {"rope_theta": 1e6, "experts": 8, "experts_per_token": 2, "load_balance_weight": 0.02}
 QWEN3 = {"kv_heads": 4, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
 QWEN3 |= {"experts": 128, "experts_per_token": 8, "load_balance_weight": 1e-3}
@@ -123,13 +123,23 @@ class MoeMlp(nnx.Module):
         if c.shared_experts:
             self.shared = SwiGLU(dataclasses.replace(c, mlp=c.shared_experts * c.mlp), rngs=rngs)
 
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Of each token the scores of all experts; its choices, also as one-hot, and their weights."""
+        c = self.config
+        scores = self.router(x)
+        choices = choose(scores, c.experts_per_token)
+        chosen = jax.nn.one_hot(choices, c.experts, dtype=jnp.float32)
+        weights = jax.nn.softmax(jnp.sum(scores[..., None, :] * chosen, axis=-1), axis=-1)
+        return scores, choices, chosen, weights
+
+    def values(self, scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
+        """`routing_values` of what `route` gave."""
+        return routing_values(scores, chosen, kept)
+
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         c = self.config
         with jax.named_scope("router"):
-            scores = self.router(x)
-            choices = choose(scores, c.experts_per_token)
-            chosen = jax.nn.one_hot(choices, c.experts, dtype=jnp.float32)
-            weights = jax.nn.softmax(jnp.sum(scores[..., None, :] * chosen, axis=-1), axis=-1)
+            scores, choices, chosen, weights = self.route(x)
         kernels = tuple(k.get_value() for k in (self.experts.gate, self.experts.up, self.experts.down))
         y, kept = expert_layer(
             x,
@@ -142,17 +152,27 @@ class MoeMlp(nnx.Module):
         )
         if c.shared_experts:
             y = y + self.shared(x)
-        return y, routing_values(scores, chosen, kept)
+        return y, self.values(scores, chosen, kept)
 
 
-def choose(scores: Float[Array, "batch length experts"], k: int) -> Int[Array, "batch length {k}"]:
+def choose(
+    scores: Float[Array, "batch length experts"], k: int, groups: int = 1, groups_per_token: int = 1
+) -> Int[Array, "batch length {k}"]:
     """The k experts with the highest scores of each token; equal ones in order.
+
+    With groups of neighbouring experts, only those in the token's best groups: by the sum of a group's two highest
+    scores (DeepSeek-AI, 2024).
 
     Each GPU sorts its own tokens: the partitioner flattens batch and length for a sort, and gathers both to do so.
     """
     axes, scope = ("act_batch", "act_length", None), current_scope()
 
     def largest(scores: jax.Array) -> jax.Array:
+        if groups > groups_per_token:
+            grouped = scores.reshape(*scores.shape[:-1], groups, -1)
+            best = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1), groups_per_token)[1]
+            taken = jnp.any(best[..., None] == jnp.arange(groups), axis=-2)
+            scores = jnp.where(taken[..., None], grouped, -jnp.inf).reshape(scores.shape)
         return jax.lax.top_k(scores, k)[1]
 
     if scope is not None and all(n % scope.shard_count(name) == 0 for n, name in zip(scores.shape, axes)):
@@ -208,11 +228,14 @@ def _axes_of_shared_tokens() -> tuple[str, ...]:
 class MoeBlock(nnx.Module):
     """One pre-norm layer: attention, then the experts."""
 
+    attention_class: type[nnx.Module] = Attention
+    mlp_class: type[MoeMlp] = MoeMlp
+
     def __init__(self, c: MoeConfig, context: str, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
-        self.attention = Attention(c, context, rngs=rngs)
+        self.attention = self.attention_class(c, context, rngs=rngs)
         self.mlp_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
-        self.moe = MoeMlp(c, rngs=rngs)
+        self.moe = self.mlp_class(c, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         with jax.named_scope("attention"):
@@ -237,6 +260,9 @@ class Moe(nnx.Module):
         ValueError: no such preset or field, or sizes that do not go together.
     """
 
+    dense_block: type[Block] = Block
+    expert_block: type[MoeBlock] = MoeBlock
+
     def __init__(
         self,
         preset: str = "moe_debug",
@@ -247,18 +273,23 @@ class Moe(nnx.Module):
         context="all_gather",
         **overrides,
     ):
-        self.config = c = make_config(preset, **overrides)
+        self.config = c = self.make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         self.deterministic = False  # True after `eval()`, by which nnx means: not training
         self.embedding = parameter(
             rngs, jax.nn.initializers.normal(1.0), (c.vocab, c.embed), ("vocab", "embed"), stack=None
         )
         if c.dense_layers:
-            self.prefix = Block(c.dense, context, rngs=rngs)
+            self.prefix = self.dense_block(c.dense, context, rngs=rngs)
             _name_apart(self.prefix)
-        self.layers = MoeBlock(c, context, rngs=rngs)
+        self.layers = self.expert_block(c, context, rngs=rngs)
         self.norm = RMSNorm(c.embed, eps=c.norm_eps, rngs=rngs)
         self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
+
+    @staticmethod
+    def make_config(preset: str, **overrides) -> MoeConfig:
+        """`make_config` of the presets of this class."""
+        return make_config(preset, **overrides)
 
     def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         return self.with_routing(tokens)[0]
@@ -331,11 +362,15 @@ class Moe(nnx.Module):
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply a token's activations; of the experts those it goes to."""
-        c = self.config
-        attention = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+        c, attention = self.config, self.attention_parameters()
         active = 3 * c.embed * c.mlp * (c.experts_per_token + c.shared_experts) + c.embed * c.experts
         dense = c.dense_layers * (attention + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
         return c.layers * (attention + active) + dense + c.embed * c.vocab
+
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention."""
+        c = self.config
+        return c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
 
     def hf_layout(self) -> Layout:
         """How the parameters correspond to those of Hugging Face's `MixtralForCausalLM` or `Qwen3MoeForCausalLM`, which
@@ -351,10 +386,10 @@ class Moe(nnx.Module):
 
 
 def _name_apart(block: nnx.Module) -> None:
-    """Takes the name `layers` from the stacked dim of a block's parameters: no pipeline cuts these."""
+    """Calls the stacked dim of a block's parameters `dense_layers`, not `layers`: no pipeline cuts these."""
     for _, leaf in nnx.iter_graph(block):
         if isinstance(leaf, nnx.Param):
-            leaf.set_metadata(out_sharding=(None, *leaf.get_metadata()["out_sharding"][1:]))
+            leaf.set_metadata(out_sharding=("dense_layers", *leaf.get_metadata()["out_sharding"][1:]))
 
 
 class NextTokenLoss:
@@ -390,20 +425,33 @@ class NextTokenLoss:
 next_token_loss = NextTokenLoss()
 
 
-def make_config(preset: str, **overrides) -> MoeConfig:
+def make_config(
+    preset: str,
+    presets: Mapping[str, MoeConfig] = PRESETS,
+    absent: frozenset[str] = OF_LLAMA,
+    kind: str = "Moe",
+    **overrides,
+) -> MoeConfig:
     """A preset with some fields replaced.
+
+    Args:
+        preset: a name in `presets`.
+        presets: of the model's class.
+        absent: fields of the config that the model does not have.
+        kind: what messages call the model.
+        overrides: fields.
 
     Raises:
         ValueError: no such preset or field, or a value of another type.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"no Moe preset '{preset}'.{suggest(preset, PRESETS)}")
-    types = {f.name: str(f.type) for f in dataclasses.fields(MoeConfig)}
+    if preset not in presets:
+        raise ValueError(f"no {kind} preset '{preset}'.{suggest(preset, presets)}")
+    types = {f.name: str(f.type) for f in dataclasses.fields(presets[preset])}
     checked = {}
     for name, value in overrides.items():
-        if name not in types or name in _OF_LLAMA:
-            raise ValueError(f"a Moe has no option '{name}'.{suggest(name, types.keys() - _OF_LLAMA)}")
+        if name not in types or name in absent:
+            raise ValueError(f"a {kind} has no option '{name}'.{suggest(name, types.keys() - absent)}")
         may_be_zero = name in ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers")
         zero = may_be_zero and not isinstance(value, bool) and value == 0
         checked[name] = value if zero else check_option(name, value, types[name].removesuffix(" | None"))
-    return dataclasses.replace(PRESETS[preset], **checked)
+    return dataclasses.replace(presets[preset], **checked)

@@ -28,12 +28,13 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshkit.parallel.context import ATTENTION
+from meshkit.parallel.blocks import ATTENTION
 from models.layers import PROJECTION
 from models.offload import scan_offloaded
 from models.options import nearest
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # of a transformer layer, each by its own name
+PROJECTIONS += ("query_down", "query_up", "kv_down", "kv_up")  # of latent attention
 LAYER_INPUT = "layer_input"
 _KEEPS_PROJECTIONS = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 _FUSED_FORWARD = "dot_product_attention_fwd"  # of jax._src.cudnn.fused_attention_stablehlo

@@ -165,12 +165,13 @@ def _of_convolution(equation: Any) -> float:
 
 def _of_attention(equation: Any) -> np.ndarray:
     """FLOP of fused attention: executed as `hlo.costs` counts a cuDNN call, two matmuls forward and five backward."""
-    query, key = (v.aval.shape for v in equation.invars[:2])
+    query, key, value = (v.aval.shape for v in equation.invars[:3])
     names = equation.params.get("layout", 0)
     batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])
     keys = key[1] if names == 0 else key[2]
     mask = str(equation.params.get("mask_type", "")).upper()
     share = 0.5 if "CAUSAL" in mask else 1.0
-    forward = 4.0 * batch * heads * length * keys * head_dim
-    executed, model = (2.5, 2.0) if "bwd" in equation.primitive.name else (1.0, 1.0)
-    return forward * np.array((executed * share, model, model * share, 0.0))
+    forward = 2.0 * batch * heads * length * keys * (head_dim + value[-1])
+    backward, scores = "bwd" in equation.primitive.name, 2.0 * batch * heads * length * keys * head_dim
+    executed, model = (2 * forward + scores, 2 * forward) if backward else (forward, forward)
+    return np.array((executed * share, model, model * share, 0.0))

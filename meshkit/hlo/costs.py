@@ -292,18 +292,19 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
 def _attention(instruction: HloInstruction) -> Cost:
     """A cuDNN fused attention, without its bytes.
 
-    Forward is two matmuls over the [batch, heads, length, length] scores: 4 b h s^2 d; backward five, so 2.5 times;
-    a causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section 4.1). Lengths that are
-    arguments are taken as the whole row, which is the most that they can be.
+    Forward is two matmuls over the [batch, heads, length, length] scores: 2 b h s^2 (d + e), with heads of d for
+    queries and keys and of e for values. Backward is five, three of them over d: 2 b h s^2 (3 d + 2 e), which is 2.5
+    times as much where d = e. A causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section
+    4.1). Lengths that are arguments are taken as the whole row, which is the most that they can be.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
-    head_dim = instruction.operands[0].shape.dims[-1]
+    head_dim, value_dim = instruction.operands[0].shape.dims[-1], instruction.operands[2].shape.dims[-1]
     mask = str(instruction.configured("mask_type"))
     causal = "CAUSAL" in mask
-    flops = 4.0 * (math.prod(scores) if scores else 0) * head_dim * (0.5 if causal else 1.0)
+    multiplied = 3 * head_dim + 2 * value_dim if backward else head_dim + value_dim
     return Cost(
-        attention_flops=flops * (2.5 if backward else 1.0),
+        attention_flops=2.0 * (math.prod(scores) if scores else 0) * multiplied * (0.5 if causal else 1.0),
         attention_backward=backward,
         attention_queries=math.prod(scores[:-1]),
         attention_length=scores[-1] if scores else 0,

@@ -8,14 +8,19 @@ log-sum-exp (Dao, 2023, FlashAttention-2, section 3.1). Temporary memory is line
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import custom_batching, lax
+from jax._src.cudnn.fused_attention_stablehlo import MaskType
+from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jaxtyping import Array, Float
 
+ATTENTION = "attention"  # the name under which recomputation policies know the output and its log-sum-exp
 BLOCK = 512  # rows and columns of the scores that exist at once in the plain implementation
 QueryBlock = Float[Array, "batch queries heads head_dim"]
 KeyBlock = Float[Array, "batch keys kv_heads head_dim"]
@@ -199,18 +204,63 @@ def _cudnn_gradients(q, k, v, out, lse, g, causal):
     return backward(q, k, v, g.astype(q.dtype), out.astype(q.dtype), lse)
 
 
+def fused_attention(
+    q: QueryBlock, k: KeyBlock, v: Float[Array, "batch keys kv_heads value_dim"]
+) -> Float[Array, "batch queries heads value_dim"]:
+    """Causal attention by cuDNN, of values whose heads may be smaller than those of queries and keys.
+
+    `jax.nn.dot_product_attention` refuses such values, and `jax.vmap` of what it calls takes them for as large as keys.
+    """
+    kernels = _cudnn_kernels(q, k, v, True)
+    forward, backward = (_mapped_as_batch(kernel) for kernel in kernels)
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        return forward(q, k, v)[0]
+
+    def save(q, k, v):
+        out, lse = (checkpoint_name(x, ATTENTION) for x in forward(q, k, v))
+        return out, (q, k, v, out, lse)
+
+    def gradients(residuals, g):
+        q, k, v, out, lse = residuals
+        return backward(q, k, v, g, out, lse)
+
+    attention.defvjp(save, gradients)
+    return attention(q, k, v)
+
+
+def _mapped_as_batch(kernel: Callable) -> Callable:
+    """The kernel, which `vmap` calls with the dim that it maps over in the batch."""
+
+    @custom_batching.custom_vmap
+    def mapped(*arrays):
+        return kernel(*arrays)
+
+    @mapped.def_vmap
+    def _(_axis_size, in_batched, *arrays):
+        count = next(a.shape[0] for a, batched in zip(arrays, in_batched) if batched)
+        each = (a if batched else jnp.stack([a] * count) for a, batched in zip(arrays, in_batched))
+        outputs = mapped(*(a.reshape(-1, *a.shape[2:]) for a in each))
+        return tuple(x.reshape(count, -1, *x.shape[1:]) for x in outputs), (True,) * len(outputs)
+
+    return mapped
+
+
 def _cudnn_kernels(q, k, v, causal):
     """(q, k, v) -> (out, lse) and (q, k, v, g, out, lse) -> (dq, dk, dv), as jax calls cuDNN."""
+    mask, g = MaskType.CAUSAL if causal else MaskType.NO_MASK, (*q.shape[:3], v.shape[-1])
 
     def both(q, k, v, g):
         def fused(q, k, v):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+            return cudnn_attention(q, k, v, scale=1 / math.sqrt(q.shape[-1]), mask_type=mask)
 
         return jax.vjp(fused, q, k, v)[1](g)
 
-    traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, q)))
+    given = ((q.shape, q), (k.shape, k), (v.shape, v), (g, q))
+    traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in given))
     jaxpr, constants = traced.jaxpr, dict(zip(traced.jaxpr.constvars, traced.consts))
-    results = [(*q.shape,), (q.shape[0], q.shape[2], q.shape[1])]  # of the forward kernel
+    results = [g, (q.shape[0], q.shape[2], q.shape[1])]  # of the forward kernel
     (at,) = [n for n, e in enumerate(jaxpr.eqns) if [getattr(o.aval, "shape", None) for o in e.outvars] == results]
     computed = jaxpr.eqns[at].outvars
 

@@ -33,11 +33,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshkit.errors import ConfigError
-from meshkit.parallel.blocks import attend, attend_gradients, merge
+from meshkit.parallel.blocks import ATTENTION, attend, attend_gradients, merge
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, choose_implementation, restore
 from meshkit.sharding.constrain import partition_spec
-
-ATTENTION = "attention"  # the name under which recomputation policies know the output and its log-sum-exp
 
 
 def ring_attention(

@@ -411,7 +411,7 @@ def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> li
         p, names = states[0], states[0].logical_axes or (None,) * len(states[0].shape)
         by_dim = [frozenset().union(*(s.spec[dim] for s in states)) for dim in range(len(p.shape))]
         experts = {a for name, axes in zip(names, by_dim) if name == "experts" for a in axes}
-        stacked = len(p.shape) > 1 and (names[0] == "layers" or not any(names))
+        stacked = len(p.shape) > 1 and ((names[0] or "").endswith("layers") or not any(names))
         cuts = {kind: s.axes for kind, s in zip(STATES, states)}
         made.append(Weight(p.path, p.shape, names, cuts, roles.tensor | experts, p.shape[0] if stacked else 1))
     return made

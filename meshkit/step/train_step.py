@@ -51,6 +51,7 @@ from meshkit.step.loss import (
 )
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
+from meshkit.step.signed import move_by_sign, sign_steps, without_signed
 from meshkit.step.spec import StepSpec
 from meshkit.step.state import (
     DTYPES,
@@ -151,7 +152,7 @@ class StepFunctions:
         metrics = {
             **sums.metrics,
             "loss": sums.loss_sum / sums.weight,
-            "grad_norm": optax.tree.norm(gradients),
+            "grad_norm": optax.tree.norm(without_signed(gradients, sign_steps(self.model.params))),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "weight": sums.weight,
         }
@@ -331,6 +332,7 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunc
     if stack is not None:
         model = arrange_description(described, stack)
     optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps)
+    optimizer = move_by_sign(optimizer, sign_steps(model.params))
     layout = lay_out(model, optimizer, mesh, rules, memory=spec.optimizer.memory)
     if stack is not None and spec.optimizer_class is not None:
         _check_whole(spec.optimizer_class, optimizer, model)

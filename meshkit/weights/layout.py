@@ -35,6 +35,8 @@ class Row:
     """Dims of the parameter, those of the placeholders first."""
     part: tuple[int, int] | None = None
     """(i, n): the file's dim `part` has n entries, of which the parameter is the i-th."""
+    first: int = 0
+    """In names, what the first placeholder's numbers begin with."""
 
     @property
     def stacked(self) -> list[str]:
@@ -68,7 +70,8 @@ class Row:
         Raises:
             ValueError: more or fewer.
         """
-        return self.name.format(**dict(zip(self.stacked, index, strict=True)))
+        numbers = (i + self.first * (place == 0) for place, i in enumerate(index))
+        return self.name.format(**dict(zip(self.stacked, numbers, strict=True)))
 
     def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
         """A block of a tensor with the parameter's dims, less those of the placeholders.

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshkit.weights.files import open_file, read_weights
 from models import hf
+from models.deepseek import DeepSeek
 from models.llama import Llama
 from models.moe import Moe
 
@@ -47,6 +48,18 @@ SIZES = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 QWEN_EXPERTS = QWEN | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+DEEPSEEK = {"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24}
+DEEPSEEK |= {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+DEEPSEEK |= {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+DEEPSEEK |= {"num_mtp_layers": 0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 8}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 CASES = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5}),
     "llama, wide heads": ("Llama", {"head_dim": 32}),
@@ -56,8 +69,10 @@ CASES = {
     "qwen3": ("Qwen3", QWEN),
     "qwen3, wide heads, tied": ("Qwen3", QWEN | {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3, experts": ("Qwen3Moe", QWEN_EXPERTS),
+    "deepseek": ("DeepseekV3", DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 2}),
+    "deepseek, yarn": ("DeepseekV3", DEEPSEEK | {"rope_parameters": YARN, "max_position_embeddings": 320}),
 }
-OURS = {"Llama": Llama, "Mixtral": Moe, "Qwen3": Llama, "Qwen3Moe": Moe}
+OURS = {"Llama": Llama, "Mixtral": Moe, "Qwen3": Llama, "Qwen3Moe": Moe, "DeepseekV3": DeepSeek}
 
 
 def make(kind, options):
@@ -69,6 +84,9 @@ def make(kind, options):
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)  # scores are 0 to 1: it changes what is chosen
     return model
 
 

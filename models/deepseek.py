@@ -1,0 +1,277 @@
+"""DeepSeek-V3 as a Flax nnx module: a mixture of experts (`models.moe`) with latent attention, many small experts that
+a token chooses in groups by sigmoid scores, and a bias that keeps them evenly loaded (DeepSeek-AI, 2024, arXiv
+2412.19437).
+
+An experiment names it `models.deepseek:DeepSeek` with a preset, and `[train] loss = "models.moe:next_token_loss"`,
+which adds the loss of each sequence's balance.
+
+**Balance.** The bias of an expert is added to its score where experts are chosen, and nowhere else. A step moves it by
+`balance_step`, down where the expert had more than its even share of the step's choices, and up where it had less. It
+is a parameter without a gradient of its own: what stands in the gradient's place is the load beyond an even one, so
+that it is summed over micro-batches, replicas and stages like gradients. `sign_step` in its metadata makes the training
+step keep it from the optimizer and go by the sign alone (`meshkit.step.signed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from meshkit.sharding import constrain, current_scope
+from models.attention import causal_attention, token_order
+from models.deepseek_hf import deepseek_layout
+from models.hf import Layout
+from models.layers import PLAIN, Matmuls, Projection, RMSNorm, depth_scale, parameter, project_each
+from models.llama import Block
+from models.moe import OF_LLAMA, Moe, MoeBlock, MoeConfig, MoeMlp, choose, make_config, routing_values
+from models.options import Rate
+
+LATENT_AXES = ("act_batch", "act_length", None)
+
+
+@dataclass(frozen=True)
+class DeepSeekConfig(MoeConfig):
+    """The shape of a DeepSeek-V3; `mlp` is the width of one expert, `head_dim` the part of a head without positions.
+
+    Attributes:
+        query_rank, kv_rank: width of the latents that queries, and keys and values, are made from.
+        rope_dim: the part of a head with rotary positions, of which keys have one for all heads.
+        value_dim: of a head of values.
+        groups, groups_per_token: groups of neighbouring experts, and how many of them a token's experts come from.
+        routed_scale: on the sum of the chosen experts, whose weights add up to one.
+        balance_step: of the bias at each step, see the module.
+        yarn_factor: context beyond `yarn_length`, by which slow rotary frequencies are divided (Peng et al., 2023);
+            1 is plain rotary positions.
+        yarn_length: tokens that the frequencies were made for.
+        yarn_fast, yarn_slow: rotations over `yarn_length` above which a frequency stays, and below which it is divided.
+        yarn_scale: attention's scores are multiplied by (1 + yarn_scale ln(yarn_factor) / 10) squared.
+    """
+
+    query_rank: int = 1536
+    kv_rank: int = 512
+    rope_dim: int = 64
+    value_dim: int = 128
+    groups: int = 1
+    groups_per_token: int = 1
+    routed_scale: float = 1.0
+    balance_step: Rate = 1e-3
+    yarn_factor: float = 1.0
+    yarn_length: int = 4096
+    yarn_fast: float = 32.0
+    yarn_slow: float = 1.0
+    yarn_scale: float = 1.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "kv_heads", self.heads)
+        super().__post_init__()
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary positions need pairs.")
+        if self.experts % self.groups or self.experts < 2 * self.groups:
+            raise ValueError(f"experts = {self.experts} are not {self.groups} groups of two or more.")
+        if not self.groups_per_token <= self.groups:
+            raise ValueError(f"a token cannot go to {self.groups_per_token} of {self.groups} groups.")
+        if self.experts_per_token > self.groups_per_token * (self.experts // self.groups):
+            raise ValueError(f"{self.groups_per_token} groups have fewer than {self.experts_per_token} experts.")
+
+    @property
+    def dense(self) -> DeepSeekConfig:
+        """The layers without experts."""
+        width = self.dense_mlp or self.mlp * (self.experts_per_token + self.shared_experts)
+        return dataclasses.replace(self, layers=self.dense_layers, mlp=width)
+
+    @property
+    def score_scale(self) -> float:
+        """What YaRN multiplies attention's scores by."""
+        return (1.0 + 0.1 * self.yarn_scale * math.log(max(1.0, self.yarn_factor))) ** 2
+
+
+# Sizes, and the loss of a sequence's balance: sections 4.2 and 2.1.2 of the report, and config.json of
+# deepseek-ai/DeepSeek-V3 on Hugging Face, whose positions reach over 40 x 4096 tokens.
+_YARN = {"rope_theta": 10_000.0, "yarn_factor": 40.0}
+_BALANCE = {"load_balance_weight": 1e-4, "norm_eps": 1e-6, "shared_experts": 1, "routed_scale": 2.5}
+PRESETS = {
+    "deepseek_debug": DeepSeekConfig(
+        256, 64, 32, 2, 4, 4, 16, experts=8, experts_per_token=2, dense_layers=1, dense_mlp=128, query_rank=48,
+        kv_rank=32, rope_dim=8, value_dim=16, groups=4, groups_per_token=2, **_BALANCE,
+    ),
+    "deepseek_v3": DeepSeekConfig(
+        129_280, 7168, 2048, 58, 128, 128, 128, experts=256, experts_per_token=8, dense_layers=3, dense_mlp=18_432,
+        groups=8, groups_per_token=4, **_YARN, **_BALANCE,
+    ),
+}  # fmt: skip
+
+
+def frequencies(c: DeepSeekConfig) -> np.ndarray:
+    """Radians a token of each pair of rotary dims, [rope_dim / 2], fp32: by YaRN where `yarn_factor` is above 1.
+
+    A pair that turns more than `yarn_fast` times over `yarn_length` tokens keeps its frequency, one that turns less
+    than `yarn_slow` times has it divided by `yarn_factor`, and between them the two are mixed (section 3.2 of YaRN).
+    """
+    half = c.rope_dim // 2
+    plain = c.rope_theta ** (-np.arange(half) / half)
+    if c.yarn_factor <= 1.0:
+        return plain.astype(np.float32)
+
+    def pair(turns: float) -> float:
+        return half * math.log(c.yarn_length / (turns * 2 * math.pi)) / math.log(c.rope_theta)
+
+    first, last = max(0, math.floor(pair(c.yarn_fast))), min(c.rope_dim - 1, math.ceil(pair(c.yarn_slow)))
+    divided = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    return (plain * (1 - divided) + plain / c.yarn_factor * divided).astype(np.float32)
+
+
+def rotate_pairs(
+    x: Float[Array, "batch length heads rope"], frequency: np.ndarray, positions: Int[Array, " length"]
+) -> Float[Array, "batch length heads rope"]:
+    """x with its neighbouring dims turned in pairs; of the result the first members come first, then the second ones.
+
+    Queries and keys alike, so that their products are those of turned pairs.
+    """
+    angle = positions.astype(jnp.float32)[:, None, None] * frequency
+    first, second = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention: queries, and keys and values, of all heads are made from two small latents."""
+
+    def __init__(self, c: DeepSeekConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
+        linear = partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
+        norm = partial(RMSNorm, eps=c.norm_eps, stack=c.layers, axis="embed", rngs=rngs)
+        heads = {"heads": c.heads}
+        self.config, self.context = c, context
+        # Latents are what rules call `embed`: that cuts their kernels as the others are cut.
+        self.query_down = linear("query_down", {"embed": c.embed}, {"latent": c.query_rank})
+        self.query_norm = norm(c.query_rank)
+        self.query_up = linear("query_up", {"embed": c.query_rank}, heads | {"head_dim": c.head_dim + c.rope_dim})
+        self.kv_down = linear("kv_down", {"embed": c.embed}, {"latent": c.kv_rank + c.rope_dim})
+        self.kv_norm = norm(c.kv_rank)
+        self.kv_up = linear("kv_up", {"embed": c.kv_rank}, heads | {"head_dim": c.head_dim + c.value_dim})
+        self.output = linear(
+            "output", heads | {"head_dim": c.value_dim}, {"embed": c.embed}, scale=depth_scale(c.layers)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c, order = self.config, token_order(self.context, x.shape[1])
+        positions, frequency = order.positions(x.shape[1]), frequencies(c)
+        of_queries, of_keys = project_each(x, self.query_down, self.kv_down)
+        q = self.query_up(constrain(self.query_norm(of_queries), *LATENT_AXES))
+        latent, shared = jnp.split(of_keys, [c.kv_rank], axis=-1)
+        k, v = jnp.split(self.kv_up(constrain(self.kv_norm(latent), *LATENT_AXES)), [c.head_dim], axis=-1)
+        plain, turned = jnp.split(q, [c.head_dim], axis=-1)
+        q = jnp.concatenate([plain, rotate_pairs(turned, frequency, positions)], axis=-1)
+        if c.score_scale != 1.0:
+            q = (q.astype(jnp.float32) * c.score_scale).astype(q.dtype)
+        shared = rotate_pairs(shared[:, :, None], frequency, positions)
+        k = jnp.concatenate([k, jnp.broadcast_to(shared, (*k.shape[:3], c.rope_dim))], axis=-1)
+        return self.output(causal_attention(q, k, v, self.context, order))
+
+
+class BalancedMlp(MoeMlp):
+    """Router, experts and shared experts; a token's experts are chosen by sigmoid scores and the experts' bias."""
+
+    def __init__(self, c: DeepSeekConfig, *, rngs: nnx.Rngs):
+        super().__init__(c, rngs=rngs)
+        self.router.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers)
+        self.router.bias.set_metadata(sign_step=c.balance_step)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        c, bias = self.config, self.router.bias.get_value()
+        scores = jax.nn.sigmoid(self.router(x))
+        choices = choose(scores + bias.astype(jnp.float32), c.experts_per_token, c.groups, c.groups_per_token)
+        chosen = jax.nn.one_hot(choices, c.experts, dtype=jnp.float32)
+        weights = jnp.sum(scores[..., None, :] * chosen, axis=-1)
+        weights = c.routed_scale * weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        loads = jnp.sum(chosen, axis=(0, 1, 2))
+        return scores, choices, chosen, _steered(weights, bias, loads - jnp.mean(loads))
+
+    def values(self, scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
+        shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+        return {**routing_values(scores, chosen, kept), "load_balance_loss": sequence_balance(shares, chosen)}
+
+
+@jax.custom_vjp
+def _steered(weights: jax.Array, bias: jax.Array, excess: jax.Array) -> jax.Array:
+    """The weights; in the place of the bias's gradient stands the excess."""
+    del bias, excess
+    return weights
+
+
+def _steered_forward(weights, bias, excess):
+    return weights, excess.astype(bias.dtype)
+
+
+def _steered_backward(excess, g):
+    return g, excess, jnp.zeros(excess.shape, jnp.float32)
+
+
+_steered.defvjp(_steered_forward, _steered_backward)
+
+
+def sequence_balance(
+    shares: Float[Array, "batch length experts"], chosen: Float[Array, "batch length k experts"]
+) -> Float[Array, ""]:
+    """How evenly each sequence loads the experts, a mean over the sequences; 1 when even (equations 17 to 20).
+
+    E sum_e f_e P_e, with f_e the share of a sequence's choices that fell on expert e and P_e the mean of its shares.
+    """
+    means = jnp.mean(chosen, axis=(1, 2)), jnp.mean(shares, axis=1)
+    scope = current_scope()
+    cut = scope.manual_axes("act_length") if scope else ()
+    f, p = jax.lax.pmean(means, cut) if cut else means
+    return shares.shape[-1] * jnp.mean(jnp.sum(f * p, axis=-1))
+
+
+class LatentBlock(Block):
+    """A layer without experts."""
+
+    attention_class = LatentAttention
+
+
+class LatentMoeBlock(MoeBlock):
+    """A layer with experts."""
+
+    attention_class, mlp_class = LatentAttention, BalancedMlp
+
+
+class DeepSeek(Moe):
+    """A DeepSeek-V3: int32 tokens [batch, length] -> logits [batch, length, vocab].
+
+    Args are those of `models.moe.Moe`, with PRESETS and DeepSeekConfig of this module.
+    """
+
+    dense_block, expert_block = LatentBlock, LatentMoeBlock
+
+    def __init__(self, preset: str = "deepseek_debug", *, rngs: nnx.Rngs, dtype=jnp.bfloat16, remat="none", **options):
+        super().__init__(preset, rngs=rngs, dtype=dtype, remat=remat, **options)
+
+    @staticmethod
+    def make_config(preset: str, **overrides) -> MoeConfig:
+        """A preset with some fields replaced; raises ValueError for what a DeepSeek has not."""
+        return make_config(preset, PRESETS, OF_LLAMA | {"kv_heads", "qk_norm"}, "DeepSeek", **overrides)
+
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention that multiply activations."""
+        c = self.config
+        down = c.embed * (c.query_rank + c.kv_rank + c.rope_dim)
+        up = c.query_rank * (c.head_dim + c.rope_dim) + c.kv_rank * (c.head_dim + c.value_dim)
+        return down + c.heads * (up + c.value_dim * c.embed)
+
+    def hf_layout(self) -> Layout:
+        """How the parameters correspond to those of Hugging Face's `DeepseekV3ForCausalLM`."""
+        return deepseek_layout(self.config)
+
+    def attention_shape(self) -> tuple[int, int, int]:
+        """(layers, heads, head_dim) of 12 L heads head_dim T tokens: half of it for scores, half for values."""
+        layers, heads, _ = super().attention_shape()
+        c = self.config
+        return layers, heads, (c.head_dim + c.rope_dim + c.value_dim) // 2

@@ -1,0 +1,155 @@
+"""models.deepseek: published sizes, routing re-stated in numpy, the balancing bias; sharded steps equal one device."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
+from meshkit.sharding import build_mesh
+from models.deepseek import BalancedMlp, DeepSeek, frequencies, sequence_balance
+from tests.models.test_moe import DEBUG, TOLERANCE, count, loss_and_gradients
+
+KEYED = 'model.class="models.deepseek:DeepSeek"', 'model.preset="deepseek_debug"'
+
+
+def abstract(preset: str, **options) -> DeepSeek:
+    return nnx.eval_shape(lambda: DeepSeek(preset, rngs=nnx.Rngs(0), **options))
+
+
+def test_parameter_counts_are_the_published_ones():
+    """671B and 37B active (DeepSeek-AI, 2024); 671,026,419,200 is what DeepseekV3ForCausalLM of the public config has,
+    its buffers of 58 x 256 biases included."""
+    model = abstract("deepseek_v3")
+    c = model.config
+    assert count(model) == 671_026_419_200
+    assert model.matmul_parameters() == pytest.approx(37e9, rel=0.5 / 37)
+    idle = c.layers * (c.experts - c.experts_per_token) * 3 * c.embed * c.mlp
+    norms = (c.layers + c.dense_layers) * (2 * c.embed + c.query_rank + c.kv_rank) + c.embed
+    rest = c.vocab * c.embed + norms + c.layers * c.experts
+    assert count(model) - idle == model.matmul_parameters() + rest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "deepseek"}, "no DeepSeek preset 'deepseek'"),
+        ({"kv_heads": 2}, "a DeepSeek has no option 'kv_heads'"),
+        ({"groups": 3}, "experts = 8 are not 3 groups"),
+        ({"groups": 8}, "experts = 8 are not 8 groups"),
+        ({"groups_per_token": 5}, "a token cannot go to 5 of 4 groups"),
+        ({"experts_per_token": 5}, "2 groups have fewer than 5 experts"),
+        ({"balance_step": -1.0}, "balance_step = -1.0 must be a share"),
+        ({"rope_dim": 7}, "rope_dim = 7 is odd"),
+    ],
+)
+def test_wrong_options_say_what_is_right(options, message):
+    with pytest.raises(ValueError, match=message):
+        abstract(**{"preset": "deepseek_debug", **options})
+
+
+def test_slow_frequencies_are_divided_and_fast_ones_are_not():
+    c = abstract("deepseek_v3").config
+    plain = 1e4 ** (-np.arange(32) / 32)
+    np.testing.assert_allclose(frequencies(c)[[0, 31]], plain[[0, 31]] / [1, 40], rtol=1e-6)
+    assert c.score_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+
+
+def test_a_token_goes_to_the_best_experts_of_its_best_groups():
+    """By scores with the bias; weighted by scores without it."""
+    c = abstract("deepseek_debug", layers=1).config
+    layer = BalancedMlp(c, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    layer = nnx.merge(graph, jax.tree.map(lambda p: p[0], state))
+    layer.router.bias.set_value(jnp.linspace(-0.3, 0.3, c.experts))
+    x = jax.random.normal(jax.random.key(0), (2, 8, c.embed))
+    scores, choices, chosen, weights = jax.jit(layer.route)(x)
+    biased = np.asarray(scores) + np.linspace(-0.3, 0.3, c.experts, dtype=np.float32)
+    for at in np.ndindex(2, 8):
+        groups = np.sort(biased[at].reshape(c.groups, -1), axis=1)[:, -2:].sum(axis=1)
+        best = np.argsort(groups)[-c.groups_per_token :]
+        allowed = [e for e in range(c.experts) if e // (c.experts // c.groups) in best]
+        wanted = sorted(allowed, key=lambda e: -biased[at][e])[: c.experts_per_token]
+        assert list(choices[at]) == wanted
+        of = np.asarray(scores[at])[wanted]
+        np.testing.assert_allclose(weights[at], 2.5 * of / of.sum(), rtol=1e-6)
+    loads = np.bincount(np.asarray(choices).ravel(), minlength=c.experts)
+
+    gradients = nnx.grad(lambda layer: jnp.sum(layer.route(x)[3] ** 2))(layer)
+    np.testing.assert_allclose(gradients.router.bias.get_value(), loads - loads.mean())
+    one = np.asarray(jax.nn.one_hot(choices, c.experts)).mean(axis=(1, 2))
+    shares = np.asarray(scores / scores.sum(axis=-1, keepdims=True)).mean(axis=1)
+    wanted = c.experts * (one * shares).sum(axis=1).mean()
+    assert float(sequence_balance(scores / scores.sum(axis=-1, keepdims=True), chosen)) == pytest.approx(wanted)
+
+
+def experiment(*overrides: str):
+    sizes = ["train.global_batch=16", "train.sequence_length=32", 'train.precision="fp32"']
+    return load(DEBUG, [*KEYED, *sizes, "model.load_balance_weight=0.05", *overrides])
+
+
+def one_device(spec) -> Mesh:
+    axes = spec.mesh.axis_names
+    return Mesh(np.array(jax.devices()[:1]).reshape([1] * len(axes)), axes, (AxisType.Auto,) * len(axes))
+
+
+def test_a_step_moves_the_bias_against_the_load_and_nothing_else_does():
+    """By the load of the whole batch, though it is accumulated; neither decay, clipping nor the learning rate count."""
+    spec = experiment("mesh.fsdp=8", "mesh.expert=1", "train.accumulate=2", "model.layers=1", "model.dense_layers=0")
+    program = make_train_step(spec, build_mesh(spec.mesh, spec.cluster))
+    state = program.init()
+    tokens = np.random.default_rng(0).integers(0, 256, (16, 33), np.int32)
+    values = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((16, 32), np.float32)}
+    batch = {name: jax.device_put(v, program.abstract_batch[name].sharding) for name, v in values.items()}
+    params = jax.tree.map(np.asarray, state.params)
+    after, _ = program.step(state, batch)
+    bias = np.asarray(after.params["layers"]["moe"]["router"]["bias"])[0]
+
+    model = DeepSeek("deepseek_debug", rngs=nnx.Rngs(0), dtype=jnp.float32, layers=1, dense_layers=0)
+    layer = nnx.merge(nnx.graphdef(model), nnx.State(jax.tree.map(jnp.asarray, params))).layers
+    layer = nnx.merge(nnx.graphdef(layer), jax.tree.map(lambda p: p[0], nnx.state(layer)))
+    x = jnp.asarray(params["embedding"])[values["tokens"]]
+    x = x + layer.attention(layer.attention_norm(x))
+    choices = np.asarray(layer.moe.route(layer.mlp_norm(x))[1])
+    loads = np.bincount(choices.ravel(), minlength=8)
+    np.testing.assert_array_equal(bias, np.float32(-1e-3) * np.sign(loads - loads.mean()))
+
+
+MESHES = {
+    "expert 8": ["mesh.fsdp=1", "mesh.expert=8"],
+    "fsdp 2 x expert 4, full remat": ['train.remat="full"'],
+    "expert 4 x tensor 2, sequence parallel": ["mesh.fsdp=1", "mesh.expert=4", "mesh.tensor=2", 'rules.preset="all"'],
+    "context 2 x expert 4": ["mesh.fsdp=1", "mesh.context=2", "mesh.expert=4", 'rules.preset="all"'],
+    "data 2 x expert 2 x tensor 2, accumulated": [
+        *("mesh.data=2", "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", 'rules.preset="all"', "train.accumulate=2")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    spec = experiment()
+    state = make_train_step(spec, one_device(spec)).init()
+    state = jax.tree.map(np.asarray, state)
+    router = state.params["layers"]["moe"]["router"]
+    router["bias"] = np.linspace(-0.2, 0.2, 16, dtype=np.float32).reshape(2, 8)
+    return loss_and_gradients(spec, one_device(spec), state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
+def test_sharded_steps_equal_one_device(overrides, alone):
+    spec = experiment(*overrides)
+    state, loss, gradients = alone
+    _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
+    assert got_loss == pytest.approx(loss, rel=TOLERANCE)
+    for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
+        worst = np.abs(g - w).max() / np.abs(w).max()
+        assert worst < TOLERANCE, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
