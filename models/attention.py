@@ -10,16 +10,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
+from meshkit.errors import ConfigError
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
-from meshkit.parallel.blocks import fused_attention
+from meshkit.parallel.blocks import attend, attend_gradients, fused_attention, sink_gradients, with_sinks
+from meshkit.parallel.context import ATTENTION
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
-from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
-from meshkit.sharding.constrain import partition_spec
+from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over, sharding_scope
+from meshkit.sharding.constrain import partition_spec, shard_map_here
 from models.options import nearest
 
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
@@ -41,18 +45,58 @@ def check_context(context: str) -> str:
     return context
 
 
-def rotate(x: Queries, theta: float, positions: Int[Array, " length"] | None = None) -> Queries:
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary positions of sequences longer than a model was first trained on (Peng et al., 2023, YaRN).
+
+    A pair of dims that turns more than `fast` times over the original length keeps its frequency, one that turns less
+    than `slow` times has it divided by `factor`, and in between the two are mixed in proportion to the pair's number.
+    Queries and keys grow by `scale` each.
+
+    Attributes:
+        factor: of the length.
+        original_length: of the sequences, in tokens.
+        fast, slow: turns, `beta_fast` and `beta_slow` of other programs.
+    """
+
+    factor: float
+    original_length: int
+    fast: float = 32.0
+    slow: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """The paper's square root of 1 / t, in section 3.4."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def frequencies(self, plain: Float[Array, " half"], theta: float) -> Float[Array, " half"]:
+        """The frequency of each pair of dims, of what it is without."""
+        half = plain.shape[0]
+        first, last = (
+            half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.fast, self.slow)
+        )
+        first, last = max(first, 0.0), min(last, 2.0 * half - 1)
+        share = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / max(last - first, 0.001), 0, 1)
+        return plain * (1 - share) + plain / self.factor * share
+
+
+def rotate(
+    x: Queries, theta: float, positions: Int[Array, " length"] | None = None, yarn: Yarn | None = None
+) -> Queries:
     """Rotary position embedding, halves convention (Su et al., 2021).
 
     Args:
         positions: of each token in its sequence; 0, 1, ... by default.
+        yarn: how positions are scaled; None: not at all.
     """
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = frequency if yarn is None else yarn.frequencies(frequency, theta)
     positions = jnp.arange(x.shape[1]) if positions is None else positions
     angle = positions.astype(jnp.float32)[:, None, None] * frequency
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (turn(angle) * (yarn.scale if yarn else 1.0) for turn in (jnp.cos, jnp.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
@@ -152,6 +196,85 @@ def _with_equal_heads(attend: Callable[..., jax.Array]) -> Callable[..., jax.Arr
         return attend(q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, missing)]))[..., :size] if missing else attend(q, k, v)
 
     return equal
+
+
+def sink_attention(
+    q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], context: str = "all_gather", window: int | None = None
+) -> Queries:
+    """`causal_attention` whose softmax has one score more in each row, the sink of its head (Xiao et al., 2023).
+
+    The kernel runs without it and gives the log-sum-exp of each row, by which its output is scaled; its backward pass
+    is given the output and log-sum-exp with the sink, which is all that it has to know of it. No scores are stored.
+
+    Args:
+        q, k, v: queries, keys and values.
+        sinks: the score of each head.
+        context: the model's context parallelism; it cuts no such attention.
+        window: how many keys a query sees, its own and those before it; None is all of them.
+
+    Raises:
+        ConfigError: rules cut `act_length`.
+    """
+    layout = _length_layout()
+    if layout is not None and not _stays_whole(context, q.shape[1], layout):
+        raise ConfigError(
+            f"rules cut act_length over {' x '.join(layout.length)}, but attention with sinks and windows needs the "
+            "whole length on each GPU.",
+            hint="rules.logical without act_length, and the axis in act_batch",
+        )
+    k, v = (_spread_heads(x, q.shape[2]) for x in (k, v))
+    q, k, v = constrain(q, *HEAD_AXES), constrain(k, *KV_HEAD_AXES), constrain(v, *KV_HEAD_AXES)
+    fused = attention_implementation() == "cudnn" and _cudnn_takes(q)
+    how = {"causal": True, "implementation": "cudnn" if fused else "xla", "window": window}
+    return constrain(_with_sinks(q, k, v, sinks, how), *HEAD_AXES)
+
+
+def _with_sinks(q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], how: dict) -> Queries:
+    """The attention with its own backward pass, whose residuals are q, k, v, the output and the log-sum-exp."""
+    whole, rows = ("act_batch", None, "act_heads", None), ("act_batch", "act_heads", None)
+    forward, backward = partial(attend, **how), partial(attend_gradients, **how)
+    if _divides(q, k):
+        forward = _on_each_gpu(forward, (whole,) * 3, (whole, rows))
+        backward = _on_each_gpu(backward, (whole,) * 4 + (rows, whole), (whole,) * 3)
+
+    def save(q, k, v, sinks):
+        out, lse = with_sinks(*forward(q, k, v), sinks)
+        out, lse = checkpoint_name(out.astype(q.dtype), ATTENTION), checkpoint_name(lse, ATTENTION)
+        return out, (q, k, v, sinks, out, lse)
+
+    def gradients(saved, g):
+        q, k, v, sinks, out, lse = saved
+        found = backward(q, k, v, out, lse, g)
+        return *(d.astype(x.dtype) for d, x in zip(found, (q, k, v))), sink_gradients(out, lse, g, sinks)
+
+    @jax.custom_vjp
+    def attention(q, k, v, sinks):
+        return save(q, k, v, sinks)[0]
+
+    attention.defvjp(save, gradients)
+    return attention(q, k, v, sinks)
+
+
+def _divides(q: Queries, k: Keys) -> bool:
+    """Whether every GPU has the same number of sequences, of heads and of their keys' heads."""
+    scope = current_scope()
+    if scope is None:
+        return False
+    pieces = scope.shard_count("act_heads")
+    return q.shape[0] % scope.shard_count("act_batch") == q.shape[2] % pieces == k.shape[2] % pieces == 0
+
+
+def _on_each_gpu(fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """`shard_over` of a function with several results."""
+    scope = current_scope()
+    assert scope is not None
+    spec_of = lambda axes: partition_spec(scope.rules.spec_for(axes, kind="activations"))
+
+    def local(*args):
+        with sharding_scope(None, None):
+            return fn(*args)
+
+    return shard_map_here(local, scope.mesh, tuple(map(spec_of, inputs)), tuple(map(spec_of, outputs)))
 
 
 def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):

@@ -114,7 +114,7 @@ def _layers(path: str, count: str, first: int) -> tuple[Row, ...]:
     if path == "prefix":
         rows |= {f"mlp/{name}/kernel": dims for name, dims in _swiglu("mlp.", "dense_mlp").items()}
     return tuple(
-        Row(f"{path}/{ours}", f"{layer}{name}.weight", file, f"{count} {dims}", first=first)
+        Row(f"{path}/{ours}", f"{layer}{name}.weight", file, f"{count} {dims}", every=(first, 1))
         for ours, (name, file, dims) in rows.items()
     )
 
@@ -145,7 +145,7 @@ def _moe(first: int, fused: bool) -> tuple[Row, ...]:
             Row(f"layers/moe/experts/{ours}", f"{mlp}{name}.weight", file, f"layers experts {dims}")
             for ours, (name, file, dims) in _swiglu("experts.{experts}.", "mlp").items()
         ]
-    return tuple(replace(row, first=first) for row in rows)
+    return tuple(replace(row, every=(first, 1)) for row in rows)
 
 
 def _written(c: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hugging Face's layout of Llama, Mixtral and Qwen3: names of tensors and config keys, and how dims correspond.
+"""Hugging Face's layout of Llama, Mixtral, Qwen3 and GPT-OSS: names of tensors and config keys, how dims correspond.
 
 `Llama.hf_layout` and `Moe.hf_layout` hand these tables to `meshkit.weights.files`, which streams the
 weights. Both sides pair up the rotary dims by halves, so queries and keys need no permutation.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flax import nnx
 from meshkit.errors import ConfigError
 from meshkit.weights import files as weights
 from meshkit.weights.layout import Layout, Row
+from meshkit.weights.mxfp4 import BLOCKS
 
 # option of ours -> key of config.json
 KEYS = {
@@ -33,7 +35,9 @@ KEYS = {
 MOE_KEYS = {option: key for option, key in KEYS.items() if option != "tied"}
 MOE_KEYS |= {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 _QWEN_MOE_KEYS = MOE_KEYS | {"mlp": "moe_intermediate_size", "experts": "num_experts"}
+_GPT_OSS_KEYS = MOE_KEYS | {"window": "sliding_window", "swiglu_limit": "swiglu_limit"}
 _KEYS = {"llama": KEYS, "mixtral": MOE_KEYS, "qwen3": KEYS, "qwen3_moe": _QWEN_MOE_KEYS}  # by model_type
+_KEYS |= {"gpt_oss": _GPT_OSS_KEYS}
 _QWEN = ("qwen3", "qwen3_moe")
 # What transformers takes a key for that config.json leaves out.
 _DEFAULTS = {
@@ -41,6 +45,7 @@ _DEFAULTS = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": False},
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False, "head_dim": 128},
     "qwen3_moe": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "norm_topk_prob": False},
+    "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "attention_bias": True, "swiglu_limit": 7.0},
 }
 # What our models do not do: key -> the values by which it is not asked for.
 _UNSUPPORTED = {
@@ -54,6 +59,9 @@ _UNSUPPORTED = {
     "mlp_only_layers": ([], None),
     "norm_topk_prob": (True, None),
 }
+_UNSUPPORTED_OF = {"gpt_oss": _UNSUPPORTED | {"attention_bias": (True,), "swiglu_alpha": (1.702, None)}}
+for _ours in ("quantization_config", "sliding_window"):  # its files may be MXFP4, and every model has a window
+    del _UNSUPPORTED_OF["gpt_oss"][_ours]
 
 _LAYER = "model.layers.{layers}."
 _COMMON = (
@@ -118,6 +126,45 @@ _FUSED_EXPERTS = (
     Row("layers/moe/experts/up", _GATE_UP, "experts (part mlp) embed", _STACK, part=(1, 2)),
     Row("layers/moe/experts/down", _LAYER + "mlp.experts.down_proj", "experts embed mlp", "layers experts mlp embed"),
 )
+_PROJECTION_BIASES = tuple(
+    Row(
+        f"layers/attention/{ours}/bias",
+        _LAYER + f"self_attn.{theirs}_proj.bias",
+        "embed" if ours == "output" else f"({heads} head_dim)",
+        "layers embed" if ours == "output" else f"layers {heads} head_dim",
+    )
+    for ours, theirs, heads in (
+        ("query", "q", "heads"),
+        ("key", "k", "kv_heads"),
+        ("value", "v", "kv_heads"),
+        ("output", "o", ""),
+    )
+)
+_SINKS = Row("layers/attention/sinks", _LAYER + "self_attn.sinks", "heads", "layers heads")
+_ROUTER_ROWS = (
+    Row("layers/moe/router/kernel", _LAYER + "mlp.router.weight", "experts embed", "layers embed experts"),
+    Row("layers/moe/router/bias", _LAYER + "mlp.router.bias", "experts", "layers experts"),
+)
+_EXPERT_BIASES = (
+    Row("layers/moe/experts/gate_bias", _GATE_UP + "_bias", "experts (mlp part)", "layers experts mlp", part=(0, 2)),
+    Row("layers/moe/experts/up_bias", _GATE_UP + "_bias", "experts (mlp part)", "layers experts mlp", part=(1, 2)),
+    Row("layers/moe/experts/down_bias", _LAYER + "mlp.experts.down_proj_bias", "experts embed", "layers experts embed"),
+)
+_TURNED_EXPERTS = (  # gate and up take turns along the last dim
+    Row("layers/moe/experts/gate", _GATE_UP, "experts embed (mlp part)", _STACK, part=(0, 2)),
+    Row("layers/moe/experts/up", _GATE_UP, "experts embed (mlp part)", _STACK, part=(1, 2)),
+    Row("layers/moe/experts/down", _LAYER + "mlp.experts.down_proj", "experts mlp embed", "layers experts mlp embed"),
+)
+_MXFP4_EXPERTS = (  # blocks lie along what a matmul contracts
+    Row("layers/moe/experts/gate", _GATE_UP + BLOCKS, "experts (mlp part) embed", _STACK, part=(0, 2)),
+    Row("layers/moe/experts/up", _GATE_UP + BLOCKS, "experts (mlp part) embed", _STACK, part=(1, 2)),
+    Row(
+        "layers/moe/experts/down",
+        _LAYER + "mlp.experts.down_proj" + BLOCKS,
+        "experts embed mlp",
+        "layers experts mlp embed",
+    ),
+)
 _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in files of old versions; follows from rope_theta
 
 
@@ -154,10 +201,51 @@ def moe_layout(config: Any) -> Layout:
     return _layout(config, (*common, *experts), written, others=((*common, *_FUSED_EXPERTS),))
 
 
+def gpt_oss_layout(config: Any) -> Layout:
+    """Layout of `GptOssForCausalLM` for a GptOssConfig; experts in MXFP4 are read too, but not written."""
+    written = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu"}
+    written |= {"attention_bias": True, "tie_word_embeddings": False, "layer_types": _layer_types(config.layers)}
+    written |= {"router_aux_loss_coef": config.load_balance_weight}
+    same = (*_COMMON, _HEAD, *_PROJECTION_BIASES, _SINKS, *_ROUTER_ROWS, *_EXPERT_BIASES)
+    plain, quantized = (_by_turns((*same, *experts)) for experts in (_TURNED_EXPERTS, _MXFP4_EXPERTS))
+    layout = _layout(config, plain, written, others=(quantized,))
+    # As both versions of transformers read it; ours are the defaults of `models.attention.Yarn`.
+    yarn = {"rope_type": "yarn", "factor": config.rope_factor, "rope_theta": config.rope_theta, "truncate": False}
+    yarn |= {"original_max_position_embeddings": config.rope_original_length, "beta_fast": 32.0, "beta_slow": 1.0}
+    options = {**layout.options, "rope_factor": config.rope_factor}
+    options |= {"rope_original_length": config.rope_original_length}
+    return replace(
+        layout,
+        sizes={**layout.sizes, "layers": config.layers // 2},
+        config={**layout.config, "rope_parameters": yarn, "max_position_embeddings": _longest(config)},
+        options=options,
+    )
+
+
+def _by_turns(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows of a model whose layers are of two kinds by turns, each with a stack of its own."""
+    found = []
+    for row in rows:
+        if not row.path.startswith("layers/"):
+            found.append(row)
+            continue
+        for number, kind in enumerate(("sliding", "full")):
+            found.append(replace(row, path=row.path.replace("layers/", f"layers/{kind}/"), every=(number, 2)))
+    return tuple(found)
+
+
+def _layer_types(layers: int) -> list[str]:
+    return ["sliding_attention", "full_attention"] * (layers // 2)
+
+
+def _longest(config: Any) -> int:
+    return int(config.rope_factor * config.rope_original_length)
+
+
 def _layout(config: Any, rows: tuple[Row, ...], written: Mapping[str, Any], **more) -> Layout:
     kind = str(written["model_type"])
     keys = _KEYS[kind]
-    options = {option: getattr(config, option) for option in (*keys, "qk_norm")}
+    options = {option: getattr(config, option) for option in (*keys, *(() if kind == "gpt_oss" else ("qk_norm",)))}
     written = {**written, **{key: options[option] for option, key in keys.items()}}
     # transformers 4 reads rope_theta, transformers 5 rope_parameters.
     written["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -196,7 +284,7 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         message = f"model_type = {_show(config.get('model_type'))} is not {wanted}."
         raise ConfigError(message, hint="weights of that architecture")
     values = {**_DEFAULTS[kind], **config}
-    for key, harmless in _UNSUPPORTED.items():
+    for key, harmless in _UNSUPPORTED_OF.get(kind, _UNSUPPORTED).items():
         if values.get(key) not in harmless:
             message = f"{key} = {_show(values[key])} asks for what our {kind} does not do."
             raise ConfigError(
@@ -205,14 +293,53 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     keys = _KEYS[kind]
     if "tied" not in keys and config.get("tie_word_embeddings"):
         raise ConfigError(f"tie_word_embeddings = True, but our {kind} has a head of its own.")
-    values |= _rotary(config)
+    more: dict[str, Any] = {"qk_norm": kind in _QWEN}
+    if kind == "gpt_oss":
+        rotary, more = _yarn(config)
+        values |= rotary
+        _check_gpt_oss(values)
+    else:
+        values |= _rotary(config)
     if values.get("num_experts") is None:  # transformers 5 calls them by Mixtral's name
         values["num_experts"] = values.get("num_local_experts")
     if values.get("num_key_value_heads") is None and kind == "llama":
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if values.get("head_dim") is None:
         values["head_dim"] = _size(values, "hidden_size") // _size(values, "num_attention_heads")
-    return {option: _value(values, option, key) for option, key in keys.items()} | {"qk_norm": kind in _QWEN}
+    return {option: _value(values, option, key) for option, key in keys.items()} | more
+
+
+def _check_gpt_oss(config: Mapping[str, Any]) -> None:
+    """Its layers take turns, and what is quantized is MXFP4."""
+    layers = _size(config, "num_hidden_layers")
+    types = config.get("layer_types")
+    if layers % 2 or (types is not None and types != _layer_types(layers)):
+        message = f"layer_types = {_show(types)} of {layers} layers are not sliding and full attention by turns."
+        raise ConfigError(message, hint="weights of GPT-OSS, whose layers take turns")
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if method not in (None, "mxfp4"):
+        raise ConfigError(f"quantization_config has the method {_show(method)}, not 'mxfp4'.")
+
+
+def _yarn(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`rope_theta`, and the options of ours that say how positions are scaled; other scalings are refused."""
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fixed = {"rope_type": "yarn", "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
+    for key, wanted in fixed.items():
+        found = table.get(key, table.get("type") if key == "rope_type" else True if key == "truncate" else wanted)
+        if found != wanted:
+            message = f"rotary positions have {key} = {_show(found)}, but our gpt_oss has {_show(wanted)} alone."
+            raise ConfigError(message, hint="weights of GPT-OSS; ignoring it would change every logit")
+    if unknown := sorted({"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in table.items() if v}):
+        raise ConfigError(f"rotary positions have {unknown[0]}, which our gpt_oss does not have.")
+    factor, length = (table.get(key) for key in ("factor", "original_max_position_embeddings"))
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < 1e30:
+        raise ConfigError(f"factor = {_show(factor)} of rotary positions is not a number of at least 1.")
+    if type(length) is not int or length < 1:
+        raise ConfigError(f"original_max_position_embeddings = {_show(length)} is not a whole number of at least 1.")
+    theta = {"rope_theta": table["rope_theta"]} if "rope_theta" in table else {}
+    return theta, {"rope_factor": float(factor), "rope_original_length": length}
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +364,7 @@ def _value(values: Mapping[str, Any], option: str, key: str) -> Any:
         if not isinstance(values[key], bool):
             raise ConfigError(f"{key} = {_show(values[key])} is neither true nor false.")
         return values[key]
-    return _positive(values, key) if option in ("rope_theta", "norm_eps") else _size(values, key)
+    return _positive(values, key) if option in ("rope_theta", "norm_eps", "swiglu_limit") else _size(values, key)
 
 
 def _positive(values: Mapping[str, Any], key: str) -> float:

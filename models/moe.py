@@ -261,7 +261,7 @@ class Moe(nnx.Module):
     """
 
     dense_block: type[Block] = Block
-    expert_block: type[MoeBlock] = MoeBlock
+    expert_block: type[nnx.Module] = MoeBlock
 
     def __init__(
         self,
@@ -413,7 +413,7 @@ class NextTokenLoss:
 
     def of_layer(self, model: Moe, values: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]):
         """loss_sum and metrics of one layer's values, to be summed over the layers."""
-        share = 1 / model.config.layers
+        share = 1 / model.stacked
         metrics = {name: share * value for name, value in values.items()}
         return 0.0 if model.deterministic else jnp.sum(batch["weights"]) * model.auxiliary_loss(metrics), metrics
 

@@ -27,7 +27,9 @@ KeyBlock = Float[Array, "batch keys kv_heads head_dim"]
 RowSums = Float[Array, "batch heads queries"]  # log-sum-exp of each row of scores
 
 
-def attend(q: QueryBlock, k: KeyBlock, v: KeyBlock, *, causal: bool, implementation: str) -> tuple[QueryBlock, RowSums]:
+def attend(
+    q: QueryBlock, k: KeyBlock, v: KeyBlock, *, causal: bool, implementation: str, window: int | None = None
+) -> tuple[QueryBlock, RowSums]:
     """softmax(q k^T / sqrt(head_dim)) v and the log-sum-exp of each row of scores.
 
     Args:
@@ -35,13 +37,14 @@ def attend(q: QueryBlock, k: KeyBlock, v: KeyBlock, *, causal: bool, implementat
         k, v: keys and values; kv_heads divides heads.
         causal: query i sees keys 0..i (of as many keys as queries).
         implementation: `cudnn` or `xla`.
+        window: of a causal block: query i sees the last so many keys, its own among them; None is all of them.
 
     Returns:
         Output, fp32 from `xla` and of q's dtype from `cudnn`, and log-sum-exp in fp32.
     """
     if implementation == "cudnn":
-        return _cudnn_attend(q, k, v, causal)
-    return _attend(q, k, v, causal)
+        return _cudnn_attend(q, k, v, causal, window)
+    return _attend(q, k, v, causal, window)
 
 
 def attend_gradients(
@@ -54,19 +57,20 @@ def attend_gradients(
     *,
     causal: bool,
     implementation: str,
+    window: int | None = None,
 ) -> tuple[QueryBlock, KeyBlock, KeyBlock]:
     """What this block adds to the gradients of q, k and v, in fp32.
 
     Args:
-        q, k, v, causal, implementation: as in `attend`.
+        q, k, v, causal, implementation, window: as in `attend`.
         out: final output of the queries, over all blocks of keys.
         lse: final log-sum-exp of the queries, over all blocks of keys.
         g: gradient of out.
     """
     if implementation == "cudnn":
-        found = _cudnn_gradients(q, k, v, out, lse, g, causal)
+        found = _cudnn_gradients(q, k, v, out, lse, g, causal, window)
     else:
-        found = _gradients(q, k, v, out, lse, g, causal)
+        found = _gradients(q, k, v, out, lse, g, causal, window)
     dq, dk, dv = (x.astype(jnp.float32) for x in found)
     return dq, dk, dv
 
@@ -82,6 +86,34 @@ def merge(first: tuple[QueryBlock, RowSums], second: tuple[QueryBlock, RowSums])
     return one + other, lse
 
 
+def with_sinks(out: QueryBlock, lse: RowSums, sinks: Float[Array, " heads"]) -> tuple[QueryBlock, RowSums]:
+    """Output and log-sum-exp of rows that each have one score more, of a key whose value is zero: that of their head.
+
+    The backward pass of such rows is `attend_gradients` with what this returns, and `sink_gradients`.
+
+    Args:
+        out, lse: final output and log-sum-exp of the queries, without the score.
+        sinks: the score of each head, an attention sink (Xiao et al., 2023).
+    """
+    total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
+    return (out.astype(jnp.float32) * _per_query(jnp.exp(lse - total))).astype(out.dtype), total
+
+
+def sink_gradients(
+    out: QueryBlock, lse: RowSums, g: QueryBlock, sinks: Float[Array, " heads"]
+) -> Float[Array, " heads"]:
+    """Gradient of the sinks: of each row, weight * (d(weight) - g . out), and d(weight) is 0, since the value is.
+
+    Args:
+        out, lse: as `with_sinks` gives them.
+        g: gradient of out.
+        sinks: one of each head.
+    """
+    delta = jnp.einsum("bqhd,bqhd->bhq", g, out, preferred_element_type=jnp.float32)
+    weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
+    return -jnp.sum(weights * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
 def _per_query(x: jax.Array) -> jax.Array:
     """[batch, heads, queries] as [batch, queries, heads, 1]."""
     return jnp.swapaxes(x, 1, 2)[..., None]
@@ -90,8 +122,8 @@ def _per_query(x: jax.Array) -> jax.Array:
 # The plain implementation: the pairs of a block of queries and a block of keys that see each other, one at a time.
 
 
-def _attend(q, k, v, causal):
-    pairs, size = visible_pairs(q.shape[1], k.shape[1], causal)
+def _attend(q, k, v, causal, window=None):
+    pairs, size = visible_pairs(q.shape[1], k.shape[1], causal, window)
     grouped = _group(q, k.shape[2])
     batch, queries, kv_heads, group, _ = grouped.shape
     out = jnp.zeros(grouped.shape, jnp.float32)
@@ -101,7 +133,7 @@ def _attend(q, k, v, causal):
     def step(carry, pair):
         out, top, total = carry
         i, j = pair
-        scores = _scores(_rows(grouped, i, size[0]), _rows(k, j, size[1]), i, j, causal)
+        scores = _scores(_rows(grouped, i, size[0]), _rows(k, j, size[1]), i, j, causal, window)
         old = _rows(top, i, size[0], axis=3)
         new = jnp.maximum(old, scores.max(axis=-1))
         weights, keep = jnp.exp(scores - new[..., None]), jnp.exp(old - new)
@@ -121,8 +153,8 @@ def _attend(q, k, v, causal):
     return out.reshape(q.shape), lse
 
 
-def _gradients(q, k, v, out, lse, g, causal):
-    pairs, size = visible_pairs(q.shape[1], k.shape[1], causal)
+def _gradients(q, k, v, out, lse, g, causal, window=None):
+    pairs, size = visible_pairs(q.shape[1], k.shape[1], causal, window)
     kv_heads = k.shape[2]
     queries, g5 = _group(q, kv_heads), _group(g.astype(q.dtype), kv_heads)
     # d(scores) = weights * (d(weights) - sum_over_keys(weights * d(weights))), and that sum is g . out
@@ -135,7 +167,7 @@ def _gradients(q, k, v, out, lse, g, causal):
         i, j = pair
         q_i, g_i = _rows(queries, i, size[0]), _rows(g5, i, size[0])
         k_j, v_j = _rows(k, j, size[1]), _rows(v, j, size[1])
-        weights = jnp.exp(_scores(q_i, k_j, i, j, causal) - _rows(lse, i, size[0], axis=3)[..., None])
+        weights = jnp.exp(_scores(q_i, k_j, i, j, causal, window) - _rows(lse, i, size[0], axis=3)[..., None])
         d_weights = jnp.einsum("bqkgd,bskd->bkgqs", g_i, v_j, preferred_element_type=jnp.float32)
         d_scores = weights * (d_weights - _rows(delta, i, size[0], axis=3)[..., None]) / math.sqrt(q.shape[-1])
         weights, d_scores = weights.astype(q.dtype), d_scores.astype(q.dtype)
@@ -150,11 +182,21 @@ def _gradients(q, k, v, out, lse, g, causal):
     return dq.reshape(q.shape), dk, dv
 
 
-def visible_pairs(queries: int, keys: int, causal: bool) -> tuple[tuple[jax.Array, jax.Array], tuple[int, int]]:
-    """Indices (of query block, of key block) of the pairs with anything to see, and the lengths of those blocks."""
+def visible_pairs(
+    queries: int, keys: int, causal: bool, window: int | None = None
+) -> tuple[tuple[jax.Array, jax.Array], tuple[int, int]]:
+    """Indices (of query block, of key block) of the pairs with anything to see, and the lengths of those blocks.
+
+    A query's own block comes first: it has something to see of every window.
+    """
     size = _block(queries), _block(keys)
-    grid = np.ones((queries // size[0], keys // size[1]), bool)
-    i, j = np.nonzero(np.tril(grid) if causal else grid)
+    i, j = np.indices((queries // size[0], keys // size[1]))
+    seen = (j <= i) if causal else np.ones_like(i, bool)
+    if window is not None:  # the last key of the block against the first query
+        seen &= i * size[0] - ((j + 1) * size[1] - 1) < window
+    i, j = np.nonzero(seen)
+    order = np.lexsort((-j, i))
+    i, j = i[order], j[order]
     return (jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)), size
 
 
@@ -163,12 +205,13 @@ def _block(length: int) -> int:
     return next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
 
 
-def _scores(q_i, k_j, i, j, causal):
+def _scores(q_i, k_j, i, j, causal, window=None):
     scores = jnp.einsum("bqkgd,bskd->bkgqs", q_i, k_j, preferred_element_type=jnp.float32) / math.sqrt(q_i.shape[-1])
     if not causal:
         return scores
     rows, columns = q_i.shape[1], k_j.shape[1]
-    visible = (i * rows + jnp.arange(rows))[:, None] >= j * columns + jnp.arange(columns)
+    distance = (i * rows + jnp.arange(rows))[:, None] - (j * columns + jnp.arange(columns))
+    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return jnp.where(visible, scores, -jnp.inf)
 
 
@@ -194,13 +237,13 @@ def _add(x: jax.Array, rows: jax.Array, index, size: int) -> jax.Array:
 # are called one by one.
 
 
-def _cudnn_attend(q, k, v, causal):
-    forward, _ = _cudnn_kernels(q, k, v, causal)
+def _cudnn_attend(q, k, v, causal, window=None):
+    forward, _ = _cudnn_kernels(q, k, v, causal, window)
     return forward(q, k, v)
 
 
-def _cudnn_gradients(q, k, v, out, lse, g, causal):
-    _, backward = _cudnn_kernels(q, k, v, causal)
+def _cudnn_gradients(q, k, v, out, lse, g, causal, window=None):
+    _, backward = _cudnn_kernels(q, k, v, causal, window)
     return backward(q, k, v, g.astype(q.dtype), out.astype(q.dtype), lse)
 
 
@@ -247,13 +290,14 @@ def _mapped_as_batch(kernel: Callable) -> Callable:
     return mapped
 
 
-def _cudnn_kernels(q, k, v, causal):
+def _cudnn_kernels(q, k, v, causal, window=None):
     """(q, k, v) -> (out, lse) and (q, k, v, g, out, lse) -> (dq, dk, dv), as jax calls cuDNN."""
     mask, g = MaskType.CAUSAL if causal else MaskType.NO_MASK, (*q.shape[:3], v.shape[-1])
 
     def both(q, k, v, g):
         def fused(q, k, v):
-            return cudnn_attention(q, k, v, scale=1 / math.sqrt(q.shape[-1]), mask_type=mask)
+            scale = 1 / math.sqrt(q.shape[-1])
+            return cudnn_attention(q, k, v, scale=scale, mask_type=mask, sliding_window_length=window)
 
         return jax.vjp(fused, q, k, v)[1](g)
 

@@ -61,11 +61,17 @@ Axes = tuple[str, ...]
 Tokens = Float[Array, "batch length embed"]
 Wide = Float[Array, "experts embed mlp"]
 Kernels = tuple[Wide, Wide, Float[Array, "experts mlp embed"]]  # gate, up and down
+Biases = tuple[Float[Array, "experts mlp"], Float[Array, "experts mlp"]]  # of gate and up
 GATHERED = "gathered_experts"  # the name of the gathered kernels, which a policy should not save
 # Slices of a ragged exchange for each pair of GPUs. XLA's kernel has a block of 128 threads for each, which carries
 # 2 GB/s. On 16 GB200 32 of them made the kernel 17.8 times as fast as one (marin-community/marin#8077); on 64 GB200 64
 # were as fast, and 16 slower (marin#8317).
 SLICES = 32
+
+
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer, 2020)."""
+    return jax.nn.silu(gate) * up
 
 
 def expert_layer(
@@ -77,8 +83,10 @@ def expert_layer(
     capacity_factor: float | None = None,
     buffer_factor: float | None = None,
     saved_name: str | None = None,
+    biases: Biases | tuple[()] = (),
+    activation: Callable[[jax.Array, jax.Array], jax.Array] = silu_gate,
 ) -> tuple[Tokens, Bool[Array, "batch length k"]]:
-    """The sum over a token's k choices of weight * down(silu(gate(x)) * up(x)) of the chosen expert; which were kept.
+    """Sum over a token's choices of weight * down(activation(gate(x), up(x))) of the chosen expert; which were kept.
 
     Outside of a sharding scope the same on one device, without an exchange.
 
@@ -90,6 +98,8 @@ def expert_layer(
         capacity_factor: slots of an expert over those of a balanced load; None is dropless.
         buffer_factor: rows of the dropless buffers over those of a balanced load; None is the worst case.
         saved_name: name for `jax.checkpoint` policies of what gate and up give, besides `gate` and `up`.
+        biases: added to what gate and up give; one of down is the caller's to add, by weights and choices.
+        activation: of what gate and up give, without parameters of its own.
 
     Returns:
         The layer's output in the dtype of x, and whether each choice was kept.
@@ -110,7 +120,9 @@ def expert_layer(
         layout.gather(lax.stop_gradient(w.astype(x.dtype)), spec) for w, spec in zip(kernels, layout.kernels())
     )
     with jax.named_scope("experts"):
-        return _experts(x, weights, choices, kernels, casts, _Layer(layout, dispatch, saved_name))
+        casts += tuple(lax.stop_gradient(b.astype(x.dtype)) for b in biases)
+        layer = _Layer(layout, dispatch, saved_name, activation)
+        return _experts(x, weights, choices, kernels + biases, casts, layer)
 
 
 @dataclass(frozen=True)
@@ -197,6 +209,10 @@ class ExchangeLayout:
         wide = (self.experts, embed, self.mlp)
         return wide, wide, (self.experts, self.mlp, embed)
 
+    def biases(self, count: int) -> tuple[tuple[Axes, ...], ...]:
+        """Axes of so many biases."""
+        return ((self.experts, self.mlp),) * count
+
     def gather(self, kernel: jax.Array, spec: Sequence[Axes]) -> jax.Array:
         """A kernel as the experts use it, under the name by which a policy can choose to gather it again.
 
@@ -216,11 +232,17 @@ class ExchangeLayout:
             return lax.psum_scatter(y, self.mlp, scatter_dimension=1, tiled=True)
         return lax.psum(y, self.mlp)
 
-    def reduce_tokens(self, gradient: jax.Array, embed_dim: int) -> jax.Array:
-        """A kernel's gradient of this GPU's tokens, added up over all GPUs that have the same experts."""
-        rest = tuple(a for a in self._left(self.tokens) if a not in self.experts + self.scatter)
-        if self.scatter:
-            gradient = lax.psum_scatter(gradient, self.scatter, scatter_dimension=embed_dim, tiled=True)
+    def reduce_tokens(self, gradient: jax.Array, embed_dim: int | None) -> jax.Array:
+        """A kernel's gradient of this GPU's tokens, added up over all GPUs that have the same experts.
+
+        Args:
+            gradient: of the kernel, or of a bias.
+            embed_dim: which of its dims FSDP cuts; None of a bias, which stays whole.
+        """
+        scatter = () if embed_dim is None else self.scatter
+        rest = tuple(a for a in self._left(self.tokens) if a not in self.experts + scatter)
+        if scatter and embed_dim is not None:
+            gradient = lax.psum_scatter(gradient, scatter, scatter_dimension=embed_dim, tiled=True)
         return lax.psum(gradient, rest) if rest else gradient
 
     def _left(self, axes: Axes) -> Axes:
@@ -237,39 +259,44 @@ class _Layer:
     layout: ExchangeLayout
     dispatch: Dispatch
     saved_name: str | None
+    activation: Callable[[jax.Array, jax.Array], jax.Array]
 
     def forward(self, x, weights, choices, casts):
         """(y, kept, residuals)."""
         outputs = (self._stream, self._tokens, self._saved)
-        inputs = (self._tokens, self._tokens, self._tokens, self.layout.kernels())
+        inputs = (self._tokens, self._tokens, self._tokens, self._weights(casts))
         return self._manual(self._forward, inputs, outputs)(x, weights, choices, casts)
 
     def backward(self, saved, weights, casts, g, dtypes):
-        """Gradients of x, weights and the kernels."""
-        inputs = (self._saved, self._tokens, self.layout.kernels(), self._tokens)
-        outputs = (self._stream, self._tokens, self.layout.kernels(self.layout.scatter))
+        """Gradients of x, weights, the kernels and their biases."""
+        inputs = (self._saved, self._tokens, self._weights(casts), self._tokens)
+        outputs = (self._stream, self._tokens, self._weights(casts, self.layout.scatter))
         return self._manual(partial(self._backward, dtypes=dtypes), inputs, outputs)(saved, weights, casts, g)
 
     def _forward(self, x, weights, choices, casts):
-        d, (gate, up, down) = self.dispatch, casts
+        d, (gate, up, down, *biases) = self.dispatch, casts
         x2, w2, c2 = (_flat(a) for a in (x, weights, choices))
         routing = d.route(c2)
         rows = d.to_experts(routing, d.fill(routing, x2[:, None]))
         matmul = self._grouped(routing)
         a, b = matmul(rows, gate), matmul(rows, up)
-        out = d.read(routing, d.from_experts(routing, matmul(jax.nn.silu(a) * b, down)))
+        if biases:  # each row has that of its expert: a product with one
+            ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+            a, b = (y + matmul(ones, bias[:, None]) for y, bias in zip((a, b), biases))
+        out = d.read(routing, d.from_experts(routing, matmul(self.activation(a, b), down)))
         y = jnp.sum(w2[..., None] * out.astype(jnp.float32), axis=1)
         y = self.layout.reduce_mlp(y.astype(x.dtype).reshape(x.shape))
         kept = (routing.slot < d.slots).reshape(d.choices, *choices.shape[:-1])
         return y, jnp.moveaxis(kept, 0, -1), {"routing": routing, "rows": rows, "gate": a, "up": b}
 
     def _backward(self, saved, weights, casts, g, dtypes):
-        d, (gate, up, down), (routing, rows) = self.dispatch, casts, (saved["routing"], saved["rows"])
+        d, (gate, up, down, *biases) = self.dispatch, casts
+        routing, rows = saved["routing"], saved["rows"]
         w2, g2 = _flat(weights), _flat(g)
         weighted = (w2[..., None] * g2[:, None].astype(jnp.float32)).astype(g.dtype)
         g_rows = d.to_experts(routing, d.fill(routing, weighted))
         matmul, outer = self._grouped(routing), self._grouped_outer(routing)
-        h, gated = jax.vjp(lambda a, b: jax.nn.silu(a) * b, saved["gate"], saved["up"])
+        h, gated = jax.vjp(self.activation, saved["gate"], saved["up"])
         g_h = matmul(g_rows, down, transposed=True)
         # <gradient of the output, output> without the output: <gradient of hidden, hidden>, here times the weight.
         g_weight = jnp.sum(g_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1)
@@ -284,7 +311,15 @@ class _Layer:
             self.layout.reduce_tokens(outer(left, right, dtype), dim)
             for (left, right, dim), dtype in zip(pairs, dtypes)
         )
+        if biases:
+            ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+            sums = (outer(ones, g, dtype)[:, 0] for g, dtype in zip((g_a, g_b), dtypes[3:]))
+            g_kernels += tuple(self.layout.reduce_tokens(g, None) for g in sums)
         return self.layout.reduce_mlp(g_x), g_weight.astype(weights.dtype), g_kernels
+
+    def _weights(self, casts: Sequence[jax.Array], embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
+        """Axes of the kernels, with these along embed, and of the biases if there are any."""
+        return self.layout.kernels(embed) + self.layout.biases(len(casts) - 3)
 
     def _grouped(self, routing: Routing) -> Callable[..., jax.Array]:
         """[rows, in] x [experts, in, out] -> [rows, out], each row by the kernel of its expert."""

@@ -41,6 +41,7 @@ from meshkit.step.spec import StepSpec
 from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.layout import Layout, Row
+from meshkit.weights.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WRITTEN = {"fp32": "F32", "bf16": "BF16"}
@@ -68,6 +69,26 @@ class Tensor:
 
 
 Files = Mapping[str, Tensor]
+
+
+def join_blocks(files: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with each pair of MXFP4 blocks and scales as one under the name of the blocks, see `weights.mxfp4`.
+
+    Raises:
+        ConfigError: blocks without scales that fit them.
+    """
+    for name in [name for name in files if name.endswith(BLOCKS)]:
+        blocks, scales = files[name], files.pop(name.removesuffix(BLOCKS) + SCALES, None)
+        fits = scales and scales.shape == blocks.shape[:-1] and {blocks.dtype, scales.dtype} == {"U8"}
+        if scales is None or not fits or blocks.shape[-1] != BLOCK // 2:
+            found = f"scales {shown(scales.shape)} of {scales.dtype}" if scales else "no scales"
+            message = (
+                f"{shown(name)} is {shown(blocks.shape)} of {blocks.dtype}, with {found}: these are no MXFP4 blocks."
+            )
+            raise ConfigError(message, at=str(blocks.path), hint=_AGAIN)
+        values = Mxfp4(blocks.values, scales.values, (*blocks.shape[:-2], blocks.shape[-2] * BLOCK))
+        files[name] = Tensor(blocks.path, "BF16", values.shape, values)  # which holds all values of the format
+    return files
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
@@ -105,9 +126,9 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
         message = f"{folder} has both {SINGLE} and {INDEX}; they may be different weights."
         raise ConfigError(message, at=str(folder), hint="removing the one that is not meant")
     if index:
-        return _open_shards(folder, _read_index(folder))
+        return join_blocks(_open_shards(folder, _read_index(folder)))
     if single:
-        return open_file(_inside(folder, SINGLE))
+        return join_blocks(open_file(_inside(folder, SINGLE)))
     raise _nothing_in(folder)
 
 
@@ -281,10 +302,11 @@ def write_weights(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
     _check_free(folder)
-    tensors = [(row, index, name) for row in layout.rows for index, name in row.names(layout.sizes)]
+    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # the first part brings the others
+    tensors = [(row, index, name) for row in rows for index, name in row.names(layout.sizes)]
     written = DTYPES[_WRITTEN[dtype]]
     values = (
-        row.to_file(fetch(arrays[row.path], index), layout.sizes).astype(written, order="C")
+        row.to_file(_whole(layout, row, arrays, index), layout.sizes).astype(written, order="C")
         for row, index, _ in tensors
     )
     shapes = [(name, row.file_shape(layout.sizes)) for row, _, name in tensors]
@@ -296,6 +318,14 @@ def write_weights(
             pass
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("meshkit.write_weights")
+
+
+def _whole(layout: Layout, row: Row, arrays: Mapping[str, jax.Array], index: tuple[int, ...]) -> np.ndarray:
+    """What one tensor is written from: a parameter at an index of its placeholders, or the stack of all its parts."""
+    if row.part is None:
+        return fetch(arrays[row.path], index)
+    parts = [r for r in layout.rows if r.name == row.name and r.every == row.every]
+    return np.stack([fetch(arrays[r.path], index) for r in sorted(parts, key=lambda r: r.part or ())])
 
 
 def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -35,8 +35,8 @@ class Row:
     """Dims of the parameter, those of the placeholders first."""
     part: tuple[int, int] | None = None
     """(i, n): the file's dim `part` has n entries, of which the parameter is the i-th."""
-    first: int = 0
-    """In names, what the first placeholder's numbers begin with."""
+    every: tuple[int, int] = (0, 1)
+    """(i, n): the tensors' numbers at the first placeholder are i, n + i, 2 n + i, ..."""
 
     @property
     def stacked(self) -> list[str]:
@@ -70,7 +70,8 @@ class Row:
         Raises:
             ValueError: more or fewer.
         """
-        numbers = (i + self.first * (place == 0) for place, i in enumerate(index))
+        first, step = self.every
+        numbers = [n * step + first if at == 0 else n for at, n in enumerate(index)]
         return self.name.format(**dict(zip(self.stacked, numbers, strict=True)))
 
     def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
@@ -99,13 +100,15 @@ class Row:
         return block.transpose([flat.index(dim) for dim in self._inner])
 
     def to_file(self, value: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A whole tensor of the file: the inverse of `to_ours`, of a row without `part`.
+        """A whole tensor of the file: the inverse of `to_ours`.
 
         Args:
-            value: the parameter at one index of the placeholders, its other dims as `ours` has them.
+            value: the parameter at one index of the placeholders, its other dims as `ours` has them; of a row with
+                `part`, the parameters of all parts, stacked.
             sizes: of all dims.
         """
-        return value.transpose([self._inner.index(dim) for dim in self._flat]).reshape(self.file_shape(sizes))
+        dims = ["part", *self._inner] if self.part else self._inner
+        return value.transpose([dims.index(dim) for dim in self._flat]).reshape(self.file_shape(sizes))
 
     @property
     def _flat(self) -> list[str]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshkit.weights.files import open_file, read_weights
 from models import hf
 from models.deepseek import DeepSeek
+from models.gpt_oss import GptOss
 from models.llama import Llama
 from models.moe import Moe
 
@@ -60,6 +61,18 @@ DEEPSEEK |= {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_
 DEEPSEEK |= {"num_mtp_layers": 0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 8}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+GPT_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 6,  # of 24 tokens
+    "rope_parameters": GPT_YARN
+    | {"rope_theta": 150.0, "original_max_position_embeddings": 100},  # 3 of 8 mixed
+    "max_position_embeddings": 400,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 CASES = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5}),
     "llama, wide heads": ("Llama", {"head_dim": 32}),
@@ -71,8 +84,9 @@ CASES = {
     "qwen3, experts": ("Qwen3Moe", QWEN_EXPERTS),
     "deepseek": ("DeepseekV3", DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 2}),
     "deepseek, yarn": ("DeepseekV3", DEEPSEEK | {"rope_parameters": YARN, "max_position_embeddings": 320}),
+    "gpt_oss": ("GptOss", GPT_OSS),
 }
-OURS = {"Llama": Llama, "Mixtral": Moe, "Qwen3": Llama, "Qwen3Moe": Moe, "DeepseekV3": DeepSeek}
+OURS = {"Llama": Llama, "Mixtral": Moe, "Qwen3": Llama, "Qwen3Moe": Moe, "DeepseekV3": DeepSeek, "GptOss": GptOss}
 
 
 def make(kind, options):
@@ -84,6 +98,8 @@ def make(kind, options):
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias") or "sinks" in name:
+                parameter.normal_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)  # scores are 0 to 1: it changes what is chosen

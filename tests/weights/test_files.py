@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "max_shard_bytes"),
-    [("llama", 4000), ("tied llama", 10**9), ("moe", 4000), ("qwen", 10**9), ("qwen moe", 4000)],
+    [("llama", 4000), ("tied llama", 10**9), ("moe", 4000), ("qwen", 10**9), ("qwen moe", 4000), ("gpt oss", 4000)],
 )
 def test_a_round_trip_keeps_every_bit_on_another_mesh(tmp_path, name, max_shard_bytes):
     model, params = make(name)

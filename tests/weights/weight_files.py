@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.weights.files import read_weights
+from models.gpt_oss import GptOss
 from models.llama import Llama
 from models.moe import Moe
 
@@ -23,6 +24,7 @@ MODELS = {
     "moe": (Moe, MOE),
     "qwen": (Llama, LLAMA | {"qk_norm": True, "tied": True}),
     "qwen moe": (Moe, MOE | {"qk_norm": True}),
+    "gpt oss": (GptOss, MOE | {"layers": 4, "embed": 32, "mlp": 64}),
 }
 
 
