@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
+from meshkit.hlo.costs import visible_share
+
 # Primitives of cuDNN attention begin so.
 _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 # Of [batch, m, k] and [batch, n, k]: `jax.nn.scaled_matmul`.
@@ -30,7 +32,7 @@ class TracedFlops:
             compiled program that executes more repeats work on several GPUs.
         model: without what `jax.checkpoint` recomputes, attention over full squares, its backward pass as two forward
             passes: the convention of `step.program`.
-        model_causal: the same with half of an attention under a causal mask.
+        model_causal: the same with what the mask leaves: half under a causal mask, the band of a sliding window.
         block_scaled: of those executed, the block-scaled matmuls' (`jax.nn.scaled_matmul`, `jax.lax.scaled_dot`).
     """
 
@@ -170,7 +172,7 @@ def _of_attention(equation: Any) -> np.ndarray:
     batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])
     keys = key[1] if names == 0 else key[2]
     mask = str(equation.params.get("mask_type", "")).upper()
-    share = 0.5 if "CAUSAL" in mask else 1.0
+    share = visible_share(keys, "CAUSAL" in mask, equation.params.get("sliding_window_length") or 0)
     forward = 2.0 * batch * heads * length * keys * (head_dim + value[-1])
     backward, scores = "bwd" in equation.primitive.name, 2.0 * batch * heads * length * keys * head_dim
     executed, model = (2 * forward + scores, 2 * forward) if backward else (forward, forward)

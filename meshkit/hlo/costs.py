@@ -89,6 +89,7 @@ class Cost:
     attention_length: int = 0  # keys that a query sees without a mask; 0 where unknown
     attention_head_dim: int = 0  # of the fused attention; 0 where unknown
     attention_causal: bool = False  # whether half of the square is skipped
+    attention_window: int = 0  # keys that a query of a causal attention sees at most; 0 where that is all
     attention_sequences: int = 1  # that a row may hold, packed one after the other; no program says how many it does
     attention_padded: bool = False  # whether the length of each sequence is an argument
     joined_bytes: float = 0.0  # device memory read and written to join a matmul's operands before it begins
@@ -295,7 +296,7 @@ def _attention(instruction: HloInstruction) -> Cost:
     Forward is two matmuls over the [batch, heads, length, length] scores: 2 b h s^2 (d + e), with heads of d for
     queries and keys and of e for values. Backward is five, three of them over d: 2 b h s^2 (3 d + 2 e), which is 2.5
     times as much where d = e. A causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section
-    4.1). Lengths that are arguments are taken as the whole row, which is the most that they can be.
+    4.1), a sliding window all but a band. Lengths that are arguments are taken as the whole row, which is the most that they can be.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
@@ -303,16 +304,34 @@ def _attention(instruction: HloInstruction) -> Cost:
     mask = str(instruction.configured("mask_type"))
     causal = "CAUSAL" in mask
     multiplied = 3 * head_dim + 2 * value_dim if backward else head_dim + value_dim
+    length = scores[-1] if scores else 0
+    window = int(instruction.configured("sliding_window_length") or 0)
+    flops = 2.0 * (math.prod(scores) if scores else 0) * multiplied * visible_share(length, causal, window)
     return Cost(
-        attention_flops=2.0 * (math.prod(scores) if scores else 0) * multiplied * (0.5 if causal else 1.0),
+        attention_flops=flops,
         attention_backward=backward,
         attention_queries=math.prod(scores[:-1]),
-        attention_length=scores[-1] if scores else 0,
+        attention_length=length,
         attention_head_dim=head_dim,
         attention_causal=causal,
+        attention_window=window if window < length else 0,
         attention_sequences=max(1, int(instruction.configured("max_seg_per_batch") or 1)),
         attention_padded="PADDING" in mask,
     )
+
+
+def visible_share(length: int, causal: bool, window: int = 0) -> float:
+    """Share of the square of queries and keys that a mask leaves, of many tokens.
+
+    Args:
+        length: of both.
+        causal: no query sees what comes after it.
+        window: how many keys a query then sees, its own and those before it; 0 is all of them.
+    """
+    if not causal:
+        return 1.0
+    band = min(window or length, length) / max(1, length)
+    return band - band * band / 2
 
 
 def _matmul_dtype(name: str, instruction: HloInstruction) -> str:

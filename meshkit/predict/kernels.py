@@ -275,11 +275,27 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
         return 1.0
     k = catalog.kernels()
     lengths, chart = _attention_chart(gpu.key, cost.attention_backward, cost.attention_causal)
-    by_length = float(np.interp(math.log(cost.attention_length), lengths, chart))
+    length = cost.attention_length
+    if cost.attention_window:  # as a causal pass in which a query sees as many keys in the mean
+        length = max(2 * cost.attention_window, round(math.exp(lengths[0])))
+    by_length = float(np.interp(math.log(length), lengths, chart))
+    if cost.attention_window:
+        by_length *= _band_share(cost.attention_window, length)
     by_length *= _head_share(cost.attention_head_dim, gpu)
     blocks = cost.attention_queries / k["attention_queries_per_block"]
     charted = k["attention_blocks"] / (k["attention_blocks"] + catalog.gpu("h100_sxm").sms)
     return by_length * blocks / (blocks + gpu.sms) / charted if blocks else by_length
+
+
+def _band_share(window: int, length: int) -> float:
+    """Rate of attention over a sliding window over that of a causal pass over `length` tokens, which the chart has.
+
+    Kernels compute whole blocks: for a block of queries, the blocks of keys that the mask touches. That is a block more
+    than the window along each of its two edges, halves of which are masked; of a causal mask it has one edge.
+    """
+    block = catalog.kernels()["attention_queries_per_block"]
+    causal = (length / 2) / (length / 2 + block / 2)
+    return window / (window + block) / causal
 
 
 def _head_share(head_dim: int, gpu: Gpu) -> float:

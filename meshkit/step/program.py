@@ -7,7 +7,8 @@ Model FLOP of a step, the numerator of MFU (Chowdhery et al., 2022, appendix B):
     model_flops = 6 N tokens + 12 layers heads head_dim T tokens
 
 N counts the parameters that multiply activations: the output head does, a tied table once, an input look-up not. The
-second term is attention's two matmuls over a full T x T square; a causal kernel computes half of it.
+second term is attention's two matmuls over a full T x T square; a causal kernel computes half of it, one with a sliding
+window the band that its mask leaves.
 
 Reports and traces read facts without jax, which only the functions of a program import.
 """
@@ -23,6 +24,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import TrainTable
+from meshkit.hlo.costs import visible_share
 from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.step.spec import StepSpec
 
@@ -42,7 +44,7 @@ class StepFacts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     model_flops: float | None = None  # of the model, without recompute
-    model_flops_causal: float | None = None  # the same with half of the attention term
+    model_flops_causal: float | None = None  # the same with the share of each attention that its mask leaves
     flops_source: str | None = None  # `model` where it describes itself, else `shapes`
     hardware_flops_per_gpu: float | None = None  # executed matmul FLOP of one GPU, with recompute
     peak_flops_per_gpu: float | None = None  # dense peak of the compute precision, FLOP/s
@@ -181,7 +183,8 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
 
     Args:
         model: may have `matmul_parameters() -> int` and `attention_shape() -> (layers, heads, head_dim)`. Without,
-            every parameter of two dims or more multiplies activations, and there is no attention term.
+            every parameter of two dims or more multiplies activations, and there is no attention term. It may have
+            `attention_windows() -> (tokens, ...)`, of the layers that attend to a sliding window.
         abstract_params: tree of its parameters, for a model that has not.
         tokens: of one step, over all GPUs.
         sequence_length: T.
@@ -195,10 +198,12 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
         n = sum(math.prod(p.shape) for p in jax.tree.leaves(abstract_params) if len(p.shape) >= 2)
     layers, heads, head_dim = model.attention_shape() if hasattr(model, "attention_shape") else (0, 0, 0)
     dense = 6.0 * n * tokens
-    attention = 12.0 * layers * heads * head_dim * sequence_length * tokens
+    windows = model.attention_windows() if hasattr(model, "attention_windows") else ()
+    each = 12.0 * heads * head_dim * sequence_length * tokens  # of a layer
+    seen = sum(visible_share(sequence_length, True, window) for window in windows) + (layers - len(windows)) / 2
     return StepFacts(
-        model_flops=dense + attention,
-        model_flops_causal=dense + attention / 2,
+        model_flops=dense + layers * each,
+        model_flops_causal=dense + seen * each,
         flops_source="model" if described else "shapes",
         matmul_parameters=n,
         tokens=tokens,

@@ -262,7 +262,7 @@ def lay_out(
             return s if kind is None else s.with_memory_kind(kind)
 
         try:
-            return optax.tree.map_params(
+            return map_moments(
                 optimizer, one, abstract_opt_state, moments, abstract, transform_non_params=lambda _: replicated
             )
         except ValueError as error:
@@ -283,6 +283,13 @@ def lay_out(
         replicated=replicated,
         opt_on_device=of_moments("device") if memory == "host" else None,
     )
+
+
+def map_moments(optimizer: optax.GradientTransformation, fn: Callable[..., Any], *trees: Any, **more: Any) -> Any:
+    """`optax.tree.map_params`, which leaves alone what an optimizer of some parameters keeps in place of the others."""
+    masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
+    kept = lambda leaf, *rest: leaf if masked(leaf) else fn(leaf, *rest)
+    return optax.tree.map_params(optimizer, kept, *trees, is_leaf=masked, **more)
 
 
 def state_shardings(layout: StateLayout) -> TrainState:
@@ -426,7 +433,7 @@ class LinenModel(nnx.bridge.ToNNX):
         return super().__call__(*args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("matmul_parameters", "attention_shape"):  # questions about the module, not calls of it
+        if name in ("matmul_parameters", "attention_shape", "attention_windows"):  # questions about it, not calls
             return getattr(object.__getattribute__(self, "to_nnx__module"), name)
         return super().__getattr__(name)
 

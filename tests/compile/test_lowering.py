@@ -1,5 +1,6 @@
 """What leaves for the compiler: target descriptions, as OpenXLA's own in every field both have, and traced FLOP."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -180,12 +181,16 @@ def test_a_batch_in_groups_multiplies_each_with_its_own_features():
     assert flops(jax.grad(lambda *args: convolve(*args).sum(), argnums=(0, 1)), x, kernel) == 2 * once
 
 
-@pytest.mark.parametrize(("causal", "share"), [(True, 0.5), (False, 1.0)])
-def test_fused_attention_forward_and_backward(causal, share):
+BAND = 64 / 256 - (64 / 256) ** 2 / 2  # of a window of 64 tokens: a band without the triangle before the first
+
+
+@pytest.mark.parametrize(("causal", "share", "window"), [(True, 0.5, None), (False, 1.0, None), (True, BAND, (63, 0))])
+def test_fused_attention_forward_and_backward(causal, share, window):
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
 
     def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn").astype(jnp.float32).sum()
+        fused = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+        return fused(q, k, v, local_window_size=window).astype(jnp.float32).sum()
 
     with lowering_for(mk.Cluster.load("dgx_h100")):
         forward, both = flops(attend, q, q, q), flops(jax.grad(attend, argnums=(0, 1, 2)), q, q, q)

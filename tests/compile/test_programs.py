@@ -1,5 +1,6 @@
 """Programs that are hard to compile without a GPU, compiled for GPUs that are not there."""
 
+import functools
 import math
 
 import jax
@@ -79,20 +80,22 @@ def test_an_a100_hides_its_collectives_because_it_is_told_to(told):
     assert ("start" in kinds) == told
 
 
-def test_cudnn_attention_needs_no_cudnn():
+@pytest.mark.parametrize("window", [None, 128])
+def test_cudnn_attention_needs_no_cudnn(window):
     def attention(q, k, v):
         def loss(q, k, v):
-            return (
-                jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
-            )
+            fused = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            return fused(q, k, v, local_window_size=window and (window - 1, 0)).astype(jnp.float32).sum()
 
         return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
     shapes = [((8, 512, 4, 64), jnp.bfloat16)] * 3
     _, text, schedule = compiled(on_each_gpu(attention), shapes, wants_mesh=True)
     assert "__cudnn$fmhaSoftmaxBackward" in text
-    # causal: half of 4 b h s^2 d forward, and 2.5 times that backward
-    forward = 0.5 * 4 * 1 * 4 * 512**2 * 64
+    # causal: half of 4 b h s^2 d forward, and 2.5 times that backward; of a window its band without the corner
+    seen = 512 * window - window**2 / 2 if window else 512**2 / 2
+    forward = 4 * 1 * 4 * seen * 64
+    assert {i.cost.attention_window for i, _ in schedule.walk() if i.cost and i.cost.attention_flops} == {window or 0}
     assert sum(i.cost.attention_flops for i, _ in schedule.walk() if i.cost) == pytest.approx(3.5 * forward)
 
 

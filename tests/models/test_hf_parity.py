@@ -65,8 +65,7 @@ GPT_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 
 GPT_OSS = {
     "head_dim": 16,
     "sliding_window": 6,  # of 24 tokens
-    "rope_parameters": GPT_YARN
-    | {"rope_theta": 150.0, "original_max_position_embeddings": 100},  # 3 of 8 mixed
+    "rope_parameters": GPT_YARN | {"rope_theta": 150.0, "original_max_position_embeddings": 100},  # 3 of 8 mixed
     "max_position_embeddings": 400,
     "num_local_experts": 6,
     "num_experts_per_tok": 3,

@@ -225,6 +225,17 @@ def test_additions_of_a_scatter_are_made_in_the_cache_one_by_one(elements, micro
     assert kernel_work(cost, H100).alone_s * 1e6 == pytest.approx(microseconds, rel=0.13)
 
 
+def test_a_sliding_window_takes_the_time_of_the_blocks_that_its_band_touches():
+    """Of 128 keys in blocks of 128: two blocks for each block of queries, where a causal pass over 16k has 64.5."""
+    whole = attention(16384)
+    band = replace(whole, attention_flops=2 * whole.attention_flops * (2**-7 - 2**-15), attention_window=128)
+    found, causal = (kernel_work(cost, H100, busy=0.0).alone_s for cost in (band, whole))
+    blocks = 2 / 64.5
+    assert blocks < found / causal < 2 * blocks  # as short passes, of 512 tokens and fewer, are slower besides
+    wide = replace(band, attention_flops=whole.attention_flops * (1 - 2**-2), attention_window=8192)
+    assert attention_flops_per_s(wide) == pytest.approx(attention_flops_per_s(whole), rel=0.02)
+
+
 def test_below_the_measured_lengths_attention_falls_as_in_flashattention_3s_charts():
     half, whole = (attention_flops_per_s(attention(n, 16, sequences=16384 // n)) for n in (1024, 2048))
     assert half / whole == pytest.approx(0.792 / 0.934, rel=1e-3)
