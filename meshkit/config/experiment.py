@@ -67,7 +67,7 @@ __all__ = ["Experiment", "ProgramExperiment", "experiment_json_schema", "load", 
 PROGRAMS = (".bin", ".mlir", ".pb")  # endings of files that hold a program, see meshkit.integrations.exported
 
 # Keys of [optimizer] that say something of AdamW alone.
-ADAMW_KEYS = ("weight_decay", "dtype", "b1", "b2", "eps")
+ADAMW_KEYS = ("algorithm", "weight_decay", "dtype", "b1", "b2", "eps", "momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,6 +477,9 @@ def _check_optimizer(table: OptimizerTable) -> None:
     if table.class_path is None and table.options is not None:
         message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
         raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
+    if table.algorithm != "muon" and "momentum" in table.model_fields_set:
+        message = "optimizer.momentum is of Muon, and optimizer.algorithm is adamw, whose moments decay by b1 and b2."
+        raise SpecError(message, key=("optimizer", "momentum"), hint='optimizer.algorithm = "muon"')
     said = next((key for key in ADAMW_KEYS if key in table.model_fields_set), None)
     if table.class_path is not None and said is not None:
         message = f"optimizer.{said} is of AdamW, and optimizer.class names {table.class_path}."

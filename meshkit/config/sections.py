@@ -338,10 +338,13 @@ class TrainTable(ProgramTrainTable):
 
 
 class OptimizerTable(TomlTable):
-    """AdamW, or an optimizer of one's own, and its schedule."""
+    """AdamW, Muon, or an optimizer of one's own, and its schedule."""
 
     class_path: Function | None = Field(
         default=None, alias="class", description="pkg.mod:fn, returns an optax transformation; default AdamW"
+    )
+    algorithm: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: of the matrices of layers, AdamW of all other parameters"
     )
     options: dict[str, Any] | None = Field(default=None, description="of that function")
     learning_rate: Positive = Field(default=3e-4, description="at its highest")
@@ -354,6 +357,7 @@ class OptimizerTable(TomlTable):
     b1: Decay = Field(default=0.9, description="decay of the first moment")
     b2: Decay = Field(default=0.95, description="decay of the second moment")
     eps: Positive = Field(default=1e-8, description="added to the denominator")
+    momentum: Decay = Field(default=0.95, description="of Muon, decay of its moment")
 
 
 class DataTable(TomlTable):

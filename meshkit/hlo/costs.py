@@ -296,7 +296,8 @@ def _attention(instruction: HloInstruction) -> Cost:
     Forward is two matmuls over the [batch, heads, length, length] scores: 2 b h s^2 (d + e), with heads of d for
     queries and keys and of e for values. Backward is five, three of them over d: 2 b h s^2 (3 d + 2 e), which is 2.5
     times as much where d = e. A causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section
-    4.1), a sliding window all but a band. Lengths that are arguments are taken as the whole row, which is the most that they can be.
+    4.1), a sliding window all but a band. Lengths that are arguments are taken as the whole row, which is the most that
+    they can be.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]

@@ -45,6 +45,7 @@ from meshkit.sharding.resolve import (
 )
 from meshkit.sharding.strategy import BYTES_OF, SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
 from meshkit.step.given import Groups, Program, group_arguments, held_bytes
+from meshkit.step.muon import SCOPE
 from meshkit.step.program import TrainProgram, local_bytes
 from meshkit.units import format_bytes
 
@@ -354,6 +355,7 @@ def examine(
         compression=how.compression.axis,
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[how.compression.dtype],
         stages=_stages(program),
+        orthogonalizes=SCOPE if program.spec.optimizer.algorithm == "muon" else None,
     )
     return Examined(subject, strategy, allow)
 

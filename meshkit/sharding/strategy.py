@@ -150,6 +150,7 @@ class Strategy:
     local_sgd: str | None = None  # its axis; None where it is off
     compression: str | None = None  # the axis whose gradients are compressed; None where it is off
     compressed_bytes: int = 1  # of an element of a compressed gradient
+    orthogonalizes: str | None = None  # the scope of an optimizer that multiplies matrices (Muon); None of others
     stages: StageRuns | None = None  # of the pipeline; None without one. Activations then are those of one microbatch
 
     def terms(self, over: Axes) -> Iterator[Term]:
@@ -160,6 +161,8 @@ class Strategy:
             yield self._compressed(over)
         if self.stages and self.stages.axis in over and over <= self._within_stages | {self.stages.axis}:
             yield from self._between_stages(over)
+        if self.orthogonalizes and any(over <= w.everywhere for w in self.weights):
+            yield self._orthogonalized(over)
         yield from self._gathers(over)
         yield from self._reductions(over)
         if over <= self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert:
@@ -259,6 +262,12 @@ class Strategy:
         # Each of the two moves every element once, and fp32 scales of blocks (at most one for 16 elements).
         bound = total * (self.compressed_bytes + 0.25)
         return Term(words, frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE}), lambda p: p.elements <= 2 * total, bound)
+
+    def _orthogonalized(self, over: Axes) -> Term:
+        where = f"{self.orthogonalizes}/"
+        words = f"Muon over {_names(over)}: matrices exchanged for whole ones, or multiplied in pieces"
+        kinds = frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, PERMUTE})
+        return Term(words, kinds, lambda p: p.is_float and where in p.source)
 
     def _elements(self, w: Weight, over: Axes, kind: str) -> int:
         """Elements of a weight on one GPU, whole over some axes."""

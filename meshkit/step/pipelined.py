@@ -67,6 +67,7 @@ from meshkit.step.state import (
     StateLayout,
     TrainState,
     cast,
+    map_moments,
     split_rng,
 )
 
@@ -348,9 +349,7 @@ class Arrangement:
             return fn(x) if layered else x
 
         params = jax.tree.map(one, state.params, of_layers)
-        return replace(
-            state, params=params, opt_state=optax.tree.map_params(self.optimizer, one, state.opt_state, of_layers)
-        )
+        return replace(state, params=params, opt_state=map_moments(self.optimizer, one, state.opt_state, of_layers))
 
 
 def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:

@@ -49,6 +49,7 @@ from meshkit.step.loss import (
     strip_axes,
     sum_over_micro_batches,
 )
+from meshkit.step.muon import Matrix, find_matrices, muon
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
 from meshkit.step.signed import move_by_sign, sign_steps, without_signed
@@ -63,13 +64,15 @@ from meshkit.step.state import (
     in_fp32,
     init_state,
     lay_out,
+    map_moments,
     returned_kinds,
     split_rng,
     state_shardings,
 )
 
 __all__ = ["TrainProgram", "build_train_step"]
-_NOT_DECAYED = ("scale", "bias")
+_NOT_DECAYED = ("scale", "bias", "sinks")
+_MOMENT = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def update_params(
@@ -331,7 +334,8 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunc
     stack = find_stack(spec.pipeline, spec.model_class, mesh, described)
     if stack is not None:
         model = arrange_description(described, stack)
-    optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps)
+    matrices = find_matrices(model.params, mesh, rules) if spec.optimizer.algorithm == "muon" else {}
+    optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps, matrices)
     optimizer = move_by_sign(optimizer, sign_steps(model.params))
     layout = lay_out(model, optimizer, mesh, rules, memory=spec.optimizer.memory)
     if stack is not None and spec.optimizer_class is not None:
@@ -380,7 +384,7 @@ def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model:
                 hint="an optimizer whose state has the parameters' shapes, or no [pipeline]",
             )
 
-    optax.tree.map_params(optimizer, check, state, params)
+    map_moments(optimizer, check, state, params)
 
 
 def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:
@@ -425,13 +429,16 @@ def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
     return optax.join_schedules([ramp, body], [warmup])
 
 
-def make_optimizer(spec: OptimizerTable, code: UserCode | None, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW or what `optimizer.class` names.
+def make_optimizer(
+    spec: OptimizerTable, code: UserCode | None, steps: int, matrices: Mapping[str, Matrix] | None = None
+) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW, Muon or what `optimizer.class` names.
 
     Args:
         spec: the `[optimizer]` table.
-        code: what its `class` names; None is AdamW.
+        code: what its `class` names; None is AdamW or Muon.
         steps: length of the schedule.
+        matrices: of the model, for Muon.
 
     Raises:
         ConfigError: the class is no function that says that it returns an optax transformation, does not take an
@@ -439,13 +446,28 @@ def make_optimizer(spec: OptimizerTable, code: UserCode | None, steps: int) -> o
     """
     clip = [optax.clip_by_global_norm(spec.clip)] if spec.clip else []
     own = make_adamw(spec, steps) if code is None else _named(spec, code, steps)
+    if code is None and spec.algorithm == "muon":
+        if not matrices:
+            raise ConfigError(
+                "no parameter of the model is a matrix by the names of its dims, so Muon has nothing to do.",
+                at="optimizer.algorithm",
+                hint='algorithm = "adamw", or parameters that carry logical axes',
+            )
+        own = muon(
+            matrices,
+            make_schedule(spec, steps),
+            momentum=spec.momentum,
+            weight_decay=spec.weight_decay,
+            dtype=_MOMENT[spec.dtype],
+            others=own,
+        )
     return optax.chain(*clip, own)
 
 
 def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter, 2019).
 
-    Weight decay leaves norms and biases alone: parameters whose last name is `scale` or `bias`. `dtype` is that of the
+    Weight decay leaves norms, biases and sinks alone, by the end of their last name (`decayed`). `dtype` is that of the
     first moment; the second stays fp32, since bf16 cannot hold its small updates (1 - b2 is below bf16's resolution).
 
     Args:
@@ -457,7 +479,7 @@ def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation
         b1=spec.b1,
         b2=spec.b2,
         eps=spec.eps,
-        mu_dtype=jnp.bfloat16 if spec.dtype == "bf16" else jnp.float32,
+        mu_dtype=_MOMENT[spec.dtype],
         weight_decay=spec.weight_decay,
         mask=decayed,
     )
@@ -467,7 +489,7 @@ def decayed(params: Any) -> Any:
     """The tree with True where weight decay applies."""
 
     def one(path, _leaf):
-        return str(getattr(path[-1], "key", path[-1])) not in _NOT_DECAYED
+        return not str(getattr(path[-1], "key", path[-1])).endswith(_NOT_DECAYED)
 
     return jax.tree_util.tree_map_with_path(one, params)
 

@@ -108,14 +108,18 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
 
     from meshkit.planning.resolved import resolve
     from meshkit.sharding.mesh import use_no_accelerator
+    from meshkit.step.muon import find_matrices
     from meshkit.step.state import describe_model
     from meshkit.step.train_step import make_optimizer
 
     use_no_accelerator()  # the model without its arrays needs no GPU, and a GPU's memory is not ours to take
     try:
         spec = resolve(experiment)
-        optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps)
-        params = nnx.to_pure_dict(describe_model(spec).params)
+        model = describe_model(spec)
+        mesh = jax.sharding.AbstractMesh(experiment.mesh.shape, experiment.mesh.axis_names)
+        matrices = find_matrices(model.params, mesh, experiment.rules)
+        optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps, matrices)
+        params = nnx.to_pure_dict(model.params)
     except MeshkitError as e:
         return failed("experiment", e, "meshkit explain, which shows where"), None
     shapes = jax.tree.leaves(params)

@@ -1,0 +1,183 @@
+"""Muon: momentum whose matrices are made orthogonal, over stacks of matrices that a mesh cuts (Jordan et al., 2024).
+
+    logical axes of the parameters -> which of them are stacks of matrices -> Newton-Schulz on each, AdamW for the rest
+
+The steps are those of `optax.contrib.muon` with `consistent_rms` (Liu et al., 2025, section 2.2), so that a learning
+rate and a weight decay of AdamW serve. That function merges all dims of a stack into one, which an axis that cuts the
+experts of every layer does not survive, and keeps a matrix cut as the moments are. Here a stack stays as it is, and
+mesh axes that cut matrices move to whole layers or experts where they divide those: each GPU then orthogonalizes
+matrices of its own, between two all-to-alls. Axes that stay cut the multiplications, as those of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from meshkit.config.rules import ShardingRules
+from meshkit.sharding.constrain import partition_spec
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.sharding.resolve import Placed, path_name, placements
+
+SCOPE = "muon"  # the name of its instructions
+_STACKED = ("layers", "experts", None)  # dims that are no matrix's
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of optax.contrib.muon, as are the next four
+_STEPS = 5
+_EPS = 1e-8
+_RMS = 0.2  # of an update, as AdamW's are
+_MERGED = ("heads", "head_dim"), ("kv_heads", "head_dim")  # one dim of a matrix
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that is a stack of matrices.
+
+    Attributes:
+        stacked: how many leading dims are the stack's.
+        inner: how many dims after them are contracted; the rest are those of the result.
+        stored: the layout of its moment.
+        spread: of [stack..., rows, columns] while it is orthogonalized.
+    """
+
+    stacked: int
+    inner: int
+    stored: NamedSharding
+    spread: NamedSharding
+
+
+class MuonState(NamedTuple):
+    """Steps done, and the momentum of each parameter."""
+
+    count: jax.Array
+    mu: Any
+
+
+def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, Matrix]:
+    """Path -> Matrix of every parameter that Muon takes, by the names of its dims.
+
+    Two dims beside those of layers and experts, heads and head_dim as one; neither is `vocab`. So embeddings, the head,
+    norms, biases and parameters without names are AdamW's.
+
+    Args:
+        params: of a model, abstract, with logical axes.
+        mesh: attached or described.
+        rules: whose optimizer state it is.
+    """
+    placed = placements(params, mesh, rules, kind="optimizer")
+    return {p.path: matrix for p in placed if (matrix := _matrix_of(p, mesh)) is not None}
+
+
+def _matrix_of(p: Placed, mesh: AnyMesh) -> Matrix | None:
+    names = p.logical_axes or ()
+    stacked = next((dim for dim, name in enumerate(names) if name not in _STACKED), len(names))
+    groups: list[list[str | None]] = []
+    for name in names[stacked:]:
+        if groups and (*groups[-1], name) in _MERGED:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    if len(groups) != 2 or any(name in ("vocab", *_STACKED) for group in groups for name in group):
+        return None
+    inner = len(groups[0])
+    spec = [list(axes) for axes in p.spec]
+    rows, columns = spec[stacked], spec[stacked + inner]
+    cut = [[*axes] for axes in spec[:stacked]]
+    left = ([], [])
+    for axis, kept in [*((a, left[0]) for a in rows), *((a, left[1]) for a in columns)]:
+        if (dim := _dim_for(axis, cut, p.shape, mesh)) is None:
+            kept.append(axis)
+        else:
+            cut[dim].append(axis)
+    spread = partition_spec([*cut, *left])
+    return Matrix(stacked, inner, NamedSharding(mesh, partition_spec(spec)), NamedSharding(mesh, spread))
+
+
+def _dim_for(axis: str, cut: Sequence[Sequence[str]], shape: Sequence[int], mesh: AnyMesh) -> int | None:
+    """The first dim of a stack that can be cut over one axis more."""
+    for dim, axes in enumerate(cut):
+        if shape[dim] % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
+            return dim
+    return None
+
+
+def muon(
+    matrices: Mapping[str, Matrix],
+    schedule: optax.Schedule,
+    *,
+    momentum: float,
+    weight_decay: float,
+    dtype: Any,
+    others: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Muon for the matrices, another optimizer for all other parameters.
+
+    Args:
+        matrices: as `find_matrices` gives them.
+        schedule: of the learning rate.
+        momentum: decay of the first moment, its only one.
+        weight_decay: of the matrices.
+        dtype: of the moment.
+        others: with a learning rate of its own.
+    """
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda at, _: SCOPE if path_name(at) in matrices else "others", params)
+
+    own = optax.chain(
+        _orthogonal_momentum(matrices, momentum, dtype),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(schedule),
+    )
+    return optax.partition({SCOPE: own, "others": others}, labels)
+
+
+def _orthogonal_momentum(matrices: Mapping[str, Matrix], beta: float, dtype: Any) -> optax.GradientTransformation:
+    """Nesterov's momentum, each matrix of it orthogonal and scaled to the root mean square of AdamW's updates."""
+
+    def init(params: Any) -> MuonState:
+        return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
+
+    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        del params
+        count = state.count + 1
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        ahead = optax.tree.bias_correction(mu, beta, count + 1)
+        now = optax.tree.bias_correction(updates, beta, count)
+        with jax.named_scope(SCOPE):
+            directions = jax.tree_util.tree_map_with_path(
+                lambda at, m, g: orthogonalize(beta * m + (1 - beta) * g, matrices[path_name(at)]), ahead, now
+            )
+        return directions, MuonState(count, optax.tree.cast(mu, dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:
+    """Each matrix of a stack with its singular values near one, by five steps of Newton and Schulz, and scaled.
+
+    Args:
+        x: the parameter's momentum.
+        matrix: which of its dims are a matrix's, and how it lies meanwhile.
+    """
+    dims = x.shape[matrix.stacked :]
+    rows, columns = math.prod(dims[: matrix.inner]), math.prod(dims[matrix.inner :])
+    y = jax.lax.with_sharding_constraint(x.reshape(*x.shape[: matrix.stacked], rows, columns), matrix.spread)
+    y = jnp.swapaxes(y, -1, -2) if rows > columns else y
+    y /= jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) + _EPS
+    a, b, c = _COEFFICIENTS
+
+    def step(_: Any, y: jax.Array) -> jax.Array:
+        square = y @ jnp.swapaxes(y, -1, -2)
+        return a * y + (b * square + c * square @ square) @ y
+
+    y = jax.lax.fori_loop(0, _STEPS, step, y)
+    y = jnp.swapaxes(y, -1, -2) if rows > columns else y
+    y = y * (_RMS * math.sqrt(max(rows, columns)))
+    return jax.lax.with_sharding_constraint(y.reshape(x.shape), matrix.stored)
