@@ -238,7 +238,8 @@ def _with_sinks(q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], how
         backward = _on_each_gpu(backward, (whole,) * 4 + (rows, whole), (whole,) * 3)
 
     def save(q, k, v, sinks):
-        out, lse = with_sinks(*forward(q, k, v), sinks)
+        out, lse = forward(q, k, v)
+        out, lse = with_sinks(out, lse, sinks)
         out, lse = checkpoint_name(out.astype(q.dtype), ATTENTION), checkpoint_name(lse, ATTENTION)
         return out, (q, k, v, sinks, out, lse)
 

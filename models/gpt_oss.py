@@ -143,13 +143,9 @@ class GptOssMlp(nnx.Module):
             capacity_factor=c.capacity_factor,
             buffer_factor=c.buffer_factor,
             saved_name=PROJECTION,
-            biases=(e.gate_bias.get_value(), e.up_bias.get_value()),
+            biases=(e.gate_bias.get_value(), e.up_bias.get_value(), e.down_bias.get_value()),
             activation=partial(clamped_swiglu, limit=c.swiglu_limit),
         )
-        with jax.named_scope("down_bias"):
-            shares = jnp.sum((weights * kept)[..., None] * chosen, axis=-2).astype(x.dtype)
-            bias = constrain(e.down_bias.get_value().astype(x.dtype), None, None)
-            y = y + constrain(shares @ bias, *RESIDUAL_AXES)
         return y, routing_values(scores, chosen, kept)
 
 

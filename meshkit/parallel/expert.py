@@ -61,7 +61,8 @@ Axes = tuple[str, ...]
 Tokens = Float[Array, "batch length embed"]
 Wide = Float[Array, "experts embed mlp"]
 Kernels = tuple[Wide, Wide, Float[Array, "experts mlp embed"]]  # gate, up and down
-Biases = tuple[Float[Array, "experts mlp"], Float[Array, "experts mlp"]]  # of gate and up
+Narrow = Float[Array, "experts mlp"]
+Biases = tuple[Narrow, Narrow, Float[Array, "experts embed"]]  # of gate, up and down
 GATHERED = "gathered_experts"  # the name of the gathered kernels, which a policy should not save
 # Slices of a ragged exchange for each pair of GPUs. XLA's kernel has a block of 128 threads for each, which carries
 # 2 GB/s. On 16 GB200 32 of them made the kernel 17.8 times as fast as one (marin-community/marin#8077); on 64 GB200 64
@@ -98,7 +99,7 @@ def expert_layer(
         capacity_factor: slots of an expert over those of a balanced load; None is dropless.
         buffer_factor: rows of the dropless buffers over those of a balanced load; None is the worst case.
         saved_name: name for `jax.checkpoint` policies of what gate and up give, besides `gate` and `up`.
-        biases: added to what gate and up give; one of down is the caller's to add, by weights and choices.
+        biases: added to what gate, up and down give, if there are any; their gradients have their dtype.
         activation: of what gate and up give, without parameters of its own.
 
     Returns:
@@ -116,13 +117,13 @@ def expert_layer(
     capacity = None if capacity_factor is None else math.ceil(capacity_factor * tokens * k / experts)
     bound = worst if buffer_factor is None else min(worst, math.ceil(buffer_factor * tokens * k / ways))
     dispatch = Dispatch(tokens, k, experts, layout.experts, ways, capacity, bound, layout.ragged)
+    parameters = kernels + biases
     casts = tuple(
-        layout.gather(lax.stop_gradient(w.astype(x.dtype)), spec) for w, spec in zip(kernels, layout.kernels())
+        layout.gather(lax.stop_gradient(w.astype(x.dtype)), spec)
+        for w, spec in zip(parameters, layout.kernels() + layout.biases())
     )
     with jax.named_scope("experts"):
-        casts += tuple(lax.stop_gradient(b.astype(x.dtype)) for b in biases)
-        layer = _Layer(layout, dispatch, saved_name, activation)
-        return _experts(x, weights, choices, kernels + biases, casts, layer)
+        return _experts(x, weights, choices, parameters, casts, _Layer(layout, dispatch, saved_name, activation))
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,9 @@ class ExchangeLayout:
         wide = (self.experts, embed, self.mlp)
         return wide, wide, (self.experts, self.mlp, embed)
 
-    def biases(self, count: int) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of so many biases."""
-        return ((self.experts, self.mlp),) * count
+    def biases(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
+        """Axes of the biases of gate, up and down, with these along embed."""
+        return (self.experts, self.mlp), (self.experts, self.mlp), (self.experts, embed)
 
     def gather(self, kernel: jax.Array, spec: Sequence[Axes]) -> jax.Array:
         """A kernel as the experts use it, under the name by which a policy can choose to gather it again.
@@ -237,7 +238,7 @@ class ExchangeLayout:
 
         Args:
             gradient: of the kernel, or of a bias.
-            embed_dim: which of its dims FSDP cuts; None of a bias, which stays whole.
+            embed_dim: which of its dims FSDP cuts; None of a bias without one.
         """
         scatter = () if embed_dim is None else self.scatter
         rest = tuple(a for a in self._left(self.tokens) if a not in self.experts + scatter)
@@ -280,10 +281,12 @@ class _Layer:
         rows = d.to_experts(routing, d.fill(routing, x2[:, None]))
         matmul = self._grouped(routing)
         a, b = matmul(rows, gate), matmul(rows, up)
-        if biases:  # each row has that of its expert: a product with one
-            ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-            a, b = (y + matmul(ones, bias[:, None]) for y, bias in zip((a, b), biases))
-        out = d.read(routing, d.from_experts(routing, matmul(self.activation(a, b), down)))
+        if biases:
+            a, b = (y + self._spread(routing, rows, bias) for y, bias in zip((a, b), biases))
+        out = matmul(self.activation(a, b), down)
+        if biases:
+            out += self._spread(routing, rows, self._once(biases[2]))
+        out = d.read(routing, d.from_experts(routing, out))
         y = jnp.sum(w2[..., None] * out.astype(jnp.float32), axis=1)
         y = self.layout.reduce_mlp(y.astype(x.dtype).reshape(x.shape))
         kept = (routing.slot < d.slots).reshape(d.choices, *choices.shape[:-1])
@@ -300,6 +303,9 @@ class _Layer:
         g_h = matmul(g_rows, down, transposed=True)
         # <gradient of the output, output> without the output: <gradient of hidden, hidden>, here times the weight.
         g_weight = jnp.sum(g_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1)
+        if biases:
+            added = self._spread(routing, rows, self._once(biases[2]))
+            g_weight += jnp.sum(g_rows.astype(jnp.float32) * added.astype(jnp.float32), axis=-1)
         g_a, g_b = gated(g_h)
         g_x = d.from_experts(routing, matmul(g_a, gate, transposed=True) + matmul(g_b, up, transposed=True))
         g_x = jnp.sum(d.read(routing, g_x).astype(jnp.float32), axis=1).astype(g.dtype).reshape(g.shape)
@@ -313,13 +319,22 @@ class _Layer:
         )
         if biases:
             ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-            sums = (outer(ones, g, dtype)[:, 0] for g, dtype in zip((g_a, g_b), dtypes[3:]))
-            g_kernels += tuple(self.layout.reduce_tokens(g, None) for g in sums)
+            sums = (outer(ones, g, dtype)[:, 0] for g, dtype in zip((g_a, g_b, g_rows), dtypes[3:]))
+            g_kernels += tuple(self.layout.reduce_tokens(g, dim) for g, dim in zip(sums, (None, None, 1)))
         return self.layout.reduce_mlp(g_x), g_weight.astype(weights.dtype), g_kernels
 
     def _weights(self, casts: Sequence[jax.Array], embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
         """Axes of the kernels, with these along embed, and of the biases if there are any."""
-        return self.layout.kernels(embed) + self.layout.biases(len(casts) - 3)
+        return self.layout.kernels(embed) + (self.layout.biases(embed) if len(casts) > 3 else ())
+
+    def _spread(self, routing: Routing, rows: jax.Array, bias: jax.Array) -> jax.Array:
+        """A bias [experts, out] as [rows, out], each row that of its expert: a product with one."""
+        return self._grouped(routing)(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])
+
+    def _once(self, bias: jax.Array) -> jax.Array:
+        """A bias of what is added up over `mlp`: zero on all GPUs along it but the first."""
+        axes = self.layout.mlp
+        return jnp.where(lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
     def _grouped(self, routing: Routing) -> Callable[..., jax.Array]:
         """[rows, in] x [experts, in, out] -> [rows, out], each row by the kernel of its expert."""
