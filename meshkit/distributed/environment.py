@@ -15,6 +15,7 @@ A process that fails, or that another one has failed, leaves at once, so that no
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import sys
@@ -28,6 +29,8 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MESHKIT_COORDINATOR", "MESHKIT_NUM_PRO
 LOCAL_DEVICE_IDS, ATTEMPT = "MESHKIT_LOCAL_DEVICE_IDS", "MESHKIT_ATTEMPT"
 CONTRACT = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICE_IDS, ATTEMPT)
 JOIN_TIMEOUT, MTLS, SECRET = "MESHKIT_JOIN_TIMEOUT", "MESHKIT_MTLS", "MESHKIT_SECRET"
+# The end waits for what is still being measured (30 s) and for the others at jax's last barrier (120 s).
+END_S = 300.0
 OUT = "MESHKIT_OUT"  # the run folder of a command of the user's
 
 # By which jax's client is told how much of a GPU's memory to take; of both together it stops, the second is deprecated.
@@ -433,11 +436,15 @@ def _devices(env: Mapping[str, str], local_id: str, local_size: str) -> dict[str
 
 
 def leave_gang(code: int) -> None:
-    """Ends this process at once if it failed and is one of several; otherwise does nothing.
+    """Ends this process at once if it failed and is one of several.
 
     Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
+    With exit codes 0 and 75 all end together; one that has not ended after 300 s prints its stacks and is ended.
     """
-    if code in (DONE, PREEMPTED) or _gang_of_several() is None:  # with these, all processes end together
+    if _gang_of_several() is None:
+        return
+    if code in (DONE, PREEMPTED):
+        faulthandler.dump_traceback_later(END_S, exit=True)
         return
     sys.stdout.flush()
     sys.stderr.flush()

@@ -275,6 +275,37 @@ class Agreement:
                 raise ConfigError(problem, at=at, hint=hint)
         raise _forged(answer, 0)
 
+    def announce(self, topic: str) -> bool:
+        """Whether this process is the first that announces it."""
+        try:
+            jax_runtime().client.key_value_set(_named(f"{self._prefix}/{topic}"), str(self.rank))
+        except Exception:  # there already, or the service is gone
+            return False
+        return True
+
+    def heard(self, topic: str) -> bool:
+        """Whether somebody has announced it. Does not wait."""
+        try:
+            jax_runtime().client.key_value_try_get(_named(f"{self._prefix}/{topic}"))
+        except Exception:  # nobody has, or the service is gone
+            return False
+        return True
+
+    def tell(self, topic: str, mine: Any) -> None:
+        """Says a word of JSON for whoever gathers it. Waits for nobody."""
+        _set(jax_runtime().client, f"{self._prefix}/{topic}", self.rank, mine)
+
+    def gather(self, topic: str, *, timeout_s: float) -> list[Any]:
+        """What every process has told, by number; None of those that do not in time, or in whose place others wrote."""
+        ends, found = time.monotonic() + timeout_s, []
+        for rank in range(self.size):
+            try:
+                left_s = max(0.001, ends - time.monotonic())
+                found.append(_get(jax_runtime().client, f"{self._prefix}/{topic}", rank, left_s))
+            except RunError:
+                found.append(None)
+        return found
+
     def _decide(
         self, client: Any, said: str, mine: Any, decide: Callable[[list[Any]], Any], timeout_s: float
     ) -> dict[str, Any]:
@@ -350,6 +381,11 @@ def _folder(topic: str) -> str:
 def word_name(topic: str, rank: int) -> str:
     """Return the key of the store under which a process says its word; with a secret, one that nobody else knows."""
     return f"{_folder(topic)}/{rank if _key is None else _digest('name', topic, str(rank))}"
+
+
+def _named(topic: str) -> str:
+    """The key of an announcement; with a secret, one that nobody else knows."""
+    return topic if _key is None else f"meshkit/{_digest('announcement', topic)}"
 
 
 def _sign(topic: str, rank: int, text: str) -> str:

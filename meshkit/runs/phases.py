@@ -129,6 +129,16 @@ class Phases:
             self.step = step
         self._tell()
 
+    @property
+    def move(self) -> Move:
+        """The present phase."""
+        return Move(self._moves, self.phase, self.step)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds in the present phase."""
+        return self._clock() - self._entered
+
     def count_as(self, phase: Phase) -> None:
         """The seconds of the present stay belong to another phase: devices were busy while the host waited."""
         with self._moving:

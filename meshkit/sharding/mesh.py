@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, cast
 
 import jax
@@ -35,6 +36,7 @@ from meshkit.discover.probe import has_driver
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.distributed.join import Agreement, jax_runtime
 from meshkit.errors import ConfigError, MeshkitError, RunError, a_type, check_kinds
+from meshkit.runs.limits import limits_of_environment
 from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
 _FABRIC_S = 60.0  # for all processes to say where their devices are
@@ -45,6 +47,9 @@ _CPU_FLAGS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
     "xla_cpu_collective_timeout_seconds": 1200,
 }
+# On GPUs: an execution of a program, and the meeting of NCCL's ranks. Off by default; jaxlib takes them from 0.12 on.
+_GPU_FLAGS = ("xla_gpu_execution_terminate_timeout", "xla_gpu_nccl_termination_timeout_seconds")
+_GPU_FLAGS_SINCE = (0, 12)
 _DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _EXHAUSTED = re.compile(r"out[ _]of[ _]memory|RESOURCE_EXHAUSTED: .*\b(allocat|memory)", re.IGNORECASE)
 _ASKED = re.compile(r"allocat\w+ ([\d.]+) ?(\w+)")
@@ -294,7 +299,9 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
     if not cluster.is_cpu:
         if not has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
             use_no_accelerator()
-        elif memory_fraction is not None and not any(name in os.environ for name in MEMORY_FRACTIONS):
+            return
+        _add_flags(gpu_timeouts())
+        if memory_fraction is not None and not any(name in os.environ for name in MEMORY_FRACTIONS):
             os.environ[MEMORY_FRACTIONS[0]] = f"{memory_fraction:g}"
         return
     if _backend_started():
@@ -305,16 +312,32 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
                 hint=f"jax.config.update('jax_num_cpu_devices', {cluster.num_gpus}) before any other use of jax",
             )
         return
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    present = {f.lstrip("-").split("=")[0] for f in flags}
-    flags += [f"--{name}={value}" for name, value in _CPU_FLAGS.items() if name not in present]
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+    present = _add_flags(_CPU_FLAGS)
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
         processes = _num_processes()
         # Alone, what was asked for before is kept where it is more; of a job, each process has its part.
         least = jax.config.jax_num_cpu_devices if processes == 1 else 1
         jax.config.update("jax_num_cpu_devices", max(least, cluster.num_gpus // processes))
+
+
+def gpu_timeouts() -> dict[str, int | str]:
+    """XLA's own limits on GPUs: twice meshkit's for a step, whose message says more; none where that is off."""
+    limit_s = limits_of_environment().of("step")
+    if not math.isfinite(limit_s) or tuple(map(int, version("jaxlib").split(".")[:2])) < _GPU_FLAGS_SINCE:
+        return {}
+    execution, meeting = _GPU_FLAGS
+    return {execution: f"{2 * limit_s:g}s", meeting: math.ceil(2 * limit_s)}
+
+
+def _add_flags(flags: Mapping[str, int | str]) -> set[str]:
+    """Adds to XLA_FLAGS what nobody has set; the names that were there before."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    present = {word.removeprefix("--").split("=")[0] for word in words}
+    words += [f"--{name}={value}" for name, value in flags.items() if name not in present]
+    if words:
+        os.environ["XLA_FLAGS"] = " ".join(words)
+    return present
 
 
 def use_no_accelerator() -> None:

@@ -10,13 +10,16 @@ A child makes the all-reduce, because jax ends a process whose partners are gone
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
 import re
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from meshkit.children import Child, ChildDied, ChildFailed
@@ -160,7 +163,7 @@ def check_network(
         several: whether it is one of several, even where the environment is wrong and `gang` is None.
         ports, reserved: where Linux says from which ports connections get theirs, and which it leaves out.
     """
-    found = [_host_name(gang, several), _port(), *_port_range(ports, reserved, several)]
+    found = [_host_name(gang, several), _port(several), *_port_range(ports, reserved, several)]
     if gang is not None and gang.num_processes > 1:
         found += [*_coordinator(gang), _certificates(gang)]
     return [*found, check_clock(several=several)]
@@ -208,17 +211,43 @@ def _host_name(gang: Gang | None, several: bool) -> Result:
     return ok("host_name", f"{host} is {address}")
 
 
-def _port() -> Result:
-    try:
-        with socket.socket() as server, socket.socket() as client:
-            server.bind(("127.0.0.1", 0))
-            server.listen(1)
-            client.settimeout(5)
-            client.connect(server.getsockname())
-    except OSError as e:
-        message = f"a port of this machine cannot be opened and reached: {e}."
-        return error("ports", message, "the firewall, or a sandbox")
-    return ok("ports", "a port can be opened and reached")
+def _port(several: bool) -> Result:
+    """A port of those that launchers take for a coordinator, on the loopback address and on that of the host's name."""
+    addresses = ["127.0.0.1"]
+    if several:
+        with suppress(OSError):  # of which the check of the host's name speaks
+            addresses.append(socket.gethostbyname(socket.gethostname()))
+    ports = f"{FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}"
+    found = []
+    for address in dict.fromkeys(addresses):
+        try:
+            found.append(f"{address}:{_open_port(address)}")
+        except OSError as e:
+            message = f"a port of {ports}, as launches use for their coordinator, cannot be opened and reached on "
+            return error("ports", f"{message}{address}: {e}.", "the firewall, or a sandbox")
+    return ok("ports", f"a launch's coordinator can listen and be reached here ({', '.join(found)})")
+
+
+def _open_port(address: str) -> int:
+    """A port of the launchers' range on which something listened and was reached; one that is taken is passed over.
+
+    As process 0 does, it listens on all interfaces where the address is none of this machine's own.
+
+    Raises:
+        OSError: none could be opened, or it could not be reached.
+    """
+    for last in (False,) * 9 + (True,):
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        listens = bind_address(f"{address}:{port}")
+        try:
+            server = socket.create_server(split_address(listens) if listens else ("", port))
+        except OSError as e:
+            if last or e.errno != errno.EADDRINUSE:
+                raise
+            continue
+        with server, socket.create_connection((address, port), timeout=5):
+            return port
+    raise AssertionError("the last try returns or raises")
 
 
 def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:

@@ -109,9 +109,9 @@ def local(
     """
     from meshkit.config.experiment import load
     from meshkit.discover.probe import has_driver
+    from meshkit.runs.limits import read_limits
     from meshkit.verbs.launch.jobs import Job, command_name, job_name
     from meshkit.verbs.launch.local import LocalPart, Policy, check_part
-    from meshkit.verbs.launch.processes import read_limits
 
     own = _own_command(context, experiment)
     loaded, limits = load(experiment, set_) if experiment else None, read_limits(stall_timeout, own=bool(own))

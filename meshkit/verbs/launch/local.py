@@ -40,9 +40,11 @@ from meshkit.distributed.environment import (
     without_launchers,
 )
 from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
+from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read_order, write_witnesses
+from meshkit.runs.limits import Limits
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
-from meshkit.verbs.launch.processes import Ending, Limits, LocalGang, Member, Watchdog
+from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = "120"
@@ -250,6 +252,10 @@ class AttemptEnd:
     """Why it was called stuck; None where it ended by itself."""
     left: bool = False
     """Whether it ended with exit code 0 in the midst of its work, and so failed the others."""
+    hang: Hang | None = None
+    """Where one is stuck: what it and the others wait in."""
+    witnesses: tuple[Witness, ...] = ()
+    """What was known of each process then."""
     where: str = ""
     """What that process did."""
     before_steps: bool = False
@@ -333,8 +339,9 @@ class Supervisor:
             follower = Follower(gang.members[0].log)
             try:
                 end = self.watch(number, gang, follower, watchdog)
-                if end.stuck is not None:
-                    watchdog.stacks(gang)  # and then no grace: what is stuck does not end by itself
+                if end.stuck is not None:  # and then no grace: what is stuck does not end by itself
+                    end = self._examine(end, watchdog.witnesses(gang))
+                    follower.new_lines(last=True)  # stacks, of which the name of the hang has what matters
                 elif end.failed is not None:
                     gang.stop(self._policy.failure_grace_s)
             finally:
@@ -377,6 +384,16 @@ class Supervisor:
                 return AttemptEnd(number, stuck.member, stuck=stuck.why)
             time.sleep(_POLL_S)
 
+    def _examine(self, end: AttemptEnd, witnesses: Sequence[Witness]) -> AttemptEnd:
+        """Names the hang, and leaves what it was named by in the run folder."""
+        order = read_order(self._folder)
+        count = order.processes if order is not None else 0
+        here = {w.process for w in witnesses}
+        elsewhere = (Witness(p, note="its own launcher watches it") for p in range(count) if p not in here)
+        everyone = tuple(sorted((*witnesses, *elsewhere), key=lambda w: w.process))
+        write_witnesses(self._folder / FOLDER / f"attempt{end.number}.json", everyone)
+        return replace(end, hang=name_hang(everyone, order), witnesses=everyone)
+
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
         """Passes on to the others the signal that one process got alone: before the training loop it ends without them.
 
@@ -405,10 +422,14 @@ class Supervisor:
     def _report(self, failed: Member, end: AttemptEnd) -> None:
         if end.stuck is not None:
             self._show(f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all are stopped")
-        else:
-            when = f"{failed.ended_s:.1f} s into attempt {end.number}"
-            told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else of its way out
-            self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
+            if end.hang is not None:
+                evidence = f"{self._folder / FOLDER / f'attempt{end.number}.json'}, {failed.log.parent}"
+                for line in end.hang.lines(end.witnesses, evidence, MOST_LINES - 1):
+                    self._show(line)
+            return
+        when = f"{failed.ended_s:.1f} s into attempt {end.number}"
+        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else of its way out
+        self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
         self._show(f"  its whole log: {failed.log}")

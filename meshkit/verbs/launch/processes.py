@@ -23,12 +23,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from meshkit.config.files import open_regular
 from meshkit.errors import BUG, CONDITION, DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, USER_ERROR, ConfigError
-from meshkit.runs.phases import PHASES, Pulse
+from meshkit.runs.hang import Witness
+from meshkit.runs.limits import Limits
+from meshkit.runs.phases import Pulse
 
 _POLL_S, _START_S = 0.02, 60.0
 _REAPER = str(Path(__file__).with_name("reaper.py"))
@@ -50,16 +53,12 @@ _SIGNALS = {
     signal.SIGABRT: "a fatal error of jax or NCCL, often because another process is gone",
     signal.SIGBUS: "often a full /dev/shm",
 }
-# A process that somebody has stopped says so itself (its state is T), however busy the machine is.
-_STOPPED_S, _STOPPED = 10.0, "stopped"
 _LOOK_EVERY_S = 0.5
 # Longer between two looks: it was this process that was stopped (a job that is suspended), or had no CPU.
 _AWAY_S = 5.0
 # For the processes to print their stacks; on Linux the kernel says when each has.
 _STACKS_S, _STACKS_ELSEWHERE_S = 10.0, 2.0
-# What takes long by its nature: the limit of a step does not hold there.
-_PATIENT = ("start", "compile", "restore", "init", "trace", "save", "end")
-_PATIENCE = 6.0
+_MOST_OF_STACKS = 1 << 20
 # Before the first step nothing has been made since the last checkpoint; with these a checkpoint is on its way.
 _BEFORE_STEPS, _FINISHING = ("start", "compile", "restore", "init"), ("save", "end")
 _NEVER = float("inf")
@@ -249,61 +248,6 @@ def _line(channel: socket.socket, timeout_s: float) -> str:
     return said.decode().strip()
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When a process is called stuck."""
-
-    stall_s: float = 600.0
-    """Seconds in one phase of the loop (data, step, evaluate, check); six times that for start, compile, restore, init,
-    trace, save and end, and for the first pulse to come. 0 watches nothing that has no limit of its own."""
-    of_phase: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in a phase, in place of the above; 0 for no limit."""
-    stopped_s: float = _STOPPED_S
-    """Seconds in the state that SIGSTOP brings; 0 for no limit. Seen on Linux alone; elsewhere it is the phase's."""
-    silent_too: bool = True
-    """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
-
-    def of(self, phase: str) -> float:
-        """Seconds that a process may stay in a phase.
-
-        Returns:
-            Infinity where the limit is 0.
-        """
-        by_nature = self.stall_s * (_PATIENCE if phase in _PATIENT else 1.0)
-        return self.of_phase.get(phase, by_nature) or _NEVER
-
-
-def read_limits(texts: Sequence[str], *, own: bool = False) -> Limits:
-    """The limits that options give: `SECONDS` for all phases, `PHASE=SECONDS` for one or for `stopped`.
-
-    Args:
-        texts: the options.
-        own: whether they are of a command of the user's, which need not say what it does.
-
-    Raises:
-        ConfigError: one is no number from 0 on, or of no phase.
-    """
-    stall_s, of_phase = Limits.stall_s, {}
-    for text in texts:
-        phase, sign, number = text.rpartition("=")
-        try:
-            seconds = float(number)
-        except ValueError:
-            seconds = -1.0
-        if not 0 <= seconds < _NEVER or (sign and phase not in (*PHASES, _STOPPED)):
-            raise ConfigError(
-                f"'{text:.80}' is no limit.",
-                at="--stall-timeout",
-                hint=f"SECONDS from 0 on, or PHASE=SECONDS for one of {', '.join(PHASES)}, {_STOPPED}",
-            )
-        if sign:
-            of_phase[phase] = seconds
-        else:
-            stall_s = seconds
-    stopped_s = of_phase.pop(_STOPPED, _STOPPED_S if stall_s else 0.0)
-    return Limits(stall_s, of_phase, silent_too=not own, stopped_s=stopped_s)
-
-
 @dataclass
 class _Seen:
     """The last move of a process, and when it was noticed; since when it is stopped, if it is."""
@@ -394,19 +338,28 @@ class Watchdog:
             running = [(member, seen) for member, seen in running if seen.moves >= 0]
         if not any(now - s.moved_at > self._limits.of(s.phase) for _, s in running):
             return None
-        # The others wait for the one that is furthest behind; of equals, for one that is not in the step, or stopped.
-        behind = lambda seen: (seen.step, seen.phase == "step", seen.stopped_at is None, seen.moved_at)
-        member, seen = min(running, key=lambda pair: behind(pair[1]))
+        # The others wait for the one that is furthest behind; of equals, for one that is stopped.
+        behind = lambda member, seen: (_witness(member, seen, now).place, seen.stopped_at is None, seen.moved_at)
+        member, seen = min(running, key=lambda pair: behind(*pair))
         others = f"; {len(running) - 1} others wait" if len(running) > 1 else ""
         cpu_s = seen.cpu_s - seen.cpu_at_move_s
         used = f" ({cpu_s:.1f} s of CPU time)" if sys.platform == "linux" else ""
         return Stuck(member, f"has not moved for {now - seen.moved_at:.0f} s{used}, {_where(seen)}{others}")
 
-    def stacks(self, gang: LocalGang) -> None:
-        """Has every process print the stacks of its threads into its log; one that is stopped goes on, just for it.
+    def witnesses(self, gang: LocalGang) -> list[Witness]:
+        """What is known of every process here. Each prints the stacks of its threads into its log for it.
 
-        Waits for those that run to have taken the signal, 10 s at most: Linux says when. Elsewhere it waits 2 s.
+        One that is stopped goes on, just for that. Waits for those that run to have taken the signal, 10 s at most:
+        Linux says when. Elsewhere it waits 2 s.
         """
+        now = self._clock()
+        found = [_witness(member, self._last(member, gang), now) for member in gang.running]
+        before = [member.log.stat().st_size for member in gang.running]
+        members = gang.running
+        self._print_stacks(gang)
+        return [replace(w, stack=_since(m.log, size)) for w, m, size in zip(found, members, before)]
+
+    def _print_stacks(self, gang: LocalGang) -> None:
         gang.signal(signal.SIGUSR1)
         gang.signal(signal.SIGCONT)
         began = time.monotonic()
@@ -452,6 +405,25 @@ def _prints(member: Member, since_s: float) -> bool:
         return sys.platform != "linux" and since_s < _STACKS_ELSEWHERE_S
     masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:", "SigBlk:"))]
     return any(mask >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
+
+
+def _witness(member: Member, seen: _Seen, now: float) -> Witness:
+    """What the launcher knows of a process that runs."""
+    note = "has been stopped (SIGSTOP)" if seen.stopped_at is not None else ""
+    if seen.moves < 0:
+        return Witness(member.rank, note=note or "it has given no sign of life")
+    return Witness(member.rank, seen.phase, seen.step, now - seen.moved_at, seen.moves, note=note)
+
+
+def _since(log: Path, size: int) -> str:
+    """What a log got after it had this size, its last mebibyte at most."""
+    try:
+        with open_regular(log) as file:
+            end = file.seek(0, 2)
+            file.seek(max(size, end - _MOST_OF_STACKS))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _where(seen: _Seen) -> str:

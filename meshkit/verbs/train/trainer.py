@@ -24,12 +24,14 @@ from rich.console import Console
 
 from meshkit.compile.attached import CompiledStep, compile_cache, compile_step
 from meshkit.config.experiment import Experiment
+from meshkit.console import say as say_line
 from meshkit.console import stderr
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement, is_first_process, join_gang
 from meshkit.linting.examine import announce_findings
 from meshkit.planning.resolved import examine_experiment, find_sinks, find_tokenizer, resolve
 from meshkit.predict.kernels import compute_peak_flops
+from meshkit.runs.hang_watch import HangWatch
 from meshkit.runs.metrics import SinkCode, finite, read_metrics
 from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Goodput, GoodputLog, Phases, read_goodput
@@ -43,6 +45,7 @@ from meshkit.trace.capture import CapturedStep
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
 from meshkit.verbs.train.captures import Captures, planned_capture
 from meshkit.verbs.train.hooks import Hook, TrainingStep, find_hooks
+from meshkit.verbs.train.order import agree_on_order, order_of_step
 from meshkit.verbs.train.records import StepRecords, speed_of
 from meshkit.verbs.train.session import (
     Preempted,
@@ -122,7 +125,10 @@ def train(
     memory = device_memory(experiment.cluster, experiment.train, experiment.file)
     with memory, Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
+        phases.enter("start")  # who has come to the meeting, and who has left it, is seen by that
         join_gang()  # of the processes that the environment names, if it names any
+        phases.enter("start")
+        watch = around.enter_context(HangWatch(phases, folder, say_line))
         note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
         owner = around.enter_context(_own(folder, note))
         goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
@@ -141,6 +147,10 @@ def train(
         missed = cache.misses if cache else None
         compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
         compile_cached = cache.misses == missed if cache else None
+        if jax.process_count() > 1:
+            phases.enter("compile")  # this process has compiled; who is late is seen by that
+            watch.order = order_of_step(compiled.program, cast(jax.sharding.Mesh, mesh), experiment.placement)
+            agree_on_order(watch.order, folder)
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
             run = _Run(
                 experiment, folder, program, compiled, data, sinks, own_hooks, stop, progress, phases, goodput, owner
@@ -256,6 +266,7 @@ class _Run:
         for number, batch in self._calls():
             self.captures.before(number, state)
             self.owner.watch()
+            self.phases.enter("step", number)
             state, self.running = self.compiled.program(state, batch)
             if unwritten:
                 self.records.write(unwritten)
@@ -299,7 +310,6 @@ class _Run:
             self.records.data_wait_s += time.perf_counter() - began
             if not all(cast(Any, value).is_ready() for value in self.running.values()):
                 self.phases.count_as("step")  # devices have had work all the while
-            self.phases.enter("step", step)
             yield step, batch
 
     def _evaluate(self, step: TrainingStep) -> None:
@@ -309,7 +319,10 @@ class _Run:
         self.phases.enter("evaluate")
         batches = Batches(self.data.validation, self.program.abstract_step_batch, None)
         count = self.experiment.train.evaluate_batches
-        sums = [self.program.evaluate(step.state, batch) for batch in batches.iterate(0, count)]
+        sums = []
+        for batch in batches.iterate(0, count):
+            self.phases.enter("evaluate")  # each batch has the time of a step
+            sums.append(self.program.evaluate(step.state, batch))
         loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
         self.evaluation_loss = loss_sum / weight
         self.phases.enter("step")

@@ -18,9 +18,10 @@ import pytest
 
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs import owner
+from meshkit.runs.limits import Limits, read_limits
 from meshkit.runs.phases import PHASES, Phases, Pulse
 from meshkit.verbs.launch.local import Policy, Supervisor
-from meshkit.verbs.launch.processes import Limits, LocalGang, Watchdog, read_limits
+from meshkit.verbs.launch.processes import LocalGang, Watchdog
 
 PRELUDE = """
 import ctypes, os, signal, sys, time

@@ -1,0 +1,1 @@
+"""Hangs planted in gangs on CPU devices: found in time, and named rightly."""

@@ -1,0 +1,276 @@
+"""Plants hangs in gangs of 2 to 4 processes on CPU devices, and prints what was said of each.
+
+    Case -> gang with the plant -> the planted process writes when it got stuck -> message -> Found: seconds, right?
+
+The table says `exact` where the message names the collective or phase and the missing process, and `N candidates` where
+it lists collectives that it may be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).parent
+_LIMIT_S, _PATIENT_S = 10.0, 60.0  # of a step, and of phases in which a healthy process of a loaded machine is for long
+_LATE_S = 5.0  # promised: found within the limit and this
+_PATIENCE_S = 240.0
+_PORT = 61000
+# Processes -> cluster, data axis, tensor axis.
+_MESHES = {
+    2: ("hosts=2,gpus_per_host=2", "{infiniband=2}", "2"),
+    3: ("hosts=3,gpus_per_host=1", "{infiniband=3}", "1"),
+    4: ("hosts=4,gpus_per_host=1", "{infiniband=2}", "{infiniband=2}"),
+}
+_NAMED = re.compile(r"(?:collective \d+ of \d+ of the step: |^    )(?P<name>\S+) \((?P<what>\S+ over [^)]*)\)", re.M)
+_FIRST = re.compile(r"process \d+ is stuck in attempt|no progress for|compiled another step|ended first")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A hang to plant."""
+
+    kind: str
+    """`data`, `callback`, `program`, `hook` in the user's code; else the phase in which the process gets stuck."""
+    rank: int
+    processes: int
+    how: str = ""
+    """`stops` (SIGSTOP), `keeps the interpreter`; else it sleeps."""
+    step: int = 0
+    launcher: str = "local"
+    """`local`, or `none`: processes that only the environment makes a gang, as SLURM's and MPI's."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{f' ({self.how})' if self.how else ''}, rank {self.rank} of {self.processes}"
+
+    @property
+    def phase(self) -> str:
+        """The phase that the message has to give the planted process."""
+        return {"callback": "step", "program": "compile", "hook": "evaluate"}.get(self.kind, self.kind)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the hang is to be seen."""
+        if self.how == "stops" or self.phase in ("data", "step", "evaluate", "check", "save"):
+            return _LIMIT_S  # a save keeps the others waiting in the next step
+        return _PATIENT_S
+
+
+CASES = (
+    *(Case("data", rank, 4) for rank in range(4)),
+    Case("data", 1, 2, "keeps the interpreter"),
+    Case("data", 0, 2, launcher="none"),
+    Case("data", 1, 2, launcher="none"),
+    Case("data", 2, 3, "keeps the interpreter", launcher="none"),
+    Case("hook", 1, 2),
+    Case("hook", 0, 3),
+    Case("check", 1, 2),
+    Case("save", 1, 2),
+    Case("save", 0, 4),
+    Case("start", 1, 3),
+    Case("compile", 0, 2),
+    Case("compile", 2, 3),
+    Case("init", 0, 2),
+    Case("restore", 1, 2),
+    Case("end", 0, 2),
+    Case("program", 1, 2),
+    Case("program", 3, 4),
+    Case("callback", 1, 2),
+    Case("callback", 2, 4),
+    Case("callback", 1, 2, "stops"),
+    Case("callback", 0, 2, launcher="none"),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was said of a planted hang."""
+
+    case: Case
+    seconds: float
+    """From the hang to the message."""
+    message: tuple[str, ...]
+    collectives: tuple[str, ...]
+    exact: bool
+    wrong: str
+    """What is not as it should be; empty if nothing."""
+
+
+def run_case(case: Case, folder: Path) -> Found:
+    """Plants a hang in a gang of its own and reads what is said."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    plant = {"kind": case.kind, "rank": case.rank, "how": case.how, "step": case.step, "mark": str(folder / "at")}
+    env = os.environ | {
+        "HANG_PLANT": json.dumps({**plant, "after": 30 // case.processes}),  # a third step or so
+        "PYTHONPATH": os.pathsep.join([str(_HERE / "injected"), str(ROOT)]),
+        "MESHKIT_STALL_TIMEOUT": " ".join(_limits(case)),
+    }
+    env.pop("XLA_FLAGS", None)  # of whatever test runs this
+    hosts, data, tensor = _MESHES[case.processes]
+    words = [str(_HERE / "experiment.toml"), "--out", str(folder / "run")]
+    for text in (
+        f'cluster={{gpu="cpu",{hosts},scale_up="shared_memory"}}',
+        f"mesh.data={data}",
+        f"mesh.tensor={tensor}",
+    ):
+        words += ["--set", text]
+    start = _start_launcher if case.launcher == "local" else _start_alone
+    started = start(case, words, env, folder)
+    try:
+        return _read(case, folder, started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill() if case.launcher == "none" else process.terminate()
+                process.wait()
+
+
+def _limits(case: Case) -> list[str]:
+    patient = dict.fromkeys(("start", "compile", "restore", "init", "end"), _PATIENT_S)
+    return [f"{_LIMIT_S:g}", *(f"{phase}={s:g}" for phase, s in patient.items()), f"stopped={_LIMIT_S:g}"]
+
+
+def _start_launcher(case: Case, words: Sequence[str], env: dict[str, str], folder: Path) -> list[subprocess.Popen]:
+    devices = "2" if case.processes == 2 else "1"
+    command = ["launch", "local", "--processes", str(case.processes), "--devices", devices, "--max-restarts", "0"]
+    with (folder / "said").open("wb") as said:
+        limits = [word for text in _limits(case) for word in ("--stall-timeout", text)]
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", "meshkit", *command, *limits, *words],
+                cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT,
+            )
+        ]  # fmt: skip
+
+
+def _start_alone(case: Case, words: Sequence[str], env: dict[str, str], folder: Path) -> list[subprocess.Popen]:
+    """What a launcher that meshkit does not know would do."""
+    shared = {
+        "MESHKIT_COORDINATOR": f"127.0.0.1:{_PORT + secrets.randbelow(4000)}",
+        "MESHKIT_NUM_PROCESSES": str(case.processes),
+        "MESHKIT_SECRET": secrets.token_hex(32),
+        "MESHKIT_JOIN_TIMEOUT": "120",
+    }
+    command = [sys.executable, "-m", "meshkit", "train", *words]
+    started = []
+    for rank in range(case.processes):
+        of_rank = env | shared | {"MESHKIT_PROCESS_ID": str(rank)}
+        with (folder / f"said{rank}").open("wb") as said:
+            started.append(subprocess.Popen(command, cwd=ROOT, env=of_rank, stdout=said, stderr=said))
+    return started
+
+
+def _read(case: Case, folder: Path, started: Sequence[subprocess.Popen]) -> Found:
+    """Waits for the message, and holds it against what was planted."""
+    deadline, at, said, ended = time.monotonic() + _PATIENCE_S, None, "", False
+    while time.monotonic() < deadline and not ended:
+        ended = all(process.poll() is not None for process in started)
+        if at is None and (folder / "at").exists():
+            at = json.loads((folder / "at").read_text())["time"]
+        said = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("said*")))
+        if _FIRST.search(said) and not ended:
+            break
+        time.sleep(0.05)
+    now = time.time()
+    while not ended and time.monotonic() < deadline:  # the rest of the message, and the end
+        ended = all(process.poll() is not None for process in started)
+        time.sleep(0.05)
+    said = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("said*")))
+    message = _message(said)
+    seconds = now - at if at is not None else 0.0  # a program that differs is said before anything hangs
+    return _judge(case, seconds, message, ended)
+
+
+def _message(said: str) -> list[str]:
+    """The lines of the message: the first that names the hang, and those below it."""
+    lines = said.splitlines()
+    first = next((i for i, line in enumerate(lines) if _FIRST.search(line)), len(lines))
+    last = next((i for i, line in enumerate(lines[first + 1 :], first + 1) if "evidence: " in line), first + 3)
+    return [line for line in lines[first : last + 1] if line.strip()]
+
+
+def _judge(case: Case, seconds: float, message: list[str], ended: bool) -> Found:
+    text, wrong = "\n".join(message), []
+    collectives = tuple(f"{m['name']}: {m['what']}" for m in _NAMED.finditer(text))
+    exact = "candidates" not in text
+    named = rf"process(es)? {case.rank}\b"
+    if case.kind == "program":
+        wrong += [] if re.search(named, text) and len(re.findall(r"collective \d+ is ", text)) == 1 else ["not named"]
+    else:
+        if not re.search(named, text):
+            wrong.append("the planted process is not named")
+        silent = case.launcher == "none" and case.how  # a process that cannot answer has no phase
+        if not silent and f"process {case.rank}" in text and f"in phase '{case.phase}'" not in text:
+            wrong.append(f"no phase '{case.phase}'")
+        if case.phase in ("data", "check", "evaluate", "save") and not (exact and len(collectives) == 1) and not silent:
+            wrong.append("no exact collective")
+        if len(collectives) > 3:
+            wrong.append(f"{len(collectives)} candidates")
+        if not silent and "get_stuck" not in text:
+            wrong.append("no stack")
+    if seconds > case.limit_s + _LATE_S:
+        wrong.append(f"found after {seconds:.1f} s")
+    if len(message) > 12:
+        wrong.append(f"{len(message)} lines")
+    if not ended:
+        wrong.append("the gang goes on")
+    return Found(case, seconds, tuple(message), collectives, exact, "; ".join(wrong))
+
+
+def table(found: Sequence[Found]) -> str:
+    """All cases as Markdown."""
+    lines = ["| planted | launcher | found after s (limit) | said | |", "|---|---|---|---|---|"]
+    for f in found:
+        c = f.case
+        kind = "before the step" if c.kind == "program" else "exact" if f.exact else f"{len(f.collectives)} candidates"
+        what = f"{kind}: {', '.join(f.collectives) or f"phase '{c.phase}'"}"
+        time_s = "-" if c.kind == "program" else f"{f.seconds:.1f} ({c.limit_s:g})"
+        lines.append(f"| {c.name} | {c.launcher} | {time_s} | {what} | {f.wrong or 'right'} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs the cases and prints the table.
+
+    Returns:
+        1 if one is not as promised.
+    """
+    parser = argparse.ArgumentParser(prog="benchmarks.hangs", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="the cases whose name has this text")
+    parser.add_argument("--verbose", action="store_true", help="print every message, too")
+    chosen = parser.parse_args()
+    found = []
+    with tempfile.TemporaryDirectory(prefix="meshkit-hangs-") as scratch:
+        os.environ.setdefault("MESHKIT_CACHE", f"{scratch}/cache")
+        for case in (c for c in CASES if chosen.only in f"{c.name}, {c.launcher}"):
+            found.append(run_case(case, Path(scratch) / "case"))
+            print(
+                f"{case.name}, {case.launcher}: {found[-1].seconds:.1f} s {found[-1].wrong}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if chosen.verbose or found[-1].wrong:
+                print("\n".join(found[-1].message), file=sys.stderr, flush=True)
+    right = sum(not f.wrong for f in found)
+    print(f"{right} of {len(found)} hangs named as promised.\n\n{table(found)}")
+    return int(right < len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

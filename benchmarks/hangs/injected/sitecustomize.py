@@ -1,0 +1,35 @@
+"""Runs in every process of a gang under test: gets it stuck as it enters a phase. Nothing in meshkit knows of it."""
+
+import json
+import os
+import sys
+
+
+def install(plant):
+    """Wraps the phases of this process."""
+    from meshkit.runs.phases import Phases
+
+    enter, begin = Phases.enter, Phases.__enter__
+
+    def stuck():
+        from benchmarks.hangs.planted import get_stuck
+
+        get_stuck()
+
+    def entered(self, phase, step=None):
+        enter(self, phase, step)
+        if phase == plant["kind"] and phase not in ("start", "data") and self.step >= plant.get("step", 0):
+            stuck()
+
+    def begun(self):
+        found = begin(self)
+        if plant["kind"] == "start":
+            stuck()
+        return found
+
+    Phases.enter, Phases.__enter__ = entered, begun
+
+
+told = json.loads(os.environ.get("HANG_PLANT", "{}"))
+if told and os.environ.get("MESHKIT_PROCESS_ID") == str(told["rank"]) and "train" in sys.orig_argv:
+    install(told)

@@ -1,0 +1,112 @@
+"""The collectives of a compiled step between the processes of a job, in the order in which every process enters them.
+
+    compiled step -> schedule and participants (hlo) -> StepOrder -> hang/step.json of the run folder: what names a hang
+                                                     -> all processes compare theirs before the first step
+
+Programs that differ in a collective would wait for each other for ever, and no launcher sees that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshkit.config.mesh import Placement
+from meshkit.distributed.join import Agreement
+from meshkit.distributed.roll_call import named
+from meshkit.errors import ConfigError, ProgramError
+from meshkit.hlo.instructions import read_instructions, short_line
+from meshkit.hlo.module import Module, read_program
+from meshkit.runs.hang import StepCollective, StepOrder
+from meshkit.trace.capture import serialized_module
+
+_COMPARE_S = 1800.0  # processes end to compile at different times
+_MOST_TOLD = 2000  # collectives of a process that are compared one by one
+
+
+def order_of_step(program: Any, mesh: jax.sharding.Mesh, placement: Placement) -> StepOrder | None:
+    """The order of a compiled step's collectives between processes.
+
+    Args:
+        program: the compiled step.
+        mesh: of attached devices, for which it was compiled.
+        placement: of its partitions.
+
+    Returns:
+        None where this version does not know a form of HLO in it: then a hang is named without its collective.
+    """
+    module = Module(serialized_module(program))
+    try:
+        read, infos = read_program(module, placement), read_instructions(module)
+    except ProgramError:
+        return None
+    if read.schedule is None:
+        return None
+    processes = np.array([d.process_index for d in mesh.devices.flat])
+    groupings: dict[tuple[tuple[int, ...], ...], int] = {}
+    found, called = [], False
+    for i, _ in read.schedule.walk():
+        called |= i.opcode == "custom-call" and "callback" in i.source.rpartition("/")[2]
+        if i.collective is None or i.kind == "done":
+            continue
+        c = i.collective
+        groups = {tuple(sorted({int(p) for p in processes[group]})) for group in read.participants[c.name]}
+        between = tuple(sorted(group for group in groups if len(group) > 1))
+        if not between:
+            continue
+        info = infos.get(c.name.partition("/")[0])
+        line = short_line(info.line) if info is not None and info.line else c.source
+        link = ", ".join(filter(None, (c.link, c.fabric)))
+        index = groupings.setdefault(between, len(groupings))
+        found.append(StepCollective(c.name, c.collective, c.axes, link, c.payload_bytes, line, index, called))
+        called = False
+    return StepOrder(int(processes.max()) + 1, tuple(groupings), tuple(found))
+
+
+def agree_on_order(order: StepOrder | None, folder: Path) -> None:
+    """Stops all processes of a job where their steps differ in a collective; the first leaves its own in the folder.
+
+    Args:
+        order: of this process's step.
+        folder: the run folder.
+
+    Raises:
+        ConfigError: which processes have another program than process 0, and where the two part.
+        RunError: a process did not answer.
+    """
+    line = Agreement("program")
+    if line.rank == 0 and order is not None:
+        order.write(folder)
+    signature = [] if order is None else order.signature
+    mine = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
+    if not line.reach("fingerprint", mine, lambda said: len(set(said)) == 1, timeout_s=_COMPARE_S):
+        rows = [[row, str(c)] for row, c in zip(signature, order.collectives if order else ())]
+        line.reach("collectives", rows[:_MOST_TOLD], _refuse, timeout_s=_COMPARE_S)
+
+
+def _refuse(said: list[Any]) -> None:
+    """Says which processes have another program than process 0.
+
+    Raises:
+        ConfigError: always.
+    """
+    first = said[0]
+    others = [p for p, theirs in enumerate(said) if [row for row, _ in theirs] != [row for row, _ in first]]
+    if others:
+        theirs = said[others[0]]
+        index = next((i for i, (a, b) in enumerate(zip(first, theirs)) if a[0] != b[0]), min(len(first), len(theirs)))
+        texts = [side[index][1] if index < len(side) else "none" for side in (theirs, first)]
+        where = f"collective {index + 1} is {texts[0]} in process {others[0]}, and {texts[1]} in process 0"
+    else:
+        where = f"they part after the first {_MOST_TOLD} collectives"
+    who = f"process{'es' * (len(others) > 1)} {named(others)}" if others else "a process"
+    raise ConfigError(
+        f"{who} of {len(said)} compiled another step than process 0, and each would wait for the other: {where}.",
+        at="the compiled step",
+        hint="the same code, configuration and versions on all hosts; nothing in the model that depends on the process",
+    )
