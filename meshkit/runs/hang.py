@@ -28,6 +28,7 @@ _LARGEST_BYTES = 16 * 2**20
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$')
 _THREADS = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")  # the main one is the last
 _CALLBACK, _READER = "/jax/_src/callback.py", "/meshkit/step/data.py"
+_WAITS = ("/jax/_src/array.py", "/jax/_src/distributed.py", "/meshkit/distributed/join.py")
 _LIBRARIES = ("/site-packages/", "/lib/python3")
 _STEP = PHASES.index("step")
 
@@ -174,20 +175,34 @@ class Witness:
         """Whether a device waits for a callback into Python in it."""
         return any(_CALLBACK in line for line in self.stack.splitlines())
 
+    @property
+    def waits(self) -> bool:
+        """Whether its main thread waits for the other processes: for a device, or for what they agree on."""
+        innermost = _frames_of(self._threads[-1:])[:_MOST_FRAMES]
+        return any(m["file"].endswith(_WAITS) for m in innermost)
+
     def frames(self) -> list[str]:
         """Where it is in Python, innermost first: its main thread, or what that waits for.
 
         That is a callback for which a device waits, or while it waits for data the thread that reads them.
         """
-        threads = [block for block in _THREADS.split(self.stack) if "  File " in block]
+        threads = self._threads
         called = [block for block in threads if _CALLBACK in block]
         reads = [block for block in threads[:-1] if _READER in block] if self.phase == "data" else []
-        chosen = [*called, *reads, *threads[-1:]][:1]
-        found = [m for block in chosen for line in block.splitlines() if (m := _FRAME.match(line))]
+        found = _frames_of([*called, *reads, *threads[-1:]][:1])
         own = [m for m in found if not any(part in m["file"] for part in _LIBRARIES)]
         inner = [m for m in found[:1] if m not in own]
         shown = [*inner, *own][:_MOST_FRAMES]
         return [f"{'/'.join(Path(m['file']).parts[-3:])}:{m['line']} in {m['function']}" for m in shown]
+
+    @property
+    def _threads(self) -> list[str]:
+        return [block for block in _THREADS.split(self.stack) if "  File " in block]
+
+
+def _frames_of(blocks: Sequence[str]) -> list[re.Match[str]]:
+    """The frames of threads, innermost first."""
+    return [m for block in blocks for line in block.splitlines() if (m := _FRAME.match(line))]
 
 
 def write_witnesses(path: Path, witnesses: Sequence[Witness]) -> None:
@@ -305,12 +320,16 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
     there = witnesses[0]
     if len(witnesses) == 1:
         return Hang(f"the process does not get on in phase '{there.phase}'", (there.process,), exact=True)
+    head = f"all processes are in phase '{there.phase}' at step {there.step}"
+    odd = [w.process for w in witnesses if not w.waits]
+    if odd and len(odd) < len(witnesses):
+        who = "does" if len(odd) == 1 else "do"
+        return Hang(f"{head}; {_processes(odd)} {who} not wait for the others in it", tuple(odd), exact=True)
     by_place: dict[tuple[str, ...], list[int]] = {}
     for w in witnesses:
         by_place.setdefault((w.note, *w.frames()), []).append(w.process)
     most = max(by_place.values(), key=len)
     odd = sorted({w.process for w in witnesses} - set(most)) if 2 * len(most) > len(witnesses) else []
-    head = f"all processes are in phase '{there.phase}' at step {there.step}"
     if odd:
         return Hang(f"{head}, {_processes(odd)} elsewhere in it than the others", tuple(odd), exact=True)
     return Hang(head, tuple(w.process for w in witnesses))

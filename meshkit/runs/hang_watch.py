@@ -5,7 +5,7 @@
 
 `meshkit launch local` on one machine watches its processes from outside, and needs no such thread in them. Under SLURM,
 MPI, Kubernetes and launchers of one's own nobody sees all processes. Until somebody is late, each process asks the
-service for the word every 2 s, and nothing else is sent.
+service for the word every second, and nothing else is sent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witne
 from meshkit.runs.limits import Limits, limits_of_environment
 from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
-_LOOK_S, _ASKS_EVERY = 1.0, 2  # at itself; and at the service so many looks
-_ANSWER_S = 3.5  # for all processes to say where they are
+_LOOK_S, _ASKS_EVERY = 0.5, 2  # at itself; and at the service, so many looks
+_ANSWER_S = 4.0  # for all processes to say where they are
 _GRACE_S = 5.0  # beyond that, until a process that has not named the hang ends
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
@@ -58,7 +58,7 @@ class HangWatch:
         self._attempt = gang.attempt if gang is not None else 0
         seen_from_outside = PULSE_VARIABLE in os.environ and gang is not None and gang.on_loopback
         self._watches = self._line.size > 1 and not seen_from_outside
-        self._ended = threading.Event()
+        self._ended, self._told = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshkit-hang", daemon=True)
 
     def __enter__(self) -> Self:
@@ -76,13 +76,15 @@ class HangWatch:
         looks = 0
         while not self._ended.wait(_LOOK_S):
             looks += 1
-            late = self._phases.age_s > self._limits.of(self._phases.phase)
+            said = self._phases.move.number > 0  # a loop of the user's need not say what it does
+            late = said and self._phases.age_s > self._limits.of(self._phases.phase)
             if not late and (looks % _ASKS_EVERY or not self._line.heard(_LATE)):
                 continue
             talk = threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True)
             talk.start()
-            # It ends this process, unless the service does not answer: that is in process 0.
-            if not self._ended.wait(2 * _ANSWER_S + _GRACE_S):
+            if self._told.wait(_ANSWER_S):
+                return  # it ends this process
+            if not self._ended.is_set():
                 silent = Witness(0, note="the coordination service, which it runs, does not answer")
                 self._tell([silent, self._witness()] if self._line.rank else [self._witness()])
             return
@@ -91,6 +93,7 @@ class HangWatch:
         """Says where this process is; who was late first hears all others, and names the hang."""
         calls = self._line.announce(_LATE)
         self._line.tell(_SAID, asdict(self._witness()))
+        self._told.set()
         if not calls:
             if not self._ended.wait(_ANSWER_S + _GRACE_S):
                 os._exit(RUN_FAILED)

@@ -39,6 +39,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from meshkit.config.files import read_regular
+from meshkit.console import say
 from meshkit.distributed.environment import OUT, leave_gang, say_lost_process
 from meshkit.errors import BUG, PREEMPTED, USER_ERROR, MeshkitError
 
@@ -455,9 +456,12 @@ def init_distributed(*, timeout_s: float | None = None) -> tuple[int, int]:
         RunError: a process does not come, or the coordinator cannot be reached.
     """
     from meshkit.distributed.join import join_gang  # with jax
+    from meshkit.runs.hang_watch import HangWatch
 
-    _loop.begin()
+    phases = _loop.begin()
     _loop.process, count = join_gang(timeout_s=timeout_s)
+    if folder := os.environ.get(OUT):
+        _loop.around.enter_context(HangWatch(phases, Path(folder), say))
     return _loop.process, count
 
 

@@ -1,5 +1,9 @@
 """The environment contract: what is emitted is read back, and other launchers' variables complete it or stop."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,3 +178,17 @@ def test_a_new_gang_inherits_nothing_of_an_old_one():
     assert read_gang(left) is None
     assert left["PATH"] == "/bin"
     assert left["SLURM_JOB_ID"] == "77"
+
+
+def test_an_end_that_hangs_is_ended_with_its_stacks():
+    code = """
+import time
+from meshkit.distributed import environment
+environment.END_S = 0.5
+environment.leave_gang(0)
+def waits_for_the_others(): time.sleep(600)
+waits_for_the_others()
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | OURS, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "in waits_for_the_others" in done.stderr

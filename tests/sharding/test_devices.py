@@ -1,5 +1,6 @@
 """Device order and NVLink domains of attached and described devices."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshkit as mk
-from meshkit.sharding.mesh import order_by_domain
+from meshkit.sharding.mesh import gpu_timeouts, order_by_domain
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,19 @@ assert len(jax.devices()) == 8
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_xlas_own_limits_on_gpus_come_after_meshkits_and_are_flags_that_it_knows(monkeypatch):
+    """A flag that XLA does not know aborts the process that starts it."""
+    monkeypatch.setenv("MESHKIT_STALL_TIMEOUT", "90.5 compile=7")
+    flags = gpu_timeouts()
+    assert flags == {"xla_gpu_execution_terminate_timeout": "181s", "xla_gpu_nccl_termination_timeout_seconds": 181}
+    env = os.environ | {"XLA_FLAGS": " ".join(f"--{name}={value}" for name, value in flags.items())}
+    code = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("MESHKIT_STALL_TIMEOUT", "0")
+    assert gpu_timeouts() == {}
 
 
 def test_gpus_that_are_not_attached_are_an_error_with_a_way_out():

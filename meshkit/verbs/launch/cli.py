@@ -64,6 +64,8 @@ RestartsOption = Annotated[int, typer.Option("--max-restarts", metavar="K", min=
 PerHostOption = Annotated[
     int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one for each GPU of a host.")
 ]
+_STALL_HELP = "A process longer in one step is stuck (600); PHASE=SECONDS; repeatable."
+StallOption = Annotated[list[str], typer.Option("--stall-timeout", metavar="SECONDS", help=_STALL_HELP)]
 _PYTHON_HELP = "The interpreter on the hosts; the command's own, or python3."
 PythonOption = Annotated[str | None, typer.Option("--python", metavar="PATH", help=_PYTHON_HELP, show_default=False)]
 _MTLS_HELP = "Certificates made for this run: nobody else can join it or read the meeting."
@@ -86,10 +88,7 @@ def local(
         typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure; 3, of one host alone."),
     ] = None,
     grace: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="To save a checkpoint after SIGTERM.")] = 120,
-    stall_timeout: Annotated[
-        list[str],
-        typer.Option(metavar="SECONDS", help="A process longer in one step is stuck; PHASE=SECONDS; repeatable."),
-    ] = ["600"],  # noqa: B006
+    stall_timeout: StallOption = [],  # noqa: B006
     hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Machines that each run this command.")] = 1,
     host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Of this machine, from 0.")] = 0,
     coordinator: Annotated[
@@ -109,19 +108,21 @@ def local(
     """
     from meshkit.config.experiment import load
     from meshkit.discover.probe import has_driver
-    from meshkit.runs.limits import read_limits
+    from meshkit.runs.limits import STALL_TIMEOUT, read_limits
     from meshkit.verbs.launch.jobs import Job, command_name, job_name
     from meshkit.verbs.launch.local import LocalPart, Policy, check_part
 
     own = _own_command(context, experiment)
-    loaded, limits = load(experiment, set_) if experiment else None, read_limits(stall_timeout, own=bool(own))
+    loaded = load(experiment, set_) if experiment else None
+    limits = read_limits(stall_timeout or os.environ.get(STALL_TIMEOUT, "").split(), own=bool(own))
     name = loaded.name if loaded else command_name(own)
     if hosts > 1 and max_restarts:
         raise ConfigError("one of several hosts cannot restart the job alone.", hint="--max-restarts 0")
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     secrets = str(folder / "mtls") if mtls else None
     virtual = loaded.cluster.is_cpu if loaded else not has_driver()
-    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, secrets, virtual=virtual)
+    told = tuple(stall_timeout)
+    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, secrets, told, virtual=virtual)
     check_part(part, loaded)
     _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
     file, gpus = str(experiment or ""), processes * devices
@@ -148,6 +149,7 @@ def slurm(
     gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
+    stall_timeout: StallOption = [],  # noqa: B006
     sbatch: Annotated[
         list[str], typer.Option(metavar="OPTION=VALUE", help="Of sbatch, as partition=gpu; repeatable.")
     ] = [],  # noqa: B006
@@ -164,7 +166,9 @@ def slurm(
     from meshkit.verbs.launch.jobs import Slurm, interpreter_of, make_job, slurm_script, submit
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
-    job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
+    job = make_job(
+        experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines, stall_timeout=stall_timeout
+    )
     python, mounts = python or interpreter_of(own), tuple(container_mount)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, mounts, container_workdir, python, mtls)
     _warn_of_the_open(mtls)
@@ -188,6 +192,7 @@ def jobset(
     gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
+    stall_timeout: StallOption = [],  # noqa: B006
     namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = None,
     claim: Annotated[
         list[str], typer.Option(metavar="NAME=PATH", help="Persistent volume claim and where to mount it; repeatable.")
@@ -210,7 +215,9 @@ def jobset(
     from meshkit.verbs.launch.jobs import Kubernetes, interpreter_of, jobset_yaml, make_job, submit_jobset
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
-    job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
+    job = make_job(
+        experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines, stall_timeout=stall_timeout
+    )
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     python = python or interpreter_of(own)
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls, fs_group)
@@ -230,6 +237,7 @@ def mpi(
     gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
+    stall_timeout: StallOption = [],  # noqa: B006
     python: PythonOption = None,
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
@@ -239,7 +247,9 @@ def mpi(
 
     own = _own_command(context, experiment)
     machines = (hosts or (count_hosts(hostfile) if experiment is None else None), gpus_per_host)
-    job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
+    job = make_job(
+        experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines, stall_timeout=stall_timeout
+    )
     _warn_of_the_open(mtls)
     text = mpi_script(job, hostfile, python=python or interpreter_of(own), mtls=mtls)
     if dry_run:

@@ -46,6 +46,7 @@ from meshkit.distributed.environment import (
     SECRET,
 )
 from meshkit.errors import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR, ConfigError, RunError
+from meshkit.runs.limits import STALL_TIMEOUT, read_limits
 
 SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
 _NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
@@ -85,6 +86,8 @@ class Job:
     """Attempts after the first one."""
     own: tuple[str, ...] = ()
     """A command in place of the training; it finds the run folder in MESHKIT_OUT."""
+    stall_timeout: tuple[str, ...] = ()
+    """The `--stall-timeout` options; the processes find them in MESHKIT_STALL_TIMEOUT."""
 
     @property
     def num_processes(self) -> int:
@@ -92,10 +95,12 @@ class Job:
 
     def command(self, python: Sequence[str]) -> tuple[str, ...]:
         """The command of every process."""
+        told = (f"{STALL_TIMEOUT}={' '.join(self.stall_timeout)}",) if self.stall_timeout else ()
         if self.own:
-            return ("env", f"{OUT}={self.out}", *self.own)
+            return ("env", f"{OUT}={self.out}", *told, *self.own)
         sets = (word for text in self.overrides for word in ("--set", text))
-        return (*python, "-m", "meshkit", "train", self.experiment, *sets, "--out", self.out)
+        train = (*python, "-m", "meshkit", "train", self.experiment, *sets, "--out", self.out)
+        return ("env", *told, *train) if told else train
 
 
 def make_job(
@@ -107,6 +112,7 @@ def make_job(
     *,
     own: tuple[str, ...] = (),
     machines: tuple[int | None, int] = (None, 8),
+    stall_timeout: Sequence[str] = (),
 ) -> Job:
     """The job of an experiment file on the hosts of its cluster, or of a command.
 
@@ -118,10 +124,11 @@ def make_job(
         max_restarts: attempts after the first one.
         own: a command in place of the training.
         machines: hosts, and GPUs of each, where there is no experiment.
+        stall_timeout: the `--stall-timeout` options.
 
     Raises:
-        ConfigError: the processes cannot share a host's GPUs evenly, the cluster is one of virtual CPU devices, or
-            nobody says how many hosts there are.
+        ConfigError: the processes cannot share a host's GPUs evenly, the cluster is one of virtual CPU devices, nobody
+            says how many hosts there are, or one of `stall_timeout` is no limit.
     """
     if file is not None:
         experiment = load(file, overrides)
@@ -138,6 +145,7 @@ def make_job(
             raise ConfigError("nothing says on how many hosts the command runs.", hint="--hosts 4 --gpus-per-host 8")
         hosts = given
     check_share(processes_per_host, gpus, "GPUs of a host", "--processes-per-host")
+    read_limits(stall_timeout)
     return Job(
         name=name,
         experiment=file.as_posix() if file is not None else "",
@@ -148,6 +156,7 @@ def make_job(
         processes_per_host=processes_per_host,
         max_restarts=max_restarts,
         own=own,
+        stall_timeout=tuple(stall_timeout),
     )
 
 
@@ -567,8 +576,9 @@ def _command(job: Job, site: Kubernetes) -> list[str]:
     devices = job.gpus_per_host // job.processes_per_host
     part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
     part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
+    part += [word for limit in job.stall_timeout for word in ("--stall-timeout", limit)]
     # the launcher of a training takes its arguments, and puts the folder into a command's environment
-    arguments = ["--out", job.out, "--", *command] if job.own else command[4:]
+    arguments = ["--out", job.out, "--", *command] if job.own else command[command.index("train") + 1 :]
     return [site.python, "-m", "meshkit", "launch", "local", *part, *arguments]
 
 

@@ -41,7 +41,7 @@ from meshkit.distributed.environment import (
 )
 from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
 from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read_order, write_witnesses
-from meshkit.runs.limits import Limits
+from meshkit.runs.limits import STALL_TIMEOUT, Limits
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
@@ -78,6 +78,8 @@ class LocalPart:
     """Restarts of the whole job before this, where something else restarts it."""
     mtls: str | None = None
     """Folder of certificates; None for what the environment says, and on one machine a new secret for every attempt."""
+    stall_timeout: tuple[str, ...] = ()
+    """Limits that the processes are told; none for what the environment says."""
     virtual: bool = False
     """Whether the devices are virtual ones of the CPU."""
 
@@ -100,6 +102,8 @@ class LocalPart:
         inherited["PYTHONUNBUFFERED"] = "1"  # the log of a process that is killed is whole
         if self.hosts == 1:  # whoever ends is seen here; on a busy machine one may be late
             inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
+        if self.stall_timeout:
+            inherited[STALL_TIMEOUT] = " ".join(self.stall_timeout)
         if self.virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
@@ -340,7 +344,7 @@ class Supervisor:
             try:
                 end = self.watch(number, gang, follower, watchdog)
                 if end.stuck is not None:  # and then no grace: what is stuck does not end by itself
-                    end = self._examine(end, watchdog.witnesses(gang))
+                    end = self._examine(end, gang, watchdog.witnesses(gang))
                     follower.new_lines(last=True)  # stacks, of which the name of the hang has what matters
                 elif end.failed is not None:
                     gang.stop(self._policy.failure_grace_s)
@@ -384,7 +388,7 @@ class Supervisor:
                 return AttemptEnd(number, stuck.member, stuck=stuck.why)
             time.sleep(_POLL_S)
 
-    def _examine(self, end: AttemptEnd, witnesses: Sequence[Witness]) -> AttemptEnd:
+    def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
         """Names the hang, and leaves what it was named by in the run folder."""
         order = read_order(self._folder)
         count = order.processes if order is not None else 0
@@ -392,7 +396,12 @@ class Supervisor:
         elsewhere = (Witness(p, note="its own launcher watches it") for p in range(count) if p not in here)
         everyone = tuple(sorted((*witnesses, *elsewhere), key=lambda w: w.process))
         write_witnesses(self._folder / FOLDER / f"attempt{end.number}.json", everyone)
-        return replace(end, hang=name_hang(everyone, order), witnesses=everyone)
+        end = replace(end, hang=(hang := name_hang(everyone, order)), witnesses=everyone)
+        missing = [(m, w) for m in gang.members for w in witnesses if m.rank == w.process and m.rank in hang.missing]
+        if missing and end.failed not in [m for m, _ in missing]:  # stacks have said more than phases
+            member, witness = missing[0]
+            end = replace(end, failed=member, stuck=f"does not get on, {witness.where}")
+        return end
 
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
         """Passes on to the others the signal that one process got alone: before the training loop it ends without them.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,14 @@ def agree_on_order(order: StepOrder | None, folder: Path) -> None:
     mine = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
     if not line.reach("fingerprint", mine, lambda said: len(set(said)) == 1, timeout_s=_COMPARE_S):
         rows = [[row, str(c)] for row, c in zip(signature, order.collectives if order else ())]
-        line.reach("collectives", rows[:_MOST_TOLD], _refuse, timeout_s=_COMPARE_S)
+        line.reach("collectives", rows[:_MOST_TOLD], refuse_difference, timeout_s=_COMPARE_S)
 
 
-def _refuse(said: list[Any]) -> None:
+def refuse_difference(said: Sequence[Sequence[Any]]) -> None:
     """Says which processes have another program than process 0.
+
+    Args:
+        said: by process: of each collective its signature, and how it is told.
 
     Raises:
         ConfigError: always.

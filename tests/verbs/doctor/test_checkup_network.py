@@ -1,5 +1,6 @@
 """How machines meet: names, ports, clocks and certificates, each made wrong on purpose, and a gang of two."""
 
+import errno
 import json
 import os
 import socket
@@ -59,6 +60,19 @@ def test_ports_that_connections_may_take(tmp_path, ports, reserved, status):
     worst = [r for r in found if r.check == "ports" and r.status != "ok"]
     assert [r.status for r in worst] == [status] * (status != "ok")
     assert all("ip_local_reserved_ports=61000-64999" in r.hint for r in worst)
+
+
+def test_a_port_as_launches_take_it_is_opened_and_reached(monkeypatch):
+    found = next(r for r in check_network(None, several=True) if r.check == "ports")
+    assert (found.status, "127.0.0.1:6" in found.message) == ("ok", True)
+
+    def refuses(address, **_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(network.socket, "create_server", refuses)
+    message = wrong(check_network(None, several=False))[("ports", "error")]
+    assert "61000 to 64999" in message
+    assert "on 127.0.0.1: [Errno 13] Permission denied" in message
 
 
 def gang(port, process=0):
