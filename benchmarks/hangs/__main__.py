@@ -36,7 +36,7 @@ _MESHES = {
     4: ("hosts=4,gpus_per_host=1", "{infiniband=2}", "{infiniband=2}"),
 }
 _NAMED = re.compile(r"(?:collective \d+ of \d+ of the step: |^    )(?P<name>\S+) \((?P<what>\S+ over [^)]*)\)", re.M)
-_FIRST = re.compile(r"process \d+ is stuck in attempt|no progress for|compiled another step|ended first")
+_FIRST = re.compile(r"process \d+ is stuck in attempt|no progress for|compiled another step|ended first|no more memory")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Case:
     """A hang to plant."""
 
     kind: str
-    """`data`, `callback`, `program`, `hook` in the user's code; else the phase in which the process gets stuck."""
+    """`data`, `callback`, `program`, `hook` in the user's code; `memory`, where the process gets no more of it, which
+    is no hang; else the phase in which the process gets stuck."""
     rank: int
     processes: int
     how: str = ""
@@ -65,6 +66,8 @@ class Case:
     @property
     def limit_s(self) -> float:
         """Seconds after which the hang is to be seen."""
+        if self.kind == "memory":
+            return 0.0
         if self.how == "stops" or self.phase in ("data", "step", "evaluate", "check", "save"):
             return _LIMIT_S  # a save keeps the others waiting in the next step
         return _PATIENT_S
@@ -94,6 +97,8 @@ CASES = (
     Case("callback", 2, 4),
     Case("callback", 1, 2, "stops"),
     Case("callback", 0, 2, launcher="none"),
+    Case("memory", 1, 2, step=3),
+    Case("memory", 1, 2, step=3, launcher="none"),
 )
 
 
@@ -194,6 +199,7 @@ def _read(case: Case, folder: Path, started: Sequence[subprocess.Popen], late_s:
     while not ended and time.monotonic() < deadline:  # the rest of the message, and the end
         ended = all(process.poll() is not None for process in started)
         time.sleep(0.05)
+    now = time.time() if case.kind == "memory" else now  # of that the end counts
     said = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("said*")))
     message = _message(said)
     seconds = now - at if at is not None else 0.0  # a program that differs is said before anything hangs
@@ -211,10 +217,12 @@ def _message(said: str) -> list[str]:
 def _judge(case: Case, seconds: float, message: list[str], ended: bool, late_s: float) -> Found:
     text, wrong = "\n".join(message), []
     collectives = tuple(f"{m['name']}: {m['what']}" for m in _NAMED.finditer(text))
-    exact = "candidates" not in text
+    exact = "candidate" not in text
     named = rf"process(es)? {case.rank}\b"
     if case.kind == "program":
         wrong += [] if re.search(named, text) and len(re.findall(r"collective \d+ is ", text)) == 1 else ["not named"]
+    elif case.kind == "memory":
+        wrong += [] if "memory" in text or "lost another" in text else ["not said"]
     else:
         if not re.search(named, text):
             wrong.append("the planted process is not named")
@@ -242,6 +250,7 @@ def table(found: Sequence[Found]) -> str:
     for f in found:
         c = f.case
         kind = "before the step" if c.kind == "program" else "exact" if f.exact else f"{len(f.collectives)} candidates"
+        kind = "its end" if c.kind == "memory" else kind
         what = f"{kind}: {', '.join(f.collectives) or f"phase '{c.phase}'"}"
         time_s = "-" if c.kind == "program" else f"{f.seconds:.1f} ({c.limit_s:g})"
         lines.append(f"| {c.name} | {c.launcher} | {time_s} | {what} | {f.wrong or 'right'} |")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -33,18 +34,31 @@ def is_planted(kind: str) -> bool:
     return HERE and PLANT["kind"] == kind
 
 
-def get_stuck() -> None:
-    """Says so, and never returns."""
+def say_so() -> None:
+    """Leaves a file for the harness."""
     part = Path(f"{PLANT['mark']}.{threading.get_ident()}")  # several threads may read data
     part.write_text(json.dumps({"time": time.time()}))
     with suppress(FileExistsError):
         os.link(part, PLANT["mark"])  # the first one's time stays
+
+
+def get_stuck() -> None:
+    """Says so, and never returns."""
+    say_so()
     if PLANT.get("how") == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         if PLANT.get("how") == "keeps the interpreter":
             ctypes.PyDLL(None).sleep(3600)
         time.sleep(3600)
+
+
+def run_out_of_memory() -> None:
+    """From now on the kernel gives this process no more memory."""
+    say_so()
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    np.ones(1 << 27)  # 1 GiB, as a batch that is too large
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,7 @@ def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
         head += f"; in {_processes(missing)} a device waits for a callback into Python"
     if order is None:
         return Hang(head, missing)
-    in_callback = bool(missing) and not silent and not noted
+    in_callback = any(w.in_callback for w in known)
     return _with_candidates(Hang(head, missing), order.candidates(missing, in_callback=in_callback))
 
 
@@ -338,12 +338,12 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
 def _with_candidates(hang: Hang, found: Sequence[StepCollective]) -> Hang:
     """The hang with the collectives that it may be, the first three of them; nobody says how far a device is."""
     shown = tuple(found[:_MOST_CANDIDATES])
-    which = (
-        "collective" if len(found) == 1 else f"one of {len(found)} collectives" if found else "no collective is known"
+    head = (
+        f"candidates, one of {len(found)} collectives" if len(found) > 1 else "candidate" if found else "no candidate"
     )
     if len(found) > len(shown):
-        which += f", those {len(shown)} with the most bytes"
-    return replace(hang, candidates=shown, details=(f"  candidates ({which}):", *(f"    {c}" for c in shown)))
+        head += f", those {len(shown)} with the most bytes"
+    return replace(hang, candidates=shown, details=(f"  {head}:", *(f"    {c}" for c in shown)))
 
 
 def _processes(found: Iterable[int]) -> str:

@@ -67,7 +67,7 @@ def test_where_all_are_in_the_step_at_most_three_candidates_are_told_and_said_to
     many = replace(ORDER, collectives=tuple(collective(f"c{i}", i % 3, 100 + i) for i in range(20)))
     hang, text = said(IN_STEP, many)
     assert ([c.name for c in hang.candidates], hang.exact) == (["c19", "c18", "c17"], False)
-    assert "candidates (one of 20 collectives, those 3 with the most bytes):" in text
+    assert "candidates, one of 20 collectives, those 3 with the most bytes:" in text
 
 
 def test_of_a_stopped_process_only_collectives_that_need_it_are_candidates():

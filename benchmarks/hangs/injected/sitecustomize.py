@@ -20,6 +20,10 @@ def install(plant):
         enter(self, phase, step)
         if phase == plant["kind"] and phase not in ("start", "data") and self.step >= plant.get("step", 0):
             stuck()
+        if plant["kind"] == "memory" and phase == "step" and self.step >= plant["step"]:
+            from benchmarks.hangs.planted import run_out_of_memory
+
+            run_out_of_memory()
 
     def begun(self):
         found = begin(self)

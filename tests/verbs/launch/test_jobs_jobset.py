@@ -1,6 +1,7 @@
 """The JobSet: valid by its own schema, with the policies that a gang needs. Nothing is sent to a cluster."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -10,7 +11,7 @@ import yaml
 
 from meshkit.errors import ConfigError
 from meshkit.verbs.launch.cli import launch_app
-from meshkit.verbs.launch.jobs import Job, Kubernetes, jobset, jobset_yaml
+from meshkit.verbs.launch.jobs import Job, Kubernetes, Slurm, jobset, jobset_yaml, mpi_script, slurm_script
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "tests/data/jobset_v1alpha2.schema.json").read_text())
@@ -131,6 +132,17 @@ def test_processes_for_each_gpu_are_started_inside_the_pod():
     words = ["0" if word.startswith("$(") else word for word in words]
     local = typer.main.get_command(launch_app).commands["local"]
     assert local.make_context("local", words).params["hosts"] == 4  # it is a command that `launch local` takes
+
+
+def test_the_limits_of_what_is_stuck_reach_the_processes():
+    job = Job("a", "e.toml", (), "/r", 4, 8, stall_timeout=("300", "compile=7200"))
+    told = "MESHKIT_STALL_TIMEOUT=300 compile=7200"
+    assert pod(job)["containers"][0]["command"][:2] == ["env", told]
+    assert f"command=(env '{told}' \"$python\" -m meshkit train e.toml" in slurm_script(job, Slurm())
+    assert f"command=(env '{told}' \"$python\" -m meshkit train e.toml" in mpi_script(job, "hosts")
+    command = pod(replace(job, processes_per_host=8))["containers"][0]["command"]
+    limits = ["--stall-timeout", "300", "--stall-timeout", "compile=7200"]
+    assert command[command.index(limits[0]) :] == [*limits, "e.toml", "--out", "/r"]
 
 
 def test_a_dollar_of_the_users_stays_one():
