@@ -132,7 +132,7 @@ def test_plan_for_a_cpu_cluster_says_what_to_do(capsys):
 
 @pytest.mark.deviceless
 def test_plan_writes_one_report_everywhere(tmp_path, capsys):
-    assert main(["plan", DEBUG, *ON_H100S, "--out", str(tmp_path), "--json"]) == 0
+    assert main(["plan", DEBUG, *ON_H100S, "--failures", "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "report.json").read_text())
     assert (printed["schema"], printed["source"]) == ("meshkit.report/1", "plan")
@@ -143,7 +143,9 @@ def test_plan_writes_one_report_everywhere(tmp_path, capsys):
     assert {row["link"] for row in printed["communication"] if row["axes"] == ["tensor"]} == {"nvlink"}
     assert printed["step"]["mfu"] > 0
     check_invariants(Report.model_validate(printed))
+    assert 0 < printed["failures"]["goodput"] < 1
     page = (tmp_path / "report.html").read_text()
+    assert "Goodput under failures" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 

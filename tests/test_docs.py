@@ -123,6 +123,7 @@ def test_toml_parses_and_whole_experiments_load(page, tmp_path):
         ("## `[data]`", tables.DataTable),
         ("## `[checkpoint]`", tables.CheckpointTable),
         ("## `[profile]`", tables.ProfileTable),
+        ("## `[failures]`", tables.FailuresTable),
         ("## `[rules]`", tables.RulesTable),
         ("## `[local_sgd]`", tables.LocalSgdTable),
         ("## `[compression]`", tables.CompressionTable),

@@ -42,10 +42,17 @@ class Launch:
         folder: where the run (`run/`), the marks of the gates and what the launcher says go.
         gates: attempt -> where its fault comes.
         options: of the launcher.
+        experiment: that it runs.
     """
 
-    def __init__(self, folder: Path, gates: Mapping[int, Gate] | None = None, options: tuple[str, ...] = ()):
-        self.folder, self.out, self._options = folder, folder / "run", options
+    def __init__(
+        self,
+        folder: Path,
+        gates: Mapping[int, Gate] | None = None,
+        options: tuple[str, ...] = (),
+        experiment: Path = EXPERIMENT,
+    ):
+        self.folder, self.out, self._options, self._experiment = folder, folder / "run", options, experiment
         self._gates = {str(k): asdict(gate) for k, gate in (gates or {}).items()}
         self._marks, self._said = folder / "marks", folder / "said"
         self.scratch = folder / "tmp"
@@ -61,7 +68,7 @@ class Launch:
         command = ["-m", "meshkit", "launch", "local", "--processes", "2", "--devices", "4", *self._options]
         with self._said.open("ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, *command, str(EXPERIMENT), "--out", str(self.out)],
+                [sys.executable, *command, str(self._experiment), "--out", str(self.out)],
                 cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

@@ -181,6 +181,20 @@ def reserved() -> Mapping[str, int]:
     return {name: value for name, value in catalog()["reserved"].items() if name != "sources"}
 
 
+def failures() -> Mapping[str, Any]:
+    """How often hosts that train fail, what each failure costs, and how fast storage is where nobody says."""
+    return {name: value for name, value in catalog()["failures"].items() if name != "sources"}
+
+
+def published_failures_per_gpu_day() -> dict[str, float]:
+    """Failures of a GPU's share of its host in a day, by study; the first one is the default."""
+    row = failures()
+    return {
+        name: found["failures"] / found["hosts"] / row["gpus_per_host"] / (found["hours"] / 24)
+        for name, found in row["published"].items()
+    }
+
+
 def fabric(name: str) -> Mapping[str, float]:
     """What a fabric has beyond its GPUs or NICs: latencies, sustained share: `nvlink`, `pcie`, `host_memory`, ..."""
     return catalog()["fabrics"][name]

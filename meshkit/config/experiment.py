@@ -33,6 +33,7 @@ from meshkit.config.sections import (
     CompressionTable,
     DataTable,
     ExperimentTable,
+    FailuresTable,
     LintTable,
     LocalSgdTable,
     ModelTable,
@@ -79,6 +80,7 @@ class ExperimentFile:
     mesh: MeshSpec  # resolved on the cluster
     rules: ShardingRules
     profile: ProfileTable
+    failures: FailuresTable
     lint: LintTable
     xla: Mapping[str, Any]
     path: Path | None = field(default=None, compare=False)
@@ -146,6 +148,7 @@ class ProgramExperiment(ExperimentFile):
             "rules": self.rules.to_dict() if self.has_rules else {},
             "train": _plain(self.train),
             "profile": _plain(self.profile),
+            "failures": _plain(self.failures),
             "lint": {"allow": [_plain(item) for item in self.lint.allow] or None},
             "xla": dict(self.xla),
         }
@@ -185,7 +188,7 @@ class Experiment(ExperimentFile):
             "rules": self.rules.to_dict(),
             "train": _plain(self.train),
             "optimizer": {k: v for k, v in _plain(self.optimizer).items() if not own or k not in ADAMW_KEYS},
-            **{key: _plain(getattr(self, key)) for key in ("data", "checkpoint", "profile")},
+            **{key: _plain(getattr(self, key)) for key in ("data", "checkpoint", "profile", "failures")},
             **{key: _plain(section) for key, section in axes.items() if section.axis},
             "lint": {"allow": [_plain(item) for item in self.lint.allow] or None},
             "xla": dict(self.xla),
@@ -264,6 +267,7 @@ def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
         data=checked.data,
         checkpoint=checked.checkpoint,
         profile=checked.profile,
+        failures=checked.failures,
         local_sgd=checked.local_sgd or LocalSgdTable(axis=None),
         compression=checked.compression or CompressionTable(axis=None),
         pipeline=checked.pipeline or PipelineTable(axis=None, microbatches=1),
@@ -298,6 +302,7 @@ def _build_program(document: TomlDocument) -> ProgramExperiment:
         program=checked.program,
         train=checked.train,
         profile=checked.profile,
+        failures=checked.failures,
         lint=checked.lint,
         xla=checked.xla,
         path=document.path,

@@ -391,6 +391,30 @@ class CheckpointTable(TomlTable):
     )
 
 
+class FailuresTable(TomlTable):
+    """How hosts fail and what that costs, for `plan --failures`; what is left out is as published (the catalog)."""
+
+    per_host_day: Positive | None = Field(
+        default=None,
+        examples=[0.0038],
+        description="failures of a host in a day that end the job; default as Llama 3's, by GPUs of a host",
+    )
+    host_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, examples=[0.78], description="share of them after which a host is replaced"
+    )
+    detection_s: NonNegative | None = Field(
+        default=None, examples=[100], description="seconds from a failure until the last process is gone"
+    )
+    restart_s: NonNegative | None = Field(
+        default=None,
+        examples=[660],
+        description="seconds from then until the next attempt can make a step, reading the state left out",
+    )
+    repair_hours: Positive | None = Field(
+        default=None, examples=[24], description="hours until a lost host is back, as a spare"
+    )
+
+
 class ProfileTable(TomlTable):
     """Which steps are captured."""
 
@@ -492,6 +516,7 @@ class ProgramExperimentTable(TomlTable):
     rules: RulesTable | None = Field(default=None, description="what shards what, for the lint alone")
     train: ProgramTrainTable = Field(default=ProgramTrainTable.model_construct(), description="the training around it")
     profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
+    failures: FailuresTable = Field(default=FailuresTable.model_construct(), description="of hosts, and what they cost")
     lint: LintTable = Field(default=LintTable.model_construct(), description="what the lint shall not report")
     xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")
 
@@ -513,6 +538,7 @@ class ExperimentTable(TomlTable):
         default=CheckpointTable.model_construct(), description="when checkpoints are written"
     )
     profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
+    failures: FailuresTable = Field(default=FailuresTable.model_construct(), description="of hosts, and what they cost")
     local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
     compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
     pipeline: PipelineTable | None = Field(default=None, description="layers in stages over one axis")

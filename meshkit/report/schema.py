@@ -559,6 +559,78 @@ class GoodputPart(Part):
     other_s: float | None = None
 
 
+class SparesPart(Part):
+    """What goodput is with so many spare hosts.
+
+    Attributes:
+        hosts: spare ones of each pool.
+        pools: whose hosts cannot take each other's place: NVLink domains that span hosts; else 1.
+        gpus: spare ones, over all pools.
+        goodput: where a lost host whose place nobody takes is waited for until it is mended.
+        goodput_of_all: the same, times the GPUs that train over those and the spare ones.
+    """
+
+    hosts: int
+    pools: int
+    gpus: int
+    goodput: float
+    goodput_of_all: float
+
+
+class FailuresPart(Part):
+    """What failures leave of a training, predicted: `meshkit plan --failures`.
+
+    Attributes:
+        per_host_day: failures of a host in a day.
+        rate_source: where that is from: `given`, or a study of the catalog.
+        hosts: that train.
+        between_s: mean time between failures of the whole job.
+        host_share: of failures after which a host is replaced.
+        detection_s: from a failure until the last process is gone; restart_s: from then until the next attempt could
+            make a step, without `read_s`, which reads the state.
+        repair_hours: until a lost host is back.
+        storage_bytes_per_s: over all hosts.
+        blocked_s: a save keeps steps from going on; write_s: from then until a checkpoint can be restored.
+        every: steps between checkpoints of the experiment; null where it writes none: what follows is of `best_every`.
+        goodput: share of the time that goes into steps that count, a host always at hand.
+        goodput_low, goodput_high: of a month of 30 days; one in ten is lower, one in ten higher.
+        saving_share, lost_share, down_share: the rest: saves, steps that are made again, detection and restarts.
+        best_every: steps between checkpoints with which goodput is highest, `best_goodput`.
+        best_snapshot_every, snapshot_goodput: the same of snapshots in host memory, each with a copy on another host,
+            which takes `snapshot_write_s`; they hold `snapshot_host_bytes` of a host's memory.
+        spares: by their number.
+        published: study -> goodput at its rate of failures.
+    """
+
+    per_host_day: float
+    rate_source: str
+    hosts: int
+    between_s: float
+    host_share: float
+    detection_s: float
+    restart_s: float
+    repair_hours: float
+    storage_bytes_per_s: float
+    blocked_s: float
+    write_s: float
+    read_s: float
+    every: int | None = None
+    goodput: float
+    goodput_low: float
+    goodput_high: float
+    saving_share: float
+    lost_share: float
+    down_share: float
+    best_every: int
+    best_goodput: float
+    best_snapshot_every: int
+    snapshot_goodput: float
+    snapshot_write_s: float
+    snapshot_host_bytes: float
+    spares: tuple[SparesPart, ...] = ()
+    published: dict[str, float] = {}
+
+
 class FeedbackPart(Part):
     """What a recompile with measured costs changed (XLA's profile-guided latency estimator).
 
@@ -637,6 +709,7 @@ class Report(Part):
     per_step: tuple[StepSample, ...] | None = None
     history: HistoryPart | None = None
     goodput: GoodputPart | None = None
+    failures: FailuresPart | None = None
     feedback: FeedbackPart | None = None
     predicted: PredictedPart | None = None
     warnings: tuple[Warning_, ...] = ()

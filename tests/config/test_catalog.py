@@ -21,7 +21,7 @@ NICS = [
     *("roce_100", "roce_200", "roce_400", "roce_800", "tcp_10", "tcp_100", "tcp_200"),
 ]
 SOURCED = ["gpus", "nics", "fabrics", "nvlink", "nvswitch", "cube_mesh", "cpu_links"]
-SOURCED_ALONE = ["pcie_bytes_per_s", "host_memory_bytes_per_s", "kernels", "reserved"]
+SOURCED_ALONE = ["pcie_bytes_per_s", "host_memory_bytes_per_s", "kernels", "reserved", "failures"]
 
 
 def test_a_gpu_that_is_like_another_differs_in_what_it_says_itself():

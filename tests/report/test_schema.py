@@ -32,7 +32,7 @@ ROW = (
 TOP = "schema source cluster mesh window step spread communication memory program compile training warnings"
 OP = "name key source count payload_bytes busy_s exposed_s"
 # parts that were added since, null where nobody knows
-ADDED = "pipeline kernels quality stragglers per_step history goodput feedback predicted"
+ADDED = "pipeline kernels quality stragglers per_step history goodput failures feedback predicted"
 
 
 def has_keys(found, keys):

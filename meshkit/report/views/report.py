@@ -82,6 +82,7 @@ def write_html(
         page.add(tables.compared_section(report, other))
     page.add(_pipeline(shown, page))
     page.add(_kernels(shown, page), _stragglers(shown), _over_steps(shown, page), _goodput_section(shown, page))
+    page.add(_failures_section(shown))
     page.add(_memory_section(shown, page), _quality(shown), _footer(reports))
     return page.write(path)
 
@@ -347,6 +348,18 @@ def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
     return below("Goodput of the run", note, colors, page.chart("goodput", charts.goodput_chart(part)), numbers)
 
 
+def _failures_section(shown: Sequence[Shown]) -> str:
+    """What failures leave of the training that is planned."""
+    parts = []
+    for s in shown:
+        if lines := words.failures_lines(s.report):
+            spares = "What spare hosts give, where a host is out for "
+            spares += f"{s.report.failures.repair_hours:g} hours." if s.report.failures else ""
+            notes = "".join(f'<p class="note">{escape(line)}</p>' for line in [*lines, spares])
+            parts.append(notes + tables.spares_table(s).html())
+    return below("Goodput under failures", "", *parts) if parts else ""
+
+
 def _memory_section(shown: Sequence[Shown], page: Page) -> str:
     """What the fullest GPU holds, against its capacity and the budget."""
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
@@ -437,6 +450,8 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
         parts += [heading(f"memory of the fullest {report.device}"), _memory(report)]
     if report.goodput is not None:
         parts += [heading("goodput of the run"), _goodput(report.goodput)]
+    if lines := words.failures_lines(report):
+        parts += [heading("goodput under failures"), *listed(lines), tables.spares_table(shown).terminal()]
     if found := words.quality_text(report):
         parts += [heading("data quality"), Text(found, overflow="fold")]
     if report.warnings:

@@ -43,6 +43,7 @@ from meshkit.units import format_bytes, format_count, format_percent, format_rat
 
 _MAX_KERNELS = 40
 _MAX_STRAGGLERS = 16
+_SPARES = (("hosts", str), ("gpus", str), ("goodput", format_percent), ("goodput_of_all", format_percent))
 _SPREAD = ("min", "median", "p90", "max")
 Form = Callable[[Any], str]
 # what a number is called, its key, and how it is written
@@ -316,6 +317,18 @@ def goodput_table(shown: Shown) -> Table:
     ):
         rows.append((label, shown.number(f"goodput.{key}", form), ""))
     return Table([*text_columns("of the run"), *number_columns("", "of the wall time")], rows)
+
+
+def spares_table(shown: Shown) -> Table:
+    """What goodput is with so many spare hosts."""
+    part = shown.report.failures
+    if part is None:
+        return Table((), ())
+    each = "spare hosts" if all(row.pools == 1 for row in part.spares) else "spare hosts a domain"
+    rows = [
+        [shown.number(f"failures.spares.{i}.{key}", form) for key, form in _SPARES] for i in range(len(part.spares))
+    ]
+    return Table(number_columns(each, "GPUs", "goodput", "of all GPUs"), rows)
 
 
 def pipeline_table(shown: Shown) -> Table:

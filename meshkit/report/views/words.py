@@ -24,7 +24,7 @@ from meshkit.report.schema import (
     StepSample,
 )
 from meshkit.runs.phases import Goodput
-from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
+from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 
 
 class Look(NamedTuple):
@@ -371,6 +371,37 @@ def goodput_text(part: GoodputPart) -> str:
     attempts = f", {plural(part.attempts, 'attempt')}" if part.attempts else ""
     again = f", {plural(part.lost_steps, 'step')} made again" if part.lost_steps else ""
     return f"{format_percent(part.share)} of {format_seconds(part.wall_s)}{attempts}{again}"
+
+
+def failures_lines(report: Report) -> list[str]:
+    """What failures leave of a training, in sentences; none where nobody asked."""
+    f, step_s = report.failures, report.step.time_s
+    if f is None or not step_s:
+        return []
+    studies = ", ".join(f"{format_percent(share)} at that of {name}" for name, share in f.published.items())
+    low, high = format_percent(f.goodput_low), format_percent(f.goodput_high)
+    kept = "With a checkpoint" if f.every else "No checkpoints are written (checkpoint.every = 0); with one"
+    rate = f"{f.per_host_day:.2g} a host and day ({f.rate_source}), {plural(f.hosts, 'host')}"
+    restart = f"{format_seconds(f.restart_s)} to restart, {format_seconds(f.read_s)} to read the state"
+    saved = f"{format_percent(f.goodput)} goodput; one month in ten has less than {low}, one more than {high}"
+    rest = (f.saving_share, f.lost_share, f.down_share)
+    saving, lost, down = map(format_percent, rest)
+    stops = f"{format_seconds(f.blocked_s)} and is written {format_seconds(f.write_s)} later"
+    snapshots = f"{_every(f.best_snapshot_every, step_s)}: {format_percent(f.snapshot_goodput)}"
+    held = format_bytes(f.snapshot_host_bytes)
+    return [
+        f"A failure every {format_seconds(f.between_s)}: {rate}.",
+        f"{format_seconds(f.detection_s)} until it is detected, {restart} at {format_rate(f.storage_bytes_per_s)}.",
+        f"{kept} {_every(f.every or f.best_every, step_s)}: {saved}.",
+        f"Of the rest, saves take {saving}, lost steps {lost}, restarts {down}.",
+        f"Best: {_every(f.best_every, step_s)}, {format_percent(f.best_goodput)}. A save stops the steps for {stops}.",
+        f"With snapshots in host memory and a copy on another host, {snapshots}, for {held} of a host's memory.",
+        f"At other rates of failures: {studies}.",
+    ]
+
+
+def _every(steps: int, step_s: float) -> str:
+    return f"every {plural(steps, 'step')} ({format_seconds(steps * step_s)})"
 
 
 def goodput_summary(goodput: Goodput | None) -> str:

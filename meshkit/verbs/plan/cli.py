@@ -53,6 +53,10 @@ def plan(
     imbalance: Annotated[
         float, typer.Option(metavar="FACTOR", help="Rows of the busiest GPU of an expert axis, over an average one's.")
     ] = 1.0,
+    failures: Annotated[
+        bool,
+        typer.Option("--failures", help="Say what failures leave: goodput, best checkpoint interval, spare hosts."),
+    ] = False,
     require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
     jobs: JobsOption = None,
@@ -82,6 +86,8 @@ def plan(
         raise ConfigError("other options of XLA are compiled at one size.", at="--options", hint="without --sweep")
     if imbalance != 1.0 and (sweep is not None or options):
         raise ConfigError("an imbalance is of one plan.", at="--imbalance", hint="without --sweep and --options")
+    if sweep is not None and failures:
+        raise ConfigError("what failures leave is planned at one size.", at="--failures", hint="without --sweep")
     if sweep is not None:
         with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
@@ -99,6 +105,10 @@ def plan(
             report = _with_alternatives(report, experiment, set_, jobs)
         if (change := find_change(report, loaded, made.planned)) is not None:
             report = judged_plan(report, made.planned, change)
+    if failures:
+        from meshkit.planning.failures import plan_failures
+
+        report = report.model_copy(update={"failures": plan_failures(report, made.facts, loaded)})
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)

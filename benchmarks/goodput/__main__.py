@@ -1,0 +1,181 @@
+"""`python -m benchmarks.goodput`: costs of failures -> predicted goodput of drawn failures -> a soak with them.
+
+    costs    a run left alone and a run under failures (other ones than the soaks')  -> costs.json
+    predict  costs.json, seed -> the goodput that the simulator expects              -> predictions.csv
+    soak     the same seed: the run itself                                           -> soaks.csv, goodput.md
+
+`predict` writes down what it expects before anything is run with that seed. Without a word all three are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goodput.soak import EVERY, KINDS, MEAN_S, STEPS, Soak, schedule, soak
+from benchmarks.kill_matrix.table import machine
+from meshkit.predict.failures import Costs, Spent, play
+from meshkit.runs.phases import read_attempts
+
+SEEDS, ALONE_STEPS = (11, 12), 500
+OTHER_SEED, OTHER_MEAN_S, OTHER_STEPS = 2, 30.0, 1500
+_COSTS, _PREDICTED, _SOAKS, _PAGE = "costs.json", "predictions.csv", "soaks.csv", "goodput.md"
+
+
+def measure_costs(scratch: Path) -> dict[str, Any]:
+    """What `Costs` needs, from a run left alone and from one under failures."""
+    alone = soak(scratch / "alone", [], ALONE_STEPS)
+    (attempt,) = read_attempts(scratch / "alone" / "run")
+    seconds, saves = attempt.seconds, ALONE_STEPS // EVERY
+    before_last = dict(attempt.marks)[ALONE_STEPS]["save"]  # a mark is set as a save begins
+    blocked_s = before_last / (saves - 1)
+    other = soak(scratch / "other", schedule(OTHER_SEED, OTHER_MEAN_S), OTHER_STEPS)
+    assert other.first_s is not None, "a seed whose first failure is later is needed"
+    step_s = (seconds["step"] + seconds["data"]) / ALONE_STEPS
+    ups = [hit.up_s - step_s for hit in other.hits if hit.up_s is not None]
+    return {
+        "step_s": step_s,
+        "step_share": seconds["step"] / (seconds["step"] + seconds["data"]),
+        "blocked_s": blocked_s,
+        "write_s": max(0.0, seconds["save"] - before_last - blocked_s),
+        "first_s": other.first_s - step_s,
+        "restart_s": statistics.mean(ups),
+        "restarts": sorted(round(up, 2) for up in ups),
+        "detection_s": {
+            kind: statistics.mean(found)
+            for kind in KINDS
+            if (found := [hit.detection_s for hit in other.hits if hit.kind == kind])
+        },
+        "goodput_alone": alone.goodput.share,
+        "goodput_other": other.goodput.share,
+    }
+
+
+def predict(costs: dict[str, Any], seed: int) -> Spent:
+    """What the simulator expects of the soak with that seed."""
+    known = Costs(
+        step_s=costs["step_s"],
+        blocked_s=costs["blocked_s"],
+        write_s=costs["write_s"],
+        detection_s=0.0,
+        restart_s=costs["restart_s"],
+        first_s=costs["first_s"],
+    )
+    timed = [failure._replace(detection_s=costs["detection_s"][failure.kind]) for failure in schedule(seed)]
+    return play(known, EVERY, timed, steps=STEPS)
+
+
+def main() -> None:
+    """Does what is asked for, into files beside this one or in `--out`."""
+    parser = argparse.ArgumentParser(prog="benchmarks.goodput", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("costs", "predict", "soak"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    chosen = parser.parse_args()
+    out: Path = chosen.out
+    with tempfile.TemporaryDirectory(prefix="meshkit-goodput-") as scratch:
+        os.environ.setdefault("MESHKIT_CACHE", f"{scratch}/cache")
+        if chosen.what in (None, "costs"):
+            (out / _COSTS).write_text(json.dumps(measure_costs(Path(scratch)), indent=2) + "\n")
+        costs = json.loads((out / _COSTS).read_text())
+        for seed in chosen.seeds:
+            if chosen.what in (None, "predict"):
+                _keep(out / _PREDICTED, _predicted_row(costs, seed))
+            if chosen.what in (None, "soak"):
+                _keep(out / _SOAKS, _measured_row(costs, seed, soak(Path(scratch) / f"soak{seed}", schedule(seed))))
+    if chosen.what != "predict" and (out / _SOAKS).exists():
+        text = _page(out)
+        (out / _PAGE).write_text(text)
+        print(text)
+
+
+def _predicted_row(costs: dict[str, Any], seed: int) -> dict[str, Any]:
+    spent = predict(costs, seed)
+    share = spent.goodput * costs["step_share"]
+    return {"seed": seed, "goodput": round(share, 4), "wall_s": round(spent.wall_s, 1), "attempts": spent.attempts,
+            "lost_steps": spent.lost_steps}  # fmt: skip
+
+
+def _measured_row(costs: dict[str, Any], seed: int, found: Soak) -> dict[str, Any]:
+    goodput, own = found.goodput, _own_costs(costs, found)
+    ups = [hit.up_s for hit in found.hits if hit.up_s is not None]
+    return {"seed": seed, "goodput": round(goodput.share, 4), "wall_s": round(goodput.wall_s, 1),
+            "attempts": goodput.attempts, "lost_steps": goodput.lost_steps, "launches": found.launches,
+            "skipped": found.skipped, "restart_s": round(statistics.mean(ups), 2),
+            "detection_s": round(statistics.mean(hit.detection_s for hit in found.hits), 2),
+            "own_costs": round(predict(own, seed).goodput * own["step_share"], 4), "load": round(os.getloadavg()[1], 1),
+            "seconds": json.dumps({k: round(v, 1) for k, v in asdict(goodput)["seconds"].items()})}  # fmt: skip
+
+
+def _own_costs(costs: dict[str, Any], found: Soak) -> dict[str, Any]:
+    """The costs with what the soak itself had: step, first step, restart, detection by kind where it had the kind."""
+    step_s = found.step_s / costs["step_share"]
+    detection = {
+        kind: statistics.mean([hit.detection_s for hit in found.hits if hit.kind == kind] or [known])
+        for kind, known in costs["detection_s"].items()
+    }
+    ups = [hit.up_s - step_s for hit in found.hits if hit.up_s is not None]
+    first_s = costs["first_s"] if found.first_s is None else found.first_s - step_s
+    return costs | {"step_s": step_s, "detection_s": detection, "restart_s": statistics.mean(ups), "first_s": first_s}
+
+
+def _keep(path: Path, row: dict[str, Any]) -> None:
+    """Puts a row into a table, in the place of one with the same seed."""
+    rows = [r for r in _rows(path) if r["seed"] != str(row["seed"])] + [row]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+_EXPLAINS = f"""\
+2 processes x 4 CPU devices make {STEPS} steps with a checkpoint every {EVERY}, under failures of {len(KINDS)} kinds at
+times drawn from the seed, {MEAN_S:g} s apart on average. Goodput is the share of the wall time that went into steps
+that count. The costs are those of other runs (`costs.json`), and `predictions.csv` was written before a soak was run.
+Own costs: what the simulator gives afterwards with the step, detection and restart that the soak itself had. What is
+left of the error then is the simulator's; the rest is how the machine's load changed between the runs.
+"""
+
+
+def _page(out: Path) -> str:
+    predicted = {row["seed"]: row for row in _rows(out / _PREDICTED)}
+    heads = (
+        "seed",
+        "failures",
+        "predicted",
+        "measured",
+        "error, points",
+        "own costs",
+        "steps lost",
+        "measured",
+        "load",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in _rows(out / _SOAKS):
+        expected = predicted[row["seed"]]
+        guess, found = 100 * float(expected["goodput"]), 100 * float(row["goodput"])
+        cells = (
+            row["seed"], int(row["attempts"]) - 1, f"{guess:.1f} %", f"{found:.1f} %", f"{guess - found:+.1f}",
+            f"{100 * float(row['own_costs']):.1f} %", expected["lost_steps"], row["lost_steps"], row["load"],
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    table = "\n".join(lines)
+    return f"# Goodput, predicted and measured\n\n`python -m benchmarks.goodput`: {machine()}\n\n{_EXPLAINS}\n{table}\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What failures leave of a planned training: goodput, the best intervals between saves, what spare hosts are worth.
+
+Report, StepFacts, Cluster, [failures] -> Costs -> closed form, simulator -> FailuresPart
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import Experiment, ProgramExperiment
+from meshkit.config.sections import FailuresTable
+from meshkit.errors import ConfigError
+from meshkit.predict.failures import (
+    DAY_S,
+    Costs,
+    Spares,
+    best_interval,
+    draw,
+    expected_goodput,
+    expected_shares,
+    months,
+    play,
+)
+from meshkit.report.schema import FailuresPart, Report, SparesPart
+from meshkit.step.program import StepFacts
+
+_SEED = 20261127
+_PLAYED = 4000  # failures of a simulated run: goodput within 1 / sqrt(4000) of what it lacks
+_MOST_SPARES, _ENOUGH = 16, 1e-3  # rows of spares, up to one with which goodput lacks a tenth of a point
+_SNAPSHOT_COPIES = 2  # a new one is written beside the last whole one
+
+
+class _Known(NamedTuple):
+    """`[failures]` with what it leaves out as the catalog has it; the rate is another matter."""
+
+    host_share: float
+    detection_s: float
+    restart_s: float
+    repair_hours: float
+
+    @classmethod
+    def of(cls, given: FailuresTable) -> _Known:
+        row = catalog.failures()
+        return cls(*(row[name] if getattr(given, name) is None else getattr(given, name) for name in cls._fields))
+
+
+def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | ProgramExperiment) -> FailuresPart:
+    """Return what failures leave of the training that the report plans.
+
+    Args:
+        report: of the plan; its step time, and bytes of the state of one GPU.
+        facts: of its step; bytes of the state of all.
+        experiment: its cluster, `[failures]`, and how often it writes checkpoints.
+
+    Raises:
+        ConfigError: the plan predicts no step time, or does not know how large the state is.
+    """
+    cluster, given = experiment.cluster, experiment.failures
+    step_s, state_bytes = report.step.time_s, facts.state_bytes
+    if not step_s or not state_bytes:
+        what = "a step time" if state_bytes else "the bytes of parameters and optimizer state"
+        hint = "without --failures, or a [model] with meshkit's own step, whose state is known"
+        raise ConfigError(
+            f"what failures cost needs {what}, which this plan does not have.", at="--failures", hint=hint
+        )
+    known, hosts = _Known.of(given), cluster.num_gpus / min(cluster.gpus_per_host, cluster.gpus_used_per_domain)
+    rates = {name: rate * cluster.gpus_per_host for name, rate in catalog.published_failures_per_gpu_day().items()}
+    default, rate = next(iter(rates.items()))
+    rate, source = (given.per_host_day, "given") if given.per_host_day is not None else (rate, default)
+    between_s = DAY_S / (rate * hosts)
+    disk, storage = _disk_costs(known, cluster, facts, step_s)
+    memory, held = _memory_costs(known, cluster, hosts, facts, step_s)
+    every = (experiment.checkpoint.every if isinstance(experiment, Experiment) else 0) or None
+    best, best_snapshot = best_interval(disk, between_s), best_interval(memory, between_s)
+    month = months(disk, every or best, 1 / between_s, seed=_SEED)
+    shares = expected_shares(disk, every or best, between_s)
+    return FailuresPart(
+        per_host_day=rate,
+        rate_source=source,
+        hosts=round(hosts),
+        between_s=between_s,
+        **known._asdict(),
+        storage_bytes_per_s=storage,
+        blocked_s=disk.blocked_s,
+        write_s=disk.write_s,
+        read_s=disk.read_s,
+        every=every,
+        goodput=shares.goodput,
+        goodput_low=month[len(month) // 10],
+        goodput_high=month[-len(month) // 10],
+        saving_share=shares.saving,
+        lost_share=shares.lost,
+        down_share=shares.down,
+        best_every=best,
+        best_goodput=expected_goodput(disk, best, between_s),
+        best_snapshot_every=best_snapshot,
+        snapshot_goodput=expected_goodput(memory, best_snapshot, between_s),
+        snapshot_write_s=memory.write_s,
+        snapshot_host_bytes=held,
+        spares=tuple(_spares(disk, every or best, between_s, known, cluster)),
+        published={name: _at_rate(disk, every, DAY_S / (rate * hosts)) for name, rate in rates.items()},
+    )
+
+
+def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float) -> tuple[Costs, float]:
+    """Costs of checkpoints on disk, and the storage's bytes per second.
+
+    A save blocks while the state leaves the GPUs, all at once, each its own shards. What nobody says of the storage is
+    taken to be as fast, for each GPU, as Llama 3's.
+    """
+    assert facts.state_bytes is not None
+    storage = cluster.checkpoint_bytes_per_s or cluster.num_gpus * catalog.failures()["storage_bytes_per_gpu_s"]
+    link, held = cluster.offload_link(), (facts.parameters_bytes or 0) + (facts.optimizer_bytes or 0)
+    blocked_s = (held or facts.state_bytes / cluster.num_gpus) / (link.bytes_per_s * link.achieved)
+    written_s = facts.state_bytes / storage
+    return Costs(step_s, blocked_s, written_s, known.detection_s, known.restart_s, written_s + blocked_s), storage
+
+
+def _memory_costs(
+    known: _Known, cluster: Cluster, hosts: float, facts: StepFacts, step_s: float
+) -> tuple[Costs, float]:
+    """Costs of snapshots in host memory with a copy at a neighbour, and the bytes that they take of a host's memory.
+
+    A snapshot blocks as a checkpoint does, since the next step may change the state; the copy to the neighbour crosses
+    the scale-out fabric under the following steps. A lost host's share comes back the same way.
+    """
+    assert facts.state_bytes is not None
+    disk, _ = _disk_costs(known, cluster, facts, step_s)
+    share, link = facts.state_bytes / hosts, cluster.link("infiniband")
+    copied_s = share / (link.bytes_per_s * link.achieved * cluster.gpus_per_host) if hosts > 1 else 0.0
+    costs = replace(disk, write_s=copied_s, read_s=copied_s + disk.blocked_s)
+    return costs, share * _SNAPSHOT_COPIES * (2 if hosts > 1 else 1)
+
+
+def _at_rate(costs: Costs, every: int | None, between_s: float) -> float:
+    return expected_goodput(costs, every or best_interval(costs, between_s), between_s)
+
+
+def _spares(costs: Costs, every: int, between_s: float, known: _Known, cluster: Cluster) -> Iterator[SparesPart]:
+    """What goodput is with 0, 1, ... spare hosts, until another one gives nothing.
+
+    A host of an NVLink domain that spans hosts is replaced by one of the same domain alone, so each has its own.
+    """
+    in_domain = cluster.nvlink_domain_size > cluster.gpus_per_host
+    pools = cluster.num_nvlink_domains if in_domain else 1
+    there = cluster.nvlink_domain_size - cluster.gpus_used_per_domain if in_domain else 0
+    span_s, best = _PLAYED * between_s, expected_goodput(costs, every, between_s)
+    for each in range(_MOST_SPARES + 1):
+        spares = Spares(each, known.repair_hours * 3600, pools=pools, seed=_SEED)
+        failures = draw(_SEED, 1 / between_s, host_share=known.host_share)
+        goodput = play(costs, every, failures, until_s=span_s, spares=spares).goodput
+        gpus = pools * each * cluster.gpus_per_host
+        yield SparesPart(
+            hosts=each,
+            pools=pools,
+            gpus=gpus,
+            goodput=goodput,
+            goodput_of_all=goodput * cluster.num_gpus / (cluster.num_gpus + gpus),
+        )
+        if goodput > best - _ENOUGH and each >= math.ceil(there / cluster.gpus_per_host):
+            return

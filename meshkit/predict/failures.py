@@ -1,0 +1,296 @@
+"""What failures leave of a training's time: goodput in closed form, and a simulator that plays any list of failures.
+
+    Costs, checkpoint interval, failure rate -> expected_goodput, best_interval   (closed form)
+    Costs, checkpoint interval, failures (drawn or given) -> play -> Spent        (simulator)
+
+Every failure ends all processes of a synchronous job, so a job of h hosts with rate r each fails at rate h r, as a
+Poisson process. An attempt makes steps, saves after every k of them, and a save is worth something once it is written:
+`blocked_s` after the step (the state leaves the device) and `write_s` later (it is on disk, training goes on).
+
+In closed form (Daly 2006, with a write that lags behind): with M the mean time between failures, c = b + max(k t, w)
+from save to save, d until a failure is detected and R until the next attempt makes steps,
+
+    kept steps of an attempt      k sum_i P(save i is written) = k e^(-(k t + b + w) / M) / (1 - e^(-c / M))
+    time from failure to failure  M + d e^(R/M) + M (e^(R/M) - 1) = (M + d) e^(R/M)
+
+and goodput is the kept steps' time over that time. To first order it loses b / (k t) + (d + R + k t / 2 + w) / M, which
+is least at Young's k t = sqrt(2 b M).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HOST = "host"  # kind of a failure after which a host is replaced; every other kind only restarts
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What steps, saves and failures of a job take, in seconds."""
+
+    step_s: float
+    blocked_s: float
+    """A save keeps the steps from going on."""
+    write_s: float
+    """From then until the save can be restored; training goes on."""
+    detection_s: float
+    """From a failure until the last process of the attempt is gone."""
+    restart_s: float
+    """From then until the next attempt could make a step, the state left out."""
+    read_s: float = 0.0
+    """To restore the state."""
+    first_s: float = 0.0
+    """From the start of the run to its first step."""
+
+    @property
+    def up_s(self) -> float:
+        """Until the next attempt makes steps, once a failure is detected."""
+        return self.restart_s + self.read_s
+
+    def cycle_s(self, every: int) -> float:
+        """From the beginning of a save to that of the next: a save waits for the one before it."""
+        return self.blocked_s + max(every * self.step_s, self.write_s)
+
+
+class Failure(NamedTuple):
+    """Something that ends all processes."""
+
+    at_s: float
+    kind: str
+    detection_s: float | None = None
+    """Where it differs from that of `Costs`."""
+
+
+@dataclass
+class Spent:
+    """Where the time of a run went; the seconds add up to `wall_s`."""
+
+    step_s: float = 0.0
+    """Steps that count."""
+    save_s: float = 0.0
+    """Saves kept the steps from going on."""
+    lost_s: float = 0.0
+    """Steps that were made again or never ended."""
+    down_s: float = 0.0
+    """From a failure to the next attempt's first step, and from the start of the run to its first."""
+    wait_s: float = 0.0
+    """No host was there to take a lost one's place."""
+    attempts: int = 1
+    lost_steps: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """All of it."""
+        return self.step_s + self.save_s + self.lost_s + self.down_s + self.wait_s
+
+    @property
+    def goodput(self) -> float:
+        """Share of the steps that count; 0 of a run without time."""
+        return self.step_s / self.wall_s if self.wall_s else 0.0
+
+
+class Spares:
+    """Hosts that stand by, and those under repair.
+
+    Args:
+        each: spare hosts of a pool.
+        repair_s: until a lost host is back in its pool.
+        pools: whose hosts cannot take each other's place, as racks with an NVLink domain each.
+        seed: draws the pool of a lost host.
+    """
+
+    def __init__(self, each: int, repair_s: float, *, pools: int = 1, seed: int = 0):
+        self._each, self._repair_s, self._draw = each, repair_s, random.Random(seed)
+        self._out: list[list[float]] = [[] for _ in range(pools)]
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until a host takes the place of one that is lost now."""
+        out = self._out[self._draw.randrange(len(self._out))]
+        while out and out[0] <= now_s:
+            heapq.heappop(out)
+        heapq.heappush(out, now_s + self._repair_s)
+        short = len(out) - self._each  # hosts that have to come back before all places are taken
+        return max(0.0, heapq.nsmallest(short, out)[-1] - now_s) if short > 0 else 0.0
+
+
+def play(
+    costs: Costs,
+    every: int,
+    failures: Iterable[Failure],
+    *,
+    steps: int | None = None,
+    until_s: float = math.inf,
+    spares: Spares | None = None,
+) -> Spent:
+    """Return where the time of one run goes, with these failures.
+
+    A failure while nothing runs any more (before an earlier one is detected, or while a host is waited for) changes
+    nothing. One while the next attempt starts ends that attempt.
+
+    Args:
+        costs: of its parts.
+        every: steps between saves; 0 for none.
+        failures: by time from the start of the run.
+        steps: after which it ends, with a save that it waits for; None for a run that goes on.
+        until_s: the end of a run that goes on.
+        spares: where lost hosts' places are filled from; None for a host that is always at hand.
+    """
+    spent, kept, began, up = Spent(), 0, 0.0, costs.first_s
+    for failure in failures:
+        if failure.at_s >= until_s:
+            break
+        if failure.at_s < began:  # nothing runs
+            continue
+        if failure.at_s >= up:
+            left = None if steps is None else steps - kept
+            if left is not None and failure.at_s - up >= _ending_s(costs, every, left):
+                break
+            kept += _attempt(costs, every, failure.at_s - up, spent)
+        spent.down_s += min(failure.at_s, up) - began
+        detected = failure.at_s + (costs.detection_s if failure.detection_s is None else failure.detection_s)
+        wait_s = spares.wait_s(detected) if spares is not None and failure.kind == HOST else 0.0
+        spent.down_s += detected - failure.at_s
+        spent.wait_s += wait_s
+        began, up = detected + wait_s, detected + wait_s + costs.up_s
+        spent.attempts += 1
+    if steps is not None:
+        spent.down_s += up - began
+        left = steps - kept
+        spent.step_s += left * costs.step_s
+        spent.save_s += _ending_s(costs, every, left) - left * costs.step_s
+    elif math.isfinite(until_s):
+        spent.down_s += max(0.0, min(up, until_s) - began)
+        _attempt(costs, every, max(0.0, until_s - up), spent, lives=True)
+    return spent
+
+
+def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: bool = False) -> int:
+    """Adds what an attempt that lives so long did; the steps of it that are kept. One that `lives` on loses none."""
+    step_s, cycle_s = costs.step_s, costs.cycle_s(every)
+    first = every * step_s  # the first save begins
+    saves = int((lives_s - first) // cycle_s) + 1 if every and lives_s >= first else 0
+    written_s = lives_s - first - costs.blocked_s - costs.write_s
+    written = int(written_s // cycle_s) + 1 if every and written_s >= 0 else 0
+    since = lives_s - (first + (saves - 1) * cycle_s) if saves else lives_s  # beginning of the last save
+    blocked = min(since, costs.blocked_s) if saves else 0.0
+    ahead = (since - blocked) if saves else lives_s
+    if saves and every * step_s < ahead:  # its steps are made: it waits for the save before
+        blocked, ahead = blocked + ahead - every * step_s, every * step_s
+    made = saves * every + int(ahead / step_s)
+    saving = max(0, saves - 1) * (cycle_s - every * step_s) + blocked
+    kept = made if lives else written * every
+    productive = lives_s - saving if lives else kept * step_s
+    spent.step_s += productive
+    spent.save_s += saving
+    spent.lost_s += lives_s - saving - productive
+    spent.lost_steps += made - kept
+    return kept
+
+
+def _ending_s(costs: Costs, every: int, left: int) -> float:
+    """Seconds of an attempt that makes the last steps of a run, and waits for its last save."""
+    work_s = left * costs.step_s
+    if not every or not left:
+        return work_s
+    before = math.ceil(left / every) - 1  # saves before the last one
+    waits_s = max(0, before - 1) * max(0.0, costs.write_s - every * costs.step_s)
+    if before:
+        waits_s += max(0.0, costs.write_s - (left - before * every) * costs.step_s)
+    return work_s + (before + 1) * costs.blocked_s + waits_s + costs.write_s
+
+
+def draw(seed: int, rate_per_s: float, *, host_share: float = 0.0) -> Iterator[Failure]:
+    """Yield failures of a Poisson process without end; the same for the same seed.
+
+    Args:
+        seed: of the draw.
+        rate_per_s: of the whole job.
+        host_share: of them after which a host is replaced.
+    """
+    chance, at_s = random.Random(seed), 0.0
+    while True:
+        at_s += chance.expovariate(rate_per_s)
+        yield Failure(at_s, HOST if chance.random() < host_share else "restart")
+
+
+def expected_goodput(costs: Costs, every: int, between_s: float) -> float:
+    """Return the goodput of a run without end, exactly, with a host always at hand.
+
+    Args:
+        costs: of its parts.
+        every: steps between saves.
+        between_s: mean time between failures of the whole job.
+    """
+    work_s, cycle_s = every * costs.step_s, costs.cycle_s(every)
+    first_s = work_s + costs.blocked_s + costs.write_s
+    # in one exponent: each factor alone may leave the range of a float
+    exponent = -(first_s - cycle_s + costs.up_s) / between_s
+    scale = work_s / (between_s + costs.detection_s)
+    cycle = cycle_s / between_s
+    if cycle > 500:
+        return scale * math.exp(max(-700.0, exponent - cycle))
+    return scale * math.exp(exponent) / math.expm1(cycle)
+
+
+class Shares(NamedTuple):
+    """Where the time of a run without end goes; the shares add up to 1."""
+
+    goodput: float
+    saving: float
+    lost: float
+    down: float
+
+
+def expected_shares(costs: Costs, every: int, between_s: float) -> Shares:
+    """Return what steps that count, saves, lost steps and restarts take, as `expected_goodput` has it.
+
+    Saves are those that were written; one that was not is lost with its steps.
+    """
+    goodput = expected_goodput(costs, every, between_s)
+    saving = goodput * (costs.cycle_s(every) / (every * costs.step_s) - 1)
+    up = between_s / (between_s + costs.detection_s) * math.exp(-costs.up_s / between_s)
+    return Shares(goodput, saving, up - goodput - saving, 1 - up)
+
+
+def best_interval(costs: Costs, between_s: float) -> int:
+    """Return the steps between saves with which `expected_goodput` is highest.
+
+    It grows to its one maximum and falls from there: below the time that a write takes steps only wait, and above it
+    the optimum is that of `young_s`, corrected.
+    """
+    low, high = 1, max(2, math.ceil(4 * (between_s + costs.write_s) / costs.step_s))
+    while high - low > 2:
+        third = (high - low) // 3
+        a, b = low + third, high - third
+        if expected_goodput(costs, a, between_s) < expected_goodput(costs, b, between_s):
+            low = a
+        else:
+            high = b
+    return max(range(low, high + 1), key=lambda every: expected_goodput(costs, every, between_s))
+
+
+def young_s(blocked_s: float, between_s: float) -> float:
+    """Return Young's interval between saves (1974): sqrt(2 b M), the optimum to first order."""
+    return math.sqrt(2 * blocked_s * between_s)
+
+
+def daly_s(blocked_s: float, between_s: float) -> float:
+    """Return Daly's interval between saves (2006, equation 37), of higher order."""
+    if blocked_s >= 2 * between_s:
+        return between_s
+    x = blocked_s / (2 * between_s)
+    return young_s(blocked_s, between_s) * (1 + math.sqrt(x) / 3 + x / 9) - blocked_s
+
+
+def months(costs: Costs, every: int, rate_per_s: float, *, seed: int, count: int = 200) -> Sequence[float]:
+    """Return the goodput of months of 30 days, each with failures of its own, the lowest first."""
+    goodputs = (
+        play(costs, every, draw(seed * count + i, rate_per_s), until_s=30 * DAY_S).goodput for i in range(count)
+    )
+    return sorted(goodputs)
