@@ -542,6 +542,7 @@ def _check_rounds(table: ExperimentTable) -> None:
         ("train", "evaluate_every"): table.train.evaluate_every,
         ("train", "replica_check_every"): table.train.replica_check_every,
         ("checkpoint", "every"): table.checkpoint.every,
+        ("checkpoint", "snapshot_every"): table.checkpoint.snapshot_every,
     }
     for key, value in counts.items():
         if value % every:

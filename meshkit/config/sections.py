@@ -386,6 +386,10 @@ class CheckpointTable(TomlTable):
         description="before a restore, compare contents with their hashes: every process all files, "
         "every process its share of them, or only names and sizes",
     )
+    snapshot_every: Natural = Field(
+        default=0,
+        description="steps between snapshots in host memory, which a restart by the same launcher reads; 0 = none",
+    )
     initial: Text | None = Field(
         default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"
     )

@@ -32,7 +32,7 @@ from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, drift_findings, rematerialization_findings
 from meshkit.linting.ways import way_findings
 from meshkit.planning.resolved import examine_experiment, examine_program, make_program, make_train_step
-from meshkit.planning.warnings import imbalance_warning, plan_warnings
+from meshkit.planning.warnings import imbalance_warning, plan_warnings, snapshot_warnings
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
@@ -173,7 +173,7 @@ def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: floa
     if isinstance(experiment, ProgramExperiment):
         return _plan_users_program(experiment, imbalance)
     program = absent_step(experiment)
-    return make_plan(
+    made = make_plan(
         program.step,
         (program.abstract_state, program.abstract_batch),
         mesh=program.mesh,
@@ -183,6 +183,12 @@ def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: floa
         examined=examine_experiment(experiment, program),
         imbalance=imbalance,
     )
+    if not experiment.checkpoint.snapshot_every:
+        return made
+    leaves = jax.tree.leaves(program.abstract_state)  # wherever they lie: a snapshot holds them all
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    told = snapshot_warnings(held, made.compiled, experiment.cluster)
+    return replace(made, report=made.report.model_copy(update={"warnings": (*made.report.warnings, *told)}))
 
 
 def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan:

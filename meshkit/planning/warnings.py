@@ -225,6 +225,26 @@ def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
     return [Warning_(code=coverage.LAUNCH_BOUND, message=message, seconds=seconds)]
 
 
+def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Cluster) -> list[Warning_]:
+    """Say what snapshots take of a host's memory, beside what is offloaded.
+
+    Args:
+        state_bytes: of one GPU; its process keeps two snapshots of it, less what its other GPUs hold as well.
+        compiled: the step, with what it has in host memory.
+        cluster: whose hosts have so much memory.
+    """
+    each = cluster.num_gpus / cluster.hosts
+    taken, needed = 2 * state_bytes * each, (2 * state_bytes + compiled.host_peak_bytes) * each
+    there = cluster.host_memory_bytes
+    of = "" if there is None else f" of {format_bytes(there)}"
+    message = f"checkpoint.snapshot_every keeps two snapshots in host memory, up to {format_bytes(taken)}{of} a host"
+    found = [Warning_(code="host_memory", message=message)]
+    if there is not None and needed > there:
+        with_them = f"with snapshots a host needs {format_bytes(needed)}, and has {format_bytes(there)}"
+        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{with_them}: checkpoint.snapshot_every = 0"))
+    return found
+
+
 def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
     """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
     if not simulation.host_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +12,13 @@ from meshkit.config.experiment import load
 from meshkit.distributed import join
 from meshkit.errors import ConfigError
 from meshkit.planning.failures import plan_failures
+from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED, snapshot_warnings
 from meshkit.predict.failures import Costs, best_interval, expected_goodput
 from meshkit.report.schema import FailuresPart, Report, StepPart, WindowPart
 from meshkit.report.views.report import render
 from meshkit.report.views.words import failures_lines
 from meshkit.step.program import StepFacts
+from meshkit.units import format_bytes
 
 GB = 10**9
 STATE, PER_GPU, STEP_S = 96 * GB, 6 * GB, 1.0
@@ -52,7 +55,7 @@ def test_a_default_that_nobody_gives_is_the_catalogs():
     assert part.per_host_day == pytest.approx(419 / 2048 / 54)
     assert part.storage_bytes_per_s == 16 * row["storage_bytes_per_gpu_s"]
     assert (part.detection_s, part.restart_s, part.repair_hours) == (100, 660, 24)
-    assert row["detection_s"] == join._HEARTBEAT_S  # a process that is lost without a word
+    assert row["detection_s"] == join.HEARTBEAT_S  # a process that is lost without a word
 
 
 def test_a_published_rate_is_that_of_its_study():
@@ -102,3 +105,14 @@ def test_what_the_plan_does_not_know_is_said():
         planned(step_s=None)
     with pytest.raises(ConfigError, match="bytes of parameters and optimizer state"):
         planned(facts=StepFacts())
+
+
+def test_snapshots_count_in_a_hosts_memory():
+    compiled = SimpleNamespace(host_peak_bytes=GB)
+    roomy, tight = (load("llama3_8b", [f"cluster.host_memory_bytes={size}"]).cluster for size in ("2e12", "100e9"))
+    (told,) = snapshot_warnings(PER_GPU, compiled, roomy)  # pyright: ignore[reportArgumentType]
+    assert told.code == "host_memory"
+    assert f"up to {format_bytes(2 * PER_GPU * 8)} of {format_bytes(2e12)} a host" in told.message
+    _, exceeded = snapshot_warnings(PER_GPU, compiled, tight)  # pyright: ignore[reportArgumentType]
+    assert exceeded.code == HOST_MEMORY_EXCEEDED
+    assert format_bytes((2 * PER_GPU + GB) * 8) in exceeded.message

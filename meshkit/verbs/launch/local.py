@@ -44,6 +44,7 @@ from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read
 from meshkit.runs.limits import STALL_TIMEOUT, Limits
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
+from meshkit.runs.snapshots import SNAPSHOTS_VARIABLE, SnapshotMemory
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
 
 _LOOPBACK = "127.0.0.1"
@@ -296,6 +297,7 @@ class Supervisor:
         self._logs = logs or folder / "logs"
         self._signals: list[signal.Signals] = []
         self._launch = str(uuid.uuid4())
+        self._snapshots: list[SnapshotMemory] = []  # of each process, from its first attempt to the end
 
     def run(self) -> int:
         """Attempts until the end.
@@ -308,7 +310,7 @@ class Supervisor:
         """
         first = next_attempt(self._logs)
         best, fruitless = last_step(self._folder), 0
-        with self._note_signals(), renewing(self._folder, self._launch):
+        with self._note_signals(), renewing(self._folder, self._launch), self._keeping():
             for number in range(first, first + self._policy.max_restarts + 1):
                 attempt = self._attempt(number)
                 if attempt.received is not None or attempt.failed is None:
@@ -335,10 +337,12 @@ class Supervisor:
         environments = self.environments(number)
         with ExitStack() as stack:
             pulses = [stack.enter_context(closing(Pulse())) for _ in environments]
+            self._snapshots += [SnapshotMemory() for _ in environments[len(self._snapshots) :]]
             told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
+            told = [{**t, SNAPSHOTS_VARIABLE: memory.value} for t, memory in zip(told, self._snapshots)]
             environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
             watchdog = Watchdog(pulses, self._policy.limits)
-            shared = [pulse.descriptor for pulse in pulses]
+            shared = [(pulse.descriptor, *memory.descriptors) for pulse, memory in zip(pulses, self._snapshots)]
             gang = stack.enter_context(LocalGang(self.command, environments, logs, self._first_rank, shared))
             follower = Follower(gang.members[0].log)
             try:
@@ -442,6 +446,16 @@ class Supervisor:
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
         self._show(f"  its whole log: {failed.log}")
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keeps the processes' snapshots in memory from one attempt to the next; then they are gone."""
+        try:
+            yield
+        finally:
+            for memory in self._snapshots:
+                memory.close()
+            self._snapshots.clear()
 
     @contextmanager
     def _note_signals(self) -> Iterator[None]:

@@ -128,7 +128,7 @@ class LocalGang:
     environments: Sequence[Mapping[str, str]]
     logs: Path
     first_rank: int = 0
-    descriptors: Sequence[int] = ()
+    descriptors: Sequence[Sequence[int]] = ()
     members: list[Member] = field(default_factory=list)
     _started: float = 0.0
 
@@ -145,7 +145,7 @@ class LocalGang:
             for i, environment in enumerate(self.environments):
                 rank, log = self.first_rank + i, self.logs / f"rank{self.first_rank + i}.log"
                 with log.open("xb") as output:
-                    reaper, channel = _start(environment, output, self.descriptors[i : i + 1])
+                    reaper, channel = _start(environment, output, self.descriptors[i] if self.descriptors else ())
                 self.members.append(Member(rank, reaper, channel, log))
                 channel.sendall(json.dumps(list(self.command)).encode() + b"\n")
             for member in self.members:

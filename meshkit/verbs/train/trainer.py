@@ -42,6 +42,7 @@ from meshkit.step.program import StepFacts
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, build_train_step
 from meshkit.trace.capture import CapturedStep
+from meshkit.verbs.checkpoint.snapshots import Snapshots
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
 from meshkit.verbs.train.captures import Captures, planned_capture
 from meshkit.verbs.train.hooks import Hook, TrainingStep, find_hooks
@@ -198,6 +199,7 @@ class _Run:
     store: CheckpointStore = field(init=False)
     records: StepRecords = field(init=False)
     captures: Captures = field(init=False)
+    snapshots: Snapshots | None = None
     resumed_step: int = 0
     evaluation_loss: float | None = None
     running: Mapping[str, jax.Array] = field(default_factory=dict)
@@ -214,7 +216,7 @@ class _Run:
         )
         try:
             self.phases.enter("restore")
-            saved = self.store.restore_latest(self.program.abstract_state)
+            saved = self._restored()
             self.resumed_step = int(saved.step) if saved is not None else 0
             self.goodput.resumed(self.resumed_step)
             if saved is None:
@@ -227,6 +229,8 @@ class _Run:
             self.stop.arm()
             try:
                 self._loop(state)
+                if self.snapshots is not None:
+                    self.snapshots.close()
                 self.store.wait()  # the last state is on disk, or the run has failed
             finally:
                 self.phases.enter("end")
@@ -236,6 +240,17 @@ class _Run:
             self.phases.enter("save")  # what is still being written keeps the process from ending
             self.store.close()
             self.phases.enter("end")
+
+    def _restored(self) -> TrainState | None:
+        """The newest state there is: of a snapshot in memory, else of a checkpoint; None for a new run."""
+        if self.experiment.checkpoint.snapshot_every:
+            self.snapshots = Snapshots(self.owner.run, self.progress.say)
+            newest = next(iter(self.store.steps()), 0)
+            state = self.snapshots.restore(self.program.abstract_state, after=newest)
+            if state is not None:
+                self.progress.say(f"the snapshot of step {int(state.step)} is in memory; no checkpoint is read")
+                return state
+        return self.store.restore_latest(self.program.abstract_state)
 
     def _open_records(self, log: RunLog) -> None:
         """Makes what writes down and captures the steps."""
@@ -260,6 +275,7 @@ class _Run:
         # A state that is corrupt is found before its checkpoint replaces a good one.
         guarding = (
             Hook(self._check_replicas, train.replica_check_every),
+            Hook(self._snapshot, self.experiment.checkpoint.snapshot_every),
             Hook(self._save, self.experiment.checkpoint.every, last=True),
         )
         unwritten: TrainingStep | None = None
@@ -345,6 +361,12 @@ class _Run:
     def _check_replicas(self, step: TrainingStep) -> None:
         self.phases.enter("check", step.number)
         self._replicas.check(step.state, step.number)
+
+    def _snapshot(self, step: TrainingStep) -> None:
+        if self.snapshots is not None:
+            self.phases.enter("save", step.number)
+            self.goodput.mark(step.number)
+            self.snapshots.take(step.state)
 
     def _save(self, step: TrainingStep) -> None:
         self.phases.enter("save", step.number)

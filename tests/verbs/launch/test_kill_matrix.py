@@ -96,6 +96,23 @@ def test_the_run_ends_with_the_losses_of_one_left_alone(chain):
     assert chain.left == []
 
 
+def test_a_gang_goes_on_from_the_last_snapshot_that_all_have_in_memory(chain, tmp_path):
+    """Rank 1 is killed before it copies the state of step 16, which rank 0 keeps. There is no checkpoint at all."""
+    options = ("--max-restarts", "2", "--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
+    gate = Gate("save", 1, 16)
+    launch = Launch(tmp_path, {0: gate}, options)
+    launch.start()
+    try:
+        hit = hit_at_gate(launch, 0, gate, "kill", 1)
+        assert launch.end() == 0, launch.said
+    finally:
+        launch.kill()
+    assert hit.pulse == "save"
+    assert "the snapshot of step 14 is in memory; no checkpoint is read" in launch.said
+    assert launch.losses() == chain.alone  # bit for bit
+    assert leftovers(launch) == []
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")

@@ -1,0 +1,189 @@
+"""Snapshots: the state in host memory that the launcher holds, from which the next attempt goes on without the disk.
+
+    state, every `checkpoint.snapshot_every` steps -> copied to this process's slot -> training goes on
+                                                   -> sha256, seal -> all processes have it
+    next attempt: whole slots of this run and this layout -> the newest step that all have -> TrainState
+
+Every process keeps all shards that its devices hold, each once. The step before a snapshot has ended on all processes,
+and a slot is written over only once all have sealed the newer one, so one step is always whole everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from meshkit.distributed.join import Agreement
+from meshkit.runs.snapshots import Slot, slots_here
+from meshkit.sharding.resolve import path_name
+from meshkit.step.state import TrainState
+from meshkit.units import format_bytes
+
+Index = tuple[tuple[int, int], ...]  # first and end of a shard in each dim
+_LIMIT_S = 600.0  # for all processes to seal, or to say what they have
+_made = itertools.count()  # in the same order by every process
+
+
+class Snapshots:
+    """The snapshots of one process. Every process of the job makes one, and calls it at the same steps.
+
+    Args:
+        run: identity of the run; a snapshot of another one is none.
+        say: prints one line.
+        slots: of this process; by default those that its launcher holds.
+    """
+
+    def __init__(self, run: str, say: Callable[[str], None], slots: list[Slot] | None = None):
+        self._run, self._say = run, say
+        self._slots = slots_here() if slots is None else slots
+        self._agreement = Agreement(f"snapshots/{next(_made)}")
+        self._thread: threading.Thread | None = None
+        self._next = 0
+        missing = self._agreement.reach(
+            "slots", bool(self._slots), lambda every: every.count(False), timeout_s=_LIMIT_S
+        )
+        self.enabled = not missing
+        """Whether every process has somewhere to keep them."""
+        if missing and self._agreement.rank == 0:
+            say("note: no snapshots are taken: checkpoint.snapshot_every needs `meshkit launch`, which keeps them.")
+
+    def take(self, state: TrainState) -> None:
+        """Copies the state; returns when the next step may change it. Waits for an earlier snapshot to be whole."""
+        if not self.enabled:
+            return
+        self.close()
+        blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
+        slot, step, size = self._slots[self._next], int(state.step), sum(block.nbytes for block in blocks)
+        self._next = (self._next + 1) % len(self._slots)
+        data, problem = None, ""
+        try:
+            data = slot.reserve(size)
+            _copy(blocks, np.frombuffer(data, np.uint8))
+        except OSError as error:
+            problem = f"{format_bytes(size)} do not fit into this host's memory ({error.strerror})"
+        record = {"step": step, "run": self._run, "layout": _layout(state)}
+        run = (slot, data, record, problem)
+        self._thread = threading.Thread(target=self._seal, args=run, name="meshkit-snapshot", daemon=True)
+        self._thread.start()
+
+    def _seal(self, slot: Slot, data: memoryview | None, record: dict[str, Any], problem: str) -> None:
+        """Makes it whole, and waits until it is so on all processes. Where it fails on one, none takes another."""
+        try:
+            if data is not None:
+                slot.seal(data, record)
+            said = self._agreement.reach(f"seal/{record['step']}", problem, _first, timeout_s=_LIMIT_S)
+        except Exception as error:
+            said = str(error) or type(error).__name__
+        if said:
+            self.enabled = False
+            if self._agreement.rank == 0:
+                self._say(f"warning: no further snapshots are taken: {said}.")
+
+    def restore(self, abstract: TrainState, *, after: int) -> TrainState | None:
+        """The newest state that all processes have whole, on the shardings of `abstract`; None without one.
+
+        Args:
+            abstract: ShapeDtypeStructs with shardings.
+            after: step of the newest checkpoint on disk; an older snapshot is of no use.
+        """
+        if not self.enabled:
+            return None
+        found: dict[int, tuple[int, bytes]] = {}
+        layout = _layout(abstract)
+        for number, slot in enumerate(self._slots):
+            record = slot.record()
+            if record and (record.get("run"), record.get("layout")) == (self._run, layout) and record["step"] > after:
+                if (data := slot.read()) is not None:
+                    found[record["step"]] = number, data
+                else:
+                    self._say(f"warning: the snapshot of step {record['step']} is corrupt; it is passed over.")
+        step = self._agreement.reach("restore", sorted(found), _newest_of_all, timeout_s=_LIMIT_S)
+        if not step:
+            return None
+        number, data = found[step]
+        self._next = (number + 1) % len(self._slots)
+        state = _state_of(abstract, np.frombuffer(data, np.uint8))
+        jax.block_until_ready(state)
+        return state
+
+    def close(self) -> None:
+        """Returns when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _first(every: list[str]) -> str:
+    """The first problem that any process has; empty for none."""
+    return next(filter(None, every), "")
+
+
+def _newest_of_all(every: list[list[int]]) -> int:
+    """The newest step that every process has; 0 for none."""
+    return max(set(every[0]).intersection(*every[1:]), default=0)
+
+
+def _indices(leaf: Any) -> dict[Any, Index]:
+    """Device of this process -> which part of the array it holds."""
+    found = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    return {device: tuple(s.indices(size)[:2] for s, size in zip(parts, leaf.shape)) for device, parts in found.items()}
+
+
+def _kept(leaf: Any) -> list[Index]:
+    """The parts of an array that this process keeps, each once, in order."""
+    return sorted(set(_indices(leaf).values()))
+
+
+def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
+    """Those parts as host arrays."""
+    indices, shards = _indices(leaf), {shard.device: shard.data for shard in leaf.addressable_shards}
+    holder = {index: device for device, index in indices.items()}
+    for index in holder:
+        shards[holder[index]].copy_to_host_async()
+    return [np.asarray(shards[holder[index]]) for index in sorted(holder)]
+
+
+def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
+    """Copies arrays behind each other. Not one may be left a view: the next step changes what it shows."""
+    at = 0
+    for block in blocks:
+        flat = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+        into[at : at + flat.nbytes] = flat
+        at += flat.nbytes
+
+
+def _layout(state: TrainState) -> str:
+    """A hash of every array's name, dtype, shape, and the parts of it that this process keeps."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    told = [(path_name(path), str(leaf.dtype), leaf.shape, _kept(leaf)) for path, leaf in leaves]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _state_of(abstract: TrainState, data: np.ndarray) -> TrainState:
+    """The state whose parts stand behind each other in `data`."""
+    at = 0
+
+    def place(leaf: Any) -> jax.Array:
+        nonlocal at
+        blocks = {}
+        for index in _kept(leaf):
+            shape = tuple(end - first for first, end in index)
+            size = int(np.prod(shape)) * leaf.dtype.itemsize
+            blocks[index] = data[at : at + size].view(leaf.dtype).reshape(shape)
+            at += size
+        kind = leaf.sharding.memory_kind
+        parts = [
+            jax.device_put(blocks[index].copy(), SingleDeviceSharding(device, memory_kind=kind))
+            for device, index in _indices(leaf).items()
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+    return jax.tree.map(place, abstract)

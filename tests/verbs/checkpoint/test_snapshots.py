@@ -1,0 +1,163 @@
+"""Snapshots in host memory: what is restored is what was taken, bit for bit, or nothing."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshkit.runs.snapshots import SNAPSHOTS_VARIABLE, Slot, SnapshotMemory, slots_here
+from meshkit.step.state import TrainState
+from meshkit.verbs.checkpoint.snapshots import Snapshots
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd_create)")
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    held = SnapshotMemory()
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, held.value)
+    yield held
+    held.close()
+
+
+def sharding(*spec):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def state_of(step, *, wide=8):
+    """Arrays sharded over both axes, over one, over none; in three dtypes; a scalar, and one without elements."""
+    draw = np.random.default_rng(step)
+    put = lambda array, *spec: jax.device_put(array, sharding(*spec))
+    return TrainState(
+        step=put(jnp.int32(step)),
+        params={
+            "both": put(draw.standard_normal((8, wide), np.float32), "data", "tensor"),
+            "bf16": put(jnp.asarray(draw.standard_normal((3, 4)), jnp.bfloat16), None, "tensor"),
+            "copies": put(draw.standard_normal(5).astype(np.float32)),
+        },
+        opt_state=(put(np.zeros((0, 4), np.float32)),),
+        variables={},
+        rng=put(np.array([step, 7], np.uint32)),
+    )
+
+
+def abstract_of(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def snapshots(run="run", said=None):
+    return Snapshots(run, (said if said is not None else []).append)
+
+
+def taken(*steps):
+    """Snapshots of these steps, whole, as a process leaves them behind."""
+    store = snapshots()
+    for step in steps:
+        store.take(state_of(step))
+    store.close()
+
+
+def restored(after=0, *, run="run", like=None, said=None):
+    return snapshots(run, said).restore(abstract_of(like or state_of(0)), after=after)
+
+
+def assert_same(found, expected):
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert mine.sharding == theirs.sharding
+        assert mine.dtype == theirs.dtype
+        for a, b in zip(mine.addressable_shards, theirs.addressable_shards, strict=True):
+            assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+
+
+def test_the_newest_snapshot_comes_back_bit_for_bit_on_its_shardings(memory):
+    taken(4, 8, 12)
+    assert_same(restored(), state_of(12))
+
+
+def test_steps_after_a_snapshot_do_not_change_it(memory):
+    store, state = snapshots(), state_of(4)
+    store.take(state)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state))
+    store.close()
+    assert_same(restored(), state_of(4))
+
+
+def test_a_restored_state_stays_as_it_is_when_its_slot_is_written_over(memory):
+    taken(4, 8)
+    found = restored()
+    taken(12, 16)
+    assert_same(found, state_of(8))
+
+
+def test_one_that_was_not_whole_is_none(memory):
+    taken(4, 8)
+    slots_here()[0].reserve(100)  # a third one, whose process ends while it copies
+    assert_same(restored(), state_of(8))
+    slots_here()[1].reserve(100)
+    assert restored() is None
+
+
+def test_a_corrupt_one_is_passed_over_with_a_word(memory):
+    taken(4, 8)
+    os.pwrite(memory.descriptors[1], b"?", 4100)  # in the data, which begins on a page
+    said = []
+    assert_same(restored(said=said), state_of(4))
+    assert said == ["warning: the snapshot of step 8 is corrupt; it is passed over."]
+
+
+def test_one_of_another_run_or_of_other_arrays_or_older_than_a_checkpoint_is_none(memory):
+    taken(4, 8)
+    assert restored(run="another") is None
+    assert restored(like=state_of(0, wide=16)) is None
+    assert restored(after=8) is None
+    assert_same(restored(after=4), state_of(8))
+
+
+def test_after_a_restore_the_older_slot_is_written_first(memory):
+    taken(4, 8)
+    store = snapshots()
+    store.restore(abstract_of(state_of(0)), after=0)
+    store.take(state_of(12))
+    store.close()
+    os.pwrite(memory.descriptors[0], b"?", 4100)
+    assert_same(restored(), state_of(8))
+
+
+def test_without_a_launcher_none_are_taken_and_that_is_said(monkeypatch):
+    monkeypatch.delenv(SNAPSHOTS_VARIABLE, raising=False)
+    said = []
+    store = snapshots(said=said)
+    store.take(state_of(4))
+    assert store.restore(abstract_of(state_of(0)), after=0) is None
+    assert "needs `meshkit launch`" in said[0]
+
+
+def test_where_memory_is_short_training_goes_on_without_snapshots(memory, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    taken(4)
+    monkeypatch.setattr(Slot, "reserve", refuse)
+    said = []
+    store = snapshots(said=said)
+    store.take(state_of(8))
+    store.close()
+    assert not store.enabled
+    assert "No space left on device" in said[0]
+    monkeypatch.undo()
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, memory.value)
+    assert_same(restored(), state_of(4))
+
+
+def test_nothing_of_the_memory_is_left_once_it_is_closed():
+    held = SnapshotMemory()
+    first, _ = held.descriptors
+    held.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first)
