@@ -46,7 +46,7 @@ from meshkit.redaction import redact_streams
 
 # Machines of a large job start minutes apart, processes of one machine together. A process that is gone is noticed
 # after the heartbeat; the end is a barrier, which must not keep the others waiting for long once one has failed.
-_JOIN_S, _JOIN_HERE_S, _CONNECT_S, _HEARTBEAT_S, _SHUTDOWN_S = 300.0, 20.0, 60, 100, 120
+_JOIN_S, _JOIN_HERE_S, _CONNECT_S, HEARTBEAT_S, _SHUTDOWN_S = 300.0, 20.0, 60, 100, 120
 # Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
 ANSWER_S = 60.0
 AGAIN_S = 10.0  # a process says its word again while it waits for the answer
@@ -109,7 +109,7 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
                 local_device_ids=gang.local_device_ids,
                 cluster_detection_method="deactivate",
                 initialization_timeout=max(round(timeout_s), _CONNECT_S),  # all are there: it takes a second
-                heartbeat_timeout_seconds=_HEARTBEAT_S,
+                heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=_SHUTDOWN_S,
                 **mtls,
             )
