@@ -17,7 +17,7 @@ from meshkit.predict.failures import Failure, draw
 from meshkit.runs.phases import Goodput, read_attempts, read_goodput
 
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
-STEPS, EVERY, MEAN_S = 3000, 100, 60.0
+SECONDS, EVERY, MEAN_S = 480.0, 100, 60.0
 # Kind -> signal and rank. A process that is stopped is seen 10 s later, by the launcher's watchdog.
 KINDS = {
     "kill -9 of rank 0": (signal.SIGKILL, 0),
@@ -25,7 +25,7 @@ KINDS = {
     "SIGSTOP of rank 0": (signal.SIGSTOP, 0),
     "SIGSTOP of rank 1": (signal.SIGSTOP, 1),
 }
-_LONGEST_S, _LOOK_S = 3600.0, 0.005
+_LONGEST_S, _LOOK_S, _MANY = 3600.0, 0.005, 10**6
 
 
 @dataclass(frozen=True)
@@ -67,32 +67,28 @@ def schedule(seed: int, mean_s: float = MEAN_S) -> list[Failure]:
     return [failure._replace(kind=kinds.choice(list(KINDS))) for failure in drawn]
 
 
-def soak(folder: Path, failures: list[Failure], steps: int = STEPS) -> Soak:
-    """Runs it to its end; a launcher that gives up is started again, as a scheduler would."""
+def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: float = _LONGEST_S) -> Soak:
+    """Runs it to its last step, or for so many seconds; one that its launcher gives up is started again."""
     options = ("--max-restarts", "1000", "--set", f"train.steps={steps}", "--set", f"checkpoint.every={EVERY}")
     launch = Launch(folder, options=options, experiment=EXPERIMENT)
     launch.start()
     try:
         began = launch.wait(lambda: next((a.began for a in read_attempts(launch.out)), None), "the first attempt")
-        attempt, skipped, launches, gone_at = 0, 0, 1, 0.0
+        attempt, skipped, launches, gone_at, ends = 0, 0, 1, 0.0, began + seconds
         hits: list[tuple[str, float, float, int]] = []
         for failure in failures:
             if began + failure.at_s < gone_at:
                 skipped += 1
                 continue
-            while time.time() < began + failure.at_s and not _ended(launch):
-                launches += _start_again(launch)
-                time.sleep(_LOOK_S)
-            launches += _start_again(launch)
-            if _ended(launch):
+            launches += _run_until(launch, min(ends, began + failure.at_s))
+            if began + failure.at_s >= ends or _ended(launch):
                 break
             number, rank = KINDS[failure.kind]
             at, gone_at = _hit(launch, number, rank)
             hits.append((failure.kind, at - began, gone_at - at, attempt))
             attempt += 1
-        while not _ended(launch):
-            launches += _start_again(launch)
-            time.sleep(_LOOK_S)
+        launches += _run_until(launch, ends)
+        launch.kill()
         goodput = read_goodput(launch.out)
         assert goodput is not None
         stepped = {i: found["time"] for i in range(attempt + 1) if (found := launch.mark(i, "stepped"))}
@@ -100,10 +96,19 @@ def soak(folder: Path, failures: list[Failure], steps: int = STEPS) -> Soak:
             Hit(kind, at, down, stepped[i + 1] - (began + at + down) if i + 1 in stepped else None)
             for kind, at, down, i in hits
         ]
-        step_s = goodput.seconds["step"] / steps
+        step_s = goodput.seconds["step"] / launch.losses()[-1][0]
         return Soak(goodput, stepped[0] - began if 0 in stepped else None, found, skipped, launches, step_s)
     finally:
         launch.kill()
+
+
+def _run_until(launch: Launch, moment: float) -> int:
+    """Waits until then, or until the run is over; how often a launcher had to be started again."""
+    again = 0
+    while time.time() < moment and not _ended(launch):
+        again += _start_again(launch)
+        time.sleep(_LOOK_S)
+    return again
 
 
 def _hit(launch: Launch, number: signal.Signals, rank: int) -> tuple[float, float]:
