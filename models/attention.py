@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from meshkit.errors import ConfigError
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
-from meshkit.parallel.blocks import attend, attend_gradients, fused_attention, sink_gradients, with_sinks
+from meshkit.parallel.blocks import attend as attend_blocks
+from meshkit.parallel.blocks import attend_gradients, fused_attention, sink_gradients, with_sinks
 from meshkit.parallel.context import ATTENTION
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over, sharding_scope
@@ -57,12 +58,14 @@ class Yarn:
         factor: of the length.
         original_length: of the sequences, in tokens.
         fast, slow: turns, `beta_fast` and `beta_slow` of other programs.
+        truncate: pairs begin and end to be mixed at whole numbers.
     """
 
     factor: float
     original_length: int
     fast: float = 32.0
     slow: float = 1.0
+    truncate: bool = False
 
     @property
     def scale(self) -> float:
@@ -76,6 +79,8 @@ class Yarn:
             half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
             for turns in (self.fast, self.slow)
         )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0.0), min(last, 2.0 * half - 1)
         share = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / max(last - first, 0.001), 0, 1)
         return plain * (1 - share) + plain / self.factor * share
@@ -224,7 +229,7 @@ def sink_attention(
         )
     k, v = (_spread_heads(x, q.shape[2]) for x in (k, v))
     q, k, v = constrain(q, *HEAD_AXES), constrain(k, *KV_HEAD_AXES), constrain(v, *KV_HEAD_AXES)
-    fused = attention_implementation() == "cudnn" and _cudnn_takes(q)
+    fused = attention_implementation() == "cudnn" and _cudnn_takes(q, v)
     how = {"causal": True, "implementation": "cudnn" if fused else "xla", "window": window}
     return constrain(_with_sinks(q, k, v, sinks, how), *HEAD_AXES)
 
@@ -232,7 +237,7 @@ def sink_attention(
 def _with_sinks(q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], how: dict) -> Queries:
     """The attention with its own backward pass, whose residuals are q, k, v, the output and the log-sum-exp."""
     whole, rows = ("act_batch", None, "act_heads", None), ("act_batch", "act_heads", None)
-    forward, backward = partial(attend, **how), partial(attend_gradients, **how)
+    forward, backward = partial(attend_blocks, **how), partial(attend_gradients, **how)
     if _divides(q, k):
         forward = _on_each_gpu(forward, (whole,) * 3, (whole, rows))
         backward = _on_each_gpu(backward, (whole,) * 4 + (rows, whole), (whole,) * 3)

@@ -18,15 +18,15 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meshkit.sharding import constrain, current_scope
-from models.attention import causal_attention, token_order
+from models.attention import Yarn, causal_attention, token_order
 from models.deepseek_hf import deepseek_layout
 from models.hf import Layout
 from models.layers import PLAIN, Matmuls, Projection, RMSNorm, depth_scale, parameter, project_each
@@ -109,27 +109,16 @@ PRESETS = {
 }  # fmt: skip
 
 
-def frequencies(c: DeepSeekConfig) -> np.ndarray:
-    """Radians a token of each pair of rotary dims, [rope_dim / 2], fp32: by YaRN where `yarn_factor` is above 1.
-
-    A pair that turns more than `yarn_fast` times over `yarn_length` tokens keeps its frequency, one that turns less
-    than `yarn_slow` times has it divided by `yarn_factor`, and between them the two are mixed (section 3.2 of YaRN).
-    """
+def frequencies(c: DeepSeekConfig) -> Float[Array, " half"]:
+    """Radians a token of each pair of rotary dims, fp32: by YaRN where `yarn_factor` is above 1."""
     half = c.rope_dim // 2
-    plain = c.rope_theta ** (-np.arange(half) / half)
-    if c.yarn_factor <= 1.0:
-        return plain.astype(np.float32)
-
-    def pair(turns: float) -> float:
-        return half * math.log(c.yarn_length / (turns * 2 * math.pi)) / math.log(c.rope_theta)
-
-    first, last = max(0, math.floor(pair(c.yarn_fast))), min(c.rope_dim - 1, math.ceil(pair(c.yarn_slow)))
-    divided = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
-    return (plain * (1 - divided) + plain / c.yarn_factor * divided).astype(np.float32)
+    plain = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    yarn = Yarn(c.yarn_factor, c.yarn_length, c.yarn_fast, c.yarn_slow, truncate=True)
+    return yarn.frequencies(plain, c.rope_theta) if c.yarn_factor > 1.0 else plain
 
 
 def rotate_pairs(
-    x: Float[Array, "batch length heads rope"], frequency: np.ndarray, positions: Int[Array, " length"]
+    x: Float[Array, "batch length heads rope"], frequency: Float[Array, " half"], positions: Int[Array, " length"]
 ) -> Float[Array, "batch length heads rope"]:
     """x with its neighbouring dims turned in pairs; of the result the first members come first, then the second ones.
 
@@ -179,10 +168,14 @@ class LatentAttention(nnx.Module):
 class BalancedMlp(MoeMlp):
     """Router, experts and shared experts; a token's experts are chosen by sigmoid scores and the experts' bias."""
 
+    config: Any
+    router: Any
+
     def __init__(self, c: DeepSeekConfig, *, rngs: nnx.Rngs):
         super().__init__(c, rngs=rngs)
-        self.router.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers)
-        self.router.bias.set_metadata(sign_step=c.balance_step)
+        bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers)
+        bias.set_metadata(sign_step=c.balance_step)
+        self.router.bias = bias
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         c, bias = self.config, self.router.bias.get_value()
@@ -255,7 +248,7 @@ class DeepSeek(Moe):
         super().__init__(preset, rngs=rngs, dtype=dtype, remat=remat, **options)
 
     @staticmethod
-    def make_config(preset: str, **overrides) -> MoeConfig:
+    def make_config(preset: str, **overrides) -> DeepSeekConfig:
         """A preset with some fields replaced; raises ValueError for what a DeepSeek has not."""
         return make_config(preset, PRESETS, OF_LLAMA | {"kv_heads", "qk_norm"}, "DeepSeek", **overrides)
 

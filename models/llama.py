@@ -161,7 +161,7 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm transformer layer; its parameters are stacked over all layers until a scan takes them apart."""
 
-    attention_class: type[nnx.Module] = Attention
+    attention_class: Any = Attention
 
     def __init__(self, c: LlamaConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)

@@ -228,7 +228,7 @@ def _axes_of_shared_tokens() -> tuple[str, ...]:
 class MoeBlock(nnx.Module):
     """One pre-norm layer: attention, then the experts."""
 
-    attention_class: type[nnx.Module] = Attention
+    attention_class: Any = Attention
     mlp_class: type[MoeMlp] = MoeMlp
 
     def __init__(self, c: MoeConfig, context: str, *, rngs: nnx.Rngs):
@@ -260,8 +260,8 @@ class Moe(nnx.Module):
         ValueError: no such preset or field, or sizes that do not go together.
     """
 
-    dense_block: type[Block] = Block
-    expert_block: type[nnx.Module] = MoeBlock
+    dense_block: Any = Block
+    expert_block: Any = MoeBlock  # of which a scan runs `stacked` ones
 
     def __init__(
         self,
@@ -287,9 +287,14 @@ class Moe(nnx.Module):
         self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
 
     @staticmethod
-    def make_config(preset: str, **overrides) -> MoeConfig:
+    def make_config(preset: str, **overrides) -> Any:
         """`make_config` of the presets of this class."""
         return make_config(preset, **overrides)
+
+    @property
+    def stacked(self) -> int:
+        """How often a scan runs `expert_block`."""
+        return self.config.layers
 
     def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         return self.with_routing(tokens)[0]
@@ -431,7 +436,7 @@ def make_config(
     absent: frozenset[str] = OF_LLAMA,
     kind: str = "Moe",
     **overrides,
-) -> MoeConfig:
+) -> Any:
     """A preset with some fields replaced.
 
     Args:

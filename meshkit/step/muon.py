@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,7 @@ def _orthogonal_momentum(matrices: Mapping[str, Matrix], beta: float, dtype: Any
             )
         return directions, MuonState(count, optax.tree.cast(mu, dtype))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, cast(Any, update))
 
 
 def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:

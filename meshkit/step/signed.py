@@ -7,7 +7,7 @@ optimizer, weight decay and the learning rate do not move it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,4 +48,4 @@ def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.G
 
         return jax.tree.map(one, updates, gradients, steps), state
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformation(optimizer.init, cast(Any, update))
