@@ -5,20 +5,28 @@ Each is read by `meshkit profile`'s reader, and its busy time is summed a second
 the steps. What cannot be read says why, in the words of the tool.
 
 Without a file: the traces in tests/data/traces that hold their program, measured over predicted (another table there).
+With `--matmuls ARCHIVE...`, of benchmarks/gpu: their single matmuls by how long they take, as priced, and priced no
+faster than cuBLAS's bursts of their shapes (a third table).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jax.profiler import ProfileData
 
-from meshkit.config.cluster import Cluster
+from meshkit.config.cluster import Cluster, Gpu
 from meshkit.errors import MeshkitError
+from meshkit.hlo.costs import Matmul
+from meshkit.predict.kernels import large_flops_per_s, precision_of, shape_share
 from meshkit.report.compare import Pair, compare
 from meshkit.report.summarize import group_rows
 from meshkit.timeline import DeviceStep
@@ -120,8 +128,61 @@ def priced_table() -> None:
         print(f"| {head} | {' | '.join(cells)} |")
 
 
+def matmuls(archive: Path) -> Iterator[tuple[str, float, float, float]]:
+    """(GPU, seconds, seconds as priced, seconds of bursts of its shapes) of each matmul of an archive of trainings."""
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+        for capture in sorted(Path(folder).rglob("run/trace")):
+            (trace,) = capture.rglob("*.xplane.pb")
+            trace.rename(capture / trace.name)
+            measured = measure_traces(capture / trace.name, TracedJob())
+            priced, schedule, cluster = measured.price(), measured.schedule, measured.gpu
+            assert priced is not None
+            assert schedule is not None
+            assert cluster is not None
+            cost_of = {i.name: i.cost for body in schedule.computations.values() for i in body}
+            for op in compare(priced, measured.report).kernel_ops:
+                cost, runs = cost_of.get(op.b_name), op.count.a
+                if (
+                    cost
+                    and cost.matmuls
+                    and not cost.convolves
+                    and not cost.attention_flops
+                    and op.busy_s.ratio
+                    and runs
+                ):
+                    of = ((m, precision_of(cluster.gpu, m.dtype)) for m in cost.matmuls)
+                    bursts = (m.flops / _burst_flops_per_s(m, cluster.gpu, precision) for m, precision in of)
+                    yield cluster.gpu.key, (op.busy_s.b or 0) / runs, (op.busy_s.a or 0) / runs, sum(bursts)
+
+
+def _burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str) -> float:
+    """Rate of a burst of a shape; of a precision that has no rows, without end."""
+    kind = large_flops_per_s(gpu, precision, "burst") * shape_share(matmul, gpu, precision, "burst")
+    return kind if precision in ("bf16", "fp16", "fp8") else math.inf
+
+
+def matmul_table(archives: Sequence[Path]) -> None:
+    """Prints measured over priced of matmuls, by how long they take: the median and the median error."""
+    every = [row for archive in archives for row in matmuls(archive)]
+    print(
+        "| GPU | a matmul takes | matmuls | as priced | error | no faster than a burst | error |\n" + "|---" * 7 + "|"
+    )
+    for gpu in sorted({row[0] for row in every}):
+        for least, most in itertools.pairwise((20e-6, 100e-6, 300e-6, 1e-3, 3e-3, 1.0)):
+            rows = [row for row in every if row[0] == gpu and least <= row[1] < most]
+            cells = []
+            for ratios in ([s / a for _, s, a, _ in rows], [s / max(a, b) for _, s, a, b in rows]):
+                error = statistics.median(abs(math.log(ratio)) for ratio in ratios)
+                cells.append(f"{statistics.median(ratios):.2f} | {math.expm1(error):.1%}")
+            print(f"| {gpu} | {least * 1e6:.0f} to {most * 1e6:.0f} us | {len(rows)} | {' | '.join(cells)} |")
+
+
 def main(paths: Sequence[Path]) -> None:
-    """Prints the table of the files, or that of the prices."""
+    """Prints the table of the files, that of the prices, or that of matmuls."""
+    if paths and str(paths[0]) == "--matmuls":
+        matmul_table(paths[1:])
+        return
     if not paths:
         priced_table()
         return

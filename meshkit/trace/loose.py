@@ -40,6 +40,7 @@ _TOGETHER_S = 60.0  # between the hosts of one profile
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
 _KEPT_EVENTS = 4_000_000  # that are not read a second time, of all files together: 120 MB
 _MOST_OTHERS = 4  # programs beside the steps' that are named
+_OF_A_RUN = ("report.json", "plan.json")  # files that name their run folder
 _MOST_GROUPS = 8  # of a row's groups that are spelled out
 
 
@@ -64,7 +65,7 @@ class Loose:
 def is_loose(path: Path) -> bool:
     """Whether a path is a trace, or a folder with traces in it or below, and no run folder with a capture."""
     if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz", ".sqlite")) and not path.exists()):
-        return path.suffix != ".json" or path.name.endswith("trace.json")
+        return path.suffix != ".json" or not (path.name in _OF_A_RUN or has_capture(path.parent))
     return path.is_dir() and not has_capture(path) and bool(_sessions(path))
 
 

@@ -223,6 +223,14 @@ def test_what_is_no_trace_is_refused(tmp_path, content, message):
         open_loose(path)
 
 
+def test_json_that_is_no_file_of_a_run_is_a_trace_of_another_format(tmp_path):
+    for name, loose in (("rank0.json", True), ("report.json", False)):
+        (tmp_path / name).write_bytes(b'{"schemaVersion": 1, "traceEvents": []}')
+        assert is_loose(tmp_path / name) == loose
+    with pytest.raises(TraceError, match=r"this is JSON: a timeline .* of PyTorch's Kineto"):
+        open_loose(tmp_path / "rank0.json")
+
+
 def test_errors_say_what_is_missing(tmp_path):
     with pytest.raises(TraceError, match="there is no such trace"):
         open_loose(tmp_path / "x.xplane.pb")
