@@ -572,17 +572,19 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
     every = np.bincount(op, minlength=len(once))
     ids = np.flatnonzero(every)
     count = every[ids]
-    chosen = np.ones(len(ids), bool)
+    chosen, least = np.ones(len(ids), bool), 2  # windows, of three executions: of two that nobody knows there is none
     if once[ids].any():
         values, votes = np.unique(count[once[ids]], return_counts=True)
-        chosen = once[ids] & (count == values[np.argmax(votes)])
+        executions = values[np.argmax(votes)]
+        chosen = once[ids] & (count == executions)
+        least = 1 if executions == 2 else least
     elif np.gcd.reduce(count) == 1 and (count == 1).mean() < 0.1:
         repeated = (c for c in np.unique(count[count > 1]).tolist() if (count % c == 0).mean() >= 0.25)
         number = next(repeated, 1)
         chosen = (count % number == 0) if number > 1 else chosen
     rows = slice(None) if chosen.all() else np.isin(op, ids[chosen])
     windows = step_windows(start[rows], end[rows], op[rows], np.broadcast_to(-1, len(op[rows])))
-    return windows if 1 < len(windows) <= _MOST_FOUND else [(float(start[0]), float(end.max()))]
+    return windows if least <= len(windows) <= _MOST_FOUND else [(float(start[0]), float(end.max()))]
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -292,6 +292,19 @@ def test_executions_are_found_in_traces_that_begin_and_end_inside_of_one(first, 
     assert [b - a for a, b in found] == [100.0] * len(found)
 
 
+def test_of_two_executions_of_a_known_program_the_first_is_a_step():
+    assert windows([1, 1, 1, 4, 1], last=16, once=(0, 1, 2, 4)) == [(0.0, 100.0)]
+    assert windows([1, 1, 1, 4, 1], last=8, once=(0, 1, 2, 4)) == [(0.0, 40.5)]
+
+
+def test_two_captured_steps_give_one_as_long_as_their_record_says():
+    trace = Path(__file__).parents[1] / "data" / "traces" / "h100_debug" / "vm.xplane.pb.gz"  # its program is beside it
+    loose = open_loose(trace)
+    (swept,) = read_trace(loose.files, loose.program).sweeps
+    assert swept.total.window_s == pytest.approx(3153.003e-6, abs=1e-9)
+    assert swept.total.compute_s == pytest.approx(465.934e-6, abs=1e-9)
+
+
 def test_loops_of_one_execution_are_not_steps():
     start = np.arange(14.0)
     op = np.array([0, 1, *[2, 3, 4] * 3, 5, 6, 7])
