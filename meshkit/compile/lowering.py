@@ -49,7 +49,7 @@ _ALLOWED_CALLS = (
     ),
     "__cudnn$fmhaSoftmaxF8",
     "__cudnn$fmhaSoftmaxBackwardF8",
-    "__cudnn$blockScaledDot",
+    "__op$block_scaled_dot",
     "__gpu$xla.gpu.triton",
     "CustomSPMDPartitioning",
     "mosaic_gpu_v2",
@@ -156,7 +156,9 @@ def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) ->
         try:
             return export.export(jax.jit(step, keep_unused=True), platforms=["cuda"], disabled_checks=checks)(*arrays)
         except ValueError as e:
-            named = set(re.findall(r"['\"]([\w$.]+)['\"]", str(e))) if "compatibility" in str(e) else set()
+            pattern = r"custom_call @\"?([\w$.]+)|['\"]([\w$.]+)['\"]"
+            found = re.findall(pattern, str(e)) if "compatibility" in str(e) else []
+            named = {name for pair in found for name in pair if name}
             if not named - allowed:
                 raise
             allowed |= named

@@ -139,6 +139,17 @@ def test_scaled_matmuls_are_partitioned_and_priced_on_a_gpu_that_has_them():
     assert not {"opaque_custom_call", "precision"} & {w.code for w in plan.report.warnings}
 
 
+def test_scaled_matmuls_inside_a_shard_map_are_priced_too():
+    """There the call goes to XLA as it is, and none partitions itself."""
+    rows, f8, e8 = PartitionSpec(None, ("data", "fsdp", "tensor")), jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    fn = jax.shard_map(jax.nn.scaled_matmul, mesh=mesh("dgx_b200"), in_specs=(rows,) * 4, out_specs=rows)
+    shapes = ((2048, 1024), f8), ((2048, 1024), f8), ((2048, 32), e8), ((2048, 32), e8)
+    plan = planned(fn, *(array((1, *shape), rows, dtype, "dgx_b200") for shape, dtype in shapes), name="dgx_b200")
+    assert [i.cost.matmul_flops for i, _ in plan.schedule.walk() if i.cost and i.cost.matmuls] == [
+        {"mxfp8": 2.0 * 128 * 128 * 1024}
+    ]
+
+
 def test_scaled_matmuls_that_xla_dequantizes_are_named():
     warnings = {w.code: w.message for w in block_scaled("dgx_h100").report.warnings}
     assert "100% of the FLOP of block-scaled matmuls run in bf16 or fp32: NVIDIA H100" in warnings["precision"]

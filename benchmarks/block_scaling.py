@@ -1,0 +1,67 @@
+"""What a plan says of block-scaled matmuls on one GB200.
+
+    python -m benchmarks.block_scaling
+
+The programs are as those of marin-community/marin, issue 7282 (bench_mxfp8_dense.py): 65,536 tokens by a kernel [k, n]
+in bf16, forward alone, and with the gradients of the sum of squares; the matmul alone, of operands that are quantized
+already; and the quantization of the tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshkit as mk
+from models import layers, mxfp8
+
+TOKENS = 65536
+SHAPES = {"2560 x 2560": (2560, 2560), "2560 x 1280": (2560, 1280), "1280 x 2560": (1280, 2560)}
+
+
+def main() -> None:
+    """Print a row for each shape."""
+    cluster = mk.Cluster.load("gb200_nvl72", hosts=18, gpus_used_per_domain=1)
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 1}), cluster, devices=mk.describe_devices(cluster))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def seconds(fn: Callable[..., Any], *shapes: tuple[tuple[int, ...], Any]) -> float:
+        args = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in shapes]
+        return mk.plan(fn, args, mesh=mesh, cluster=cluster).step.time_s or float("nan")
+
+    print("| kernel | bf16, ms | forward | with gradients | matmul alone | quantizing x, ms |")
+    print("|---|---|---|---|---|---|")
+    for name, (k, n) in SHAPES.items():
+        x, w = ((TOKENS, k), jnp.bfloat16), ((k, n), jnp.bfloat16)
+        times = {
+            module: [seconds(fn, x, w) for fn in (partial(_forward, module), jax.grad(partial(_loss, module), (0, 1)))]
+            for module in (layers, mxfp8)
+        }
+        kinds = (1, mxfp8.VALUES), (mxfp8.BLOCK, mxfp8.SCALES)
+        parts = [((rows, k // each), dtype) for rows in (TOKENS, n) for each, dtype in kinds]
+        alone, quantizing = seconds(_multiply, *parts), seconds(mxfp8.quantize, x)
+        forward, both = (a / b for a, b in zip(times[layers], times[mxfp8]))
+        predicted = (f"{forward:.3f}", f"{both:.3f}", f"{times[layers][0] / alone:.3f}", f"{1e3 * quantizing:.3f}")
+        print(f"| {name} | {1e3 * times[layers][0]:.3f} | {' | '.join(predicted)} |")
+
+
+def _forward(module: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    return module.project(x, w, 1, jnp.bfloat16)
+
+
+def _loss(module: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.sum(_forward(module, x, w).astype(jnp.float32) ** 2)
+
+
+def _multiply(a: jax.Array, a_scales: jax.Array, b: jax.Array, b_scales: jax.Array) -> jax.Array:
+    flat = (part[None] for part in (a, b, a_scales, b_scales))
+    return jax.nn.scaled_matmul(*flat, preferred_element_type=jnp.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
