@@ -12,6 +12,7 @@ from typing import Any
 
 from meshkit.errors import ConfigError
 from meshkit.weights.layout import Layout, Row
+from meshkit.weights.quantized import BLOCK
 from models.hf import _positive, _show, _size
 
 # option of ours -> key of config.json
@@ -102,6 +103,7 @@ def deepseek_layout(config: Any) -> Layout:
         options={"yarn_factor": 1.0, **options},
         read_config=read_options,
         keys=KEYS,
+        computed=rf"model\.layers\.{c.layers + c.dense_layers}\..*",  # the layer for multi-token prediction
     )
 
 
@@ -174,6 +176,10 @@ def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(key) not in harmless:
             message = f"{key} = {_show(config[key])} asks for what our deepseek_v3 does not do."
             raise ConfigError(message, hint="weights that were trained without it: it changes every logit")
+    scaled = config.get("quantization_config") or {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    if (scaled.get("quant_method"), scaled.get("weight_block_size")) != ("fp8", [BLOCK, BLOCK]):
+        message = f"quantization_config = {_show(scaled)} is not fp8 in blocks of {BLOCK} x {BLOCK}."
+        raise ConfigError(message, hint="the original checkpoint, or one in BF16")
     if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
         message = f"num_key_value_heads = {_show(config['num_key_value_heads'])} is not num_attention_heads."
         raise ConfigError(message, hint="weights of a DeepSeek-V3, whose heads have keys of their own")

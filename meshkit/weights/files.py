@@ -42,6 +42,7 @@ from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.layout import Layout, Row
 from meshkit.weights.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
+from meshkit.weights.quantized import FP8, dequantized
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WRITTEN = {"fp32": "F32", "bf16": "BF16"}
@@ -100,7 +101,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
     try:
         with open_regular(path) as f:
             file = safe_open(path, framework="numpy")
-            json.loads(f.read(int.from_bytes(f.read(8), "little")), object_pairs_hook=_unique)
+            length = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(length), object_pairs_hook=_unique)
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it has no __iter__
     except OSError as error:
         message, hint = f"{path.name} cannot be read: {error.strerror}.", "a file that this process may read"
@@ -110,7 +112,13 @@ def open_file(path: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path.name} is no intact safetensors file: {shown(said)}.", at=str(path), hint=_AGAIN
         ) from None
-    return {name: Tensor(path, s.get_dtype(), tuple(s.get_shape()), s) for name, s in slices.items()}
+    tensors = {name: Tensor(path, s.get_dtype(), tuple(s.get_shape()), s) for name, s in slices.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype == FP8 and math.prod(tensor.shape):  # numpy has no such type: the library cannot slice it
+            start = 8 + length + header[name]["data_offsets"][0]
+            values = np.memmap(path, ml_dtypes.float8_e4m3fn, "r", start, tensor.shape)
+            tensors[name] = replace(tensor, values=values)
+    return tensors
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
@@ -265,7 +273,7 @@ def read_weights(folder: str | os.PathLike[str], layout: Layout, abstract: Any) 
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     wanted = {path_name(path): leaf for path, leaf in leaves}
     _check_parameters(layout, {path: leaf.shape for path, leaf in wanted.items()})
-    files = open_folder(folder)
+    files = dequantized(open_folder(folder))
     _check_config(folder, layout)
     rows = {row.path: row for row in layout.rows_for(files)}
     _check_tensors(folder, layout, rows.values(), files)
