@@ -18,7 +18,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from models.deepseek_hf import deepseek_layout
 from models.hf import Layout
 from models.layers import PLAIN, Matmuls, Projection, RMSNorm, depth_scale, parameter, project_each
 from models.llama import Block
-from models.moe import OF_LLAMA, Moe, MoeBlock, MoeConfig, MoeMlp, choose, make_config, routing_values
+from models.moe import OF_LLAMA, Moe, MoeBlock, MoeConfig, MoeMlp, Router, choose, make_config, routing_values
 from models.options import Rate
 
 LATENT_AXES = ("act_batch", "act_length", None)
@@ -165,20 +165,22 @@ class LatentAttention(nnx.Module):
         return self.output(causal_attention(q, k, v, self.context, order))
 
 
-class BalancedMlp(MoeMlp):
-    """Router, experts and shared experts; a token's experts are chosen by sigmoid scores and the experts' bias."""
-
-    config: Any
-    router: Any
+class BalancedRouter(Router):
+    """Scores of the experts, and the bias that balances them."""
 
     def __init__(self, c: DeepSeekConfig, *, rngs: nnx.Rngs):
         super().__init__(c, rngs=rngs)
-        bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers)
-        bias.set_metadata(sign_step=c.balance_step)
-        self.router.bias = bias
+        self.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers)
+        self.bias.set_metadata(sign_step=c.balance_step)
+
+
+class BalancedMlp(MoeMlp):
+    """Router, experts and shared experts; a token's experts are chosen by sigmoid scores and the experts' bias."""
+
+    router_class = BalancedRouter
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        c, bias = self.config, self.router.bias.get_value()
+        c, bias = cast(DeepSeekConfig, self.config), self.router.bias.get_value()
         scores = jax.nn.sigmoid(self.router(x))
         choices = choose(scores + bias.astype(jnp.float32), c.experts_per_token, c.groups, c.groups_per_token)
         chosen = jax.nn.one_hot(choices, c.experts, dtype=jnp.float32)
@@ -254,7 +256,7 @@ class DeepSeek(Moe):
 
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention that multiply activations."""
-        c = self.config
+        c = cast(DeepSeekConfig, self.config)
         down = c.embed * (c.query_rank + c.kv_rank + c.rope_dim)
         up = c.query_rank * (c.head_dim + c.rope_dim) + c.kv_rank * (c.head_dim + c.value_dim)
         return down + c.heads * (up + c.value_dim * c.embed)
@@ -266,5 +268,5 @@ class DeepSeek(Moe):
     def attention_shape(self) -> tuple[int, int, int]:
         """(layers, heads, head_dim) of 12 L heads head_dim T tokens: half of it for scores, half for values."""
         layers, heads, _ = super().attention_shape()
-        c = self.config
+        c = cast(DeepSeekConfig, self.config)
         return layers, heads, (c.head_dim + c.rope_dim + c.value_dim) // 2

@@ -116,9 +116,11 @@ class Experts(nnx.Module):
 class MoeMlp(nnx.Module):
     """Router, experts, and the shared experts if there are any."""
 
+    router_class: Any = Router
+
     def __init__(self, c: MoeConfig, *, rngs: nnx.Rngs):
         self.config = c
-        self.router = Router(c, rngs=rngs)
+        self.router = self.router_class(c, rngs=rngs)
         self.experts = Experts(c, rngs=rngs)
         if c.shared_experts:
             self.shared = SwiGLU(dataclasses.replace(c, mlp=c.shared_experts * c.mlp), rngs=rngs)
@@ -229,7 +231,7 @@ class MoeBlock(nnx.Module):
     """One pre-norm layer: attention, then the experts."""
 
     attention_class: Any = Attention
-    mlp_class: type[MoeMlp] = MoeMlp
+    mlp_class: Any = MoeMlp
 
     def __init__(self, c: MoeConfig, context: str, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
