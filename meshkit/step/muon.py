@@ -43,13 +43,14 @@ class Matrix:
         stacked: how many leading dims are the stack's.
         inner: how many dims after them are contracted; the rest are those of the result.
         stored: the layout of its moment.
-        spread: of [stack..., rows, columns] while it is orthogonalized.
+        moves: of [stack..., rows, columns], on the way to that in which it is orthogonalized: from each to the next one
+            axis moves. XLA makes an all-to-all of one, and copies the whole matrix to every GPU for two at once.
     """
 
     stacked: int
     inner: int
     stored: NamedSharding
-    spread: NamedSharding
+    moves: tuple[NamedSharding, ...]
 
 
 class MuonState(NamedTuple):
@@ -86,17 +87,17 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> Matrix | None:
     if len(groups) != 2 or any(name in ("vocab", *_STACKED) for group in groups for name in group):
         return None
     inner = len(groups[0])
-    spec = [list(axes) for axes in p.spec]
-    rows, columns = spec[stacked], spec[stacked + inner]
-    cut = [[*axes] for axes in spec[:stacked]]
-    left = ([], [])
-    for axis, kept in [*((a, left[0]) for a in rows), *((a, left[1]) for a in columns)]:
-        if (dim := _dim_for(axis, cut, p.shape, mesh)) is None:
-            kept.append(axis)
-        else:
-            cut[dim].append(axis)
-    spread = partition_spec([*cut, *left])
-    return Matrix(stacked, inner, NamedSharding(mesh, partition_spec(spec)), NamedSharding(mesh, spread))
+    cut = [[*axes] for axes in (*p.spec[:stacked], p.spec[stacked], p.spec[stacked + inner])]
+    steps = [partition_spec(cut)]
+    for matrix_dim in (stacked, stacked + 1):
+        for axis in reversed(cut[matrix_dim]):  # the innermost first: what is left keeps its order
+            if (dim := _dim_for(axis, cut[:stacked], p.shape, mesh)) is not None:
+                cut[matrix_dim] = [a for a in cut[matrix_dim] if a != axis]
+                cut[dim].append(axis)
+                steps.append(partition_spec(cut))
+    return Matrix(
+        stacked, inner, NamedSharding(mesh, partition_spec(p.spec)), tuple(NamedSharding(mesh, s) for s in steps)
+    )
 
 
 def _dim_for(axis: str, cut: Sequence[Sequence[str]], shape: Sequence[int], mesh: AnyMesh) -> int | None:
@@ -168,7 +169,10 @@ def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:
     """
     dims = x.shape[matrix.stacked :]
     rows, columns = math.prod(dims[: matrix.inner]), math.prod(dims[matrix.inner :])
-    y = jax.lax.with_sharding_constraint(x.reshape(*x.shape[: matrix.stacked], rows, columns), matrix.spread)
+    pin = jax.lax.with_sharding_constraint
+    y = pin(x, matrix.stored).reshape(*x.shape[: matrix.stacked], rows, columns)
+    for sharding in matrix.moves:
+        y = pin(y, sharding)
     y = jnp.swapaxes(y, -1, -2) if rows > columns else y
     y /= jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) + _EPS
     a, b, c = _COEFFICIENTS
@@ -180,4 +184,6 @@ def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:
     y = jax.lax.fori_loop(0, _STEPS, step, y)
     y = jnp.swapaxes(y, -1, -2) if rows > columns else y
     y = y * (_RMS * math.sqrt(max(rows, columns)))
-    return jax.lax.with_sharding_constraint(y.reshape(x.shape), matrix.stored)
+    for sharding in reversed(matrix.moves):
+        y = pin(y, sharding)
+    return pin(y.reshape(x.shape), matrix.stored)

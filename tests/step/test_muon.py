@@ -52,9 +52,9 @@ def test_axes_that_cut_matrices_move_to_layers_that_they_divide():
     _, found = matrices_of(Moe, layers=4)
     gate = found["layers/moe/experts/gate"]
     assert gate.stored.spec == PartitionSpec(None, "expert", "fsdp", None)
-    assert gate.spread.spec == PartitionSpec("fsdp", "expert", None, None)
+    assert [s.spec for s in gate.moves] == [gate.stored.spec, PartitionSpec("fsdp", "expert", None, None)]
     _, found = matrices_of(Moe, layers=3, experts=2)
-    assert found["layers/moe/experts/gate"].spread.spec == PartitionSpec(None, "expert", "fsdp", None)
+    assert [s.spec for s in found["layers/moe/experts/gate"].moves] == [PartitionSpec(None, "expert", "fsdp", None)]
 
 
 def test_updates_are_those_of_optax():
