@@ -3,16 +3,16 @@
     logical axes of the parameters -> which of them are stacks of matrices -> Newton-Schulz on each, AdamW for the rest
 
 The steps are those of `optax.contrib.muon` with `consistent_rms` (Liu et al., 2025, section 2.2), so that a learning
-rate and a weight decay of AdamW serve. That function merges all dims of a stack into one, which an axis that cuts the
-experts of every layer does not survive, and keeps a matrix cut as the moments are. Here a stack stays as it is, and
-mesh axes that cut matrices move to whole layers or experts where they divide those: each GPU then orthogonalizes
-matrices of its own, between two all-to-alls. Axes that stay cut the multiplications, as those of tensor parallelism.
+rate and a weight decay of AdamW serve. That function multiplies matrices cut as the moments are, with collectives in
+each of its iterations, and merges all dims of a stack, which an axis that cuts the experts of every layer does not
+survive. Here mesh axes that cut matrices move to the stack, padded to a multiple of them: each GPU makes whole matrices
+of its own orthogonal, between two all-to-alls for each axis. A matrix that is in no stack stays cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -42,15 +42,35 @@ class Matrix:
     Attributes:
         stacked: how many leading dims are the stack's.
         inner: how many dims after them are contracted; the rest are those of the result.
+        pieces: that each dim of the stack is cut into.
+        matrices: of one piece, padded.
         stored: the layout of its moment.
-        moves: of [stack..., rows, columns], on the way to that in which it is orthogonalized: from each to the next one
-            axis moves. XLA makes an all-to-all of one, and copies the whole matrix to every GPU for two at once.
+        moves: layouts of [pieces..., matrices, rows, columns] on the way to that in which it is made orthogonal; from
+            each to the next one axis moves. XLA makes an all-to-all of one, and of two at once copies the whole.
     """
 
     stacked: int
     inner: int
+    pieces: tuple[int, ...]
+    matrices: int
     stored: NamedSharding
     moves: tuple[NamedSharding, ...]
+
+    def to_rows(self, x: jax.Array) -> jax.Array:
+        """x as [pieces..., matrices, rows, columns], still cut as its moment."""
+        dims, kept = x.shape[self.stacked :], len(self.pieces)
+        shape = (math.prod(dims[: self.inner]), math.prod(dims[self.inner :]))
+        y = x.reshape(*(n for c, size in zip(self.pieces, x.shape) for n in (c, size // c)), *shape)
+        y = y.transpose(*range(0, 2 * kept, 2), *range(1, 2 * kept, 2), 2 * kept, 2 * kept + 1)
+        y = y.reshape(*self.pieces, -1, *shape)
+        return jnp.pad(y, [(0, 0)] * kept + [(0, self.matrices - y.shape[kept]), (0, 0), (0, 0)])
+
+    def from_rows(self, y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `to_rows`, of a parameter of this shape."""
+        kept, each = len(self.pieces), [size // c for c, size in zip(self.pieces, shape)]
+        y = y[(*(slice(None),) * kept, slice(0, math.prod(each)))].reshape(*self.pieces, *each, *y.shape[-2:])
+        order = [dim for pair in zip(range(kept), range(kept, 2 * kept)) for dim in pair]
+        return y.transpose(*order, 2 * kept, 2 * kept + 1).reshape(shape)
 
 
 class MuonState(NamedTuple):
@@ -87,25 +107,19 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> Matrix | None:
     if len(groups) != 2 or any(name in ("vocab", *_STACKED) for group in groups for name in group):
         return None
     inner = len(groups[0])
-    cut = [[*axes] for axes in (*p.spec[:stacked], p.spec[stacked], p.spec[stacked + inner])]
-    steps = [partition_spec(cut)]
-    for matrix_dim in (stacked, stacked + 1):
-        for axis in reversed(cut[matrix_dim]):  # the innermost first: what is left keeps its order
-            if (dim := _dim_for(axis, cut[:stacked], p.shape, mesh)) is not None:
-                cut[matrix_dim] = [a for a in cut[matrix_dim] if a != axis]
-                cut[dim].append(axis)
-                steps.append(partition_spec(cut))
-    return Matrix(
-        stacked, inner, NamedSharding(mesh, partition_spec(p.spec)), tuple(NamedSharding(mesh, s) for s in steps)
-    )
-
-
-def _dim_for(axis: str, cut: Sequence[Sequence[str]], shape: Sequence[int], mesh: AnyMesh) -> int | None:
-    """The first dim of a stack that can be cut over one axis more."""
-    for dim, axes in enumerate(cut):
-        if shape[dim] % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
-            return dim
-    return None
+    stack, rows, columns = p.spec[:stacked], [*p.spec[stacked]], [*p.spec[stacked + inner]]
+    ways = lambda axes: math.prod(mesh.shape[a] for a in axes)
+    pieces = tuple(map(ways, stack))
+    moved: list[str] = []
+    steps = [partition_spec((*stack, moved, rows, columns))]
+    each = math.prod(p.shape[:stacked]) // math.prod(pieces)
+    for left in (rows, columns) if stacked else ():
+        while left:
+            moved.append(left.pop())  # the innermost first: what is left keeps its order
+            steps.append(partition_spec((*stack, moved, rows, columns)))
+    matrices = math.ceil(each / ways(moved)) * ways(moved)
+    stored, moves = NamedSharding(mesh, partition_spec(p.spec)), tuple(NamedSharding(mesh, s) for s in steps)
+    return Matrix(stacked, inner, pieces, matrices, stored, moves)
 
 
 def muon(
@@ -167,10 +181,9 @@ def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:
         x: the parameter's momentum.
         matrix: which of its dims are a matrix's, and how it lies meanwhile.
     """
-    dims = x.shape[matrix.stacked :]
-    rows, columns = math.prod(dims[: matrix.inner]), math.prod(dims[matrix.inner :])
     pin = jax.lax.with_sharding_constraint
-    y = pin(x, matrix.stored).reshape(*x.shape[: matrix.stacked], rows, columns)
+    y = matrix.to_rows(pin(x, matrix.stored))
+    rows, columns = y.shape[-2:]
     for sharding in matrix.moves:
         y = pin(y, sharding)
     y = jnp.swapaxes(y, -1, -2) if rows > columns else y
@@ -186,4 +199,4 @@ def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:
     y = y * (_RMS * math.sqrt(max(rows, columns)))
     for sharding in reversed(matrix.moves):
         y = pin(y, sharding)
-    return pin(y.reshape(x.shape), matrix.stored)
+    return pin(matrix.from_rows(y, x.shape), matrix.stored)

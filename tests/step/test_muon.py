@@ -48,13 +48,19 @@ def test_matrices_of_layers_and_experts_are_muons_and_all_else_is_adamws():
     assert not any("bias" in path or "embedding" in path or "positions" in path for path in matrices_of(GPT)[1])
 
 
-def test_axes_that_cut_matrices_move_to_layers_that_they_divide():
-    _, found = matrices_of(Moe, layers=4)
+def test_axes_that_cut_matrices_move_to_the_stack():
+    """Three layers of eight experts, which one axis cuts: twelve of a half, and three layers padded to four."""
+    state, found = matrices_of(Moe, layers=3)
     gate = found["layers/moe/experts/gate"]
     assert gate.stored.spec == PartitionSpec(None, "expert", "fsdp", None)
-    assert [s.spec for s in gate.moves] == [gate.stored.spec, PartitionSpec("fsdp", "expert", None, None)]
-    _, found = matrices_of(Moe, layers=3, experts=2)
-    assert [s.spec for s in found["layers/moe/experts/gate"].moves] == [PartitionSpec(None, "expert", "fsdp", None)]
+    assert [s.spec for s in gate.moves] == [
+        PartitionSpec(None, "expert", None, "fsdp", None), PartitionSpec(None, "expert", "fsdp", None, None)
+    ]  # fmt: skip
+    assert (gate.pieces, gate.matrices) == ((1, 2), 12)
+    assert found["layers/attention/query/kernel"].matrices == 4
+    x = np.arange(math.prod(shape := state["layers"]["moe"]["experts"]["gate"].shape), dtype=np.float32).reshape(shape)
+    np.testing.assert_array_equal(gate.from_rows(gate.to_rows(jnp.asarray(x)), x.shape), x)
+    np.testing.assert_array_equal(gate.to_rows(jnp.asarray(x))[0, 1, 4], x[1, 4])  # of the second half the fifth
 
 
 def test_updates_are_those_of_optax():
