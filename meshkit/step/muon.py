@@ -36,7 +36,7 @@ _MERGED = ("heads", "head_dim"), ("kv_heads", "head_dim")  # one dim of a matrix
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixStack:
     """A parameter that is a stack of matrices.
 
     Attributes:
@@ -80,8 +80,8 @@ class MuonState(NamedTuple):
     mu: Any
 
 
-def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, Matrix]:
-    """Path -> Matrix of every parameter that Muon takes, by the names of its dims.
+def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, MatrixStack]:
+    """Path -> MatrixStack of every parameter that Muon takes, by the names of its dims.
 
     Two dims beside those of layers and experts, heads and head_dim as one; neither is `vocab`. So embeddings, the head,
     norms, biases and parameters without names are AdamW's.
@@ -95,7 +95,7 @@ def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str,
     return {p.path: matrix for p in placed if (matrix := _matrix_of(p, mesh)) is not None}
 
 
-def _matrix_of(p: Placed, mesh: AnyMesh) -> Matrix | None:
+def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
     names = p.logical_axes or ()
     stacked = next((dim for dim, name in enumerate(names) if name not in _STACKED), len(names))
     groups: list[list[str | None]] = []
@@ -119,11 +119,11 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> Matrix | None:
             steps.append(partition_spec((*stack, moved, rows, columns)))
     matrices = math.ceil(each / ways(moved)) * ways(moved)
     stored, moves = NamedSharding(mesh, partition_spec(p.spec)), tuple(NamedSharding(mesh, s) for s in steps)
-    return Matrix(stacked, inner, pieces, matrices, stored, moves)
+    return MatrixStack(stacked, inner, pieces, matrices, stored, moves)
 
 
 def muon(
-    matrices: Mapping[str, Matrix],
+    matrices: Mapping[str, MatrixStack],
     schedule: optax.Schedule,
     *,
     momentum: float,
@@ -153,7 +153,7 @@ def muon(
     return optax.partition({SCOPE: own, "others": others}, labels)
 
 
-def _orthogonal_momentum(matrices: Mapping[str, Matrix], beta: float, dtype: Any) -> optax.GradientTransformation:
+def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype: Any) -> optax.GradientTransformation:
     """Nesterov's momentum, each matrix of it orthogonal and scaled to the root mean square of AdamW's updates."""
 
     def init(params: Any) -> MuonState:
@@ -174,7 +174,7 @@ def _orthogonal_momentum(matrices: Mapping[str, Matrix], beta: float, dtype: Any
     return optax.GradientTransformation(init, cast(Any, update))
 
 
-def orthogonalize(x: jax.Array, matrix: Matrix) -> jax.Array:
+def orthogonalize(x: jax.Array, matrix: MatrixStack) -> jax.Array:
     """Each matrix of a stack with its singular values near one, by five steps of Newton and Schulz, and scaled.
 
     Args:

@@ -49,7 +49,7 @@ from meshkit.step.loss import (
     strip_axes,
     sum_over_micro_batches,
 )
-from meshkit.step.muon import Matrix, find_matrices, muon
+from meshkit.step.muon import MatrixStack, find_matrices, muon
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
 from meshkit.step.signed import move_by_sign, sign_steps, without_signed
@@ -430,7 +430,7 @@ def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    spec: OptimizerTable, code: UserCode | None, steps: int, matrices: Mapping[str, Matrix] | None = None
+    spec: OptimizerTable, code: UserCode | None, steps: int, matrices: Mapping[str, MatrixStack] | None = None
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, Muon or what `optimizer.class` names.
 

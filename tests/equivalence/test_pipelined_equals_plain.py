@@ -211,6 +211,17 @@ def test_experts_over_an_axis_of_their_own(schedule):
 
 
 @pytest.mark.slow
+def test_pairs_of_layers_with_and_without_a_window_over_the_axis_of_experts():
+    """GPT-OSS, whose pairs of layers are a pipeline's layers."""
+    on = [*MOE, "model.class=models.gpt_oss:GptOss", "model.preset=gpt_oss_debug"]
+    on += ["model.layers=4", "model.mlp=32", "train.global_batch=8"]
+    spec = pipelined(2, "1f1b", 1, 1, "experts", *on)
+    wanted = plain(*on, *mesh(fsdp=2, expert=2), 'rules.preset="fsdp_expert"', "train.accumulate=2")
+    wanted = loss_and_gradients(wanted, build_mesh(wanted.mesh, wanted.cluster))
+    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster)), wanted)
+
+
+@pytest.mark.slow
 def test_three_steps_of_adamw_and_an_evaluation():
     """Parameters, moments and metrics after three steps.
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import meshkit as mk
+from meshkit.compile.program import compile_absent
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.sharding import build_mesh, sharding_scope
@@ -152,3 +154,32 @@ def test_sharded_steps_equal_one_device(overrides, on_one_device):
     for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
         worst = np.abs(g - w).max() / np.abs(w).max()
         assert worst < TOLERANCE, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
+
+
+@pytest.mark.deviceless
+def test_on_gpus_cudnn_attends_with_sinks_and_windows_and_no_scores_are_kept():
+    """Two forward and two backward kernels, with a window and without; what they keep is linear in the length."""
+    cluster = mk.Cluster.load("dgx_h100")
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 4, "tensor": 2}), cluster, devices=mk.describe_devices(cluster))
+    rules = ShardingRules({"act_batch": "data", "act_heads": "tensor", "act_kv_heads": "tensor"})
+    length, heads, window = 4096, 4, 128
+    cut, along = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data", None, "tensor"), ("tensor",)))
+    q, k = (jax.ShapeDtypeStruct((4, length, n, 64), jnp.bfloat16, sharding=cut) for n in (heads, 2))
+    sinks = jax.ShapeDtypeStruct((heads,), jnp.float32, sharding=along)
+
+    def step(q, k, v, sinks):
+        def loss(q, k, v, sinks):
+            with sharding_scope(mesh, rules):
+                x = sink_attention(q, k, v, sinks, window=window)
+                return sink_attention(x, k, v, sinks).astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+
+    schedule = compile_absent(step, (q, k, k, sinks), mesh=mesh, cluster=cluster).schedule
+    costs = [i.cost for i, _ in schedule.walk() if i.cost and i.cost.attention_flops]
+    assert sorted((c.attention_window, c.attention_backward) for c in costs) == [
+        (0, False), (0, True), (window, False), (window, True)
+    ]  # fmt: skip
+    pairs = length * window - window**2 / 2 + length**2 / 2
+    assert sum(c.attention_flops for c in costs) == pytest.approx(3.5 * 4 * 64 * (heads / 2) * pairs)
+    assert max(i.cost.bytes_accessed for i, _ in schedule.walk() if i.cost) < length**2  # of scores there are two a GPU
