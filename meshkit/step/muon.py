@@ -159,7 +159,7 @@ def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype
     def init(params: Any) -> MuonState:
         return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
 
-    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
         count = state.count + 1
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)

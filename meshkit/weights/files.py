@@ -41,7 +41,7 @@ from meshkit.step.spec import StepSpec
 from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.layout import Layout, Row
-from meshkit.weights.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
+from meshkit.weights.mxfp4 import BLOCKS, SCALES, Mxfp4
 from meshkit.weights.quantized import FP8, dequantized
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -80,14 +80,11 @@ def join_blocks(files: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     for name in [name for name in files if name.endswith(BLOCKS)]:
         blocks, scales = files[name], files.pop(name.removesuffix(BLOCKS) + SCALES, None)
-        fits = scales and scales.shape == blocks.shape[:-1] and {blocks.dtype, scales.dtype} == {"U8"}
-        if scales is None or not fits or blocks.shape[-1] != BLOCK // 2:
+        values = Mxfp4.of(blocks, scales)
+        if values is None:
             found = f"scales {shown(scales.shape)} of {scales.dtype}" if scales else "no scales"
-            message = (
-                f"{shown(name)} is {shown(blocks.shape)} of {blocks.dtype}, with {found}: these are no MXFP4 blocks."
-            )
+            message = f"{shown(name)} is {shown(blocks.shape)} of {blocks.dtype}, with {found}: no MXFP4 blocks."
             raise ConfigError(message, at=str(blocks.path), hint=_AGAIN)
-        values = Mxfp4(blocks.values, scales.values, (*blocks.shape[:-2], blocks.shape[-2] * BLOCK))
         files[name] = Tensor(blocks.path, "BF16", values.shape, values)  # which holds all values of the format
     return files
 

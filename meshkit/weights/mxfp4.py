@@ -33,6 +33,19 @@ class Mxfp4:
     scales: Any
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, blocks: Any, scales: Any) -> Mxfp4 | None:
+        """The numbers of two tensors of a file; None where they are not blocks and their scales.
+
+        Args:
+            blocks, scales: with `dtype` as the format of the file spells it, `shape` and `values`; scales may be None.
+        """
+        if scales is None or {blocks.dtype, scales.dtype} != {"U8"} or scales.shape != blocks.shape[:-1]:
+            return None
+        if blocks.shape[-1] != BLOCK // 2:
+            return None
+        return cls(blocks.values, scales.values, (*scales.shape[:-1], scales.shape[-1] * BLOCK))
+
     def __getitem__(self, index: Any) -> np.ndarray:
         """The numbers of a part; index is one slice of step 1 for each dim, or for the first of them."""
         index = index if isinstance(index, tuple) else (index,)

@@ -120,7 +120,7 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
         spec = resolve(experiment)
         model = describe_model(spec)
         mesh = jax.sharding.AbstractMesh(experiment.mesh.shape, experiment.mesh.axis_names)
-        matrices = find_matrices(model.params, mesh, experiment.rules)
+        matrices = find_matrices(model.params, mesh, experiment.rules)  # pyright: ignore[reportArgumentType]
         optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps, matrices)
         params = nnx.to_pure_dict(model.params)
     except MeshkitError as e:
