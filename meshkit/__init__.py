@@ -32,13 +32,13 @@ _PUBLIC = {
     "lint": "meshkit.linting.examine",
     "live": "meshkit.verbs.profile.live",
     "load_experiment": "meshkit.config.experiment",
-    "init_distributed": "meshkit.runs.phases",
+    "init_distributed": "meshkit.runs.own_loop",
     "make_train_step": "meshkit.planning.resolved",
     "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
     "plan": "meshkit.planning.planner",
     "prepare_platform": "meshkit.sharding.mesh",
-    "progress": "meshkit.runs.phases",
+    "progress": "meshkit.runs.own_loop",
     "profile": "meshkit.verbs.profile.block",
     "read_report": "meshkit.report.folder",
     "render": "meshkit.report.views.report",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from meshkit.report.folder import read_report
     from meshkit.report.schema import Report
     from meshkit.report.views.report import render, write_html
-    from meshkit.runs.phases import init_distributed, progress
+    from meshkit.runs.own_loop import init_distributed, progress
     from meshkit.search.tuner import tune
     from meshkit.search.workers import SubmititExecutor
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope

@@ -321,13 +321,16 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
     if len(witnesses) == 1:
         return Hang(f"the process does not get on in phase '{there.phase}'", (there.process,), exact=True)
     head = f"all processes are in phase '{there.phase}' at step {there.step}"
+    if noted := [w for w in witnesses if w.note]:
+        missing = tuple(w.process for w in noted)
+        return Hang(f"{head}; {_processes(missing)} {noted[0].note}", missing, exact=True)
     odd = [w.process for w in witnesses if not w.waits]
     if odd and len(odd) < len(witnesses):
         who = "does" if len(odd) == 1 else "do"
         return Hang(f"{head}; {_processes(odd)} {who} not wait for the others in it", tuple(odd), exact=True)
     by_place: dict[tuple[str, ...], list[int]] = {}
     for w in witnesses:
-        by_place.setdefault((w.note, *w.frames()), []).append(w.process)
+        by_place.setdefault(tuple(w.frames()), []).append(w.process)
     most = max(by_place.values(), key=len)
     odd = sorted({w.process for w in witnesses} - set(most)) if 2 * len(most) > len(witnesses) else []
     if odd:

@@ -129,6 +129,9 @@ def test_of_two_in_one_phase_who_waits_for_the_other_is_not_the_one_that_is_miss
     hang, text = said(checking)
     assert (hang.missing, hang.exact) == ((1,), True)
     assert "process 1 does not wait for the others in it" in text
+    hang, text = said([replace(checking[0], note="has been stopped (SIGSTOP)"), checking[1]])
+    assert (hang.missing, hang.exact) == ((0,), True)
+    assert "process 0 has been stopped (SIGSTOP)" in text
 
 
 @pytest.mark.parametrize("changes", [{"phase": "data"}, {"stack": CALLBACK}, {"phase": None}])
