@@ -304,7 +304,7 @@ def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
     missing = tuple(w.process for w in known)
     head = f"all processes have entered step {step} and wait in it"
     if silent:
-        head = f"{_processes(missing)} gave no answer; all others have entered step {step} and wait in it"
+        head = f"{_processes(missing)} gave no answer; the others have entered step {step} and wait in it"
     elif noted:
         head += f"; {_processes(missing)} {noted[0].note}"
     elif missing:

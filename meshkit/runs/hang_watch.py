@@ -28,7 +28,7 @@ from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witne
 from meshkit.runs.limits import Limits, limits_of_environment
 from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
-_LOOK_S, _ASKS_EVERY = 0.5, 2  # at itself; and at the service, so many looks
+_LOOK_S, _ASK_S = 0.5, 1.0
 _ANSWER_S = 4.0  # for all processes to say where they are
 _GRACE_S = 5.0  # beyond that, until a process that has not named the hang ends
 _MOST_OF_A_STACK = 2**14
@@ -58,35 +58,40 @@ class HangWatch:
         self._attempt = gang.attempt if gang is not None else 0
         seen_from_outside = PULSE_VARIABLE in os.environ and gang is not None and gang.on_loopback
         self._watches = self._line.size > 1 and not seen_from_outside
-        self._ended, self._told = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meshkit-hang", daemon=True)
+        self._ended, self._heard, self._told = threading.Event(), threading.Event(), threading.Event()
+        # A service that does not answer holds whoever asks it, and must not hold the one who looks.
+        runs = {"meshkit-hang": self._look, "meshkit-hang-asks": self._ask}
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in runs.items()]
 
     def __enter__(self) -> Self:
-        if self._watches:
-            self._thread.start()
+        for thread in self._threads if self._watches else ():
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._watches:  # jax's client, which it asks, ends with this process
-            self._thread.join(_GRACE_S)
+        for thread in self._threads if self._watches else ():  # jax's client, which they ask, ends with this process
+            thread.join(_GRACE_S)
 
-    def _run(self) -> None:
+    def _ask(self) -> None:
+        """Until somebody has said that he is late."""
+        while not self._ended.wait(_ASK_S):
+            if self._line.heard(_LATE):
+                self._heard.set()
+                return
+
+    def _look(self) -> None:
         """Until somebody is late."""
-        looks = 0
         while not self._ended.wait(_LOOK_S):
-            looks += 1
             said = self._phases.move.number > 0  # a loop of the user's need not say what it does
             late = said and self._phases.age_s > self._limits.of(self._phases.phase)
-            if not late and (looks % _ASKS_EVERY or not self._line.heard(_LATE)):
+            if not late and not self._heard.is_set():
                 continue
-            talk = threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True)
-            talk.start()
+            threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True).start()
             if self._told.wait(_ANSWER_S):
                 return  # it ends this process
             if not self._ended.is_set():
-                silent = Witness(0, note="the coordination service, which it runs, does not answer")
-                self._tell([silent, self._witness()] if self._line.rank else [self._witness()])
+                self._tell(self._alone())
             return
 
     def _talk(self) -> None:
@@ -100,6 +105,12 @@ class HangWatch:
             return
         said = self._line.gather(_SAID, timeout_s=_ANSWER_S)
         self._tell([_read(process, word) for process, word in enumerate(said)])
+
+    def _alone(self) -> list[Witness]:
+        """What this process knows where the service does not answer."""
+        notes = {0: "the coordination service, which it runs, does not answer"}
+        others = [Witness(p, note=notes.get(p, "")) for p in range(self._line.size) if p != self._line.rank]
+        return sorted([*others, self._witness()], key=lambda w: w.process)
 
     def _tell(self, witnesses: list[Witness]) -> None:
         """Names the hang, and ends this process; Python's own way out would wait for the others."""

@@ -98,7 +98,7 @@ def test_a_callback_that_does_not_return_leaves_the_collective_behind_it():
 def test_who_gives_no_answer_is_not_taken_for_one_outside_of_the_step():
     hang, text = said([Witness(0), *IN_STEP[1:]])
     assert (hang.missing, hang.exact) == ((0,), False)
-    assert "process 0 gave no answer; all others have entered step 7" in text
+    assert "process 0 gave no answer; the others have entered step 7" in text
     late, text = said([Witness(0), replace(IN_STEP[1], phase="data"), *IN_STEP[2:]])
     assert (late.missing, late.exact) == ((0, 1), False)
 

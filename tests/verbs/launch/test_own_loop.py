@@ -13,6 +13,7 @@ import pytest
 
 from meshkit.cli import main
 from meshkit.verbs.launch.jobs import command_name, make_job
+from meshkit.verbs.launch.local import free_port
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "own-loop.md").read_text(encoding="utf-8")
 # Stands in front of the guide's script: process 1 kills itself at step 8 of the first attempt.
@@ -99,3 +100,36 @@ def test_a_job_is_named_by_its_script(command, name):
     job = make_job(None, (), None, 8, 3, own=command, machines=(2, 8))
     assert (job.name, command_name(command), job.out) == (name, name, f"runs/{name}")
     assert job.num_processes == 16
+
+
+HANGS = """
+import os, time
+import meshkit as mk
+process, _ = mk.init_distributed()
+def waits_for_a_file():
+    while True:
+        time.sleep(0.1)
+for step in range(1, 4):
+    mk.progress(step, phase="data")
+    if process == 1 and step == 3:
+        waits_for_a_file()
+    mk.progress(step)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_one_s_own_that_hangs_is_named_where_no_launcher_watches_it(tmp_path):
+    (tmp_path / "train.py").write_text(HANGS, encoding="utf-8")
+    job = {"MESHKIT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_OUT": "out"}
+    told = {"MESHKIT_SECRET": "s" * 32, "MESHKIT_STALL_TIMEOUT": "4", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command, both = [sys.executable, "train.py"], []
+    for process in range(2):
+        env = {**os.environ, **job, **told, "MESHKIT_PROCESS_ID": str(process)}
+        both.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert {process.returncode for process in both} <= {4, -6}  # one may lose the coordinator first
+    text = "\n".join(said)
+    assert "process 1 has not entered step 3, in which process 0 waits" in text
+    assert "in phase 'data' at step 3" in text
+    assert "in waits_for_a_file" in text
