@@ -34,6 +34,12 @@ class Service:
                 raise ValueError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
             return self.values[key]
 
+    def key_value_try_get(self, key):
+        with self.changed:
+            if key not in self.values:
+                raise ValueError("NOT_FOUND")
+            return self.values[key]
+
     def key_value_delete(self, key):
         with self.changed:
             for name in [n for n in self.values if n.startswith(f"{key}/")]:
@@ -89,6 +95,19 @@ def test_the_missing_are_named_on_all_within_the_limit(reach):
     assert time.monotonic() - began < 30  # the limit, and what a loaded machine takes
     for rank in (0, 2):
         assert str(answers[rank]).startswith("processes 1, 3 of 4 did not answer within")
+
+
+def test_one_is_the_first_to_announce_and_gathers_what_the_others_tell(reach, key):
+    agreement.sign_with(key)
+    lines = [Agreement("hang") for _ in range(3)]
+    for rank, line in enumerate(lines):
+        line.rank, line.size = rank, 3
+    assert not lines[0].heard("late")
+    assert [line.announce("late") for line in lines] == [True, False, False]
+    assert all(line.heard("late") for line in lines)
+    lines[0].tell("said", {"phase": "data"})
+    lines[2].tell("said", {"phase": "step"})
+    assert lines[0].gather("said", timeout_s=0.2) == [{"phase": "data"}, None, {"phase": "step"}]
 
 
 def test_an_error_of_process_0_reaches_all(reach):
