@@ -98,8 +98,9 @@ class StepOrder:
 
     @property
     def signature(self) -> list[list[Any]]:
-        """What has to be the same in every process, by collective: what it does, with how much, between which."""
-        return [[c.collective, c.payload_bytes, self.groupings[c.grouping]] for c in self.collectives]
+        """What has to be the same in every process, by collective: what it does, with how much, between which. JSON."""
+        groupings = [[list(group) for group in each] for each in self.groupings]
+        return [[c.collective, c.payload_bytes, groupings[c.grouping]] for c in self.collectives]
 
     def to_json(self) -> str:
         """As `from_json` reads it."""

@@ -1,5 +1,6 @@
 """The collectives of a compiled step between processes, in their order; programs that differ are refused."""
 
+import json
 from types import SimpleNamespace
 from typing import cast
 
@@ -66,7 +67,9 @@ def test_what_stays_within_a_process_keeps_no_other_waiting(program):
 
 def said(order, *, without=()):
     rows = zip(order.signature, order.collectives)
-    return [[row, str(c)] for i, (row, c) in enumerate(rows) if i not in without]
+    told = [[row, str(c)] for i, (row, c) in enumerate(rows) if i not in without]
+    assert json.loads(json.dumps(told)) == told  # what process 0 hears is as what it says itself
+    return told
 
 
 def test_programs_that_differ_arerefuse_differenced_with_the_collective_at_which_they_part(program):
