@@ -38,12 +38,10 @@ class Snapshots:
     Args:
         run: identity of the run; a snapshot of another one is none.
         say: prints one line.
-        slots: of this process; by default those that its launcher holds.
     """
 
-    def __init__(self, run: str, say: Callable[[str], None], slots: list[Slot] | None = None):
-        self._run, self._say = run, say
-        self._slots = slots_here() if slots is None else slots
+    def __init__(self, run: str, say: Callable[[str], None]):
+        self._run, self._say, self._slots = run, say, slots_here()
         self._agreement = Agreement(f"snapshots/{next(_made)}")
         self._thread: threading.Thread | None = None
         self._next = 0
@@ -53,7 +51,7 @@ class Snapshots:
         self.enabled = not missing
         """Whether every process has somewhere to keep them."""
         if missing and self._agreement.rank == 0:
-            say("note: no snapshots are taken: checkpoint.snapshot_every needs `meshkit launch`, which keeps them.")
+            say("note: no snapshots are taken: `meshkit launch local` keeps those of checkpoint.snapshot_every.")
 
     def take(self, state: TrainState) -> None:
         """Copies the state; returns when the next step may change it. Waits for an earlier snapshot to be whole."""
@@ -145,10 +143,10 @@ def _kept(leaf: Any) -> list[Index]:
 def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
     """Those parts as host arrays."""
     indices, shards = _indices(leaf), {shard.device: shard.data for shard in leaf.addressable_shards}
-    holder = {index: device for device, index in indices.items()}
-    for index in holder:
-        shards[holder[index]].copy_to_host_async()
-    return [np.asarray(shards[holder[index]]) for index in sorted(holder)]
+    held = {index: shards[device] for device, index in indices.items()}
+    for data in held.values():
+        data.copy_to_host_async()
+    return [np.asarray(held[index]) for index in sorted(held)]
 
 
 def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:

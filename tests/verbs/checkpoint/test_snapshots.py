@@ -135,7 +135,7 @@ def test_without_a_launcher_none_are_taken_and_that_is_said(monkeypatch):
     store = snapshots(said=said)
     store.take(state_of(4))
     assert store.restore(abstract_of(state_of(0)), after=0) is None
-    assert "needs `meshkit launch`" in said[0]
+    assert "`meshkit launch local` keeps" in said[0]
 
 
 def test_where_memory_is_short_training_goes_on_without_snapshots(memory, monkeypatch):
