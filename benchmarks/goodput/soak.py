@@ -17,7 +17,7 @@ from meshkit.predict.failures import Failure, draw
 from meshkit.runs.phases import Goodput, read_attempts, read_goodput
 
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
-SECONDS, EVERY, MEAN_S = 480.0, 100, 60.0
+SECONDS, EVERY, MEAN_S = 480.0, 25, 60.0
 # Kind -> signal and rank. A process that is stopped is seen 10 s later, by the launcher's watchdog.
 KINDS = {
     "kill -9 of rank 0": (signal.SIGKILL, 0),

@@ -6,6 +6,9 @@
 
 Every process keeps all shards that its devices hold, each once. The step before a snapshot has ended on all processes,
 and a slot is written over only once all have sealed the newer one, so one step is always whole everywhere.
+
+orbax's emergency checkpoints (0.12, experimental) do not serve here: they are files in a folder of each host, restored
+by a broadcast over a mesh axis of replicas, which a fully sharded state does not have.
 """
 
 from __future__ import annotations
