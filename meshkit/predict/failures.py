@@ -262,7 +262,7 @@ def best_interval(costs: Costs, between_s: float) -> int:
     """Return the steps between saves with which `expected_goodput` is highest.
 
     It grows to its one maximum and falls from there: below the time that a write takes steps only wait, and above it
-    the optimum is that of `young_s`, corrected.
+    the optimum is Young's, corrected.
     """
     low, high = 1, max(2, math.ceil(4 * (between_s + costs.write_s) / costs.step_s))
     while high - low > 2:
@@ -273,19 +273,6 @@ def best_interval(costs: Costs, between_s: float) -> int:
         else:
             high = b
     return max(range(low, high + 1), key=lambda every: expected_goodput(costs, every, between_s))
-
-
-def young_s(blocked_s: float, between_s: float) -> float:
-    """Return Young's interval between saves (1974): sqrt(2 b M), the optimum to first order."""
-    return math.sqrt(2 * blocked_s * between_s)
-
-
-def daly_s(blocked_s: float, between_s: float) -> float:
-    """Return Daly's interval between saves (2006, equation 37), of higher order."""
-    if blocked_s >= 2 * between_s:
-        return between_s
-    x = blocked_s / (2 * between_s)
-    return young_s(blocked_s, between_s) * (1 + math.sqrt(x) / 3 + x / 9) - blocked_s
 
 
 def months(costs: Costs, every: int, rate_per_s: float, *, seed: int, count: int = 200) -> Sequence[float]:

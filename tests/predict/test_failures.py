@@ -16,18 +16,27 @@ from meshkit.predict.failures import (
     Failure,
     Spares,
     best_interval,
-    daly_s,
     draw,
     expected_goodput,
     expected_shares,
     months,
     play,
-    young_s,
 )
 
 CALM = Costs(step_s=2.0, blocked_s=0.5, write_s=20.0, detection_s=100.0, restart_s=600.0, read_s=30.0)
 SLOW_WRITES = Costs(step_s=2.0, blocked_s=5.0, write_s=300.0, detection_s=100.0, restart_s=600.0, read_s=30.0)
 INSTANT = Costs(step_s=1.0, blocked_s=4.0, write_s=0.0, detection_s=0.0, restart_s=0.0)
+
+
+def young_s(blocked_s, between_s):
+    """Young's interval between saves (1974), the optimum to first order."""
+    return math.sqrt(2 * blocked_s * between_s)
+
+
+def daly_s(blocked_s, between_s):
+    """Daly's (2006, equation 37), of higher order."""
+    x = blocked_s / (2 * between_s)
+    return young_s(blocked_s, between_s) * (1 + math.sqrt(x) / 3 + x / 9) - blocked_s
 
 
 def walked(costs, every, failures, steps):
