@@ -24,8 +24,8 @@ from benchmarks.kill_matrix.table import machine
 from meshkit.predict.failures import Costs, Spent, play
 from meshkit.runs.phases import read_attempts
 
-SEEDS, ALONE_STEPS = (21, 16), 500
-OTHER_SEED, OTHER_MEAN_S, OTHER_STEPS = 2, 30.0, 1500
+SEEDS, ALONE_STEPS = (21, 16), 300
+OTHER_SEED, OTHER_MEAN_S, OTHER_S = 2, 25.0, 240.0
 _COSTS, _PREDICTED, _SOAKS, _PAGE = "costs.json", "predictions.csv", "soaks.csv", "goodput.md"
 
 
@@ -36,7 +36,7 @@ def measure_costs(scratch: Path) -> dict[str, Any]:
     seconds, saves = attempt.seconds, ALONE_STEPS // EVERY
     before_last = dict(attempt.marks)[ALONE_STEPS]["save"]  # a mark is set as a save begins
     blocked_s = before_last / (saves - 1)
-    other = soak(scratch / "other", schedule(OTHER_SEED, OTHER_MEAN_S), steps=OTHER_STEPS)
+    other = soak(scratch / "other", schedule(OTHER_SEED, OTHER_MEAN_S), seconds=OTHER_S)
     assert other.first_s is not None, "a seed whose first failure is later is needed"
     step_s = (seconds["step"] + seconds["data"]) / ALONE_STEPS
     ups = [hit.up_s - step_s for hit in other.hits if hit.up_s is not None]

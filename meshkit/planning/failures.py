@@ -49,6 +49,13 @@ class _Known(NamedTuple):
         return cls(*(row[name] if getattr(given, name) is None else getattr(given, name) for name in cls._fields))
 
 
+def _hosts(cluster: Cluster) -> int:
+    """Hosts with a GPU that trains: of a domain that spans hosts the first ones."""
+    if cluster.nvlink_domain_size < cluster.gpus_per_host:
+        return cluster.hosts
+    return cluster.num_nvlink_domains * math.ceil(cluster.gpus_used_per_domain / cluster.gpus_per_host)
+
+
 def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | ProgramExperiment) -> FailuresPart:
     """Return what failures leave of the training that the report plans.
 
@@ -68,7 +75,7 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
         raise ConfigError(
             f"what failures cost needs {what}, which this plan does not have.", at="--failures", hint=hint
         )
-    known, hosts = _Known.of(given), cluster.num_gpus / min(cluster.gpus_per_host, cluster.gpus_used_per_domain)
+    known, hosts = _Known.of(given), _hosts(cluster)
     rates = {name: rate * cluster.gpus_per_host for name, rate in catalog.published_failures_per_gpu_day().items()}
     default, rate = next(iter(rates.items()))
     rate, source = (given.per_host_day, "given") if given.per_host_day is not None else (rate, default)
@@ -82,7 +89,7 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
     return FailuresPart(
         per_host_day=rate,
         rate_source=source,
-        hosts=round(hosts),
+        hosts=hosts,
         between_s=between_s,
         **known._asdict(),
         storage_bytes_per_s=storage,
@@ -121,9 +128,7 @@ def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float
     return Costs(step_s, blocked_s, written_s, known.detection_s, known.restart_s, written_s + blocked_s), storage
 
 
-def _memory_costs(
-    known: _Known, cluster: Cluster, hosts: float, facts: StepFacts, step_s: float
-) -> tuple[Costs, float]:
+def _memory_costs(known: _Known, cluster: Cluster, hosts: int, facts: StepFacts, step_s: float) -> tuple[Costs, float]:
     """Costs of snapshots in host memory with a copy at a neighbour, and the bytes that they take of a host's memory.
 
     A snapshot blocks as a checkpoint does, since the next step may change the state; the copy to the neighbour crosses

@@ -71,13 +71,16 @@ def test_a_host_of_four_gpus_fails_half_as_often_as_one_of_eight():
     _, half = planned(*smaller, "mesh={ fsdp = 4, data = { infiniband = 4 } }")
     assert half.per_host_day == pytest.approx(whole.per_host_day / 2)
     assert half.between_s == pytest.approx(whole.between_s)
+    cut = [f"cluster.{key}=4" for key in ("nvlink_domain_size", "gpus_used_per_domain")]  # two domains in each host
+    _, same = planned(*cut, "mesh={ fsdp = 4, data = { infiniband = 4 } }")
+    assert (same.hosts, same.between_s) == (whole.hosts, whole.between_s)
 
 
 def test_an_experiment_without_checkpoints_hears_of_the_best_interval():
     report, part = planned("checkpoint.every=0", "failures.per_host_day=2")
     assert part.every is None
     assert part.goodput == part.best_goodput
-    assert "No checkpoints are written" in failures_lines(report.model_copy(update={"failures": part}))[1]
+    assert "No checkpoints are written" in failures_lines(report.model_copy(update={"failures": part}))[2]
 
 
 def test_spares_are_told_until_another_one_gives_nothing():
