@@ -15,6 +15,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Collective
 from meshkit.linting.placements import Finding
 from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.network import collective_price
 from meshkit.predict.pricing import Pricer
 from meshkit.predict.ways import RAGGED, Way, WayChoice, ways
 from meshkit.units import format_seconds
@@ -22,12 +23,15 @@ from meshkit.units import format_seconds
 WAY, FAILS = "ragged_way", "ragged_fails"
 # How much faster another way must be for a warning: prices of ways rest on single measurements.
 _WORTH = 1.5
+_FULL = 32  # slices a peer, with which no measurement of the one-shot kernel was slower than with more
 _OTHERS = ("one-shot", "device kernel", "sends")
 _MORE_SLICES = "32 slices or more to each GPU, into which each expert's rows are cut (expert_layer does)"
 _HINTS = {
     "device kernel": "[xla] xla_gpu_experimental_ragged_all_to_all_use_device_kernel = true and "
     "xla_gpu_experimental_enable_nccl_symmetric_buffers = true",
-    "sends": "a capacity_factor, for plain all-to-alls",
+    "sends": "[xla] xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback = true and "
+    "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer = false",
+    "plain": "a capacity_factor near 1, with which experts exchange by plain all-to-alls",
     "one-shot": "[xla] without xla_gpu_experimental_ragged_all_to_all_use_device_kernel",
 }
 _APART = "in parts: XLA gathers rows over the network and exchanges them inside each NVLink domain"
@@ -44,9 +48,11 @@ class _Exchange:
     seconds: float = 0.0
     others: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, whole: Collective, times: float, pricer: Pricer) -> None:
-        """Counts one more, and what it would take on each way that its group has."""
+    def add(self, whole: Collective, times: float, pricer: Pricer, cluster: Cluster) -> None:
+        """Counts one more, and what it would take on each way that its group has, and as a plain all-to-all."""
         self.count += times
+        group = (whole.gpus_per_domain, whole.group_size // whole.gpus_per_domain, None)
+        self.others["plain"] += times * collective_price("all-to-all", whole.payload_bytes, group, cluster, {}).seconds
         inside = whole.group_size == whole.gpus_per_domain
         for name in _OTHERS if inside else _OTHERS[1:]:
             self.others[name] += times * pricer.ragged_price(whole, ways()[name]).seconds
@@ -99,7 +105,7 @@ def _exchanges(
         if c.axes and c.axes not in apart:
             row = found.setdefault(c.axes, _Exchange(c, c, choice.way(c, cluster)))
             row.seconds += times * pricer.collective_s(i)
-            row.add(c, times, pricer)
+            row.add(c, times, pricer, cluster)
     for axes in sorted(apart):
         sample = next(c for c, _, _ in ragged if c.axes == axes)
         row = found[axes] = _Exchange(_whole(sample, compiled), sample, choice.way(sample, cluster))
@@ -110,7 +116,7 @@ def _exchanges(
                 row.seconds += times * pricer.collective_s(i)
             if is_part(c, apart & {axes}) and c.dtype[0] not in "su":  # not of offsets
                 rows = c.payload_bytes // c.group_size
-                row.add(replace(row.whole, dtype=c.dtype, payload_bytes=rows), times, pricer)
+                row.add(replace(row.whole, dtype=c.dtype, payload_bytes=rows), times, pricer, cluster)
     return list(found.values())
 
 
@@ -139,7 +145,9 @@ def _way_finding(exchange: _Exchange) -> Finding:
     """Which way it takes, and the others."""
     c, way, seconds = exchange.whole, exchange.way, exchange.seconds
     apart = not exchange.sample.axes_complete
-    others = {name: value for name, value in exchange.others.items() if apart or ways()[name].price != way.price}
+    others = {
+        name: s for name, s in exchange.others.items() if apart or name == "plain" or ways()[name].price != way.price
+    }
     best = min(others, key=lambda name: others[name], default=None)
     slow = best is not None and seconds > _WORTH * others[best]
     told = "; ".join(f"{_WORDS[name]} would take {format_seconds(value)}" for name, value in others.items())
@@ -147,7 +155,8 @@ def _way_finding(exchange: _Exchange) -> Finding:
     message = f"{_named(c)}: {how}, {format_seconds(seconds)} a step ({exchange.count:g} times, alone)"
     hint = None
     if slow and best is not None:
-        hint = _MORE_SLICES if way.price == "one-shot" and not apart else _HINTS[best]
+        few = way.price == "one-shot" and not apart and c.slices < _FULL
+        hint = _MORE_SLICES if few else _HINTS["plain" if seconds > _WORTH * others["plain"] else best]
     return Finding(
         code=WAY,
         severity="warning" if slow else "note",
@@ -166,6 +175,7 @@ _WORDS = {
     "puts": "NCCL's puts",
     "sends": "NCCL's sends",
     "refused": "refused, priced as NCCL's sends",
+    "plain": "a plain all-to-all of as many rows",
 }
 
 

@@ -467,6 +467,8 @@ def _ragged_device(payload: float, wires: Wires) -> Algorithm:
     each = max(1, wires.sms // slices)
     rounds = -(-slices // wires.sms)
     channels_s = rounds * payload / slices / each / by_hand("device_block_bytes_per_s")
+    if rounds > 2:
+        channels_s = payload / wires.sms / by_hand("device_busy_block_bytes_per_s")
     inside = payload * (wires.g - 1) / n * wires.hops / (wires.inside_bytes_per_s * by_hand("ragged_share"))
     latency = by_hand("one_shot_s") + (sends.latency_s if wires.k > 1 else 0.0)
     return Algorithm("device kernel", latency, inside, sends.outside_s, 0.0, channels_s=channels_s)

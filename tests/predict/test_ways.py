@@ -130,6 +130,8 @@ def seconds(payload, n, cluster=GB200, domains=1, **how):
         (64, 3.21e9, 64, "one-shot", 7.56e-3, 0.05),
         (64, 3.2e9, 1, "device kernel", 9.12e-3, 0.05),  # fitted
         (64, 3.2e9, 3, "device kernel", 12.74e-3, 0.05),
+        (64, 3.2e9, 30, "device kernel", 22.74e-3, 0.05),
+        (64, 3.2e9, 120, "device kernel", 22.59e-3, 0.05),
         (8, 1e9, 1, "one-shot", 1e9 / 17.6e9, 0.1),  # 8 B200 (xla#33386): 16.42 GiB/s, by an older kernel
     ],
 )
