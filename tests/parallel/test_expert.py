@@ -290,5 +290,5 @@ def test_a_ragged_exchange_over_hosts_is_taken_apart_into_parts_of_known_size():
     codes = {w.code: w for w in plan.report.warnings}
     assert "unexplained_collective" not in codes
     assert "16 GPUs of 2 domains): in parts" in codes["ragged_way"].message
-    assert codes["ragged_way"].seconds > 0
+    assert (codes["ragged_way"].seconds or 0.0) > 0
     assert "ragged_fails" not in codes
