@@ -15,5 +15,6 @@ class CustomMetadataHook(MetadataHookInterface):
 
 
 def without_links(text: str) -> str:
-    """Markdown in which links to files of the tree are their words alone."""
+    """Return Markdown without pictures of the tree, in which links to its files are their words alone."""
+    text = re.sub(r"<img [^>]*>\n*", "", text)
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?://|#)[^)]+\)", r"\1", text)
