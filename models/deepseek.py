@@ -9,7 +9,7 @@ which adds the loss of each sequence's balance.
 `balance_step`, down where the expert had more than its even share of the step's choices, and up where it had less. It
 is a parameter without a gradient of its own: what stands in the gradient's place is the load beyond an even one, so
 that it is summed over micro-batches, replicas and stages like gradients. `sign_step` in its metadata makes the training
-step keep it from the optimizer and go by the sign alone (`meshkit.step.signed`).
+step keep it from the optimizer and go by the sign alone (`meshkit.step.train_step.sign_steps`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ from meshkit.step.loss import (
 from meshkit.step.muon import MatrixStack, find_matrices, muon
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
-from meshkit.step.signed import move_by_sign, sign_steps, without_signed
 from meshkit.step.spec import StepSpec
 from meshkit.step.state import (
     DTYPES,
@@ -402,6 +401,47 @@ def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchan
         message = f"{name} has state beside its parameters (batch statistics), which compression would not reduce."
         raise spec.places.error("compression", message, hint="a model without such state, or no [compression]")
     return Exchange(axis, mesh.shape[axis], WIRES[spec.compression.dtype])
+
+
+def sign_steps(params: nnx.State) -> Any:
+    """The nested dict of the parameters with each one's `sign_step`; 0 for those of the optimizer.
+
+    A parameter asks by it, in its metadata, to be moved by that much against its gradient's sign, such as the bias that
+    balances a mixture of experts: `nnx.Param(..., sign_step=1e-3)`. Its gradient is summed over micro-batches and
+    replicas like any other; no optimizer, weight decay or norm of gradients sees it.
+    """
+    steps = jax.tree.map(
+        lambda leaf: leaf.replace(float(leaf.get_metadata().get("sign_step", 0.0))),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    return nnx.to_pure_dict(steps)
+
+
+def without_signed(gradients: Any, steps: Any) -> Any:
+    """Gradients with zeros in the place of those of which only the sign counts."""
+    return jax.tree.map(lambda g, step: jnp.zeros_like(g) if step else g, gradients, steps)
+
+
+def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.GradientTransformation:
+    """The optimizer, which parameters with a step are kept from: they move by it against their gradient's sign.
+
+    Args:
+        optimizer: of the others; its state has all parameters' shapes.
+        steps: of `sign_steps`.
+    """
+    if not any(jax.tree.leaves(steps)):
+        return optimizer
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(without_signed(gradients, steps), state, params)
+
+        def one(update: jax.Array, gradient: jax.Array, step: float) -> jax.Array:
+            return -step * jnp.sign(gradient).astype(update.dtype) if step else update
+
+        return jax.tree.map(one, updates, gradients, steps), state
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:

@@ -42,7 +42,7 @@ from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.layout import Layout, Row
 from meshkit.weights.mxfp4 import BLOCKS, SCALES, Mxfp4
-from meshkit.weights.quantized import FP8, dequantized
+from meshkit.weights.quantized import FP8, dequantized, fp8_values
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WRITTEN = {"fp32": "F32", "bf16": "BF16"}
@@ -111,10 +111,9 @@ def open_file(path: Path) -> dict[str, Tensor]:
         ) from None
     tensors = {name: Tensor(path, s.get_dtype(), tuple(s.get_shape()), s) for name, s in slices.items()}
     for name, tensor in tensors.items():
-        if tensor.dtype == FP8 and math.prod(tensor.shape):  # numpy has no such type: the library cannot slice it
+        if tensor.dtype == FP8:
             start = 8 + length + header[name]["data_offsets"][0]
-            values = np.memmap(path, ml_dtypes.float8_e4m3fn, "r", start, tensor.shape)
-            tensors[name] = replace(tensor, values=values)
+            tensors[name] = replace(tensor, values=fp8_values(path, start, tensor.shape))
     return tensors
 
 

@@ -6,10 +6,13 @@ block's entries are multiplied by. Blocks at the ends may be smaller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from meshkit.errors import ConfigError
@@ -17,6 +20,21 @@ from meshkit.errors import ConfigError
 BLOCK = 128
 FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
+
+
+def fp8_values(path: Path, start: int, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of FP8 in a file, which is read where it is indexed.
+
+    numpy has no such type of its own, so that safetensors cannot slice one.
+
+    Args:
+        path: of the file, whose header was checked.
+        start: the tensor's first byte.
+        shape: of the tensor.
+    """
+    if not math.prod(shape):
+        return np.empty(shape, ml_dtypes.float8_e4m3fn)
+    return np.memmap(path, ml_dtypes.float8_e4m3fn, "r", start, shape)
 
 
 @dataclass(frozen=True)
