@@ -482,7 +482,7 @@ def _check_optimizer(table: OptimizerTable) -> None:
     if table.class_path is None and table.options is not None:
         message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
         raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
-    if table.algorithm != "muon" and "momentum" in table.model_fields_set:
+    if table.algorithm != "muon" and table.momentum != OptimizerTable.model_fields["momentum"].default:
         message = "optimizer.momentum is of Muon, and optimizer.algorithm is adamw, whose moments decay by b1 and b2."
         raise SpecError(message, key=("optimizer", "momentum"), hint='optimizer.algorithm = "muon"')
     said = next((key for key in ADAMW_KEYS if key in table.model_fields_set), None)
@@ -531,6 +531,9 @@ def _check_rounds(table: ExperimentTable) -> None:
     if table.local_sgd is None:
         return
     every = table.local_sgd.every
+    if table.optimizer.algorithm == "muon":
+        message = "local_sgd steps on replicas of the parameters, which Muon's exchange of matrices does not know."
+        raise SpecError(message, key=("optimizer", "algorithm"), hint='optimizer.algorithm = "adamw"')
     if table.compression is not None:
         message = "local_sgd exchanges parameters once a round, and no gradients that compression could compress."
         raise SpecError(message, key=("compression", "axis"), hint="one of the two sections")

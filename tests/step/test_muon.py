@@ -117,6 +117,19 @@ def test_a_model_without_names_is_refused():
         make_optimizer(OptimizerTable(algorithm="muon"), None, 10, {})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.momentum=0.9"], "optimizer.momentum is of Muon"),
+        (["optimizer.algorithm=muon", "optimizer.class=optax:lion"], "optimizer.algorithm is of AdamW"),
+        (["optimizer.algorithm=muon", "local_sgd.axis=fsdp"], "Muon's exchange of matrices does not know"),
+    ],
+)
+def test_what_muon_does_not_do_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(CONFIGS / "moe_debug_cpu.toml", overrides)
+
+
 MESHES = {
     "fsdp 2 x expert 4": [],
     "fsdp 2 x expert 2 x tensor 2": ["mesh.expert=2", "mesh.tensor=2", 'rules.preset="all"'],
