@@ -68,8 +68,8 @@ class Case:
         """Seconds after which the hang is to be seen."""
         if self.kind == "memory":
             return 0.0
-        if self.how == "stops" or self.phase in ("data", "step", "evaluate", "check", "save"):
-            return _LIMIT_S  # a save keeps the others waiting in the next step
+        if self.how == "stops" or self.phase in ("init", "data", "step", "evaluate", "check", "save"):
+            return _LIMIT_S  # init and save keep the others waiting in the next step
         return _PATIENT_S
 
 
@@ -249,7 +249,7 @@ def table(found: Sequence[Found]) -> str:
     lines = ["| planted | launcher | found after s (limit) | said | |", "|---|---|---|---|---|"]
     for f in found:
         c = f.case
-        kind = "before the step" if c.kind == "program" else "exact" if f.exact else f"{len(f.collectives)} candidates"
+        kind = "before the step" if c.kind == "program" else "exact" if f.exact else f"{len(f.collectives)} candidate(s)"
         kind = "its end" if c.kind == "memory" else kind
         what = f"{kind}: {', '.join(f.collectives) or f"phase '{c.phase}'"}"
         time_s = "-" if c.kind == "program" else f"{f.seconds:.1f} ({c.limit_s:g})"

@@ -29,7 +29,7 @@ from meshkit.runs.limits import Limits, limits_of_environment
 from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
-_ANSWER_S = 4.0  # for all processes to say where they are
+_MEET_S, _ANSWER_S = 2.0, 3.5  # for this process to say where it is, and for all
 _GRACE_S = 5.0  # beyond that, until a process that has not named the hang ends
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
@@ -88,7 +88,7 @@ class HangWatch:
             if not late and not self._heard.is_set():
                 continue
             threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True).start()
-            if self._told.wait(_ANSWER_S):
+            if self._told.wait(_MEET_S):
                 return  # it ends this process
             if not self._ended.is_set():
                 self._tell(self._alone())
