@@ -433,7 +433,8 @@ def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.G
     if not any(jax.tree.leaves(steps)):
         return optimizer
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        gradients = updates
         updates, state = optimizer.update(without_signed(gradients, steps), state, params)
 
         def one(update: jax.Array, gradient: jax.Array, step: float) -> jax.Array:
