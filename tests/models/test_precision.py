@@ -14,6 +14,7 @@ from flax import nnx
 from jax._src.cudnn import scaled_matmul_stablehlo as jaxs
 
 from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
 from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
@@ -142,6 +143,12 @@ def test_it_goes_for_the_layers_and_not_for_the_head(eight_bit):
 def test_two_ways_of_multiplying_do_not_go_together(options):
     with pytest.raises(ValueError, match="choose one of the two"):
         Matmuls(**options)
+
+
+def test_blocks_inside_of_a_pipeline_are_refused():
+    experiment = load(DEBUG.with_name("llama_pipeline_cpu.toml"), ['train.precision="mxfp8"'])
+    with pytest.raises(ConfigError, match="block-scaled matmuls inside of a pipeline's stage"):
+        make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
 
 
 STEPS, VOCAB_SEEN, FOLLOWERS = 200, 256, 4
