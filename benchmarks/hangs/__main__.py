@@ -249,9 +249,8 @@ def table(found: Sequence[Found]) -> str:
     lines = ["| planted | launcher | found after s (limit) | said | |", "|---|---|---|---|---|"]
     for f in found:
         c = f.case
-        kind = "exact" if f.exact else f"{len(f.collectives)} candidate(s)"
-        kind = "before the step" if c.kind == "program" else kind
-        kind = "its end" if c.kind == "memory" else kind
+        by_name = "exact" if f.exact else f"{len(f.collectives)} candidate(s)"
+        kind = {"program": "before the step", "memory": "its end"}.get(c.kind, by_name)
         what = f"{kind}: {', '.join(f.collectives) or f"phase '{c.phase}'"}"
         time_s = "-" if c.kind == "program" else f"{f.seconds:.1f} ({c.limit_s:g})"
         lines.append(f"| {c.name} | {c.launcher} | {time_s} | {what} | {f.wrong or 'right'} |")
