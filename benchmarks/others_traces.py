@@ -131,7 +131,8 @@ def priced_table() -> None:
 def matmuls(archive: Path) -> Iterator[tuple[str, float, float, float]]:
     """(GPU, seconds, seconds as priced, seconds of bursts of its shapes) of each matmul of an archive of trainings."""
     with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        for member in packed:
+            packed.extract(member, folder, filter="data")
         for capture in sorted(Path(folder).rglob("run/trace")):
             (trace,) = capture.rglob("*.xplane.pb")
             trace.rename(capture / trace.name)

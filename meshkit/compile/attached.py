@@ -114,15 +114,12 @@ def compile_step(
         ConfigError: XLA refuses an option of the user's.
         RunError: other processes of the job did not answer.
     """
-
-    @functools.cache
-    def trace() -> Any:
-        return program.step.trace(program.abstract_state, program.abstract_batch)
-
+    arguments = (program.abstract_state, program.abstract_batch)
     choices = CompileChoices(xla) if cluster.is_cpu else choices_for(program, cluster, placement, xla)
-    compiled = compile_attached(lambda: trace().lower(), cluster, placement, choices, program.spec.places)
+    lower = lambda: program.step.lower(*arguments)
+    compiled = compile_attached(lower, cluster, placement, choices, program.spec.places)
     if program.spec.train.precision == "mxfp8" and not cluster.is_cpu and jax.process_index() == 0:
-        flops = traced_flops(trace().jaxpr)
+        flops = traced_flops(program.step.trace(*arguments).jaxpr)
         wanted = flops.block_scaled / cluster.num_gpus if flops else 0.0
         if note := dequantized_note(_schedule_of(compiled.program, placement), cluster.gpu, wanted):
             say(f"meshkit: {note}")

@@ -93,7 +93,7 @@ def test_a_cut_length_is_refused():
 @pytest.mark.parametrize("capacity", [{}, {"capacity_factor": 8.0}])
 def test_a_layer_is_a_weighted_sum_of_its_experts(capacity):
     """Every expert on every token, in plain jnp; its biases, the clamps, and gradients of all parameters."""
-    c = GptOss.configure("gpt_oss_debug", layers=2, swiglu_limit=0.5, **capacity)
+    c = GptOss.make_config("gpt_oss_debug", layers=2, swiglu_limit=0.5, **capacity)
     graph, state = nnx.split(GptOssMlp(c, rngs=nnx.Rngs(0)))
     state = jax.tree.map(lambda p: p[0] + 0.3 * jax.random.normal(jax.random.key(p.size), p.shape[1:]), state)
     x = jax.random.normal(jax.random.key(0), (2, 8, c.embed))

@@ -61,7 +61,7 @@ def test_every_collective_of_a_shipped_experiment_is_explained(file, overrides):
     lint = planned(file, *overrides).lint
     for allowed in lint.allowed:
         print(f"allowed: {allowed.code} {allowed.path}: {allowed.reason}")
-    assert lint.findings == []
+    assert [f for f in lint.findings if f.code != "ragged_way"] == []  # a note, with what other ways would take
     assert len(lint.allowed) <= 3
     assert all(row.explanation and not row.exceeds for row in lint.collectives)
 
