@@ -9,7 +9,7 @@ import typer
 from jax.errors import JaxRuntimeError
 
 from meshkit.cli import main
-from meshkit.distributed.environment import leave_gang, say_lost_process
+from meshkit.distributed.environment import END_S, leave_gang, say_lost_process
 from meshkit.verbs.launch.cli import launch_app
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,10 +50,13 @@ def test_a_failed_process_of_several_does_not_wait_for_the_others(environment, c
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    left = []
+    left, limits = [], []
     monkeypatch.setattr("os._exit", left.append)
+    # It would end this very process, minutes later.
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, exit: limits.append((seconds, exit)))
     leave_gang(code)
     assert left == [code] * leaves
+    assert limits == [(END_S, True)] * (environment == GANG and code in (0, 75))
 
 
 @pytest.mark.parametrize("words", [["--sbatch", "a=1", "--sbatch", "a=2"], ["--sbatch", "=x"]])
