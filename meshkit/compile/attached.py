@@ -182,7 +182,7 @@ def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choic
 
 
 def _as_process_0(topic: str, mine: Any) -> Any:
-    """What process 0 of the job says: programs that differ in the order of their collectives would wait for ever."""
+    """Return process 0's answer. Programs whose collectives differ in order would wait for each other for ever."""
     return Agreement("pgle").reach(topic, mine, lambda said: said[0], timeout_s=_AGREE_S)
 
 
@@ -255,7 +255,7 @@ def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
 def _write_from_any_process(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
 ) -> None:
-    """What jax does after a compile, in every process: on CPUs each has keys of its own, on GPUs all have the same."""
+    """Keep an executable from every process: on CPUs each has its own keys, and jax would keep process 0's alone."""
     try:
         compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:  # XLA cannot serialize it: it is compiled again next time

@@ -179,7 +179,7 @@ def unfit_folder(folder: Path, problem: NotPrivate) -> ConfigError:
 
 
 def load(folder: Path, key: str) -> KeptProgram | None:
-    """What was kept under a key; None if nothing was.
+    """Return the program that was kept under a key, or None.
 
     Args:
         folder: from `cache_folder`.

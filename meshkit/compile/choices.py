@@ -96,18 +96,18 @@ _OLDEST = (9, 0)  # XLA has such a model for Hopper and Blackwell
 
 @dataclass(frozen=True)
 class LoopTraffic:
-    """What one iteration of the loop over layers communicates over the axes that shard its weights."""
+    """The communication of one iteration of the loop over layers, over the axes that shard its weights."""
 
-    axes: tuple[str, ...]  # mesh axes, of most of the bytes
+    axes: tuple[str, ...]  # the mesh axes over which most of the bytes move
     gathered_bytes: float  # weights of one layer, whole over these axes, in the compute precision
-    gpus_per_domain: int  # of a group
-    domains: int  # that a group spans
+    gpus_per_domain: int  # GPUs of one group in one NVLink domain
+    domains: int  # NVLink domains that one group spans
 
 
 def choices_for(
     program: TrainProgram, cluster: Cluster, placement: Placement, xla: Mapping[str, object]
 ) -> CompileChoices:
-    """What a training step is compiled with, by plan, by a rehearsal and on GPUs that are there.
+    """Return the options with which plan, rehearse and train compile a training step.
 
     Args:
         program: the step; its `[train]` says how much memory it may take, and in which order it is compiled.
@@ -219,7 +219,7 @@ def _waits_in_every_layer(program: TrainProgram) -> bool:
 
 
 def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | None:
-    """What the loop over layers gathers; None if nothing.
+    """Return what the loop over layers gathers, or None if it gathers nothing.
 
     Args:
         program: its rules cut the weights, of which some are gathered once a step, not in the loop.

@@ -248,7 +248,7 @@ def _attention_answers(cluster: Cluster, attention: Any) -> list[_Answer]:
 
 
 def _pallas_answers(cluster: Cluster) -> list[_Answer]:
-    """What Pallas' Triton backend asks of the GPU; nothing where this jax has no such module."""
+    """Answer what Pallas' Triton backend asks of the GPU. Older jax has no such module."""
     try:
         from jax._src.pallas.triton import gpu_info
     except ImportError:
@@ -259,7 +259,7 @@ def _pallas_answers(cluster: Cluster) -> list[_Answer]:
 
 
 def on_own_stack[Result](work: Callable[[], Result]) -> Result:
-    """What work returns or raises, run in a thread, where no frame of a caller is below it.
+    """Run `work` in a thread of its own and return its result or raise its exception.
 
     jax writes the lines of source that led to an operation into the program, from the outermost call on, and the cache
     of compiled programs tells programs apart by every byte: planned from the command line, by a search or in a notebook
@@ -377,7 +377,7 @@ def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, abse
     step, args = over_arrays(step, args)
     target = mesh if AxisType.Explicit in mesh.axis_types else absent
 
-    def one(leaf: Any) -> Any:
+    def describe_leaf(leaf: Any) -> Any:
         if not _is_array(leaf):
             return leaf
         given = getattr(leaf, "sharding", None)
@@ -386,7 +386,7 @@ def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, abse
             sharding = NamedSharding(target, given.spec, memory_kind=given.memory_kind)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return Traceable(step, jax.tree.map(one, args), list(filter(_is_array, jax.tree.leaves(args))))
+    return Traceable(step, jax.tree.map(describe_leaf, args), list(filter(_is_array, jax.tree.leaves(args))))
 
 
 def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -143,7 +143,7 @@ def chosen_options(
 
 
 def left_out_lines(left_out: Mapping[str, str], derived: Sequence[Option] = ()) -> list[str]:
-    """What a user must know of options that meshkit sets and this XLA refuses."""
+    """Return a line for each option that meshkit sets and this XLA refuses."""
     why = {o.name: f"; meshkit sets it because {o.why}" for o in (*OPTIONS, *derived)}
     return [f"{name} is left out: {reason}{why.get(name, '')}" for name, reason in left_out.items()]
 
@@ -240,7 +240,7 @@ def option_error(name: str, value: object, reason: str, version: str) -> ConfigE
 
 
 def hint_for(name: str, reason: str) -> str:
-    """What to try where XLA refuses an option: the closest it has, if it has none of that name."""
+    """Return what to try where XLA refuses an option: the closest name where it has none of this name."""
     if reason != _NO_SUCH:
         return "another value, or remove it"
     close = difflib.get_close_matches(name, known_options() - {name}, n=1, cutoff=0.8)

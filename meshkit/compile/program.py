@@ -81,7 +81,7 @@ class Rematerialization:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler made of a program for an absent cluster."""
+    """A program that was compiled for an absent cluster."""
 
     module: bytes  # serialized `HloModuleProto`, scheduled
     placement: Placement  # partition id -> GPU, NVLink domain and host
@@ -100,7 +100,7 @@ class CompiledProgram:
     traced_flops: TracedFlops | None = None
     """FLOP of the program before it was compiled; None where they cannot be counted."""
     symmetric_bytes: int = 0
-    """Of the temporaries, those in collective memory, which the client takes outside of its pool."""
+    """Bytes of temporaries in collective memory, which the client allocates outside of its pool."""
     dead_updates: tuple[str, ...] = ()
     """Types of parameters whose new values the step drops, see `traced.dead_updates`."""
     donated: tuple[int, ...] = ()
@@ -259,7 +259,7 @@ class _Died(ProgramError):
 def _kept_or_compiled(
     program: bytes, request: Mapping[str, Any], timeout_s: float
 ) -> tuple[cache.KeptProgram, list[str], float | None]:
-    """What XLA made of a program, lines for the user about the cache, and the seconds of reading where it was kept."""
+    """Return the compiled program, notes for the user, and the seconds of reading it from the cache (else None)."""
     began = time.perf_counter()
     environment, notes = child_environment(), []
     folder = cache.cache_folder()
@@ -290,7 +290,7 @@ def _kept_or_compiled(
 def _compile(
     program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float, kernels: bytes = b""
 ) -> tuple[cache.KeptProgram, bytes]:
-    """What a process of its own makes of a program, and all kernels: those of earlier programs and the new ones."""
+    """Compile a program in the child process; return it with all kernels, those of earlier programs included."""
     with COMPILER.use(environment) as child:
         module, kept = child.folder / "module.pb", child.folder / KERNELS_FILE
         (child.folder / "program.bin").write_bytes(program)
@@ -355,7 +355,7 @@ def _hint(text: str, signal_name: str = "") -> str | None:
 
 
 def _notable(stderr: str) -> tuple[str, ...]:
-    """What the compiler said that a user must see of memory and of its own parts, once each."""
+    """Return the compiler's messages about memory and missing tools that a user must see, once each."""
     marks = ("Can't reduce memory use", "ptxas too old")
     said = (line.split("] ", 1)[-1].strip() for line in stderr.splitlines() if any(mark in line for mark in marks))
     return tuple(dict.fromkeys(said))

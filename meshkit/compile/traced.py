@@ -1,4 +1,4 @@
-"""What a traced step computes: its FLOP, and what it makes for nobody."""
+"""Count the FLOP of a traced step, and find results that it computes and drops."""
 
 from __future__ import annotations
 

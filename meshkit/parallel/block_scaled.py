@@ -57,7 +57,7 @@ def _rule(summed: int, dtype: str, mesh: Any, values: Any, results: Any) -> str:
 
 
 def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> Any:
-    """What each GPU does with its piece, and how results and arguments are cut for it."""
+    """Return the computation of each GPU on its piece, with the shardings of its results and arguments."""
     (a, b), out = (_cuts(args[i]) for i in (0, 2)), _cuts(result)
     (rows, left), (columns, right) = _split(a, len(a) - summed), _split(b, len(b) - summed)
     # What cuts the first operand alone, the second can be sliced to; what cuts the second (FSDP) is gathered.

@@ -59,7 +59,7 @@ def attend_gradients(
     implementation: str,
     window: int | None = None,
 ) -> tuple[QueryBlock, KeyBlock, KeyBlock]:
-    """What this block adds to the gradients of q, k and v, in fp32.
+    """Return the contribution of this block to the gradients of q, k and v, in fp32.
 
     Args:
         q, k, v, causal, implementation, window: as in `attend`.
@@ -330,7 +330,7 @@ def _empties(jaxpr, q):
 
 
 def _evaluate(equations, values, wanted):
-    """What the equations of a jaxpr compute from the values of variables; what has one already is not computed."""
+    """Evaluate equations of a jaxpr, but for those whose results are among `values` already."""
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]

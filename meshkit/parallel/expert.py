@@ -570,7 +570,7 @@ class Dispatch:
         return lax.dynamic_slice_in_dim(table, lax.axis_index(self.axes) * self.local_experts, self.local_experts, 1)
 
     def _slices(self, routing: Routing) -> tuple[Slices, Slices]:
-        """What this GPU sends to the experts, and what its experts receive.
+        """Return the slices that this GPU sends to the experts, and those that its experts receive.
 
         One slice for each pair of GPU and expert. On the sending side slices lie by expert; on the receiving side by
         expert, then by source, so that an expert's rows are contiguous without sorting them again.

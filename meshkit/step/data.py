@@ -380,7 +380,7 @@ def abstract_example(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _load_examples(code: UserCode, seed: int) -> Examples | Stream:
-    """What `data.source = "pkg.mod:fn"` returns when called; first and last are read.
+    """Call the function that `data.source = "pkg.mod:fn"` names and check its first and last example.
 
     A sequence has `__len__` and `__getitem__`; anything else that can be iterated is a stream.
     """
@@ -453,14 +453,14 @@ def abstract_batch(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> dict[
     """
     train = spec.train
 
-    def one(x):
+    def batch_leaf(x):
         shape = (train.global_batch, *x.shape)
         along = "act_length" if shape[1:2] == (train.sequence_length,) else None
         spec = rules.spec_for(("act_batch", along, *(None for _ in shape[2:]))[: len(shape)], kind="activations")
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
 
-    return {name: one(x) for name, x in abstract_example(spec).items()}
+    return {name: batch_leaf(x) for name, x in abstract_example(spec).items()}
 
 
 @dataclass(frozen=True)
@@ -558,7 +558,7 @@ class Batches:
     def _to_devices(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = np.asarray(self.local_rows())
 
-        def one(x, values):
+        def put_leaf(x, values):
             def shard(index):
                 start, stop, _ = index[0].indices(x.shape[0])
                 first = int(np.searchsorted(rows, start))
@@ -566,12 +566,12 @@ class Batches:
 
             return jax.make_array_from_callback(x.shape, x.sharding, shard)
 
-        return {name: one(x, local[name]) for name, x in self.like.items()}
+        return {name: put_leaf(x, local[name]) for name, x in self.like.items()}
 
 
 @contextmanager
 def _data_of(step: int) -> Iterator[None]:
-    """What the user's source raises, as an error that names the step."""
+    """Turn an exception of the user's source into an error that names the step."""
     try:
         yield
     except (MeshkitError, MemoryError):

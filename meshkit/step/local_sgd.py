@@ -64,7 +64,7 @@ InnerStep = Callable[..., tuple[Any, Any, Any]]
 @jax.tree_util.register_dataclass
 @dataclass
 class OuterState:
-    """What the outer optimizer carries from one outer step to the next.
+    """The state of the outer optimizer between outer steps.
 
     Attributes:
         optimizer: of optax; momentum shaped and sharded like the anchor.
@@ -333,11 +333,11 @@ class LocalSgdStep:
     def stack(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """The abstract batches of an outer step [H, B, ...]."""
 
-        def one(x):
+        def stack_leaf(x):
             sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec))
             return jax.ShapeDtypeStruct((self.local.every, *x.shape), x.dtype, sharding=sharding)
 
-        return {name: one(x) for name, x in batch.items()}
+        return {name: stack_leaf(x) for name, x in batch.items()}
 
     def split(self, batches: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes.
@@ -351,13 +351,13 @@ class LocalSgdStep:
         cut = NamedSharding(mesh, PartitionSpec(None, before or None, axis, after or None))
         kept = NamedSharding(mesh, PartitionSpec(None, axis, (*before, *after) or None))
 
-        def one(x):
+        def split_leaf(x):
             rest = x.shape[2:]
             x = x.reshape(x.shape[0], pieces, self.local.replicas, -1, *rest)
             x = jnp.moveaxis(jax.lax.with_sharding_constraint(x, cut), 2, 1)
             return jax.lax.with_sharding_constraint(x.reshape(*x.shape[:2], -1, *rest), kept)
 
-        return {name: one(x) for name, x in batches.items()}
+        return {name: split_leaf(x) for name, x in batches.items()}
 
     def _keys(self, rng: jax.Array) -> jax.Array:
         """Key data of every replica."""

@@ -91,7 +91,7 @@ def _checked_next_token(model_class: UserCode) -> Loss:
 
 
 def _check_result(own: UserCode, result: Any) -> tuple[jax.Array, jax.Array, dict]:
-    """What the user's loss returned, as arrays.
+    """Return the results of the user's loss as arrays.
 
     Raises:
         ConfigError: it is not two scalars, the first a float, and a dict of scalars under names that are free.
@@ -166,7 +166,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass
 class Sums:
-    """What micro-batches add up: all sums but `metrics`, which the caller divides by their number.
+    """Sums over micro-batches. The caller divides `metrics` by their number.
 
     Out of `sum_over_micro_batches` the gradients carry a leading replica dim if any axis is deferred.
     """
@@ -207,11 +207,11 @@ class MicroBatches:
         kept = tuple(a for a in self.batch_axes if a not in self.deferred)
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.deferred or None, kept or None))
 
-        def one(x):
+        def split_leaf(x):
             x = x.reshape(self.replicas, -1, self.count, *x.shape[1:])
             return jax.lax.with_sharding_constraint(jnp.moveaxis(x, 2, 0), sharding)
 
-        return {name: one(x) for name, x in batch.items()}
+        return {name: split_leaf(x) for name, x in batch.items()}
 
 
 def deferred_axes(rules: ShardingRules, mesh: AnyMesh) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ def sum_over_micro_batches(
     replicated = jax.vmap(loss_and_gradients, in_axes=(None, 0, 0), spmd_axis_name=micro.deferred or None)
     pieces = micro.split(batch)
 
-    def one(variables, piece, key):
+    def micro_batch_sums(variables, piece, key):
         if micro.deferred:
             sums, _ = replicated(variables, piece, key)
             return sums, variables
@@ -261,10 +261,10 @@ def sum_over_micro_batches(
 
     def body(carry, inputs):
         total, variables = carry
-        sums, variables = one(variables, *inputs)
+        sums, variables = micro_batch_sums(variables, *inputs)
         return (jax.tree.map(jnp.add, total, sums), variables), None
 
-    first = jax.eval_shape(lambda: one(variables, jax.tree.map(lambda x: x[0], pieces), keys[0])[0])
+    first = jax.eval_shape(lambda: micro_batch_sums(variables, jax.tree.map(lambda x: x[0], pieces), keys[0])[0])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
     (total, variables), _ = jax.lax.scan(body, (zeros, variables), (pieces, keys))
     if micro.deferred:
@@ -304,7 +304,7 @@ def reduce_replicas(
     carried = [None] * len(leaves) if residuals is None else tree.flatten_up_to(residuals)
     compressed = (exchange.axis,) if exchange else ()
 
-    def one(x, residual, accumulator, wanted):
+    def reduce_leaf(x, residual, accumulator, wanted):
         kept, scattered, out = _scattered(x.ndim - 1, micro, accumulator, wanted)
         whole = tuple(a for a in micro.deferred if not any(a in axes for axes in scattered) and a not in compressed)
 
@@ -323,7 +323,10 @@ def reduce_replicas(
         # The constraint moves data only where a deferred axis was not innermost.
         return jax.lax.with_sharding_constraint(x, wanted), residual
 
-    done = [one(*each) for each in zip(leaves, carried, tree.flatten_up_to(accumulators), tree.flatten_up_to(reduced))]
+    done = [
+        reduce_leaf(*each)
+        for each in zip(leaves, carried, tree.flatten_up_to(accumulators), tree.flatten_up_to(reduced))
+    ]
     sums = tree.unflatten([total for total, _ in done])
     return sums, None if residuals is None else tree.unflatten([left for _, left in done])
 
@@ -337,11 +340,11 @@ def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, redu
         axis: of the exchange; it cuts the leading dim, R.
     """
 
-    def one(x, accumulator, wanted):
+    def residual_sharding(x, accumulator, wanted):
         _, _, out = _scattered(len(x.shape), micro, accumulator, wanted)
         return NamedSharding(micro.mesh, PartitionSpec(axis, *out))
 
-    return jax.tree.map(one, params, accumulators, reduced)
+    return jax.tree.map(residual_sharding, params, accumulators, reduced)
 
 
 def _scattered(rank: int, micro: MicroBatches, accumulator: NamedSharding, wanted: NamedSharding):
@@ -363,8 +366,8 @@ def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:
         axes: of their mesh.
     """
 
-    def one(sharding):
+    def uncut_sharding(sharding):
         kept = [tuple(a for a in dim if a not in axes) for dim in spec_axes(sharding.spec)]
         return NamedSharding(sharding.mesh, PartitionSpec(*(dim or None for dim in kept)))
 
-    return jax.tree.map(one, shardings)
+    return jax.tree.map(uncut_sharding, shardings)

@@ -152,12 +152,12 @@ class Pipelined:
         """Each [B, ...] as [M, B / M, ...]: rows in strides, so that none moves to another GPU."""
         axes, count = self.train.axes, self.spec.pipeline.microbatches
 
-        def one(x):
+        def cut_leaf(x):
             pieces = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
             spec = PartitionSpec(*axes.batch[: pieces.ndim])
             return jax.lax.with_sharding_constraint(pieces, NamedSharding(axes.mesh, spec))
 
-        return {name: one(x) for name, x in batch.items()}
+        return {name: cut_leaf(x) for name, x in batch.items()}
 
 
 def find_stack(spec: PipelineTable, model_class: UserCode, mesh: AnyMesh, model: ModelDescription) -> Stack | None:
@@ -287,11 +287,11 @@ class Arrangement:
     def saved(self) -> TrainState:
         """The state as checkpoints hold it: ShapeDtypeStructs with shardings."""
 
-        def one(x):
+        def saved_leaf(x):
             shape = (self.stack.layers, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_on_other_dims(x.sharding, shape, self.axis))
 
-        return self._over_layers(one, self.abstract)
+        return self._over_layers(saved_leaf, self.abstract)
 
     def to_saved(self, state: TrainState) -> TrainState:
         """A state in memory, as checkpoints hold it; itself where that is the same."""
@@ -333,11 +333,11 @@ class Arrangement:
         Across devices that would be a gather along a dim that is cut, which XLA makes of whole copies, or dies of.
         """
 
-        def one(x):
+        def uncut_leaf(x):
             sharding = _on_other_dims(x.sharding, x.shape, self.axis, always=True)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        return self._over_layers(one, abstract)
+        return self._over_layers(uncut_leaf, abstract)
 
     def _over_layers(self, fn: Callable[[Any], Any], state: TrainState) -> TrainState:
         """fn on every array of layers: parameters, and what the optimizer keeps for each of them."""
@@ -345,11 +345,13 @@ class Arrangement:
             name: jax.tree.map(lambda _, layered=name == LAYERS: layered, tree) for name, tree in state.params.items()
         }
 
-        def one(x, layered):
+        def map_layered(x, layered):
             return fn(x) if layered else x
 
-        params = jax.tree.map(one, state.params, of_layers)
-        return replace(state, params=params, opt_state=map_moments(self.optimizer, one, state.opt_state, of_layers))
+        params = jax.tree.map(map_layered, state.params, of_layers)
+        return replace(
+            state, params=params, opt_state=map_moments(self.optimizer, map_layered, state.opt_state, of_layers)
+        )
 
 
 def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:
@@ -360,11 +362,11 @@ def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescripti
         stack: of the pipeline; afterwards they are [stack.size, ...].
     """
 
-    def one(leaf: nnx.Variable) -> nnx.Variable:
+    def arranged_leaf(leaf: nnx.Variable) -> nnx.Variable:
         x = leaf.get_raw_value()
         return leaf.replace(jax.ShapeDtypeStruct((stack.size, *x.shape[1:]), x.dtype))
 
-    layers = jax.tree.map(one, model.params[LAYERS], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    layers = jax.tree.map(arranged_leaf, model.params[LAYERS], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     params = nnx.State({**model.params, LAYERS: layers})
     return ModelDescription(model.graph, params, model.variables, model.takes_dtype, model.takes_remat)
 
@@ -392,11 +394,11 @@ def _on_other_dims(
 def _on_device(state: TrainState, given: TrainState) -> TrainState:
     """The state with what lies in host memory fetched, inside `jax.jit`."""
 
-    def one(x, like):
+    def fetch_leaf(x, like):
         host = like.sharding.memory_kind == HOST_MEMORY
         return jax.device_put(x, like.sharding.with_memory_kind("device")) if host else x
 
-    return jax.tree.map(one, state, given)
+    return jax.tree.map(fetch_leaf, state, given)
 
 
 def _constrain(tree: Any, like: Any) -> Any:
@@ -424,7 +426,7 @@ class StageFunctions:
         self._loss, self._own = loss, _own_loss(spec)
 
     def first(self, outer: Mapping[str, Any], batch: Any, ctx: StageContext) -> Any:
-        """What enters the first layer."""
+        """Return the input of the first layer."""
         with self._calling("first"):
             return self._model(outer).first(batch, ctx)
 
@@ -566,7 +568,7 @@ def layer_count(model: ModelDescription) -> int:
 
 
 def _own_loss(spec: StepSpec) -> Any:
-    """What `train.loss` names, itself; None without one.
+    """Return the function that `train.loss` names, or None without one.
 
     Raises:
         ConfigError: it needs whole logits, and the head gives pieces.

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 class StepFacts(BaseModel):
-    """What one step computes, holds and belongs to; None where unknown, as tokens of examples that have none. FLOP,
-    tokens and examples are of all GPUs."""
+    """Facts about one step; an unknown one is None. FLOP, tokens and examples are those of all GPUs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 

@@ -1,4 +1,4 @@
-"""What a training step is made of: the user's code, found, and the sections of an experiment that say how it trains.
+"""The parts of a training step: the user's code, imported, and the sections of an experiment that say how it trains.
 
 planning.resolve -> StepSpec -> model, loss, optimizer, examples -> TrainProgram
 """

@@ -255,7 +255,7 @@ def lay_out(
     abstract_opt_state = jax.eval_shape(optimizer.init, abstract)
 
     def of_moments(kind: str | None):
-        def one(leaf, s, param):
+        def place_moment(leaf, s, param):
             if leaf.shape != param.shape:
                 spec = kept_spec(spec_axes(s.spec, len(param.shape)), param.shape, leaf.shape)
                 s = NamedSharding(mesh, partition_spec(spec))
@@ -263,7 +263,12 @@ def lay_out(
 
         try:
             return map_moments(
-                optimizer, one, abstract_opt_state, moments, abstract, transform_non_params=lambda _: replicated
+                optimizer,
+                place_moment,
+                abstract_opt_state,
+                moments,
+                abstract,
+                transform_non_params=lambda _: replicated,
             )
         except ValueError as error:
             raise ConfigError(

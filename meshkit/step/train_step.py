@@ -201,12 +201,12 @@ class StepFunctions:
         weights = self._compute_weights(state.params)
         micro = MicroBatches(self.micro.count, self.mesh, self.micro.batch_axes)
 
-        def one(piece):
+        def score_piece(piece):
             piece, rng = jax.tree.map(lambda x: x[0], piece), split_rng(state)
             loss_sum, (weight, _, _) = self._forward(self.rules, weights, state.variables, piece, rng, training=False)
             return {"loss_sum": loss_sum, "weight": weight}
 
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro.split(batch)))
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(score_piece, micro.split(batch)))
 
     def _loss_and_gradients(self, weights, variables, batch, rng, exchanged) -> tuple[Sums, Any]:
         """Sums of one micro-batch, gradients laid out as the accumulators are, and fp32; the variables after it."""
@@ -437,10 +437,10 @@ def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.G
         gradients = updates
         updates, state = optimizer.update(without_signed(gradients, steps), state, params)
 
-        def one(update: jax.Array, gradient: jax.Array, step: float) -> jax.Array:
+        def replace_signed(update: jax.Array, gradient: jax.Array, step: float) -> jax.Array:
             return -step * jnp.sign(gradient).astype(update.dtype) if step else update
 
-        return jax.tree.map(one, updates, gradients, steps), state
+        return jax.tree.map(replace_signed, updates, gradients, steps), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
@@ -482,7 +482,7 @@ def make_optimizer(
         matrices: of the model, for Muon.
 
     Raises:
-        ConfigError: the class is no function that says that it returns an optax transformation, does not take an
+        ConfigError: the function is not annotated to return an optax transformation, lacks a parameter for an
             option, or raises.
     """
     clip = [optax.clip_by_global_norm(spec.clip)] if spec.clip else []
@@ -529,19 +529,19 @@ def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation
 def decayed(params: Any) -> Any:
     """The tree with True where weight decay applies."""
 
-    def one(path, _leaf):
+    def is_decayed(path, _leaf):
         return not str(getattr(path[-1], "key", path[-1])).endswith(_NOT_DECAYED)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 def _named(spec: OptimizerTable, code: UserCode, steps: int) -> optax.GradientTransformation:
-    """What the function that the file names makes of the schedule and its options."""
+    """Call the optimizer's function that the file names, with its schedule and options."""
     make, name = code.found, code.name
     kinds = returned_kinds(make)
     if not kinds or not all(issubclass(kind, optax.GradientTransformation) for kind in kinds):
         raise code.error(
-            f"{name} is no function that says that it returns an optax transformation.",
+            f"{name} is not annotated to return an optax.GradientTransformation.",
             hint='"optax:lion", or def NAME(learning_rate, ...) -> optax.GradientTransformation',
         )
     taken, options = inspect.signature(make).parameters, dict(spec.options or {})

@@ -88,8 +88,8 @@ def test_a_function_beside_the_experiment_is_taken(beside):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optimizer.class=own_opt:unsaid"], "no function that says that it returns an optax transformation"),
-        (["optimizer.class=own_opt:model"], "no function that says"),
+        (["optimizer.class=own_opt:unsaid"], "not annotated to return an optax.GradientTransformation"),
+        (["optimizer.class=own_opt:model"], "not annotated to return"),
         (["optimizer.class=os:system"], "is of Python itself"),
         (["optimizer.class=own_opt:rateless"], "takes no `learning_rate`"),
         (["optimizer.class=own_opt:mine"], "needs the option 'decay'"),

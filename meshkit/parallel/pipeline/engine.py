@@ -99,7 +99,7 @@ class Pipeline:
         return make_tables(self.schedule, self.stack.stages, self.stack.virtual_stages, microbatches)
 
     def report(self, microbatches: int) -> PipelineReport:
-        """What the schedule of a batch costs."""
+        """Return the cost of the schedule of a batch: ticks, bubble and memory."""
         return make_report(self.tables(microbatches), self.stack, axis=self.axis, shared_head=self.shared_head)
 
     def value_and_gradients(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict, Any]:

@@ -108,7 +108,7 @@ class Stash:
     _keys: list[Any] = field(default_factory=list, repr=False)
 
     def forward(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
-        """What `Recompute.forward` gives."""
+        """As `Recompute.forward`."""
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)
@@ -123,7 +123,7 @@ class Stash:
         return y, (loss_sum, metrics), (y, [jax.random.key_data(r) if _is_key(r) else r for r in rest])
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """What `Recompute.backward` gives."""
+        """As `Recompute.backward`."""
         y, rest = kept
         whole = iter([r if k is None else jax.random.wrap_key_data(r, impl=k) for r, k in zip(rest, self._keys)])
         given = jax.tree.leaves(weights)
@@ -194,7 +194,7 @@ def loop_sums(worker: Worker, tables: Tables) -> Sums:
 
 
 def _forward_ticks(tables: Tables) -> dict[str, Any]:
-    """What each tick reads of the tables: the stages' forwards, what enters the first layer, what leaves the last."""
+    """Return the rows of the tables that a forward tick reads: forwards, inputs of the first layer, scored outputs."""
     forward = tables.forward
     found = forward.valid[:, -1] & (forward.chunk[:, -1] == tables.virtual_stages - 1)
     scored = {"valid": found, "microbatch": np.where(found, forward.microbatch[:, -1], 0).astype(np.int32)}
@@ -250,7 +250,7 @@ class Lockstep:
         period = sum(p.ticks for p in phases)
         inputs = jax.tree.map(lambda a: jnp.asarray(a[start:stop]), self.inputs["ticks"])
 
-        def one(state, inputs):
+        def run_phases(state, inputs):
             begin = 0
             for phase in phases:
                 part = jax.tree.map(lambda a: a[begin : begin + phase.ticks], inputs)  # noqa: B023 run at once
@@ -261,9 +261,9 @@ class Lockstep:
             return state, None
 
         if stop - start == period:
-            return one(state, inputs)[0]
+            return run_phases(state, inputs)[0]
         groups = (stop - start) // period
-        return lax.scan(one, state, jax.tree.map(lambda a: a.reshape(groups, period, *a.shape[1:]), inputs))[0]
+        return lax.scan(run_phases, state, jax.tree.map(lambda a: a.reshape(groups, period, *a.shape[1:]), inputs))[0]
 
     def _tick(self, phase: Phase, fixed: State):
         def tick(carried: State, now: Any) -> tuple[State, None]:
@@ -334,11 +334,11 @@ class Lockstep:
     def _added(self, totals: Any, weights: Any, back: Any) -> Any:
         """Accumulators [v, ...] with the gradients of one chunk."""
 
-        def one(total, g):
+        def add_leaf(total, g):
             g = jnp.where(back["valid"], g, 0).astype(total.dtype)
             return put(total, pick(total, back["chunk"]) + g, back["chunk"])
 
-        return jax.tree.map(one, totals, weights)
+        return jax.tree.map(add_leaf, totals, weights)
 
     def _score(self, state: State, y: Any, scored: Any, arriving: Any) -> tuple[State, Any]:
         """The loss of the microbatch that is behind the last layer; the gradient that each stage goes on with."""
@@ -360,7 +360,7 @@ class Lockstep:
 
 
 def _carried(phase: Phase) -> list[str]:
-    """What a phase changes of the state; the rest is no part of its loop, where it would be copied."""
+    """Name the parts of the state that a phase changes. The others stay out of its loop, which would copy them."""
     names = ["sums"]
     if phase.forward:
         names += ["received", "kept", *(["entering"] if phase.outer else [])]
@@ -374,7 +374,7 @@ def _add(totals: Any, gradients: Any, valid: Any) -> Any:
 
 
 def _ticks(tables: Tables) -> dict[str, Any]:
-    """What each tick reads of the tables: `ticks`, every array with them first; `after`, what is left behind the last.
+    """Return the rows of the tables: `ticks`, with one row a tick, and `after`, which is left after the last tick.
 
     Entering microbatches are those of the next tick, returned ones those of the tick before.
     """

@@ -75,7 +75,7 @@ class ManualAxes:
         return frozenset((self.axis, *self.data))
 
     def inside(self, spec: PartitionSpec) -> PartitionSpec:
-        """What a shard_map's in_specs and out_specs may say of a spec: its manual axes."""
+        """Keep the manual axes of a spec, the only ones that a shard_map's in_specs and out_specs may name."""
         return partition_spec([[a for a in axes if a in self.names] for axes in spec_axes(spec)])
 
     def _outside(self, spec: PartitionSpec) -> PartitionSpec:

@@ -126,7 +126,7 @@ class Stack:
         return jax.tree.map(self._arrange_one, self._checked(tree, self.layers))
 
     def restore(self, tree: Any) -> Any:
-        """What `arrange` was given.
+        """Undo `arrange`.
 
         Raises:
             ConfigError: an array that is not arranged for this pipeline.
@@ -139,10 +139,10 @@ class Stack:
     def abstract(self, tree: Any) -> Any:
         """ShapeDtypeStructs of what `arrange` returns; shardings are kept."""
 
-        def one(x):
+        def abstract_leaf(x):
             return jax.ShapeDtypeStruct((self.size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
 
-        return jax.tree.map(one, self._checked(tree, self.layers))
+        return jax.tree.map(abstract_leaf, self._checked(tree, self.layers))
 
     def _arrange_one(self, x):
         module = np if isinstance(x, np.ndarray) else jnp

@@ -40,7 +40,7 @@ class Functions:
 @jax.tree_util.register_dataclass
 @dataclass
 class StageOutput:
-    """What a stage returns that has more to say than its activations.
+    """The result of a stage that returns a loss or metrics with its activations.
 
     Attributes:
         x: activations for the next stage, of the shape that came in.
@@ -121,7 +121,7 @@ def scan_layers(
 
 @dataclass(frozen=True)
 class Worker:
-    """What a device has of a pipeline, and what it can do with it."""
+    """The part of a pipeline that one device holds, and its computations."""
 
     functions: Functions
     stack: Stack
@@ -164,7 +164,7 @@ class Worker:
         return (out.x, _fp32(out.loss_sum)), jax.tree.map(_fp32, dict(out.metrics))
 
     def enter(self, outer: Any, microbatch: Any) -> Any:
-        """What comes before the first layer."""
+        """Return the input of the first layer."""
         with jax.named_scope(FIRST):
             ctx = self._context(0, microbatch, offset=1)
             return self.functions.first(outer, ctx.batch, ctx)
