@@ -543,7 +543,7 @@ def _check_rounds(table: ExperimentTable) -> None:
     counts = {
         ("train", "steps"): table.train.steps,
         ("train", "evaluate_every"): table.train.evaluate_every,
-        ("train", "replica_check_every"): table.train.replica_check_every,
+        ("train", "replica_check_every"): table.train.replica_check_every or 0,
         ("checkpoint", "every"): table.checkpoint.every,
         ("checkpoint", "snapshot_every"): table.checkpoint.snapshot_every,
     }

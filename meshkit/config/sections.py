@@ -318,8 +318,10 @@ class TrainTable(ProgramTrainTable):
     straggler_every: Natural = Field(
         default=100, description="steps between comparisons of what each process does itself; 0 = never"
     )
-    replica_check_every: Natural = Field(
-        default=0, description="steps between comparisons of what replicas must have alike; 0 = never"
+    replica_check_every: Natural | None = Field(
+        default=None,
+        description="steps between comparisons of replicas, bit for bit; default: before every checkpoint, which is "
+        "done in any case but with 0 = never",
     )
     metrics: Function | None = Field(
         default=None, description="pkg.mod:fn, (record) -> None, called with every logged step in a thread of its own"

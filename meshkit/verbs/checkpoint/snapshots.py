@@ -115,6 +115,12 @@ class Snapshots:
         jax.block_until_ready(state)
         return state
 
+    def drop(self) -> None:
+        """Forget the snapshots of this process, so that the next attempt resumes from a checkpoint."""
+        self.close()
+        for slot in self._slots:
+            slot.reserve(0)
+
     def close(self) -> None:
         """Returns when nothing is being written."""
         if self._thread is not None:

@@ -28,6 +28,7 @@ from meshkit.console import say as say_line
 from meshkit.console import stderr
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement, is_first_process, join_gang
+from meshkit.errors import RunError
 from meshkit.linting.examine import announce_findings
 from meshkit.planning.resolved import examine_experiment, find_sinks, find_tokenizer, resolve
 from meshkit.predict.kernels import compute_peak_flops
@@ -42,6 +43,7 @@ from meshkit.step.program import StepFacts
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, build_train_step
 from meshkit.trace.capture import CapturedStep
+from meshkit.units import format_percent
 from meshkit.verbs.checkpoint.snapshots import Snapshots
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
 from meshkit.verbs.train.captures import Captures, planned_capture
@@ -201,6 +203,8 @@ class _Run:
     captures: Captures = field(init=False)
     snapshots: Snapshots | None = None
     resumed_step: int = 0
+    checked_step: int = 0
+    """The last step after which replicas were compared."""
     evaluation_loss: float | None = None
     running: Mapping[str, jax.Array] = field(default_factory=dict)
 
@@ -274,7 +278,7 @@ class _Run:
         measuring = (Hook(self._evaluate, train.evaluate_every), *map(self._as_evaluation, self.own_hooks))
         # A state that is corrupt is found before its checkpoint replaces a good one.
         guarding = (
-            Hook(self._check_replicas, train.replica_check_every),
+            Hook(self._check_replicas, train.replica_check_every or 0),
             Hook(self._snapshot, self.experiment.checkpoint.snapshot_every),
             Hook(self._save, self.experiment.checkpoint.every, last=True),
         )
@@ -359,8 +363,20 @@ class _Run:
         return ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
 
     def _check_replicas(self, step: TrainingStep) -> None:
-        self.phases.enter("check", step.number)
-        self._replicas.check(step.state, step.number)
+        self._check_state(step.state, step.number)
+
+    def _check_state(self, state: TrainState, step: int) -> None:
+        """Stops the run where replicas differ; the next attempt resumes from a checkpoint whose replicas were equal."""
+        if self.experiment.train.replica_check_every == 0 or step == self.checked_step:
+            return
+        self.phases.enter("check", step)
+        try:
+            self._replicas.check(state, step)
+        except RunError:
+            if self.snapshots is not None:  # they were taken since the last check
+                self.snapshots.drop()
+            raise
+        self.checked_step = step
 
     def _snapshot(self, step: TrainingStep) -> None:
         if self.snapshots is not None:
@@ -369,6 +385,7 @@ class _Run:
             self.snapshots.take(step.state)
 
     def _save(self, step: TrainingStep) -> None:
+        self._check_replicas(step)
         self.phases.enter("save", step.number)
         self.goodput.mark(step.number)
         self.store.save(step.state)
@@ -376,9 +393,10 @@ class _Run:
     def _leave(self, state: TrainState) -> None:
         """Saves, and raises what the signal asks for."""
         step = int(state.step)
-        self.phases.enter("save", step)
         # Of several processes one may have been interrupted and the others terminated: a save takes all of them.
         if self.stop.preempted or self.experiment.checkpoint.every or jax.process_count() > 1:
+            self._check_state(state, step)
+            self.phases.enter("save", step)
             self.store.save(state)
             self.store.wait()
         if self.stop.preempted:
@@ -390,6 +408,11 @@ class _Run:
             self.progress.say(f"resuming {self.folder} after step {self.resumed_step}")
         elif read_metrics(self.folder / "metrics.jsonl"):
             self.progress.say(f"{self.folder} has metrics but no checkpoint: starting from the first step again")
+        compares = self.experiment.checkpoint.every and self.experiment.train.replica_check_every != 0
+        if compares and self.program.mesh.size > 1 and (share := self._replicas.share) < 1:
+            self.progress.say(
+                f"{format_percent(share)} of the state has replicas; they are compared before a checkpoint"
+            )
         if self.data.unigram_entropy_nats is not None:
             self.progress.say(f"unigram entropy of the data: {self.data.unigram_entropy_nats:.3f} nats per token")
         self.progress.start(self.resumed_step)

@@ -431,6 +431,8 @@ class ReplicaCheck:
 
     paths: list[str]
     """Arrays that have replicas, in tree order; the others have one copy of each part only."""
+    share: float
+    """Of the bytes of the state, those of arrays that have replicas: what the check sees."""
 
     def __init__(self, mesh: jax.sharding.Mesh, state: Any):
         self._mesh = mesh
@@ -440,6 +442,8 @@ class ReplicaCheck:
         self._axes = [axes[i] for i in self._indices]
         self.paths = [path_name(leaves[i][0]) for i in self._indices]
         self._shardings = [leaves[i][1].sharding for i in self._indices]
+        sizes = [x.size * x.dtype.itemsize for _, x in leaves]
+        self.share = sum(sizes[i] for i in self._indices) / max(1, sum(sizes))
         self.differ = jax.jit(self._over_mesh(self._compare))
         self._gather = jax.jit(self._over_mesh(self._all_hashes))
 

@@ -124,12 +124,12 @@ def test_the_check_moves_eight_bytes_an_array(mesh):
     assert len(moved) == 3  # min, max, and the verdict
 
 
-def test_a_run_stops_before_it_saves_what_is_corrupt(tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", [[], ["train.replica_check_every=1"]], ids=["default", "every step"])
+def test_a_run_stops_before_it_saves_what_is_corrupt(tmp_path, monkeypatch, words):
     spec = load(
         Path(__file__).parents[3] / "configs" / "experiments" / "mlp.toml",
-        ["mesh.fsdp=", "mesh.data=8", 'rules.preset="data"', "train.replica_check_every=2", "train.steps=4",
-         "checkpoint.every=2"],
-    )  # fmt: skip
+        ["mesh.fsdp=", "mesh.data=8", 'rules.preset="data"', "train.steps=4", "checkpoint.every=2", *words],
+    )
     real = ReplicaCheck.check
 
     def corrupt_then_check(self, state, step):
@@ -142,3 +142,16 @@ def test_a_run_stops_before_it_saves_what_is_corrupt(tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"after step 4 .* params/pairs/0/up/kernel on GPU 3 .* 7 others"):
         trainer.train(spec, tmp_path, console=Console(quiet=True))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["2"]
+
+
+def test_zero_compares_nothing(tmp_path, monkeypatch):
+    spec = load(
+        Path(__file__).parents[3] / "configs" / "experiments" / "mlp.toml",
+        ["train.replica_check_every=0", "train.steps=2", "checkpoint.every=2"],
+    )
+    monkeypatch.setattr(ReplicaCheck, "check", lambda *_: pytest.fail("compared"))
+    assert trainer.train(spec, tmp_path, console=Console(quiet=True)).step == 2
+
+
+def test_the_share_of_the_state_that_has_replicas(mesh):
+    assert ReplicaCheck(mesh, state_on(mesh)).share == 2 / 3  # all but what is cut over everything
