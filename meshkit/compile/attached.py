@@ -103,7 +103,7 @@ def _schedule_of(program: Any, placement: Placement) -> Schedule:
 def compile_step(
     program: TrainProgram, cluster: Cluster, placement: Placement, xla: Mapping[str, object]
 ) -> CompiledStep:
-    """The step compiled ahead of time.
+    """Return the step compiled ahead of time.
 
     Args:
         program: its mesh is of the devices that are there.
@@ -158,7 +158,7 @@ def compile_attached(
 
 
 def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choices: CompileChoices) -> _Executable:
-    """A lowered program compiled with the options and in the order that plan compiles it with.
+    """Return a lowered program compiled with the options and in the order that plan compiles it with.
 
     Args:
         lowered: what jax makes of `trace(...).lower(...)`.
@@ -194,7 +194,7 @@ class CompileCache(CacheInterface):
         self.hits = self.misses = 0  # look-ups so far
 
     def get(self, key: str) -> bytes | None:
-        """The entry of a key; None where there is none, or it is not what was written."""
+        """Return the entry of a key; None where there is none, or it is not what was written."""
         content = None
         with suppress(DamagedEntry):
             content = self.store.read(key + _SUFFIX)
@@ -263,7 +263,7 @@ def _write_from_any_process(
 
 
 def _open(say: Callable[[str], None]) -> CompileCache | None:
-    """The cache in a folder that nobody else can enter; None, and why, where there is none."""
+    """Return the cache in a folder that nobody else can enter; None, and why, where there is none."""
     root = cache_root()
     if root is None:
         return None
@@ -282,7 +282,7 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
 
 
 def _check_theirs(folder: str) -> str:
-    """The user's own folder for jax, without links: jax looks entries up by its path, again and again."""
+    """Return the user's own folder for jax, without links: jax looks entries up by its path, again and again."""
     if "://" in folder:
         return folder
     path = Path(folder)
@@ -300,7 +300,7 @@ def _check_theirs(folder: str) -> str:
 
 
 def _machine() -> str:
-    """A name for this kind of CPU."""
+    """Return a name for this kind of CPU."""
     described = [platform.machine(), platform.processor()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()

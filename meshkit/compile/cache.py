@@ -86,7 +86,7 @@ class KeptProgram:
 
 
 def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """A hash of all that decides what XLA makes of a program.
+    """Return a hash of all that decides what XLA makes of a program.
 
     Args:
         program: as `jax.export` serializes it.
@@ -98,7 +98,7 @@ def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping
 
 
 def kernels_key(request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """A hash of what decides the code of a kernel beside its operations: the GPU, versions, options.
+    """Return a hash of what decides the code of a kernel beside its operations: the GPU, versions, options.
 
     Args:
         request: as for `program_key`.
@@ -152,7 +152,7 @@ def digest_of(file: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The private folder that programs are kept in, made if need be; None where none is wanted or can be made.
+    """Return the private folder that programs are kept in, made if need be; None where none is wanted or can be made.
 
     Raises:
         ConfigError: `MESHKIT_CACHE` names a folder that cannot serve, or `MESHKIT_CACHE_BYTES` is no number.
@@ -170,7 +170,7 @@ def cache_folder() -> Path | None:
 
 
 def unfit_folder(folder: Path, problem: NotPrivate) -> ConfigError:
-    """The error about a folder of the one that `MESHKIT_CACHE` names."""
+    """Return the error about a folder of the one that `MESHKIT_CACHE` names."""
     return ConfigError(
         f"the cache folder that MESHKIT_CACHE names cannot be used: {problem}.",
         at=str(folder),
@@ -221,7 +221,7 @@ def store(folder: Path, key: str, made: KeptProgram) -> None:
 
 
 def load_kernels(folder: Path, key: str) -> bytes:
-    """A file of kernels for XLA; b"" where none was kept.
+    """Return a file of kernels for XLA; b"" where none was kept.
 
     Args:
         folder: from `cache_folder`.
@@ -257,7 +257,7 @@ def _store(folder: Path) -> Store:
 
 
 def profile_text(costs: Mapping[str, float]) -> str:
-    """Seconds of instructions as the text form of `tensorflow.profiler.ProfiledInstructionsProto`."""
+    """Return the seconds of instructions as the text form of `tensorflow.profiler.ProfiledInstructionsProto`."""
     return "".join(f'costs {{ name: "{name}" cost_us: {s * 1e6:.6g} }}\n' for name, s in sorted(costs.items()))
 
 
@@ -299,7 +299,7 @@ class Store:
     most_bytes: int  # that all entries may take
 
     def read(self, name: str) -> bytes | None:
-        """The content of an entry, which then counts as just used; None if there is none.
+        """Return the content of an entry, which then counts as just used; None if there is none.
 
         Raises:
             DamagedEntry: the file is not what was written, and is removed; or it cannot be read.
@@ -377,7 +377,7 @@ def cache_root() -> Path | None:
 
 
 def max_bytes() -> int:
-    """Bytes that all entries of a store together may take.
+    """Return the bytes that all entries of a store together may take.
 
     Raises:
         ConfigError: `MESHKIT_CACHE_BYTES` is no number of bytes.

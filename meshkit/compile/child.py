@@ -35,7 +35,7 @@ KINDS: tuple[str, ...] = (FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER)
 
 
 def live_bytes(folder: Path, module: Module) -> dict[str, int] | None:
-    """Bytes at the peak by kind of KINDS, from a folder that XLA dumped into; None where it left no live ranges.
+    """Return the bytes at the peak by kind of KINDS, from a dump of XLA, or None where it has no live ranges.
 
     `forward`: made by the forward pass: what it keeps for the backward pass, or works on. `backward`: made by the
     backward pass, recomputed activations among them. `carried`: what a loop of the backward pass carries along, as
@@ -190,7 +190,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
 
 
 def _sharding(mesh: Any, described: dict[str, Any] | None) -> Any:
-    """The NamedSharding that the request describes; None leaves it to XLA."""
+    """Return the NamedSharding that the request describes; None leaves it to XLA."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     if described is None:

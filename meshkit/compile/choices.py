@@ -208,7 +208,7 @@ def without_client(options: Mapping[str, Any], memory_fraction: float) -> dict[s
 
 
 def _waits_in_every_layer(program: TrainProgram) -> bool:
-    """Whether every layer gathers or scatters activations: by sequence or expert parallelism, or as a pipeline's stage.
+    """Return whether every layer gathers or scatters activations (sequence or expert parallelism, a pipeline's stage).
 
     They share a stream with the gathers of weights and would queue behind them, and what XLA pipelines of them is kept
     once more. All-reduces of tensor parallelism alone lose less than is won (benchmarks/xla_options.md).
@@ -240,7 +240,7 @@ def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | N
 
 
 def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
-    """The options for a loop that communicates so much.
+    """Return the options for a loop that communicates so much.
 
     Args:
         traffic: of one iteration.
@@ -280,7 +280,7 @@ def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
 
 
 def message_bytes(collective: str, traffic: LoopTraffic, cluster: Cluster) -> int:
-    """The smallest message, of XLA's default and its doublings, that uses most of the bandwidth or holds a layer.
+    """Return the smallest doubling of XLA's default message that uses most of the bandwidth or holds a layer.
 
     Args:
         collective: HLO opcode, without `-start`.
@@ -320,7 +320,7 @@ def _elements(weight: Weight, gathered: Sequence[str], sizes: Mapping[str, int])
 
 
 def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptions) -> dict[str, float]:
-    """Seconds of one run of every instruction that takes any, each as if nothing else ran.
+    """Return the seconds of one run of every instruction that takes any, each as if nothing else ran.
 
     Args:
         schedule: of the program.
@@ -375,7 +375,7 @@ def compile_to_fit[T: CompileAttempt](
     *,
     agree: Callable[[str, Any], Any] = lambda topic, mine: mine,
 ) -> tuple[T, list[T]]:
-    """A program compiled so that it fits and, where `train.pgle` asks for it, in the order that its prices give.
+    """Return a program compiled so that it fits and, where `train.pgle` asks for it, in the order that its prices give.
 
     Args:
         make: compiles it with some options.
@@ -421,7 +421,7 @@ def compile_to_fit[T: CompileAttempt](
 def _fitting[T: CompileAttempt](
     make: Callable[[Sequence[Option]], T], cluster: Cluster, choices: CompileChoices, derived: Sequence[Option]
 ) -> T:
-    """A program with the derived options as they are, or else with tight values, or without those that cost memory.
+    """Compile with the derived options; where that does not fit, with tight values or without those that cost memory.
 
     The first that fits; where none does, the one with tight values.
     """
@@ -461,7 +461,7 @@ def without_path(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def device_key(cluster: Cluster) -> str:
-    """The name by which XLA finds a GPU's table: `sm_90`; of compute capability 10.0 `sm_100_B200`."""
+    """Return the name by which XLA finds a GPU's table: `sm_90`; of compute capability 10.0 `sm_100_B200`."""
     major, minor = cluster.gpu.compute_capability or (0, 0)
     return f"sm_{major}{minor}" + (f"_{cluster.gpu.name.split()[-1]}" if (major, minor) == (10, 0) else "")
 
@@ -476,7 +476,7 @@ def table_text(cluster: Cluster) -> str:
 
 
 def unread(cluster: Cluster, schedule: Schedule) -> tuple[str, ...]:
-    """A line for the user where XLA goes by the table in nothing of a program."""
+    """Return a line for the user where XLA goes by the table in nothing of a program."""
     kinds = {i.collective.collective for body in schedule.computations.values() for i in body if i.collective}
     others = sorted(kinds - {*_GROUPED, _PERMUTE})
     if (cluster.gpu.compute_capability or (0, 0)) < _OLDEST:

@@ -80,7 +80,7 @@ class Exported:
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
-    """A function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants.
+    """Return a function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants.
 
     Args:
         step: jitted, or plain, which is jitted here.
@@ -286,7 +286,7 @@ def on_own_stack[Result](work: Callable[[], Result]) -> Result:
 
 
 def target_config(gpu: Gpu) -> str:
-    """The text of a `GpuTargetConfigProto` that describes one GPU to the compiler, written from the catalog.
+    """Return the text of a `GpuTargetConfigProto` that describes one GPU to the compiler, written from the catalog.
 
     OpenXLA ships longer ones under xla/backends/gpu/target_config/specs, with which these agree in every field they
     share (a test compares them).
@@ -390,7 +390,7 @@ def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, abse
 
 
 def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step as a function of arrays, and its arguments: what it is given to overwrite, and the rest.
+    """Return the step as a function of arrays, and its arguments: what it is given to overwrite, and the rest.
 
     Its arguments are the arrays that it may overwrite and the others, by number. Its outputs are what the step returns
     and every array that it left changed in its modules, by number, as flax's own program has them: `nnx.jit` in its

@@ -174,7 +174,7 @@ class RefusedOption(Exception):
 def compile_lowered(
     lowered: Any, options: Mapping[str, object], users: Collection[str] = ()
 ) -> tuple[Any, dict[str, str]]:
-    """A lowered program compiled with as many of the options as this XLA takes.
+    """Return a lowered program compiled with as many of the options as this XLA takes.
 
     Args:
         lowered: what jax makes of `trace(...).lower(...)`.
@@ -202,7 +202,7 @@ def compile_lowered(
 
 
 def memory_of(compiled: Any, prefix: str = "") -> dict[str, int] | None:
-    """Bytes of a compiled program on one GPU (`prefix` host_: in its host's memory); None where XLA does not say.
+    """Return the bytes of a compiled program on one GPU, or None where XLA does not say.
 
     Args:
         compiled: what jax makes of `lowered.compile()`.
@@ -216,7 +216,7 @@ def memory_of(compiled: Any, prefix: str = "") -> dict[str, int] | None:
 
 
 def bytes_at_once(memory: Mapping[str, int]) -> int:
-    """Bytes of `memory_of` that are needed at once: arguments, outputs that alias none of them, temporaries, code."""
+    """Return the bytes needed at once: arguments, outputs that alias none of them, temporaries, code."""
     return memory["argument"] + memory["output"] - memory["alias"] + memory["temp"] + memory["generated_code"]
 
 
@@ -230,7 +230,7 @@ def refused_option(message: str) -> tuple[str, str]:
 
 
 def option_error(name: str, value: object, reason: str, version: str) -> ConfigError:
-    """The error about an option of the user's that XLA refuses, with the closest one that it has."""
+    """Return the error about an option of the user's that XLA refuses, with the closest one that it has."""
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     return ConfigError(
         f"XLA (jaxlib {version}) refuses the option {name}: {reason}.",
@@ -291,7 +291,7 @@ def check_compiler() -> None:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution; None if it is not installed."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -317,7 +317,7 @@ def find_assembler(roots: Sequence[Path]) -> Path | None:
 
 
 def find_libdevice(roots: Sequence[Path]) -> Path | None:
-    """The bitcode of CUDA's math functions."""
+    """Return the bitcode of CUDA's math functions."""
     return _first(r / "nvvm" / "libdevice" / "libdevice.10.bc" for r in roots)
 
 

@@ -147,7 +147,7 @@ def compile_absent(
     cluster: Cluster,
     choices: CompileChoices = PLAIN,
 ) -> CompiledProgram:
-    """A function lowered and compiled for the GPUs of a described cluster.
+    """Return a function lowered and compiled for the GPUs of a described cluster.
 
     Args:
         step: jitted or plain; shardings come from args and from constraints inside.
@@ -212,7 +212,7 @@ def compile_absent(
 
 
 def compile_timeout_s() -> float:
-    """Seconds that the compiler process has: what MESHKIT_COMPILE_TIMEOUT says, else half an hour.
+    """Return the seconds that the compiler process has: what MESHKIT_COMPILE_TIMEOUT says, else half an hour.
 
     Raises:
         ConfigError: it is no whole number of seconds.

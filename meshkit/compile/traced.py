@@ -166,7 +166,7 @@ def _of_convolution(equation: Any) -> float:
 
 
 def _of_attention(equation: Any) -> np.ndarray:
-    """FLOP of fused attention: executed as `hlo.costs` counts a cuDNN call, two matmuls forward and five backward."""
+    """Return the FLOP of fused attention, as `hlo.costs` counts a cuDNN call: two matmuls forward, five backward."""
     query, key, value = (v.aval.shape for v in equation.invars[:3])
     names = equation.params.get("layout", 0)
     batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])

@@ -24,7 +24,7 @@ type Axes = tuple[str, ...]
 def block_scaled_matmul(
     a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], summed: int, dtype: Any
 ) -> jax.Array:
-    """The product [*rows, *columns] of a [*rows, *summed] and b [*columns, *summed].
+    """Return the product [*rows, *columns] of a [*rows, *summed] and b [*columns, *summed].
 
     Args:
         a, b: values and scales; a scale holds for a block along the last dim.
@@ -87,13 +87,13 @@ def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> An
 
 
 def _free(cut: Axes, used: set[str]) -> tuple[Axes, Axes]:
-    """The first axes of a cut that nothing else uses, and the rest."""
+    """Return the first axes of a cut that nothing else uses, and the rest."""
     free = next((i for i, axis in enumerate(cut) if axis in used), len(cut))
     return cut[:free], cut[free:]
 
 
 def _cuts(array: Any) -> list[Axes]:
-    """The mesh axes that cut each dim, none of which has one GPU."""
+    """Return the mesh axes that cut each dim, none of which has one GPU."""
     spec, sizes = array.sharding.spec, array.sharding.mesh.shape
     names = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in spec]
     names += [()] * (len(array.shape) - len(names))

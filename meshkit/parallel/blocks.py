@@ -201,7 +201,7 @@ def visible_pairs(
 
 
 def _block(length: int) -> int:
-    """The largest divisor of length that is at most BLOCK."""
+    """Return the largest divisor of length that is at most BLOCK."""
     return next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
 
 
@@ -274,7 +274,7 @@ def fused_attention(
 
 
 def _mapped_as_batch(kernel: Callable) -> Callable:
-    """The kernel, which `vmap` calls with the dim that it maps over in the batch."""
+    """Return the kernel, which `vmap` calls with the dim that it maps over in the batch."""
 
     @custom_batching.custom_vmap
     def mapped(*arrays):

@@ -49,11 +49,11 @@ class Cut:
         return self.mesh.shape[self.axis]
 
     def activation(self, dim: int | None) -> PartitionSpec:
-        """The spec of [batch, length, ...], cut along the batch and over the axis along this dim (None: no more)."""
+        """Return the spec of [batch, length, ...]: cut along the batch, and over the axis along this dim, if any."""
         return PartitionSpec(self.batch or None, *([] if dim is None else [*[None] * (dim - 1), self.axis]))
 
     def kernel(self, dim: int) -> PartitionSpec:
-        """The spec of a kernel cut over the axis along this dim, and else whole: FSDP's pieces are gathered first."""
+        """Return the spec of a kernel that only the axis cuts: FSDP's pieces are gathered first."""
         return PartitionSpec(*[None] * dim, self.axis)
 
     def pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -73,7 +73,7 @@ class Cut:
 
 
 def matmul_cut(length: int, *kernel_dims: tuple[str, int]) -> Cut | None:
-    """The cut of a sequence-parallel matmul under the scope's rules; None where no length is cut between blocks.
+    """Return the cut of a sequence-parallel matmul under the scope's rules; None where no length is cut between blocks.
 
     Args:
         length: of the activation.
@@ -237,7 +237,7 @@ def _split_chunks(x: jax.Array, ways: int) -> list[jax.Array]:
 
 
 def _join_chunks(pieces: Sequence[jax.Array]) -> jax.Array:
-    """The reverse of `_split_chunks`."""
+    """Return the reverse of `_split_chunks`."""
     x = jnp.concatenate(pieces, axis=2)
     return x.reshape(x.shape[_BATCH], x.shape[1] * x.shape[2], *x.shape[3:])
 

@@ -78,7 +78,7 @@ class Wire:
         return _hide(codes.astype(self.dtype)).reshape(x.shape), scales
 
     def dequantize(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        """The fp32 numbers that codes stand for.
+        """Return the fp32 numbers that codes stand for.
 
         Args:
             codes: [..., n], as `quantize` gives them.
@@ -131,7 +131,7 @@ class Exchange:
     def sum(
         self, gradient: Float[Array, "*dims"], residual: Float[Array, "1 *dims"] | None
     ) -> tuple[Float[Array, "*dims"], Float[Array, "1 *dims"] | None]:
-        """The sum over the axis of one GPU's fp32 shard, and its new residual.
+        """Return the sum over the axis of one GPU's fp32 shard, and its new residual.
 
         Args:
             gradient: this GPU's part of its replica's gradient.

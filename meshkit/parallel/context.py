@@ -415,7 +415,7 @@ def _cut_heads(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[ja
 
 
 def _cut_length(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
-    """The way back from `_cut_heads`."""
+    """Return the way back from `_cut_heads`."""
     pieces = [x[:, :, None] for x in arrays]
     together = jnp.concatenate(pieces, axis=3)
     moved = lax.all_to_all(together, layout.length, split_axis=1, concat_axis=2, tiled=True)

@@ -215,7 +215,7 @@ class ExchangeLayout:
         return (self.experts, self.mlp), (self.experts, self.mlp), (self.experts, embed)
 
     def gather(self, kernel: jax.Array, spec: Sequence[Axes]) -> jax.Array:
-        """A kernel as the experts use it, under the name by which a policy can choose to gather it again.
+        """Return a kernel as the experts use it, under the name by which a policy can choose to gather it again.
 
         Outside of the custom_vjp, so that a recomputed forward pass and the backward pass share one gather.
         """
@@ -234,7 +234,7 @@ class ExchangeLayout:
         return lax.psum(y, self.mlp)
 
     def reduce_tokens(self, gradient: jax.Array, embed_dim: int | None) -> jax.Array:
-        """A kernel's gradient of this GPU's tokens, added up over all GPUs that have the same experts.
+        """Return a kernel's gradient of this GPU's tokens, added up over all GPUs that have the same experts.
 
         Args:
             gradient: of the kernel, or of a bias.
@@ -328,11 +328,11 @@ class _Layer:
         return self.layout.kernels(embed) + (self.layout.biases(embed) if len(casts) > 3 else ())
 
     def _spread(self, routing: Routing, rows: jax.Array, bias: jax.Array) -> jax.Array:
-        """A bias [experts, out] as [rows, out], each row that of its expert: a product with one."""
+        """Return a bias [experts, out] as [rows, out], each row that of its expert: a product with one."""
         return self._grouped(routing)(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])
 
     def _once(self, bias: jax.Array) -> jax.Array:
-        """A bias of what is added up over `mlp`: zero on all GPUs along it but the first."""
+        """Return a bias of what is added up over `mlp`: zero on all GPUs along it but the first."""
         axes = self.layout.mlp
         return jnp.where(lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
@@ -496,7 +496,7 @@ class Dispatch:
         return self.slots if self.ways == 1 else self.ways * self.buffer_rows
 
     def route(self, choices: Int[Array, "{self.tokens} {self.choices}"]) -> Routing:
-        """The routing of expert numbers; communicates the counts (4 bytes a GPU and expert)."""
+        """Return the routing of expert numbers; communicates the counts (4 bytes a GPU and expert)."""
         expert = choices.T.reshape(-1)
         if self.capacity is not None:
             rank, _, _ = _rank(expert, self.experts)
@@ -525,14 +525,14 @@ class Dispatch:
     def read(
         self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
     ) -> Shaped[Array, "{self.tokens} {self.choices} *rest"]:
-        """A buffer by token and choice; 0 where a row was dropped."""
+        """Return a buffer by token and choice; 0 where a row was dropped."""
         rows = buffer.at[routing.slot].get(mode="fill", fill_value=0)
         return jnp.swapaxes(rows.reshape(self.choices, self.tokens, *buffer.shape[1:]), 0, 1)
 
     def to_experts(
         self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
     ) -> Shaped[Array, "{self.received_rows} *rest"]:
-        """The buffers of every GPU, grouped by this GPU's experts, sources in order."""
+        """Return the buffers of every GPU, grouped by this GPU's experts, sources in order."""
         if self.ways == 1:
             return buffer
         with jax.named_scope("dispatch"):
@@ -547,7 +547,7 @@ class Dispatch:
     def from_experts(
         self, routing: Routing, rows: Shaped[Array, "{self.received_rows} *rest"]
     ) -> Shaped[Array, "{self.slots} *rest"]:
-        """The way back of `to_experts`."""
+        """Return the way back of `to_experts`."""
         if self.ways == 1:
             return rows
         with jax.named_scope("combine"):
@@ -564,7 +564,7 @@ class Dispatch:
         return self._mine(jnp.sum(routing.counts, axis=0, keepdims=True))[0]
 
     def _mine(self, table: jax.Array) -> jax.Array:
-        """The columns of this GPU's experts."""
+        """Return the columns of this GPU's experts."""
         if self.ways == 1:
             return table
         return lax.dynamic_slice_in_dim(table, lax.axis_index(self.axes) * self.local_experts, self.local_experts, 1)
@@ -611,7 +611,7 @@ class Slices:
     there: jax.Array
 
     def cut(self, pieces: int) -> Slices:
-        """The same rows in `pieces` times as many slices, of sizes that differ by one row at most."""
+        """Return the same rows in `pieces` times as many slices, of sizes that differ by one row at most."""
         edges = self.sizes[..., None] * jnp.arange(pieces + 1, dtype=jnp.int32) // pieces
         begins, sizes = edges[..., :-1], jnp.diff(edges, axis=-1)
         ways = self.sizes.shape[0]

@@ -82,7 +82,7 @@ class StepOrder:
         return {p: index for p, index in stopped.items() if index >= 0}
 
     def candidates(self, missing: Collection[int], *, in_callback: bool) -> list[StepCollective]:
-        """The collectives that need one of the missing processes (all collectives where none is known).
+        """Return the collectives that need one of the missing processes (all collectives where none is known).
 
         Args:
             missing: processes of which something says that they are what the others wait for.
@@ -108,7 +108,7 @@ class StepOrder:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StepOrder:
-        """The order that `to_json` wrote.
+        """Return the order that `to_json` wrote.
 
         Raises:
             ValueError, KeyError, TypeError: it is none.
@@ -131,7 +131,7 @@ class StepOrder:
 
 
 def read_order(folder: Path) -> StepOrder | None:
-    """The order that a training has left in its run folder; None where there is none that can be read."""
+    """Return the order that a training has left in its run folder; None where there is none that can be read."""
     try:
         return StepOrder.from_json(read_regular(folder / FOLDER / "step.json", _LARGEST_BYTES))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -202,7 +202,7 @@ class Witness:
 
 
 def _frames_of(blocks: Sequence[str]) -> list[re.Match[str]]:
-    """The frames of threads, innermost first."""
+    """Return the frames of threads, innermost first."""
     return [m for block in blocks for line in block.splitlines() if (m := _FRAME.match(line))]
 
 
@@ -232,7 +232,7 @@ class Hang:
     """Whether the collective or phase, and who is missing, is known."""
 
     def lines(self, witnesses: Sequence[Witness], evidence: str, most: int = MOST_LINES) -> list[str]:
-        """The message: what is known, the collectives, and where the missing processes are, in `most` lines.
+        """Return the message: what is known, the collectives, and where the missing processes are, in `most` lines.
 
         Args:
             witnesses: as of `name_hang`.
@@ -250,7 +250,7 @@ class Hang:
 
 
 def name_hang(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """The name of a hang, by what is known of each process.
+    """Return the name of a hang, by what is known of each process.
 
     Args:
         witnesses: of every process of the job, or of those of this machine.
@@ -340,7 +340,7 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
 
 
 def _with_candidates(hang: Hang, found: Sequence[StepCollective]) -> Hang:
-    """The hang with the collectives that it may be, the first three of them; nobody says how far a device is."""
+    """Return the hang with the collectives that it may be, the first three of them; nobody says how far a device is."""
     shown = tuple(found[:_MOST_CANDIDATES])
     head = (
         f"candidates, one of {len(found)} collectives" if len(found) > 1 else "candidate" if found else "no candidate"

@@ -41,7 +41,7 @@ class Limits:
     """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
 
     def of(self, phase: str) -> float:
-        """Seconds that a process may stay in a phase.
+        """Return the seconds that a process may stay in a phase.
 
         Returns:
             Infinity where the limit is 0.
@@ -53,7 +53,7 @@ class Limits:
 
 
 def read_limits(texts: Sequence[str], *, own: bool = False, at: str = "--stall-timeout") -> Limits:
-    """The limits that options give: `SECONDS` for all phases, `PHASE=SECONDS` for one or for `stopped`.
+    """Return the limits that options give: `SECONDS` for all phases, `PHASE=SECONDS` for one or for `stopped`.
 
     Args:
         texts: the options.
@@ -85,7 +85,7 @@ def read_limits(texts: Sequence[str], *, own: bool = False, at: str = "--stall-t
 
 
 def limits_of_environment(environment: Mapping[str, str] | None = None) -> Limits:
-    """The limits that MESHKIT_STALL_TIMEOUT gives, with a space between several; 600 s without it.
+    """Return the limits that MESHKIT_STALL_TIMEOUT gives, with a space between several; 600 s without it.
 
     Args:
         environment: in place of the process's own.

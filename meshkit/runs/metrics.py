@@ -98,7 +98,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out.
+    """Return the complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out.
 
     Raises:
         OSError: it cannot be read, is no regular file, or has more than a gibibyte.
@@ -129,7 +129,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _float(text: str) -> float | None:
-    """A number of a record; None for one that sums and ratios could not hold."""
+    """Return a number of a record; None for one that sums and ratios could not hold."""
     return within(float(text))
 
 
@@ -141,12 +141,12 @@ _DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=l
 
 
 def within(number: float | None) -> float | None:
-    """The number, or None for one that is not finite, or so large that its sums and ratios may not be."""
+    """Return the number, or None for one that is not finite, or so large that its sums and ratios may not be."""
     return number if number is not None and abs(number) <= LARGEST else None
 
 
 def finite(value: Any) -> Any:
-    """The value, or None for a number that JSON cannot hold."""
+    """Return the value, or None for a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -256,7 +256,7 @@ class SinkCode:
 
 
 def tensorboard_writer(places: Places) -> Any:
-    """The type of TensorBoard's writers.
+    """Return the type of TensorBoard's writers.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -273,7 +273,7 @@ def tensorboard_writer(places: Places) -> Any:
 
 
 def open_sinks(code: SinkCode, folder: Path, say: Callable[[str], None]) -> Sinks:
-    """The sinks of a run.
+    """Return the sinks of a run.
 
     Args:
         code: what they call.

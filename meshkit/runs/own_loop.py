@@ -31,7 +31,7 @@ class _Loop:
         self.process = 0
 
     def begin(self) -> Phases:
-        """The pulse, from now to the end of the process; how it fails is said, and keeps nobody waiting."""
+        """Return the pulse, from now to the end of the process; how it fails is said, and keeps nobody waiting."""
         if self.phases is None:
             self.phases = self.around.enter_context(Phases())
             atexit.register(self.around.close)

@@ -64,18 +64,18 @@ class _Claim:
         return f"process {said.get('pid')!r:.20} on host {said.get('host')!r:.80} (attempt {said.get('attempt')!r:.20})"
 
     def is_here(self, me: Mapping[str, Any]) -> bool:
-        """Whether this process can see that one: it has the same kernel and numbers of processes."""
+        """Return whether this process can see that one: it has the same kernel and numbers of processes."""
         keys = ("boot", "pid_namespace") if me["boot"] else ("host",)
         return bool(self.record) and all(self.record.get(key) == me[key] for key in keys)
 
     def is_before(self, me: Mapping[str, Any]) -> bool:
-        """Whether it is an earlier attempt of this process's gang."""
+        """Return whether it is an earlier attempt of this process's gang."""
         attempt = self.record.get("attempt")
         same = bool(me["launch"]) and self.record.get("launch") == me["launch"]
         return same and isinstance(attempt, int) and attempt < me["attempt"]
 
     def is_gone(self, me: Mapping[str, Any]) -> bool:
-        """Whether the folder is free, or its owner certainly dead."""
+        """Return whether the folder is free, or its owner certainly dead."""
         if self.released:
             return True
         if self.is_here(me):
@@ -224,7 +224,7 @@ def renewing(folder: Path, launch: str) -> Iterator[None]:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether some job has a run folder now.
+    """Return whether some job has a run folder now.
 
     Raises:
         OSError: the folder cannot be read; or, where the owner is of another machine, not be written: a file
@@ -266,7 +266,7 @@ def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) ->
 
 
 def make_claim(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
-    """The claim with this number, which then has the folder; None where somebody else was first."""
+    """Return the claim with this number, which then has the folder; None where somebody else was first."""
     claim = owners / f"{token}.json"
     try:
         with open(claim, "x", encoding="utf-8") as file:
@@ -310,7 +310,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
-    """The identity of the run in a folder, given to it where it has none."""
+    """Return the identity of the run in a folder, given to it where it has none."""
     path = folder / RUN_FILE
     if path.exists():
         try:
@@ -348,7 +348,7 @@ def this_process(attempt: int) -> dict[str, Any]:
 
 
 def _runs(pid: Any, started: Any) -> bool:
-    """Whether a process of this machine is the one that began then, and has not ended."""
+    """Return whether a process of this machine is the one that began then, and has not ended."""
     if not isinstance(pid, int) or pid < 1:
         return False
     began, state = process_start(pid)
@@ -373,7 +373,7 @@ def process_start(pid: int) -> tuple[int | None, str]:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since a file was touched, both times by the clock of its file system."""
+    """Return the seconds since a file was touched, both times by the clock of its file system."""
     with tempfile.NamedTemporaryFile(dir=path.parent) as now:
         os.utime(now.name)
         return os.stat(now.name).st_mtime - path.stat().st_mtime

@@ -165,7 +165,7 @@ class Phases:
 
 
 def _mapped(path: Path) -> mmap.mmap | None:
-    """The memory of a pulse; None where the path leads to something else, as in a process that has not inherited it."""
+    """Return the memory of a pulse, or None where this process has not inherited it."""
     with suppress(OSError, ValueError):
         file = os.open(path, os.O_RDWR)
         try:
@@ -177,7 +177,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 def _age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not say."""
+    """Return the seconds since this process was started; 0 where the system does not say."""
     try:
         started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
@@ -337,18 +337,18 @@ class GoodputLog:
 
 
 def read_goodput(folder: Path) -> Goodput | None:
-    """The goodput of a run folder; None where no attempt has written any."""
+    """Return the goodput of a run folder; None where no attempt has written any."""
     return goodput_of(read_attempts(folder))
 
 
 def read_attempts(folder: Path) -> list[RunAttempt]:
-    """The attempts at a run, the first one first; what cannot be read is left out."""
+    """Return the attempts at a run, the first one first; what cannot be read is left out."""
     files = sorted((folder / _FOLDER).glob("*.json"))[-_MOST_ATTEMPTS:]
     return sorted((a for path in files if (a := _read(path)) is not None), key=lambda a: a.began)
 
 
 def goodput_of(attempts: Sequence[RunAttempt]) -> Goodput | None:
-    """The sums over the attempts of a run, in the order in which they began; None for none."""
+    """Return the sums over the attempts of a run, in the order in which they began; None for none."""
     if not attempts:
         return None
     seconds: dict[str, float] = {"lost": 0.0, "restart": 0.0}
@@ -402,7 +402,7 @@ def _seconds(found: Mapping) -> dict[str, float]:
 
 
 def _number(value: object) -> float:
-    """A number of seconds or steps; it is written down by others, and sums of it have to hold."""
+    """Return a number of seconds or steps; it is written down by others, and sums of it have to hold."""
     number = float(value)  # pyright: ignore[reportArgumentType]  a TypeError is what says so
     if not abs(number) <= _MOST:  # also what is no number
         raise ValueError("out of range")

@@ -73,7 +73,7 @@ class Rows:
 
 
 def windows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """A sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view.
+    """Return a sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view.
 
     Args:
         tokens: [n].
@@ -137,7 +137,7 @@ class Data:
 
 
 def open_data(spec: StepSpec, tokenizer: UserCode | None) -> Data:
-    """The data of a spec.
+    """Return the data of a spec.
 
     Every k-th window or example (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
     Of a stream nothing is.
@@ -180,7 +180,7 @@ def open_data(spec: StepSpec, tokenizer: UserCode | None) -> Data:
 
 
 def is_token_source(source: str) -> bool:
-    """Whether a source is tokens (the standard library, a folder, a file), not `"pkg.mod:fn"`."""
+    """Return whether a source is tokens (the standard library, a folder, a file), not `"pkg.mod:fn"`."""
     return source == STDLIB or ":" not in source or Path(source).exists()
 
 
@@ -226,7 +226,7 @@ def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
 
 
 def _mapped_array(places: Places, path: Path, length: int) -> np.ndarray:
-    """The ids of a `.npy` file: one row that is cut into windows, or a row of T + 1 for each example."""
+    """Return the ids of a `.npy` file: one row that is cut into windows, or a row of T + 1 for each example."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
@@ -250,7 +250,7 @@ def stdlib_files() -> list[Path]:
 
 
 def _opened_text(places: Places, path: Path) -> io.BufferedReader:
-    """A file whose text memory can hold.
+    """Return a file whose text memory can hold.
 
     Raises:
         ConfigError: it is larger, cannot be read, or is no regular file.
@@ -406,7 +406,7 @@ def _load_examples(code: UserCode, seed: int) -> Examples | Stream:
 
 
 def _first(code: UserCode, stream: Stream) -> dict[str, np.ndarray]:
-    """The first example of a stream. Raises ConfigError where it has none."""
+    """Return the first example of a stream. Raises ConfigError where it has none."""
     with code.calling():
         example = next(iter(stream.make(stream.seed)), None)
     if example is None:
@@ -423,7 +423,7 @@ def _read_example(code: UserCode, examples: Examples, index: int) -> dict[str, n
 
 
 def _arrays(code: UserCode, name: str, example: Any) -> dict[str, np.ndarray]:
-    """An example's values as arrays. Raises ConfigError where it is no dict of numbers."""
+    """Return an example's values as arrays. Raises ConfigError where it is no dict of numbers."""
     if not isinstance(example, Mapping) or not example or not all(isinstance(key, str) for key in example):
         given = a_type(example) if not isinstance(example, Mapping) else f"a dict with keys {list(example)}"
         raise code.error(f"{name} is {given}, not a dict of named arrays.")
@@ -436,7 +436,7 @@ def _arrays(code: UserCode, name: str, example: Any) -> dict[str, np.ndarray]:
 
 
 def abstract_batch(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
-    """A global batch as ShapeDtypeStructs with shardings. Opens no corpus, so a plan needs no data.
+    """Return a global batch as ShapeDtypeStructs with shardings. Opens no corpus, so a plan needs no data.
 
     The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
 
@@ -472,7 +472,7 @@ class Batches:
     seed: int | None  # of the shuffle; None keeps the order
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """The global batch of one step; this process loads only the rows that its devices hold.
+        """Return the global batch of one step; this process loads only the rows that its devices hold.
 
         Args:
             step: from 0; errors are those of `iterate`.
@@ -516,13 +516,13 @@ class Batches:
                 yield ahead.popleft().result()
 
     def _next(self, step: int, examples: Iterator[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-        """The local rows of the next step of a stream. Raises RunError as `load` does."""
+        """Return the local rows of the next step of a stream. Raises RunError as `load` does."""
         with _data_of(step):
             batch = list(itertools.islice(examples, self._size))
             return self._stacked(step, [batch[row] for row in self.local_rows()])
 
     def load(self, step: int) -> dict[str, np.ndarray]:
-        """The local rows of a step, in the order of `local_rows`.
+        """Return the local rows of a step, in the order of `local_rows`.
 
         Raises:
             RunError: the source raises, or gives an example unlike the first one.

@@ -108,7 +108,7 @@ class LocalSgd:
         return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
 
     def init(self, anchor: Any) -> OuterState:
-        """The outer state before the first outer step.
+        """Return the outer state before the first outer step.
 
         Args:
             anchor: the parameters, without a replica dim.
@@ -230,7 +230,7 @@ class LocalSgd:
 
 @jax.custom_vjp
 def wait_before_backward(loss: jax.Array, exchanged: jax.Array) -> jax.Array:
-    """The loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows.
+    """Return the loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows.
 
     Args:
         loss: a floating point scalar.
@@ -279,7 +279,7 @@ class LocalSgdStep:
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if self.local.staleness else {}
 
     def run(self, state: TrainState, batches: Mapping[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight.
+        """Return the state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight.
 
         Args:
             state: of `extend`, or of the call before.
@@ -311,7 +311,7 @@ class LocalSgdStep:
         return after, self._combine(metrics)
 
     def extend(self, state: TrainState) -> TrainState:
-        """The state before the first step, from that of the inner step."""
+        """Return the state before the first step, from that of the inner step."""
         opt_state = self.local.replicate(state.opt_state)
         return replace(state, opt_state=opt_state, extra={"outer": self.local.init(state.params)})
 
@@ -331,7 +331,7 @@ class LocalSgdStep:
         return replace(shards, opt_state=opt_state, extra={"outer": self.local.outer_shardings(abstract_params)})
 
     def stack(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The abstract batches of an outer step [H, B, ...]."""
+        """Return the abstract batches of an outer step [H, B, ...]."""
 
         def stack_leaf(x):
             sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec))

@@ -44,7 +44,7 @@ _SHAPE_OF_A_LOSS = "return loss_sum, weight, metrics: two scalars and a dict of 
 
 
 def checked_loss(own: UserCode | None, model_class: UserCode) -> Loss:
-    """The user's loss, or next-token cross-entropy; either checks what it gets while it is traced.
+    """Return the user's loss, or next-token cross-entropy; either checks what it gets while it is traced.
 
     Args:
         own: what `train.loss` names; None without one.
@@ -215,7 +215,7 @@ class MicroBatches:
 
 
 def deferred_axes(rules: ShardingRules, mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes over which gradients of several micro-batches are reduced once a step, outermost first.
+    """Return the axes over which gradients of several micro-batches are reduced once a step, outermost first.
 
     They cut the batch and no other activation (the experts' axis does: its weights are not gathered), and
     `[rules.gradients]` does not cut the accumulators over them.

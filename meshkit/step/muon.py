@@ -66,7 +66,7 @@ class MatrixStack:
         return jnp.pad(y, [(0, 0)] * kept + [(0, self.matrices - y.shape[kept]), (0, 0), (0, 0)])
 
     def from_rows(self, y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `to_rows`, of a parameter of this shape."""
+        """Return the inverse of `to_rows`, of a parameter of this shape."""
         kept, each = len(self.pieces), [size // c for c, size in zip(self.pieces, shape)]
         y = y[(*(slice(None),) * kept, slice(0, math.prod(each)))].reshape(*self.pieces, *each, *y.shape[-2:])
         order = [dim for pair in zip(range(kept), range(kept, 2 * kept)) for dim in pair]

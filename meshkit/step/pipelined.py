@@ -139,7 +139,7 @@ class Pipelined:
         return {"loss_sum": jnp.where(weight > 0, loss * weight, 0.0), "weight": weight}
 
     def _weight(self, metrics: Mapping[str, jax.Array]) -> jax.Array:
-        """The weight of the whole batch; the pipeline gives the mean over its pieces."""
+        """Return the weight of the whole batch; the pipeline gives the mean over its pieces."""
         return metrics[WEIGHT] * (self.spec.pipeline.microbatches * self.train.axes.shards)
 
     def _weights(self, state: TrainState) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def make_pipelined(
     stack: Stack,
     layout: StateLayout,
 ) -> Pipelined:
-    """The pipeline of a spec that has one.
+    """Return the pipeline of a spec that has one.
 
     Args:
         spec: its `[pipeline]` table, loss and precision.
@@ -244,7 +244,7 @@ def make_pipelined(
 
 
 def _whole_gradients(places: Places, layout: StateLayout, data: tuple[str, ...]) -> StateLayout:
-    """The layout with gradients as a pipeline adds them up: whole over the axes of the batch.
+    """Return the layout with gradients as a pipeline adds them up: whole over the axes of the batch.
 
     Raises:
         ConfigError: `[rules.compute]` or `[rules.gradients]` ask for more than that.
@@ -262,7 +262,7 @@ def _whole_gradients(places: Places, layout: StateLayout, data: tuple[str, ...])
 
 
 def _at(places: Places, key: str, error: ConfigError) -> ConfigError:
-    """The error, pointing at a key of `[pipeline]`."""
+    """Return the error, pointing at a key of `[pipeline]`."""
     return places.error(f"pipeline.{key}", error.message, hint=error.hint)
 
 
@@ -294,11 +294,11 @@ class Arrangement:
         return self._over_layers(saved_leaf, self.abstract)
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """A state in memory, as checkpoints hold it; itself where that is the same."""
+        """Return the state as checkpoints hold it; itself where that is the same."""
         return self._move("restore", state, self.abstract, self.saved)
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """A state as checkpoints hold it, in memory."""
+        """Return a state of a checkpoint as it is held in memory."""
         return self._move("arrange", state, self.saved, self.abstract)
 
     def params_from_saved(self, params: Any) -> Any:
@@ -314,7 +314,7 @@ class Arrangement:
         return jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract.params))(params)
 
     def _move(self, way: str, state: TrainState, given: TrainState, wanted: TrainState) -> TrainState:
-        """The state after `Stack.arrange` or `Stack.restore`."""
+        """Return the state after `Stack.arrange` or `Stack.restore`."""
         if self.stack.natural:
             return state
         if way not in self.compiled:
@@ -355,7 +355,7 @@ class Arrangement:
 
 
 def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:
-    """The model with as many layers in its arrays as the pipeline has places for.
+    """Return the model with as many layers in its arrays as the pipeline has places for.
 
     Args:
         model: as without a pipeline, its layers stacked [layers, ...].
@@ -374,7 +374,7 @@ def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescripti
 def _on_other_dims(
     sharding: NamedSharding, shape: tuple[int, ...], axis: str, *, always: bool = False
 ) -> NamedSharding:
-    """The sharding of an array whose first dim the axis need not divide: it cuts the first other dim that it can.
+    """Return a sharding in which the axis cuts the first dim but the leading one that it divides.
 
     Where the axis does divide the first dim, that is as it was, unless it is `always` to be left whole.
     """
@@ -392,7 +392,7 @@ def _on_other_dims(
 
 
 def _on_device(state: TrainState, given: TrainState) -> TrainState:
-    """The state with what lies in host memory fetched, inside `jax.jit`."""
+    """Return the state with what lies in host memory fetched, inside `jax.jit`."""
 
     def fetch_leaf(x, like):
         host = like.sharding.memory_kind == HOST_MEMORY
@@ -402,7 +402,7 @@ def _on_device(state: TrainState, given: TrainState) -> TrainState:
 
 
 def _constrain(tree: Any, like: Any) -> Any:
-    """The arrays in device memory with the shardings of others, inside `jax.jit`."""
+    """Return the arrays in device memory with the shardings of others, inside `jax.jit`."""
     return jax.tree.map(
         lambda x, to: jax.lax.with_sharding_constraint(x, to.sharding.with_memory_kind("device")), tree, like
     )
@@ -431,7 +431,7 @@ class StageFunctions:
             return self._model(outer).first(batch, ctx)
 
     def stage(self, layers: Mapping[str, Any], x: Any, ctx: StageContext) -> Any:
-        """A chunk of layers.
+        """Run a chunk of layers.
 
         Args:
             layers: the chunk's parameters, arrays [chunk_layers, ...].
@@ -502,7 +502,7 @@ class StageFunctions:
             )
 
     def _model(self, outer: Mapping[str, Any]) -> Any:
-        """The module around some arrays; abstract ones stand where none are given, and must not be used."""
+        """Return the module around some arrays; abstract ones stand where none are given, and must not be used."""
         abstract = nnx.to_pure_dict(self.model.params)
         model = self.model.merge({**abstract, **outer}, nnx.to_pure_dict(self.model.variables))
         model.train() if self.training else model.eval()
@@ -596,5 +596,5 @@ def vocab_sizes(model: ModelDescription) -> set[int]:
 
 
 def _is_variable(leaf: Any) -> bool:
-    """Whether it is an nnx variable, which carries the names of its dims."""
+    """Return whether it is an nnx variable, which carries the names of its dims."""
     return isinstance(leaf, nnx.Variable)

@@ -178,7 +178,7 @@ def find_facts(
 
 
 def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_length: int) -> StepFacts:
-    """The FLOP of a step on `tokens` tokens in sequences of `sequence_length`, and what they are counted from.
+    """Return the FLOP of a step on `tokens` tokens in sequences of `sequence_length`, and what they are counted from.
 
     Args:
         model: may have `matmul_parameters() -> int` and `attention_shape() -> (layers, heads, head_dim)`. Without,
@@ -210,7 +210,7 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of one GPU's shards of a tree, without keys, what has no sharding, and what lies in host memory."""
+    """Return the bytes of a tree in one GPU's memory; keys, host memory and arrays without a sharding do not count."""
     import jax
     from jax.sharding import NamedSharding
 

@@ -85,11 +85,11 @@ class ModelDescription:
     takes_remat: bool
 
     def abstract_model(self) -> nnx.Module:
-        """The module with abstract arrays, to ask it about itself."""
+        """Return the module with abstract arrays, to ask it about itself."""
         return nnx.merge(self.graph, self.params, self.variables)
 
     def merge(self, params: Any, variables: Any) -> nnx.Module:
-        """The module around arrays given as nested dicts.
+        """Return the module around arrays given as nested dicts.
 
         Args:
             params, variables: as `nnx.to_pure_dict` gives them; the arrays may be traced.
@@ -98,7 +98,7 @@ class ModelDescription:
 
 
 def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
-    """The model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
+    """Return the model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
     What takes `dtype`, `fp8`, `mxfp8` or `remat` is given the `[train]` precision and remat policy, unless the options
     say otherwise.
@@ -194,7 +194,7 @@ def _takes_no_rngs(model_class: UserCode) -> ConfigError:
 
 
 def describe_model(spec: StepSpec) -> ModelDescription:
-    """The model of a spec without arrays. Raises as `build_model` does."""
+    """Return the model of a spec without arrays. Raises as `build_model` does."""
     with spec.model_class.calling():
         abstract = nnx.eval_shape(lambda: build_model(spec, nnx.Rngs(spec.train.seed)))
         graph, params, variables = nnx.split(abstract, nnx.Param, ...)
@@ -233,7 +233,7 @@ def lay_out(
     *,
     memory: str = "device",
 ) -> StateLayout:
-    """The StateLayout that the rules give a model's state.
+    """Return the StateLayout that the rules give a model's state.
 
     Args:
         model: its parameters carry the logical axes.
@@ -298,13 +298,13 @@ def map_moments(optimizer: optax.GradientTransformation, fn: Callable[..., Any],
 
 
 def state_shardings(layout: StateLayout) -> TrainState:
-    """A TrainState of NamedShardings."""
+    """Return a TrainState of NamedShardings."""
     one = layout.replicated
     return TrainState(one, layout.params, layout.opt_state, layout.variables, one)
 
 
 def init_state(spec: StepSpec, optimizer: optax.GradientTransformation, stack: Stack | None = None) -> TrainState:
-    """The state before the first step; to be jitted with `out_shardings`, so that it is born sharded.
+    """Return the state before the first step; to be jitted with `out_shardings`, so that it is born sharded.
 
     Args:
         spec: names the model and the seed.
@@ -344,7 +344,7 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _checked_class(model_class: UserCode) -> Any:
-    """The class or function itself. Raises ConfigError where it makes no model."""
+    """Return the class or function itself. Raises ConfigError where it makes no model."""
     make, name, hint = model_class.found, model_class.name, "a subclass of flax.nnx.Module or flax.linen.Module"
     if isinstance(make, linen.Module):
         made = f'model.class = "{name.partition(":")[0]}:{type(make).__name__}", its fields as further keys of [model]'
@@ -366,7 +366,7 @@ def _checked_class(model_class: UserCode) -> Any:
 
 
 def returned_kinds(make: Any) -> tuple[type, ...]:
-    """The classes that a function of Python code is annotated to return one of; none where it does not say."""
+    """Return the classes that a function of Python code is annotated to return one of; none where it does not say."""
     function = getattr(make, "__func__", make)
     function = inspect.unwrap(function)
     if not inspect.isfunction(function) or "return" not in function.__annotations__:
@@ -449,7 +449,7 @@ class LinenModel(nnx.bridge.ToNNX):
 
 
 def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenModel:
-    """The module initialized by the call that the loss makes of it on a micro-batch.
+    """Return the module initialized by the call that the loss makes of it on a micro-batch.
 
     Args:
         spec: names the loss and the data, whose example gives the shapes.
@@ -468,7 +468,7 @@ def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenMod
 
 
 def is_linen(make: Any) -> bool:
-    """Whether this is a linen module class, or a partial of one."""
+    """Return whether this is a linen module class, or a partial of one."""
     made = make.func if isinstance(make, functools.partial) else make
     return inspect.isclass(made) and issubclass(made, linen.Module)
 

@@ -124,7 +124,7 @@ class StepFunctions:
         return self.exchange is not None and self.spec.compression.error_feedback
 
     def init(self) -> TrainState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         state = init_state(self.spec, self.optimizer, self.pipelined.stack if self.pipelined else None)
         if self.exchange is None or not self._keeps_residuals:
             return state
@@ -146,7 +146,7 @@ class StepFunctions:
     def train(
         self, state: TrainState, batch: Mapping[str, jax.Array], exchanged: Any = None
     ) -> tuple[TrainState, dict]:
-        """The state after a step and its metrics; `exchanged` is what local SGD exchanges during the step."""
+        """Return the state after a step and its metrics; `exchanged` is what local SGD exchanges during the step."""
         sums, gradients, variables, extra = self.mean_gradients(state, batch, exchanged)
         with jax.named_scope("optimizer"):
             params, opt_state = update_params(self.optimizer, self.layout, gradients, state)
@@ -230,7 +230,7 @@ class StepFunctions:
         return loss_sum, (weight, dict(metrics), nnx.to_pure_dict(variables))
 
     def _compute_weights(self, params: Any) -> Any:
-        """The weights as the model gets them: `[rules.compute]` applied, in the dtype to reduce gradients in.
+        """Return the weights as the model gets them: `[rules.compute]` applied, in the dtype to reduce gradients in.
 
         A model that does its own casts is given fp32 weights for an fp32 reduction (see the precision rule in
         models/layers.py); what `[rules.compute]` gathers still travels in the compute dtype.
@@ -387,7 +387,7 @@ def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model:
 
 
 def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:
-    """The exchange of `[compression]`; None without one, or over an axis of one GPU.
+    """Return the exchange of `[compression]`; None without one, or over an axis of one GPU.
 
     Raises:
         ConfigError: the axis cuts more than the batch, or the model has state that its replicas would not share.
@@ -404,7 +404,7 @@ def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchan
 
 
 def sign_steps(params: nnx.State) -> Any:
-    """The nested dict of the parameters with each one's `sign_step`; 0 for those of the optimizer.
+    """Return the nested dict of the parameters with each one's `sign_step`; 0 for those of the optimizer.
 
     A parameter asks by it, in its metadata, to be moved by that much against its gradient's sign, such as the bias that
     balances a mixture of experts: `nnx.Param(..., sign_step=1e-3)`. Its gradient is summed over micro-batches and
@@ -424,7 +424,7 @@ def without_signed(gradients: Any, steps: Any) -> Any:
 
 
 def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.GradientTransformation:
-    """The optimizer, which parameters with a step are kept from: they move by it against their gradient's sign.
+    """Return the optimizer, which parameters with a step are kept from: they move by it against their gradient's sign.
 
     Args:
         optimizer: of the others; its state has all parameters' shapes.
@@ -527,7 +527,7 @@ def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation
 
 
 def decayed(params: Any) -> Any:
-    """The tree with True where weight decay applies."""
+    """Return the tree with True where weight decay applies."""
 
     def is_decayed(path, _leaf):
         return not str(getattr(path[-1], "key", path[-1])).endswith(_NOT_DECAYED)
@@ -567,7 +567,7 @@ def sharded_step(
     *,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Callable[..., Any]:
-    """A jitted step that trains: gradients of the loss inside a `sharding_scope`, an update, a state that stays put.
+    """Return a jitted training step: gradients of the loss inside a `sharding_scope`, and an update in place.
 
     For nnx, without an optimizer: `step(model, optimizer, *batch) -> loss`, which changes the model and its
     `nnx.Optimizer`. For linen and any other pytree, with one: `step(state, *batch) -> (state, loss)`, where the state

@@ -88,7 +88,7 @@ class Pipeline:
         return self.head == "vocab_parallel"
 
     def tables(self, microbatches: int) -> Tables:
-        """The schedule of a batch.
+        """Return the schedule of a batch.
 
         Args:
             microbatches: M; with several virtual stages a multiple of the stages.
@@ -261,7 +261,7 @@ def make_pipeline(
     layout: str | Sequence[int] | None = None,
     **options: Any,
 ) -> Pipeline:
-    """A Pipeline from plain values; options are its remaining fields.
+    """Return a Pipeline from plain values; options are its remaining fields.
 
     Args:
         functions: the model's stages and loss.
@@ -371,7 +371,7 @@ def _by_part(fn: Callable[[Any, Any], Any], params: Mapping[str, Any], specs: Ma
 
 
 def _microbatches(batch: Any) -> int:
-    """The first dim of all arrays of a batch.
+    """Return the first dim of all arrays of a batch.
 
     Raises:
         ConfigError: they differ.

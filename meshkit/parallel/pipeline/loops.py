@@ -43,7 +43,7 @@ State = dict[str, Any]
 
 
 def find_policy(residuals: Residuals) -> Callable[..., Any] | None:
-    """The policy that `residuals` names; None for `recompute` and `stash`.
+    """Return the policy that `residuals` names; None for `recompute` and `stash`.
 
     Raises:
         ConfigError: no such policy.
@@ -132,7 +132,7 @@ class Stash:
 
 
 def make_residuals(residuals: Residuals, stage: Stage) -> Recompute | Stash:
-    """The keeper that `residuals` asks for.
+    """Return the keeper that `residuals` asks for.
 
     Args:
         residuals: `recompute`, `stash`, the name of a policy in `jax.checkpoint_policies`, or such a policy.
@@ -308,7 +308,7 @@ class Lockstep:
         return state | {"outer": _add(state["outer"], pull(gradient)[0], returned["valid"])}
 
     def _forward(self, state: State, now: Any) -> tuple[State, Any]:
-        """The state after a forward chunk, and the activations to send on."""
+        """Return the state after a forward chunk, and the activations to send on."""
         w, chunk = self.worker, now["chunk"]
         x = where((w.stage == 0) & (chunk == 0), state["entering"], state["received"])
         weights = w.chunk_of(w.weights, chunk)
@@ -320,7 +320,7 @@ class Lockstep:
         return state, y
 
     def _backward(self, state: State, now: Any, arriving: Any, *, scored: bool) -> tuple[State, Any]:
-        """The state after a backward chunk, and the gradients of its weights, not yet in the state's."""
+        """Return the state after a backward chunk, and the gradients of its weights, not yet in the state's."""
         w, back = self.worker, now["backward"]
         chunk, valid = back["chunk"], back["valid"]
         kept = jax.tree.map(lambda a: pick(a, back["slot"]), state["kept"])
@@ -341,7 +341,7 @@ class Lockstep:
         return jax.tree.map(add_leaf, totals, weights)
 
     def _score(self, state: State, y: Any, scored: Any, arriving: Any) -> tuple[State, Any]:
-        """The loss of the microbatch that is behind the last layer; the gradient that each stage goes on with."""
+        """Score the microbatch that has left the last layer; return the state and the gradient for each stage."""
         w = self.worker
         valid, microbatch = scored["valid"], scored["microbatch"]
         mine = valid & (w.stage == w.last)

@@ -79,7 +79,7 @@ class ManualAxes:
         return partition_spec([[a for a in axes if a in self.names] for axes in spec_axes(spec)])
 
     def _outside(self, spec: PartitionSpec) -> PartitionSpec:
-        """The axes of a spec that the partitioner has."""
+        """Return the axes of a spec that the partitioner has."""
         return partition_spec([[a for a in axes if a not in self.names] for axes in spec_axes(spec)])
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -125,7 +125,7 @@ class ManualAxes:
         return self._fully_manual(local, spec)(x) if self._gathered(spec) else x
 
     def reduce(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """The sum of what the devices have of a gradient, laid out as its parameter is.
+        """Return the sum of what the devices have of a gradient, laid out as its parameter is.
 
         Reduce-scatter over the axes that cut the parameter, then all-reduce of the piece over those that do not.
 

@@ -176,7 +176,7 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
 
 @functools.lru_cache(maxsize=32)
 def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> Tables:
-    """The tables of a schedule, checked.
+    """Return the tables of a schedule, checked.
 
     Calls with the same sizes share one object: its arrays are not to be written into.
 
@@ -193,7 +193,7 @@ def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: i
 
 
 def _order(stages: int, virtual_stages: int, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The steps k of a stage, their chunks and their microbatches."""
+    """Return the steps k of a stage, their chunks and their microbatches."""
     steps = np.arange(microbatches * virtual_stages)
     group, rest = np.divmod(steps, stages * virtual_stages)
     return steps, rest // stages, group * stages + rest % stages
@@ -323,7 +323,7 @@ def _runs_outside(phase: Phase, direction: str) -> bool:
 
 
 def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_head: bool = False) -> PipelineReport:
-    """The report of a schedule on a stack of layers.
+    """Return the report of a schedule on a stack of layers.
 
     With `shared_head` all stages work on a microbatch's embedding and loss (`head = "vocab_parallel"`); else each does
     all of it, and one stage's counts.

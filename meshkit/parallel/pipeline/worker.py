@@ -88,7 +88,7 @@ class StageContext:
 def scan_layers(
     layer_fn: Callable[..., Any], params: Any, x: Any, ctx: StageContext, *, wrap: Callable = lambda layer: layer
 ) -> Any:
-    """A chunk's layers one after the other, inactive ones passed over.
+    """Return a chunk's layers one after the other, inactive ones passed over.
 
     Args:
         layer_fn: (one layer's params, x, key or None) -> x, or StageOutput.

@@ -76,7 +76,7 @@ class Captures:
         self._records.restart_clock()
 
     def is_due(self, step: TrainingStep) -> bool:
-        """Whether a trace ends with this step, or begins with the next: its metrics are to be read before."""
+        """Return whether a trace ends with this step, or begins with the next: its metrics are to be read before."""
         following = step.number + step.per_call
         planned = self._planned
         # asked at each step, unless the other profiler runs

@@ -45,7 +45,7 @@ def train(
 
 
 def training_summary(result: TrainResult) -> str:
-    """The last lines of a training: where its time went, what it reached, and what frequencies alone would."""
+    """Return the last lines of a training: where its time went, what it reached, and what frequencies alone would."""
     from meshkit.report.views.words import goodput_summary
 
     loss = "" if result.loss is None else f": loss {result.loss:.3f}"

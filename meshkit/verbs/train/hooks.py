@@ -117,7 +117,7 @@ class Hook:
             raise ConfigError(f"the every of a Hook is {self.every!r}, not a number of steps.", hint="every=100")
 
     def is_due(self, step: TrainingStep) -> bool:
-        """Whether it is called after this step, or after one that was made in the same call."""
+        """Return whether it is called after this step, or after one that was made in the same call."""
         crossed = self.every > 0 and step.number // self.every > (step.first - 1) // self.every
         return crossed or (self.last and self.every > 0 and step.is_last)
 
@@ -142,7 +142,7 @@ def find_hooks(experiment: Experiment) -> tuple[Hook, ...]:
 
 
 def _located(code: UserCode) -> Callable[[TrainingStep], Any]:
-    """The user's function, whose errors say which key of which file names it."""
+    """Return the user's function, whose errors say which key of which file names it."""
 
     def call(step: TrainingStep) -> None:
         what = f"{code.name}, called after step {step.number},"

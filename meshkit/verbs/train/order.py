@@ -31,7 +31,7 @@ _MOST_TOLD = 2000  # collectives of a process that are compared one by one
 
 
 def order_of_step(program: Any, mesh: jax.sharding.Mesh, placement: Placement) -> StepOrder | None:
-    """The order of a compiled step's collectives between processes.
+    """Return the order of a compiled step's collectives between processes.
 
     Args:
         program: the compiled step.

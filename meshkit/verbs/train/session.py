@@ -286,7 +286,7 @@ class RunLog(MetricsLog):
 
 
 def _is_a_failure(error: BaseException | None) -> bool:
-    """Whether an exception is more than a signal that the run has honoured (KeyboardInterrupt, Preempted)."""
+    """Return whether an exception is more than a signal that the run has honoured (KeyboardInterrupt, Preempted)."""
     return isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED
 
 
@@ -345,7 +345,7 @@ class StopRequest:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def agreed(self, first: int, last: int) -> bool:
-        """Whether the job stops after this call of the step: the same answer on all processes.
+        """Return whether the job stops after this call of the step: the same answer on all processes.
 
         Args:
             first, last: the training steps of the call. All processes ask about every call, in order.

@@ -246,7 +246,7 @@ class _Run:
             self.phases.enter("end")
 
     def _restored(self) -> TrainState | None:
-        """The newest state there is: of a snapshot in memory, else of a checkpoint; None for a new run."""
+        """Return the newest state there is: of a snapshot in memory, else of a checkpoint; None for a new run."""
         if self.experiment.checkpoint.snapshot_every:
             self.snapshots = Snapshots(self.owner.run, self.progress.say)
             newest = next(iter(self.store.steps()), 0)
@@ -349,7 +349,7 @@ class _Run:
         step.added |= {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
 
     def _as_evaluation(self, hook: Hook) -> Hook:
-        """A hook of the user's; what it takes counts as evaluation, but for its waiting for the step."""
+        """Return a hook of the user's; what it takes counts as evaluation, but for its waiting for the step."""
 
         def call(step: TrainingStep) -> None:
             self.phases.enter("evaluate", step.number)
@@ -418,7 +418,7 @@ class _Run:
         self.progress.start(self.resumed_step)
 
     def result(self, wall_s: float) -> TrainResult:
-        """The TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
+        """Return the TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
         recorded = read_metrics(self.folder / "metrics.jsonl")
         last = self.records.last or (recorded[-1] if recorded else {})
         times_s = self.records.step_times_s

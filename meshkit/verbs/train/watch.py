@@ -163,7 +163,7 @@ class Stragglers:
 
 
 def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
-    """The processes that the others wait for, the worst first.
+    """Return the processes that the others wait for, the worst first.
 
     Args:
         said: by process: medians of a window (`data_wait_s`, `host_s`, `step_time_s`), `host`, `clock_mhz`.
@@ -187,7 +187,7 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
 
 
 def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
-    """A clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown.
+    """Return a clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown.
 
     Args:
         said: by process, with `clock_mhz`; None in any of them is unknown.
@@ -201,7 +201,7 @@ def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
 
 
 def slowest_clock_mhz() -> float | None:
-    """The clock of the multiprocessors of the slowest GPU that this process drives, now; None where nobody says it."""
+    """Return the present clock of the slowest GPU of this process, in MHz, or None where no driver tells it."""
     import jax
     import pynvml
 
@@ -262,7 +262,7 @@ class StepCaptures:
         return self._beside.tracing
 
     def is_due(self, first: int, last: int) -> bool:
-        """Whether the call of the step that makes these training steps is captured, by all processes."""
+        """Return whether the call of the step that makes these training steps is captured, by all processes."""
         self._now = last
         return first <= self._next <= last
 
@@ -354,7 +354,7 @@ class StepCaptures:
         return _multiple_after(heard, every)
 
     def _late(self, said: Sequence[Mapping[str, Any]], worst: Mapping[str, Any] | None) -> LateProcess | None:
-        """The process that most waiting is for, if it was in the capture before too."""
+        """Return the process that most waiting is for, if it was in the capture before too."""
         if worst is None or worst["share"] < LEAST_SHARE or worst["of_all"] < min(0.75, _OF_ALL / len(said)):
             self._suspect = -1
             return None
@@ -371,7 +371,7 @@ class StepCaptures:
         return LateProcess(process, host, worst["share"], message + (f", {clock}" if clock else ""))
 
     def ask_reader(self, request: Mapping[str, Any]) -> Any:
-        """The answer of the process that reads.
+        """Return the answer of the process that reads.
 
         Raises:
             TraceError: what it could not do, or that it is gone.
@@ -470,7 +470,7 @@ class ReplicaCheck:
         )
 
     def differences(self, state: Any) -> list[Difference]:
-        """The parts of arrays whose copies differ, in tree order.
+        """Return the parts of arrays whose copies differ, in tree order.
 
         Every process must call it: the hashes are compared by a program over the whole mesh.
 
@@ -541,14 +541,14 @@ def hash_bits(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A one-to-one map of uint32 in which every input bit reaches every output bit: MurmurHash3's finalizer."""
+    """Return a one-to-one map of uint32 in which every input bit reaches every output bit: MurmurHash3's finalizer."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32: one an element, or two where an element has 64 bits."""
+    """Return the bits of an array as uint32: one an element, or two where an element has 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
@@ -560,7 +560,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _replica_axes(x: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The mesh axes that do not cut an array, of those with more than one device."""
+    """Return the mesh axes that do not cut an array, of those with more than one device."""
     spec = x.sharding.spec
     cut = {a for axes in spec if axes is not None for a in (axes if isinstance(axes, tuple) else (axes,))}
     return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in cut)
@@ -572,7 +572,7 @@ def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _host_names() -> list[str]:
-    """The host of every process; a collective."""
+    """Return the host of every process; a collective."""
     name = socket.gethostname().encode()[:_HOST_NAME_BYTES].ljust(_HOST_NAME_BYTES)
     rows = multihost_utils.process_allgather(np.frombuffer(name, np.uint8))
     return [bytes(row).decode(errors="replace").strip() for row in np.atleast_2d(rows)]
