@@ -88,7 +88,7 @@ corruption: setup
 	@$(PY) -m benchmarks.corruption
 
 # Seeded attacks on all that is read, rendered and saved: a tenth of them in ten minutes; ALL=1 for all, WRITE=1 to
-# put the tables into docs/concepts/security.md.
+# put the tables into benchmarks/attack/README.md.
 attack: setup
 	@$(PY) -m benchmarks.attack $(if $(ALL),--all) $(if $(WRITE),--write)
 

@@ -15,7 +15,7 @@ from benchmarks.attack import linear
 from benchmarks.attack.campaigns import CAMPAIGNS, SHOWN, save_for_ever
 from benchmarks.attack.harness import Outcome, run, serve
 
-_PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "security.md"
+_PAGE = Path(__file__).with_name("README.md")
 _BEGIN, _END = "<!-- make attack -->\n", "<!-- end of make attack -->"
 
 
@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.attack", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every attack; else a tenth, the same one every time")
     parser.add_argument("--only", metavar="CAMPAIGN[:NUMBER]", help="one campaign, `linear`, or one attack")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/concepts/security.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     parser.add_argument("--child", choices=[*CAMPAIGNS, "linear"], help=argparse.SUPPRESS)
     parser.add_argument("--saver", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
