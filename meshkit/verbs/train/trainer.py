@@ -58,7 +58,13 @@ from meshkit.verbs.train.session import (
     check_experiment_file,
     write_experiment_file,
 )
-from meshkit.verbs.train.watch import ReplicaCheck, StepCaptures, Stragglers, slowest_clock_mhz
+from meshkit.verbs.train.watch import (
+    ReplicaCheck,
+    StepCaptures,
+    Stragglers,
+    errors_of_this_process,
+    slowest_clock_mhz,
+)
 from meshkit.weights.files import first_state
 
 
@@ -259,7 +265,7 @@ class _Run:
     def _open_records(self, log: RunLog) -> None:
         """Makes what writes down and captures the steps."""
         experiment, say = self.experiment, self.progress.say
-        stragglers = Stragglers(experiment.train.straggler_every, say, slowest_clock_mhz)
+        stragglers = Stragglers(experiment.train.straggler_every, say, slowest_clock_mhz, errors_of_this_process)
         self.records = StepRecords(
             experiment.train, self.folder, self.facts, self.program.mesh.size, self.phases, self.goodput, self.progress,
             self.store, stragglers, log,

@@ -37,12 +37,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pynvml
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.places import describe_error
 from meshkit.discover import LiveProbe
+from meshkit.discover.health import ErrorGrowth, error_counts
 from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.join import Agreement
 from meshkit.errors import MeshkitError, RunError, TraceError
@@ -82,12 +84,19 @@ class Stragglers:
         every: steps; 0 never.
         say: prints a line; process 0 uses it.
         clock_mhz: of this process's slowest GPU; None where unknown.
+        errors: counters of this process's machine, see `error_counts`; growth is said.
     """
 
-    def __init__(self, every: int, say: Callable[[str], None], clock_mhz: Callable[[], float | None] = lambda: None):
+    def __init__(
+        self,
+        every: int,
+        say: Callable[[str], None],
+        clock_mhz: Callable[[], float | None] = lambda: None,
+        errors: Callable[[], Mapping[str, int]] = dict,
+    ):
         self.line = Agreement("stragglers")
         self._every = every if self.line.size > 1 else 0
-        self._say, self.clock_mhz = say, clock_mhz
+        self._say, self.clock_mhz, self._errors, self._growth = say, clock_mhz, errors, ErrorGrowth()
         self._steps: list[Mapping[str, float]] = []
         self._window, self._thread = 0, None
         self._named: dict[int, float] = {}  # process -> share when it was named
@@ -139,8 +148,11 @@ class Stragglers:
 
     def _compare(self, window: int, mine: dict[str, Any]) -> None:
         said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "cpu_s": self.cpu_s}
+        said["errors"] = dict(self._errors())
 
         def decide(every: list[Any]) -> None:
+            for line in self._growth.look(every):
+                self._say(f"warning: {line}")
             self.tell(judge(every), max(s["cpu_s"] for s in every))
 
         with self.counted(), contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
@@ -202,16 +214,26 @@ def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
 
 def slowest_clock_mhz() -> float | None:
     """Return the present clock of the slowest GPU of this process, in MHz, or None where no driver tells it."""
-    import jax
-    import pynvml
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in _gpus_of_this_process()]
+        return min((float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM)) for h in handles), default=None)
+    except (pynvml.NVMLError, AttributeError, TypeError, ValueError):
+        return None
 
+
+def errors_of_this_process() -> dict[str, int]:
+    """Return the error counters of this process's GPUs and of its machine's links, see `error_counts`."""
+    return error_counts(LiveProbe(), _gpus_of_this_process())
+
+
+def _gpus_of_this_process() -> list[int]:
+    """Return the NVML indices of the GPUs that this process drives; none where there is no driver."""
     try:
         pynvml.nvmlInit()  # for the rest of the process: the next window asks again
         order = visible_gpus(LiveProbe(), pynvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(order[d.local_hardware_id]) for d in jax.local_devices()]
-        return min(float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM)) for h in handles)
+        return [order[d.local_hardware_id] for d in jax.local_devices()]
     except (pynvml.NVMLError, MeshkitError, LookupError, AttributeError, TypeError, ValueError):
-        return None
+        return []
 
 
 class StepCaptures:

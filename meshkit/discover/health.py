@@ -1,0 +1,82 @@
+"""Counters of errors that a machine keeps: they grow before a GPU or a link fails.
+
+NVML, sysfs -> error_counts -> process 0 compares with its first look -> growth, a line each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pynvml
+
+from meshkit.discover.probe import Probe
+
+_INFINIBAND = "/sys/class/infiniband"
+# Linux, Documentation/ABI/stable/sysfs-class-infiniband.
+_LINK_COUNTERS = {
+    "link_downed": "times that its link went down",
+    "link_error_recovery": "times that its link recovered",
+}
+
+
+def error_counts(probe: Probe, gpus: Sequence[int] = ()) -> dict[str, int]:
+    """Return the error counters of a machine by name; counters that it does not have are left out.
+
+    They are uncorrected memory errors and remapped rows of each GPU (NVML), and how often the link of each InfiniBand
+    port went down or was trained again (sysfs).
+
+    Args:
+        probe: of the machine; its files are read.
+        gpus: NVML indices of the GPUs to ask.
+    """
+    found: dict[str, int] = {}
+    for device in probe.list_dir(_INFINIBAND):
+        for port in probe.list_dir(f"{_INFINIBAND}/{device}/ports"):
+            for counter, name in _LINK_COUNTERS.items():
+                text = (probe.read_file(f"{_INFINIBAND}/{device}/ports/{port}/counters/{counter}") or "").strip()
+                if text.isdecimal():
+                    found[f"{device} port {port}: {name}"] = int(text)
+    for gpu in gpus:
+        for name, count in _GPU_COUNTERS.items():
+            try:
+                found[f"GPU {gpu}: {name}"] = int(count(pynvml.nvmlDeviceGetHandleByIndex(gpu)))
+            except (pynvml.NVMLError, AttributeError, TypeError, ValueError):
+                continue
+    return found
+
+
+def _uncorrected(handle: Any) -> int:
+    return pynvml.nvmlDeviceGetTotalEccErrors(
+        handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    )
+
+
+def _remapped(handle: Any) -> int:
+    correctable, uncorrectable, *_ = pynvml.nvmlDeviceGetRemappedRows(handle)
+    return correctable + uncorrectable
+
+
+_GPU_COUNTERS = {"uncorrected memory errors": _uncorrected, "remapped rows of memory": _remapped}
+
+
+class ErrorGrowth:
+    """Compares the error counters of all processes with those of the first look."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], int] = {}
+        self._named: dict[tuple[str, str], int] = {}
+
+    def look(self, said: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a line for each counter that has grown, and again once it has grown twice as far.
+
+        Args:
+            said: by process: its `host` and the `errors` that `error_counts` returns.
+        """
+        lines = []
+        for host, name, count in {(s["host"], name, count) for s in said for name, count in s["errors"].items()}:
+            grown = count - self._first.setdefault((host, name), count)
+            if grown > 0 and grown >= 2 * self._named.get((host, name), 0):
+                self._named[host, name] = grown
+                lines.append(f"{host}, {name}: {grown} more since this training began; such a host often fails soon.")
+        return sorted(lines)

@@ -1,0 +1,61 @@
+"""Counters of errors, from files as the kernel writes them and answers as NVML gives them."""
+
+import pynvml
+import pytest
+
+from meshkit.discover import FixtureProbe
+from meshkit.discover.health import ErrorGrowth, error_counts
+
+COUNTERS = "/sys/class/infiniband/mlx5_0/ports/1/counters"
+
+
+def machine(downed="0", recovered="2"):
+    return FixtureProbe(files={f"{COUNTERS}/link_downed": f"{downed}\n", f"{COUNTERS}/link_error_recovery": recovered})
+
+
+def test_links_are_read_from_sysfs():
+    found = {"mlx5_0 port 1: times that its link went down": 3, "mlx5_0 port 1: times that its link recovered": 2}
+    assert error_counts(machine("3")) == found
+
+
+def test_what_the_kernel_does_not_count_is_left_out():
+    assert error_counts(machine("no PMA", "N/A")) == {}
+    assert error_counts(FixtureProbe()) == {}
+
+
+def test_gpus_are_asked_by_their_number(monkeypatch):
+    def remapped(handle):
+        if handle == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 1, 4, 0, 0
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", lambda handle, kind, counter: 10 * handle + kind)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", remapped)
+    assert error_counts(FixtureProbe(), [0, 1]) == {
+        "GPU 0: uncorrected memory errors": 1,
+        "GPU 0: remapped rows of memory": 5,
+        "GPU 1: uncorrected memory errors": 11,
+    }
+
+
+@pytest.mark.parametrize(
+    ("counts", "lines"),
+    [
+        ([7, 7, 7], [0, 0, 0]),  # those of before the training
+        ([0, 1, 1, 1], [0, 1, 0, 0]),
+        ([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 1, 0]),  # once it has doubled
+        ([5, 0, 0], [0, 0, 0]),  # a driver that was loaded again
+    ],
+)
+def test_growth_is_said_and_said_again_when_it_has_doubled(counts, lines):
+    growth = ErrorGrowth()
+    found = [growth.look([{"host": "n0", "errors": {"GPU 0: e": c}}, {"host": "n1", "errors": {}}]) for c in counts]
+    assert [len(line) for line in found] == lines
+    assert not found[1] or found[1][0].startswith("n0, GPU 0: e: 1 more since this training began")
+
+
+def test_two_processes_of_a_host_are_one_voice():
+    growth, both = ErrorGrowth(), lambda n: [{"host": "n0", "errors": {"mlx5_0 port 1: x": n}}] * 2
+    assert growth.look(both(0)) == []
+    assert len(growth.look(both(1))) == 1
