@@ -21,7 +21,7 @@ from meshkit.predict.ways import Problem, Way, WayChoice, ways, ways_table
 from tests.config.debug_options import fields_of_debug_options
 from tests.hlo_text import parse_hlo
 
-NETWORK = Path(__file__).parents[2] / "docs" / "concepts" / "network.md"
+PAGE = Path(__file__).parents[2] / "meshkit" / "predict" / "ways.md"
 RELEASES = ("0.11.2", "0.12.0.1")
 H100, GB200 = Cluster.load("dgx_h100", hosts=2), Cluster.load("gb200_nvl72", hosts=18)
 EXCHANGE = Collective(
@@ -96,7 +96,7 @@ def test_what_is_known_to_go_wrong_on_a_rack(n, jaxlib, severities):
 
 
 def cell(cluster, n, jaxlib):
-    """What the docs say of an expert axis: its way, and the problems that end a run."""
+    """What the page says of an expert axis: its way, and the problems that end a run."""
     g = min(n, cluster.gpus_used_per_domain)
     choice, c = WayChoice({}, jaxlib), of(g, g)
     way = choice.way(c, cluster)
@@ -105,8 +105,8 @@ def cell(cluster, n, jaxlib):
     return f"in parts over domains, inside {said}" if n > g else said
 
 
-def test_the_docs_have_the_table_of_ways():
-    text = NETWORK.read_text()
+def test_the_page_has_the_table_of_ways():
+    text = PAGE.read_text()
     for way in ways().values():
         assert f"| {way.name} | {way.what} | {way.needs} | {way.source} |" in text
     shown = (("dgx_h100", (8, 16)), ("gb200_nvl72", (4, 32, 64, 72, 144)), ("superpod_h100_nvlink256", (8, 256)))
