@@ -403,7 +403,7 @@ def _beside(card: Card, what: str, moved: float, name: str) -> tuple[float, floa
     blocks = re.match(r"(\d+) ", what)
     arithmetic = arithmetic_left(card.gpu, int(blocks[1])) if blocks and int(blocks[1]) else 1.0
     work = KernelWork(arithmetic_s=1.0) if name == "matmul" else KernelWork(memory_s=1.0)
-    return Load(arithmetic, max(0.0, 1.0 - moved / memory_bytes_per_s(card.gpu))).beside(work)
+    return Load(arithmetic, max(0.0, 1.0 - moved / memory_bytes_per_s(card.gpu))).slowdowns(work)
 
 
 def _options(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:

@@ -29,7 +29,7 @@ def size_class(row: Row) -> int | None:
 def sensitivity(rows: Sequence[Row]) -> tuple[list[Row], Sensitivity]:
     """Rows from 8 KiB that are not over PCIe inside a host, around the shipped constants."""
     kept = [row for row in rows if size_class(row) is not None and row.place != PCIE]
-    found = Sensitivity.of(
+    found = Sensitivity.measure(
         lambda constants: [row.predicted_s(constants) for row in kept],
         [row.measured_s for row in kept],
         fitted_values(),

@@ -1,4 +1,4 @@
-"""What each way to run a collective costs: latency, time on the wire, and what fills the pipeline.
+"""Compute the cost of each way to run a collective: latency, time on the wire, and the fill of its pipeline.
 
 A ring over k domains with g GPUs each moves `wire_bytes` through every GPU, and `wire_bytes / g` through every GPU's
 share of the NICs; the slower of the two links sets the pace. A message moves in pieces: few large ones fill the
@@ -18,26 +18,26 @@ from meshkit.predict.nccl import (
     PROTOCOLS,
     RING_TURNS,
     Expected,
-    Wires,
-    by_hand,
+    Links,
     expected,
+    model_constant,
     nccl_constants,
     table_step_s,
     tree_medium,
 )
 
-CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
-COPIED = ("all-gather", "all-to-all")  # which NCCL runs on copy engines too
-RAGGED_WAYS = ("one-shot", "device kernel", "send")  # of a ragged all-to-all, which XLA runs
+CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # NCCL's tuner chooses how to run these.
+COPIED = ("all-gather", "all-to-all")  # NCCL can run these on copy engines, too.
+RAGGED_WAYS = ("one-shot", "device kernel", "send")  # XLA runs ragged all-to-alls in these ways.
 FORCED = (
     "ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "copy engine", "one-shot", "neighbours",
     "device kernel", "send",
 )  # fmt: skip
-_BLOCKS_A_MULTIPROCESSOR = 16  # of 128 threads, of which a multiprocessor holds 2,048
+_BLOCKS_A_MULTIPROCESSOR = 16  # A block has 128 threads, and a multiprocessor holds 2,048.
 
 
 def wire_factor(collective: str, n: int) -> float:
-    """Bytes on the wire per GPU over payload bytes: nccl-tests' bus bandwidth factors (doc/PERFORMANCE.md).
+    """Return bytes on the wire per GPU over payload bytes: nccl-tests' bus bandwidth factors (doc/PERFORMANCE.md).
 
     Args:
         collective: HLO opcode without `-start`, or nccl-tests' `reduce`, `send`, `recv`; any other counts as a gather.
@@ -57,16 +57,21 @@ class Algorithm(NamedTuple):
 
     name: str
     latency_s: float
-    inside_s: float  # of the link inside a domain
-    outside_s: float  # of the GPU's way out of it
+    inside_s: float
+    """Seconds of the link inside a domain."""
+    outside_s: float
+    """Seconds of the GPU's way out of it."""
     handoff_s: float
-    steps_s: float = 0.0  # latency that the wire may hide
-    overlap: float = 1.0  # how much: steps and wire add up as this norm; 1 hides nothing
-    channels_s: float = 0.0  # that its channels need for the bytes, whatever the links could
+    steps_s: float = 0.0
+    """Latency that the wire may hide."""
+    overlap: float = 1.0
+    """How much it hides: steps and wire add up in this norm; 1 hides nothing."""
+    channels_s: float = 0.0
+    """Seconds that its channels need for the bytes, however fast the links are."""
 
     @property
     def wire_s(self) -> float:
-        """Time on the wire: of what is slowest."""
+        """Time on the wire, of the slowest part."""
         return max(self.inside_s, self.outside_s, self.channels_s)
 
     @property
@@ -79,90 +84,92 @@ class Algorithm(NamedTuple):
         return self.latency_s + (self.steps_s**self.overlap + full**self.overlap) ** (1 / self.overlap)
 
 
-def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
-    """What NCCL takes, without what the host adds: the fastest of all by its own tuner's reckoning.
+def fastest(collective: str, payload: float, links: Links) -> Algorithm:
+    """Return NCCL's pick: the fastest algorithm by its own tuner's estimates, without the host's overhead.
 
     Args:
         collective: one of `nccl.RING_TURNS`.
         payload: bytes on one GPU: the operand; of an all-gather, the result.
-        wires: the links under its group, of two GPUs or more.
+        links: the links under its group, of two GPUs or more.
 
     Raises:
-        KeyError: a collective that `nccl.RING_TURNS` has not.
+        KeyError: the collective is not in `nccl.RING_TURNS`.
     """
     if collective == "collective-permute":
-        return _permute(payload, wires)
+        return _permute(payload, links)
     if collective == "all-to-all":
-        return _all_to_all(payload, wires)
+        return _all_to_all(payload, links)
     if collective == "ragged-all-to-all":
-        return _ragged_one_shot(payload, wires) if wires.k == 1 else _ragged_sends(payload, wires)
+        return _ragged_one_shot(payload, links) if links.k == 1 else _ragged_sends(payload, links)
     if collective == "collective-broadcast":
-        return _broadcast(payload, wires)
-    return _taken(collective, expected(collective, wires), payload, wires)
+        return _broadcast(payload, links)
+    return _taken(collective, expected(collective, links), payload, links)
 
 
-def _taken(collective: str, choices: Sequence[Expected], payload: float, wires: Wires) -> Algorithm:
-    """The tuner's pick; over hosts the fastest of the rings and trees that it takes for about as good."""
+def _taken(collective: str, choices: Sequence[Expected], payload: float, links: Links) -> Algorithm:
+    """Return the tuner's pick; over hosts, the fastest of the rings and trees that it considers about as good."""
     estimates = [choice.seconds(payload) for choice in choices]
     least = min(estimates)
     pick = choices[estimates.index(least)]
-    if wires.k == 1 or pick.name == "nvls tree":
-        return _priced(collective, pick, payload, wires)
-    best, best_s, most = None, math.inf, by_hand("tie") * least
+    if links.k == 1 or pick.name == "nvls tree":
+        return _priced(collective, pick, payload, links)
+    best, best_s, most = None, math.inf, model_constant("tie") * least
     for choice, estimate in zip(choices, estimates, strict=True):
         if estimate <= most and choice.name != "nvls tree":
-            found = _priced(collective, choice, payload, wires)
+            found = _priced(collective, choice, payload, links)
             if (seconds := found.time_s) < best_s:
                 best, best_s = found, seconds
     assert best is not None  # the pick is among them
     return best
 
 
-def options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:
-    """What NCCL can choose from for a reduction or a gather."""
-    return (_priced(collective, e, payload, wires) for e in expected(collective, wires))
+def options(collective: str, payload: float, links: Links) -> Iterator[Algorithm]:
+    """Yield everything that NCCL can choose for a reduction or a gather."""
+    return (_priced(collective, e, payload, links) for e in expected(collective, links))
 
 
-def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Algorithm | None:
-    """What a family of algorithms, with or without a protocol, costs; NCCL chooses the rest. None: not to be had.
+def forced(collective: str, algorithm: str, payload: float, links: Links) -> Algorithm | None:
+    """Return the cost of a family of algorithms, with or without a protocol; NCCL chooses the rest.
+
+    None where NCCL or XLA cannot run it.
 
     Args:
         collective: one of `nccl.RING_TURNS`.
         algorithm: one of `FORCED`; `ll`, `ll128` or `simple` may follow. With `nvls` a gather and a reduce-scatter are
             rings, an all-reduce over several domains is `nvls tree`.
         payload: bytes on one GPU, as `fastest` takes it.
-        wires: the links under its group, of two GPUs or more.
+        links: the links under its group, of two GPUs or more.
     """
     if collective == "ragged-all-to-all":
         made = {"one-shot": _ragged_one_shot, "device kernel": _ragged_device, "send": _ragged_sends}.get(algorithm)
-        return made(payload, wires) if made and (wires.k == 1 or algorithm != "one-shot") else None
+        return made(payload, links) if made and (links.k == 1 or algorithm != "one-shot") else None
     family, _, protocol = algorithm.rpartition(" ")
     if protocol not in PROTOCOLS:
         family, protocol = algorithm, ""
     if family == "neighbours":
-        return _neighbours(payload, wires) if collective == "collective-permute" else None
+        return _neighbours(payload, links) if collective == "collective-permute" else None
     if family == "copy engine":
-        return _copy_engine(collective, payload, wires) if collective in COPIED else None
+        return _copy_engine(collective, payload, links) if collective in COPIED else None
     if collective not in CHOSEN:
         return None
     if family == "collnet":
-        return _collnet(collective, payload, wires)
+        return _collnet(collective, payload, links)
     if family == "symmetric":
-        return _symmetric(collective, payload, wires)
+        return _symmetric(collective, payload, links)
     if family == "one-shot":
-        return _one_shot(collective, payload, wires)
+        return _one_shot(collective, payload, links)
     if family == "nvls":
         if collective != "all-reduce":  # gathers through the switch reach the ring's rate (togethercomputer)
             family, protocol = "ring", protocol or "simple"
-        elif wires.k > 1:
+        elif links.k > 1:
             family = "nvls tree"  # NCCL_ALGO=NVLS over hosts
     names = {f"{family} {protocol}"} if protocol else {family, *(f"{family} {p}" for p in PROTOCOLS)}
-    found = [e for e in expected(collective, wires) if e.name in names]
-    return _taken(collective, found, payload, wires) if found else None
+    found = [e for e in expected(collective, links) if e.name in names]
+    return _taken(collective, found, payload, links) if found else None
 
 
-def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int:
-    """Channels of an algorithm: as many blocks, each of which has a multiprocessor to itself.
+def channels_of(name: str, collective: str, payload: float, links: Links) -> int:
+    """Return the channels of an algorithm: as many blocks, each of which occupies a multiprocessor.
 
     Rings and trees have what NCCL's log says, over hosts two for each port that they reach. A message to one peer
     doubles its channels while each would carry too much; over hosts it has two.
@@ -171,7 +178,7 @@ def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int
         name: `Algorithm.name`.
         collective: HLO opcode, without `-start`; tells a permute's one peer from an all-to-all's many.
         payload: bytes on one GPU; it counts for messages to single peers inside a domain alone.
-        wires: the links under its group.
+        links: the links under its group.
 
     Returns:
         0 for copy engines, which run no kernel.
@@ -179,144 +186,153 @@ def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int
     constants, most = nccl_constants(), nccl_constants()["p2p"]["channels"]
     inside, across = catalog.kernels()["nccl_channels"]
     if name.startswith("nvls"):
-        return constants["nvls"]["channels"][wires.column]
+        return constants["nvls"]["channels"][links.column]
     if name == "copy engine":
         return 0
     if collective == "ragged-all-to-all" and name == "one-shot":
-        return -(-_ragged_blocks(wires) // _BLOCKS_A_MULTIPROCESSOR)
+        return -(-_ragged_blocks(links) // _BLOCKS_A_MULTIPROCESSOR)
     if name == "device kernel":
-        return wires.sms
+        return links.sms
     if name not in ("send", "neighbours"):
-        return inside if wires.k == 1 else min(across, _channels(wires.ports))
-    peers = 1 if collective == "collective-permute" else wires.g * wires.k - 1
-    each = _first_channels(wires) if wires.k == 1 else constants["net"]["channels_per_gpu"]
-    if wires.k == 1:
+        return inside if links.k == 1 else min(across, _channels(links.ports))
+    peers = 1 if collective == "collective-permute" else links.g * links.k - 1
+    each = _first_channels(links) if links.k == 1 else constants["net"]["channels_per_gpu"]
+    if links.k == 1:
         while each < most and payload / peers / each > constants["p2p"]["channel_bytes"]:
             each *= 2
     return min(most, each * peers)
 
 
-def _priced(collective: str, choice: Expected, payload: float, wires: Wires) -> Algorithm:
-    """The cost of a choice."""
+def _priced(collective: str, choice: Expected, payload: float, links: Links) -> Algorithm:
     if choice.name == "nvls":
-        return _nvls(payload, wires)
+        return _nvls(payload, links)
     if choice.name == "nvls tree":
-        return _nvls_tree(payload, wires)
+        return _nvls_tree(payload, links)
     if choice.name == "pat":
-        return _pat(choice, payload, wires)
+        return _pat(choice, payload, links)
     family, _, protocol = choice.name.partition(" ")
-    return _tree(protocol, payload, wires) if family == "tree" else _ring(collective, protocol, payload, wires)
+    return _tree(protocol, payload, links) if family == "tree" else _ring(collective, protocol, payload, links)
 
 
-def _step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
-    """Latency of a step inside a domain, and out of it: measured where it was, a tree's by NCCL's relation."""
-    rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, wires)
-    if wires.inside == "nvlink":
+def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
+    """Return the latency of a step inside a domain, and out of it.
+
+    It is measured where possible; a tree's follows by NCCL's relation.
+    """
+    rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, links)
+    if links.inside == "nvlink":
         row = rows["nvlink"]
-        inside = wires.fitted[f"{protocol}_step_s"] * row[algorithm][protocol] / row["ring"][protocol]
+        inside = links.fitted[f"{protocol}_step_s"] * row[algorithm][protocol] / row["ring"][protocol]
     return inside, outside
 
 
-def _first_s(protocol: str, wires: Wires) -> float:
-    """What an operation over hosts costs once, beside the steps: a proxy on the CPU takes up its first piece."""
-    return wires.fitted[f"net_{protocol}_s"] if wires.k > 1 and wires.outside == "net" and protocol != "simple" else 0.0
+def _first_s(protocol: str, links: Links) -> float:
+    """Return the latency that an operation over hosts has once: a proxy on the CPU takes up its first piece."""
+    return links.fitted[f"net_{protocol}_s"] if links.k > 1 and links.outside == "net" and protocol != "simple" else 0.0
 
 
-def _base_s(protocol: str, wires: Wires) -> float:
-    """What an operation costs before and after its steps."""
+def _base_s(protocol: str, links: Links) -> float:
     base = nccl_constants()["base_latency_s"]["ring"]["simple"] if protocol == "simple" else 0.0
-    return wires.fitted["kernel_s"] + base
+    return links.fitted["kernel_s"] + base
 
 
-def _share(protocol: str, wires: Wires) -> float:
-    """Of a link's usable rate inside a domain."""
-    if wires.inside == "nvlink" and protocol != "simple":
-        return wires.fitted[f"{protocol}_share"]
+def _share(protocol: str, links: Links) -> float:
+    if links.inside == "nvlink" and protocol != "simple":
+        return links.fitted[f"{protocol}_share"]
     return nccl_constants()["protocol"]["ring_share"][protocol]
 
 
-def _handoff_s(wires: Wires, *, outside: bool) -> float:
-    """From one GPU to the next: NCCL's latency of an LL step, the shortest there is."""
-    return nccl_constants()["step_latency_s"][wires.outside if outside else wires.inside]["ring"]["ll"]
+def _handoff_s(links: Links, *, outside: bool) -> float:
+    """Return the handoff from one GPU to the next: NCCL's latency of an LL step, the shortest there is."""
+    return nccl_constants()["step_latency_s"][links.outside if outside else links.inside]["ring"]["ll"]
 
 
-def _ring(collective: str, protocol: str, payload: float, wires: Wires) -> Algorithm:
-    """Every GPU passes on wire bytes; of g rings over k domains, each crosses on its own GPU's NIC."""
-    g, k, n = wires.g, wires.k, wires.g * wires.k
-    inside_step, outside_step = _step_s("ring", protocol, wires)
-    if g == 1 and k > 1 and wires.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, wires)[1])  # nothing hides it
+def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algorithm:
+    """Price a ring: every GPU passes on wire bytes; each of g rings over k domains crosses on its own GPU's NIC."""
+    g, k, n = links.g, links.k, links.g * links.k
+    inside_step, outside_step = _step_s("ring", protocol, links)
+    if g == 1 and k > 1 and links.outside == "net":
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # Nothing hides this step.
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
-    turnaround = by_hand("ll_turnaround") if protocol == "ll" else wires.fitted["turnaround"]
-    inside = wire * (1 + turnaround / steps) / (wires.inside_bytes_per_s * _share(protocol, wires)) if g > 1 else 0.0
+    turnaround = model_constant("ll_turnaround") if protocol == "ll" else links.fitted["turnaround"]
+    inside = wire * (1 + turnaround / steps) / (links.inside_bytes_per_s * _share(protocol, links)) if g > 1 else 0.0
     share = nccl_constants()["protocol"]["ring_share"][protocol]
-    outside = wire / g / (wires.outside_bytes_per_s * share) * wires.spine[0]
+    outside = wire / g / (links.outside_bytes_per_s * share) * links.spine[0]
     if protocol == "ll" and k > 1:
-        outside = max(outside, wire / _ll_bytes_per_s(wires))
+        outside = max(outside, wire / _ll_bytes_per_s(links))
     return Algorithm(
         f"ring {protocol}",
-        _base_s(protocol, wires) + _first_s(protocol, wires),
+        _base_s(protocol, links) + _first_s(protocol, links),
         inside,
         outside,
-        _handoff_s(wires, outside=outside > inside),
+        _handoff_s(links, outside=outside > inside),
         steps_s=hops,
-        overlap=wires.fitted.get("overlap", 1.0),
+        overlap=links.fitted.get("overlap", 1.0),
     )
 
 
-def _ll_bytes_per_s(wires: Wires) -> float:
-    """Bus bandwidth that LL does not exceed, as NCCL has it."""
-    if wires.inside != "nvlink" and wires.k == 1:
+def _ll_bytes_per_s(links: Links) -> float:
+    """Return the bus bandwidth that LL does not exceed, as NCCL has it."""
+    if links.inside != "nvlink" and links.k == 1:
         return math.inf
-    return nccl_constants()["tuner"][wires.column]["ll"][min(wires.k, 3) - 1]
+    return nccl_constants()["tuner"][links.column]["ll"][min(links.k, 3) - 1]
 
 
 def _channels(ports: int) -> int:
-    """Channels over the network of a group with so many ports in a domain."""
+    """Return the channels over the network of a group with so many ports in a domain."""
     net = nccl_constants()["net"]
     return min(net["max_channels"], net["channels_per_gpu"] * ports)
 
 
-def _tree(protocol: str, payload: float, wires: Wires) -> Algorithm:
-    """A chain inside each domain, a double binary tree over them: fewer steps than a ring, links used half."""
-    constants, g, k = nccl_constants(), wires.g, wires.k
-    inside_step, outside_step = _step_s("tree", protocol, wires)
-    latency = _base_s(protocol, wires) + 2 * ((g - 1) * inside_step + math.log2(k) * outside_step)
+def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
+    """Price a chain inside each domain and a double binary tree over them.
+
+    It has fewer steps than a ring and uses the links half.
+    """
+    constants, g, k = nccl_constants(), links.g, links.k
+    inside_step, outside_step = _step_s("tree", protocol, links)
+    latency = _base_s(protocol, links) + 2 * ((g - 1) * inside_step + math.log2(k) * outside_step)
     share = constants["protocol"]["tree_share" if k == 1 else "tree_share_net"][protocol]
-    inside = 2 * payload / (wires.inside_bytes_per_s * share) if g > 1 else 0.0
+    inside = 2 * payload / (links.inside_bytes_per_s * share) if g > 1 else 0.0
     # Each NIC carries its part up and down once; over two domains half of that would do, but NCCL does not reach it.
-    outside = 2 * payload / (g * wires.outside_bytes_per_s * share)
-    if k > 1 and wires.inside == "nvlink":
-        column, place = constants["tuner"][wires.column], min(k, 3) - 1
+    outside = 2 * payload / (g * links.outside_bytes_per_s * share)
+    if k > 1 and links.inside == "nvlink":
+        column, place = constants["tuner"][links.column], min(k, 3) - 1
         cap = column["tree_ll128_channel" if protocol == "ll128" else "tree_channel"][place]
         outside = max(outside, 2 * payload / (_channels(g) * cap))
     if k > 2:
-        outside /= wires.fitted["tree_net_share"]
+        outside /= links.fitted["tree_net_share"]
     if protocol == "ll":
-        inside = max(inside, 2 * payload / _ll_bytes_per_s(wires))
-    handoff, medium = _handoff_s(wires, outside=outside > inside), tree_medium(protocol, payload)
-    return Algorithm(f"tree {protocol}", latency, inside / medium, outside * wires.spine[0] / medium, handoff)
+        inside = max(inside, 2 * payload / _ll_bytes_per_s(links))
+    handoff, medium = _handoff_s(links, outside=outside > inside), tree_medium(protocol, payload)
+    return Algorithm(f"tree {protocol}", latency, inside / medium, outside * links.spine[0] / medium, handoff)
 
 
-def _pat(choice: Expected, payload: float, wires: Wires) -> Algorithm:
-    """A binary tree of every GPU's part, one GPU a host: NCCL's latency, at the rate of a port."""
-    wire = payload * wire_factor("all-gather", wires.k) / wires.outside_bytes_per_s * wires.spine[1]
-    base = wires.fitted["kernel_s"] + _first_s("ll", wires) - nccl_constants()["base_latency_s"]["pat"]["simple"]
-    return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(wires, outside=True))
+def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
+    """Price a binary tree of every GPU's part, one GPU a host: NCCL's latency, at the rate of a port."""
+    wire = payload * wire_factor("all-gather", links.k) / links.outside_bytes_per_s * links.spine[1]
+    base = links.fitted["kernel_s"] + _first_s("ll", links) - nccl_constants()["base_latency_s"]["pat"]["simple"]
+    return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(links, outside=True))
 
 
-def _nvls_bytes_per_s(wires: Wires) -> float:
-    """Payload through the NVLink switch, which adds and multicasts: one GPU's rate, whatever the group."""
-    share = nccl_constants()["tuner"][wires.column]["nvls_share"]
-    return wires.inside_bytes_per_s * share * wires.fitted["nvls_rate"]
+def _nvls_bytes_per_s(links: Links) -> float:
+    """Return the payload rate through the NVLink switch, which adds and multicasts.
+
+    It is one GPU's rate, whatever the group.
+    """
+    share = nccl_constants()["tuner"][links.column]["nvls_share"]
+    return links.inside_bytes_per_s * share * links.fitted["nvls_rate"]
 
 
-def _piece_bytes(payload: float, wires: Wires, halved: list[list[int]]) -> float:
-    """What NVLS works on at a time: a piece for each head on each channel, smaller ones for smaller messages."""
+def _piece_bytes(payload: float, links: Links, halved: list[list[int]]) -> float:
+    """Return the bytes that NVLS works on at a time.
+
+    Each head has a piece on each channel; smaller messages have smaller pieces.
+    """
     nvls = nccl_constants()["nvls"]
-    operations = nvls["channels"][wires.column] * min(wires.g, nvls["max_heads"])
+    operations = nvls["channels"][links.column] * min(links.g, nvls["max_heads"])
     chunk = nvls["chunk_bytes"]
     for pieces, smaller in halved:
         if payload < pieces * operations * chunk:
@@ -324,126 +340,134 @@ def _piece_bytes(payload: float, wires: Wires, halved: list[list[int]]) -> float
     return min(payload, operations * chunk)
 
 
-def _nvls(payload: float, wires: Wires) -> Algorithm:
-    """The switch adds and multicasts; the first pieces in and the last out overlap with nothing."""
-    rate = _nvls_bytes_per_s(wires)
-    piece = _piece_bytes(payload, wires, nccl_constants()["nvls"]["halved_below"])
-    fill = wires.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
-    return Algorithm("nvls", wires.fitted["kernel_s"] + wires.fitted["nvls_s"] + fill, payload / rate, 0.0, 0.0)
+def _nvls(payload: float, links: Links) -> Algorithm:
+    """Price NVLS, where the switch adds and multicasts; the first and the last pieces overlap with nothing."""
+    rate = _nvls_bytes_per_s(links)
+    piece = _piece_bytes(payload, links, nccl_constants()["nvls"]["halved_below"])
+    fill = links.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
+    return Algorithm("nvls", links.fitted["kernel_s"] + links.fitted["nvls_s"] + fill, payload / rate, 0.0, 0.0)
 
 
-def _nvls_tree(payload: float, wires: Wires) -> Algorithm:
-    """NVLS inside each domain, a double binary tree over them, one NIC for the part of each GPU."""
-    constants, g, k = nccl_constants(), wires.g, wires.k
-    level = constants["step_latency_s"]["net"]["nvls"] + wires.outside_extra_s[1]
-    latency = wires.fitted["kernel_s"] + wires.fitted["nvls_s"] + 2 * math.log2(k) * level
-    rate = _nvls_bytes_per_s(wires) * wires.fitted["nvls_tree_share"]
-    piece = _piece_bytes(payload, wires, constants["nvls"]["nvls_tree_halved_below"])
-    fill = wires.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
-    outside = payload * min(2.0, k / 2) / (g * wires.outside_bytes_per_s)  # both ways at once over two domains
-    cap = _channels(wires.ports) * constants["tuner"][wires.column]["nvls_tree_channel"][min(k, 3) - 1]
-    outside = max(outside * wires.spine[0], payload * wire_factor("all-reduce", g * k) / cap if g <= 8 else 0.0)
+def _nvls_tree(payload: float, links: Links) -> Algorithm:
+    """Price NVLS inside each domain and a double binary tree over them, one NIC for the part of each GPU."""
+    constants, g, k = nccl_constants(), links.g, links.k
+    level = constants["step_latency_s"]["net"]["nvls"] + links.outside_extra_s[1]
+    latency = links.fitted["kernel_s"] + links.fitted["nvls_s"] + 2 * math.log2(k) * level
+    rate = _nvls_bytes_per_s(links) * links.fitted["nvls_tree_share"]
+    piece = _piece_bytes(payload, links, constants["nvls"]["nvls_tree_halved_below"])
+    fill = links.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
+    outside = payload * min(2.0, k / 2) / (g * links.outside_bytes_per_s)  # both ways at once over two domains
+    cap = _channels(links.ports) * constants["tuner"][links.column]["nvls_tree_channel"][min(k, 3) - 1]
+    outside = max(outside * links.spine[0], payload * wire_factor("all-reduce", g * k) / cap if g <= 8 else 0.0)
     handoff = constants["step_latency_s"]["net"]["ring"]["ll"] if outside > payload / rate else 0.0
     return Algorithm("nvls tree", latency + fill, payload / rate, outside, handoff)
 
 
-def _collnet(collective: str, payload: float, wires: Wires) -> Algorithm | None:
-    """CollNetDirect: the network's switches add, every port carries its part once."""
-    if wires.k == 1:
+def _collnet(collective: str, payload: float, links: Links) -> Algorithm | None:
+    """Price CollNetDirect: the network's switches add, and every port carries its part once."""
+    if links.k == 1:
         return None
-    constants, g = nccl_constants(), wires.g
+    constants, g = nccl_constants(), links.g
     rows = constants["step_latency_s"]
-    share = constants["protocol"]["collnet_share"] if wires.column in ("hopper", "blackwell") else 1.0
-    hops = min(1, g - 1) * rows[wires.inside]["collnet"] + (g - 1) * rows["collnet_gpu"]
-    latency = wires.fitted["kernel_s"] + 2 * hops + rows["net"]["collnet"] + wires.outside_extra_s[1]
-    part = 1.0 if collective == "all-reduce" else wire_factor(collective, wires.k)
-    outside = payload * part / (g * wires.outside_bytes_per_s * share)
-    inside = payload * wire_factor(collective, g) / wires.inside_bytes_per_s
-    return Algorithm("collnet", latency, inside, outside, _handoff_s(wires, outside=True))
+    share = constants["protocol"]["collnet_share"] if links.column in ("hopper", "blackwell") else 1.0
+    hops = min(1, g - 1) * rows[links.inside]["collnet"] + (g - 1) * rows["collnet_gpu"]
+    latency = links.fitted["kernel_s"] + 2 * hops + rows["net"]["collnet"] + links.outside_extra_s[1]
+    part = 1.0 if collective == "all-reduce" else wire_factor(collective, links.k)
+    outside = payload * part / (g * links.outside_bytes_per_s * share)
+    inside = payload * wire_factor(collective, g) / links.inside_bytes_per_s
+    return Algorithm("collnet", latency, inside, outside, _handoff_s(links, outside=True))
 
 
-def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | None:
-    """NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers; no piece is handed on."""
-    if wires.k > 1 or wires.inside != "nvlink":
+def _symmetric(collective: str, payload: float, links: Links) -> Algorithm | None:
+    """Price NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers.
+
+    No piece is handed on.
+    """
+    if links.k > 1 or links.inside != "nvlink":
         return None
-    rate = wires.inside_bytes_per_s * wires.fitted["symmetric_share"]
-    passes = 1 + 1 / wires.g if collective == "all-reduce" and wires.nvls else wire_factor(collective, wires.g)
-    latency = wires.fitted["kernel_s"] + 2 * by_hand("symmetric_barrier_s")
+    rate = links.inside_bytes_per_s * links.fitted["symmetric_share"]
+    passes = 1 + 1 / links.g if collective == "all-reduce" and links.nvls else wire_factor(collective, links.g)
+    latency = links.fitted["kernel_s"] + 2 * model_constant("symmetric_barrier_s")
     return Algorithm("symmetric", latency, payload * passes / rate, 0.0, 0.0)
 
 
-def _copy_engine(collective: str, payload: float, wires: Wires) -> Algorithm | None:
-    """NCCL's collectives on copy engines: a batch of copies, one to each GPU's memory, between two barriers.
+def _copy_engine(collective: str, payload: float, links: Links) -> Algorithm | None:
+    """Price a collective on copy engines: a batch of copies, one to each GPU's memory, between two barriers.
 
     Every copy of a batch costs its start, one after the other. A barrier is a flag in everybody's memory, by as many
     copies, or by one where the switch multicasts (ce_coll.cc). No multiprocessor takes part.
     """
-    if wires.k > 1 or wires.inside != "nvlink" or wires.nccl < (2, 28):
+    if links.k > 1 or links.inside != "nvlink" or links.nccl < (2, 28):
         return None
-    start = by_hand("copy_s" if wires.x86 else "copy_grace_s")
-    copies = wires.g + 2 * (1 if wires.nvls else wires.g - 1)
-    rate = wires.inside_bytes_per_s * by_hand("copy_share")
-    return Algorithm("copy engine", copies * start, payload * wire_factor(collective, wires.g) / rate, 0.0, 0.0)
+    start = model_constant("copy_s" if links.x86 else "copy_grace_s")
+    copies = links.g + 2 * (1 if links.nvls else links.g - 1)
+    rate = links.inside_bytes_per_s * model_constant("copy_share")
+    return Algorithm("copy engine", copies * start, payload * wire_factor(collective, links.g) / rate, 0.0, 0.0)
 
 
-def _one_shot(collective: str, payload: float, wires: Wires) -> Algorithm | None:
-    """XLA's own all-reduce: every GPU reads the payload of all others."""
-    if wires.k > 1 or collective != "all-reduce":
+def _one_shot(collective: str, payload: float, links: Links) -> Algorithm | None:
+    """Price XLA's own all-reduce: every GPU reads the payload of all others."""
+    if links.k > 1 or collective != "all-reduce":
         return None
-    wire = payload * (wires.g - 1) / wires.inside_bytes_per_s
-    return Algorithm("one-shot", by_hand("one_shot_s"), wire, 0.0, 0.0)
+    wire = payload * (links.g - 1) / links.inside_bytes_per_s
+    return Algorithm("one-shot", model_constant("one_shot_s"), wire, 0.0, 0.0)
 
 
-def _send_s(payload: float, wires: Wires) -> float:
-    """Latency of sends of so many bytes to each peer: LL up to a size, and Simple."""
-    p2p, f = nccl_constants()["p2p"], wires.fitted
+def _send_s(payload: float, links: Links) -> float:
+    """Return the latency of sends of so many bytes to each peer: LL up to a size, and Simple."""
+    p2p, f = nccl_constants()["p2p"], links.fitted
     latency = f["kernel_s"] + f["p2p_s"]
     if payload > p2p["ll_bytes"]:
         latency += f["p2p_simple_s"]
     else:
         share = nccl_constants()["protocol"]["ring_share"]["ll"]
-        latency += payload / (share * f["p2p_channel_bytes_per_s"])  # one channel
-    if wires.k == 1:
-        return latency + _step_s("ring", "ll", wires)[0]
-    return latency + _first_s("ll", wires) + _step_s("ring", "ll", wires)[1]
+        latency += payload / (share * f["p2p_channel_bytes_per_s"])
+    if links.k == 1:
+        return latency + _step_s("ring", "ll", links)[0]
+    return latency + _first_s("ll", links) + _step_s("ring", "ll", links)[1]
 
 
-def _all_to_all(payload: float, wires: Wires) -> Algorithm:
-    """Every pair at once: what stays in the domain over NVLink, the rest through each GPU's own NIC."""
-    constants, g, k, n = nccl_constants(), wires.g, wires.k, wires.g * wires.k
+def _all_to_all(payload: float, links: Links) -> Algorithm:
+    """Price sends between all pairs: inside the domain over NVLink, the rest through each GPU's own NIC."""
+    constants, g, k, n = nccl_constants(), links.g, links.k, links.g * links.k
     part = payload / n
     rounds = -(-n // constants["p2p"]["peers_per_round"])
-    step = _step_s("ring", "ll", wires)[k > 1]
-    latency = _send_s(part, wires) + (rounds - 1) * step
-    share = wires.fitted["p2p_share"] if wires.inside == "nvlink" else 1.0
-    rate = wires.inside_bytes_per_s * share
-    inside = part * (g - 1 + wires.fitted["p2p_turnaround"]) * wires.hops / rate if g > 1 else 0.0
-    beyond_host = part * max(0, g - wires.per_host) / (rate * wires.taper)
-    outside = part * (n - g) / wires.outside_bytes_per_s * wires.spine[1]
+    step = _step_s("ring", "ll", links)[k > 1]
+    latency = _send_s(part, links) + (rounds - 1) * step
+    share = links.fitted["p2p_share"] if links.inside == "nvlink" else 1.0
+    rate = links.inside_bytes_per_s * share
+    inside = part * (g - 1 + links.fitted["p2p_turnaround"]) * links.hops / rate if g > 1 else 0.0
+    beyond_host = part * max(0, g - links.per_host) / (rate * links.taper)
+    outside = part * (n - g) / links.outside_bytes_per_s * links.spine[1]
     inside = max(inside, beyond_host)
-    return Algorithm("send", latency, inside, outside, _handoff_s(wires, outside=outside > inside))
+    return Algorithm("send", latency, inside, outside, _handoff_s(links, outside=outside > inside))
 
 
-def _ragged_blocks(wires: Wires) -> int:
-    """Blocks that XLA's one-shot kernel runs at once: one for each slice to each member (ragged_all_to_all.cc)."""
-    most = wires.sms * _BLOCKS_A_MULTIPROCESSOR
-    return min(wires.g * wires.k * wires.slices, most) if wires.slices else most
+def _ragged_blocks(links: Links) -> int:
+    """Return the blocks that XLA's one-shot kernel runs at once.
+
+    There is one for each slice to each member (ragged_all_to_all.cc).
+    """
+    most = links.sms * _BLOCKS_A_MULTIPROCESSOR
+    return min(links.g * links.k * links.slices, most) if links.slices else most
 
 
-def _ragged_one_shot(payload: float, wires: Wires) -> Algorithm:
-    """XLA's kernel stores every row where its receiver has it, the GPU's own rows too, between two barriers.
+def _ragged_one_shot(payload: float, links: Links) -> Algorithm:
+    """Price XLA's one-shot kernel: it stores every row at its receiver, its own rows too, between two barriers.
 
     Each thread loads 8 bytes and stores them before it loads the next, so that a block has one rate, whatever the link.
     """
-    rate = wires.inside_bytes_per_s * by_hand("ragged_share")
-    inside = payload * (wires.g - 1) / wires.g * wires.hops / rate
-    latency = 2 * by_hand("one_shot_s") + by_hand("kernel_gap_s")
-    channels_s = payload / (_ragged_blocks(wires) * by_hand("ragged_block_bytes_per_s"))
+    rate = links.inside_bytes_per_s * model_constant("ragged_share")
+    inside = payload * (links.g - 1) / links.g * links.hops / rate
+    latency = 2 * model_constant("one_shot_s") + model_constant("kernel_gap_s")
+    channels_s = payload / (_ragged_blocks(links) * model_constant("ragged_block_bytes_per_s"))
     return Algorithm("one-shot", latency, inside, 0.0, 0.0, channels_s=channels_s)
 
 
 def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: float) -> float:
-    """Seconds in which a GPU copies its own rows by the one-shot kernel: a ragged all-to-all over groups of one.
+    """Return the seconds in which a GPU copies its own rows by the one-shot kernel.
+
+    XLA runs it for a ragged all-to-all in groups of one.
 
     Args:
         payload: bytes that it copies.
@@ -453,102 +477,106 @@ def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: flo
     """
     most = sms * _BLOCKS_A_MULTIPROCESSOR
     blocks = min(slices, most) if slices else most
-    wire = max(2 * payload / memory_bytes_per_s, payload / (blocks * by_hand("ragged_block_bytes_per_s")))
-    return 2 * by_hand("one_shot_s") + by_hand("kernel_gap_s") + wire
+    wire = max(2 * payload / memory_bytes_per_s, payload / (blocks * model_constant("ragged_block_bytes_per_s")))
+    return 2 * model_constant("one_shot_s") + model_constant("kernel_gap_s") + wire
 
 
-def _ragged_device(payload: float, wires: Wires) -> Algorithm:
-    """One kernel with a block on each multiprocessor: stores inside the domain, puts over the network.
+def _ragged_device(payload: float, links: Links) -> Algorithm:
+    """Price one kernel with a block on each multiprocessor: stores inside the domain, puts over the network.
 
     A slice has one block or several, so that slices beyond the blocks come in rounds (RaggedAllToAllCopy).
     """
-    n, sends = wires.g * wires.k, _all_to_all(payload, wires)
-    slices = n * max(1, wires.slices)
-    each = max(1, wires.sms // slices)
-    rounds = -(-slices // wires.sms)
-    channels_s = rounds * payload / slices / each / by_hand("device_block_bytes_per_s")
+    n, sends = links.g * links.k, _all_to_all(payload, links)
+    slices = n * max(1, links.slices)
+    each = max(1, links.sms // slices)
+    rounds = -(-slices // links.sms)
+    channels_s = rounds * payload / slices / each / model_constant("device_block_bytes_per_s")
     if rounds > 2:
-        channels_s = payload / wires.sms / by_hand("device_busy_block_bytes_per_s")
-    inside = payload * (wires.g - 1) / n * wires.hops / (wires.inside_bytes_per_s * by_hand("ragged_share"))
-    latency = by_hand("one_shot_s") + (sends.latency_s if wires.k > 1 else 0.0)
+        channels_s = payload / links.sms / model_constant("device_busy_block_bytes_per_s")
+    inside = payload * (links.g - 1) / n * links.hops / (links.inside_bytes_per_s * model_constant("ragged_share"))
+    latency = model_constant("one_shot_s") + (sends.latency_s if links.k > 1 else 0.0)
     return Algorithm("device kernel", latency, inside, sends.outside_s, 0.0, channels_s=channels_s)
 
 
-def _ragged_sends(payload: float, wires: Wires) -> Algorithm:
-    """NCCL's sends, one for each slice, after the host has read their sizes: it waits for the GPU twice."""
-    sends = _all_to_all(payload, wires)
-    host = 2 * by_hand("host_wait_s") + wires.g * wires.k * max(1, wires.slices) * by_hand("ragged_slice_s")
+def _ragged_sends(payload: float, links: Links) -> Algorithm:
+    """Price NCCL's sends, one for each slice, after the host read their sizes: it waits for the GPU twice."""
+    sends = _all_to_all(payload, links)
+    host = 2 * model_constant("host_wait_s") + links.g * links.k * max(1, links.slices) * model_constant(
+        "ragged_slice_s"
+    )
     return sends._replace(latency_s=sends.latency_s + host)
 
 
-def _permute(payload: float, wires: Wires) -> Algorithm:
-    """One message to one peer; inside a domain on as many channels as NCCL grants it, between hosts on its own rail."""
-    latency = _send_s(payload, wires)
-    if wires.k > 1:
-        return Algorithm("send", latency, 0.0, payload / wires.outside_bytes_per_s, _handoff_s(wires, outside=True))
-    taper = wires.taper if wires.g > wires.per_host else 1.0  # the slowest pair crosses hosts
-    share = wires.fitted["p2p_share"] if wires.inside == "nvlink" else 1.0
-    wire = payload / (wires.peer_bytes_per_s * taper * share)
-    channels_s = _channels_s(payload, wires) if wires.inside == "nvlink" else 0.0
-    return Algorithm("send", latency, wire, 0.0, _handoff_s(wires, outside=False), channels_s=channels_s)
+def _permute(payload: float, links: Links) -> Algorithm:
+    """Price one message to one peer: on as many channels as NCCL grants, between hosts on its own rail."""
+    latency = _send_s(payload, links)
+    if links.k > 1:
+        return Algorithm("send", latency, 0.0, payload / links.outside_bytes_per_s, _handoff_s(links, outside=True))
+    taper = links.taper if links.g > links.per_host else 1.0  # The slowest pair crosses hosts.
+    share = links.fitted["p2p_share"] if links.inside == "nvlink" else 1.0
+    wire = payload / (links.peer_bytes_per_s * taper * share)
+    channels_s = _channels_s(payload, links) if links.inside == "nvlink" else 0.0
+    return Algorithm("send", latency, wire, 0.0, _handoff_s(links, outside=False), channels_s=channels_s)
 
 
-def _neighbours(payload: float, wires: Wires) -> Algorithm:
-    """nccl-tests' send and receive: a ring of ranks, of which one flow leaves each host, through one port.
+def _neighbours(payload: float, links: Links) -> Algorithm:
+    """Price nccl-tests' send and receive: a ring of ranks, of which one flow leaves each host by one port.
 
     Beyond a leaf such flows are hashed to uplinks of the spine; the slowest shares one with others.
     """
-    if wires.k == 1:
-        return _permute(payload, wires)
-    shared = wires.fitted["spine_flows"] if wires.k > by_hand("leaf_hosts") else 1.0
-    wire = payload * shared / wires.port_bytes_per_s
-    return Algorithm("neighbours", _send_s(payload, wires), 0.0, wire, _handoff_s(wires, outside=True))
+    if links.k == 1:
+        return _permute(payload, links)
+    shared = links.fitted["spine_flows"] if links.k > model_constant("leaf_hosts") else 1.0
+    wire = payload * shared / links.port_bytes_per_s
+    return Algorithm("neighbours", _send_s(payload, links), 0.0, wire, _handoff_s(links, outside=True))
 
 
-def _first_channels(wires: Wires) -> int:
-    """Channels that a message to one peer of a domain starts on."""
-    return max(1, 1 << max(0, (nccl_constants()["p2p"]["channels"] // wires.ranks).bit_length() - 1))
+def _first_channels(links: Links) -> int:
+    """Return the channels that a message to one peer of a domain starts on."""
+    return max(1, 1 << max(0, (nccl_constants()["p2p"]["channels"] // links.ranks).bit_length() - 1))
 
 
-def _channels_s(payload: float, wires: Wires) -> float:
-    """Seconds that the channels of one message need, as if they doubled without the dips that doubling makes."""
-    p2p, first = nccl_constants()["p2p"], _first_channels(wires)
+def _channels_s(payload: float, links: Links) -> float:
+    """Return the seconds that one message's channels need, as if they doubled without the dips that doubling makes."""
+    p2p, first = nccl_constants()["p2p"], _first_channels(links)
     full_first = min(payload / first, p2p["channel_bytes"])
-    return max(full_first, payload / p2p["channels"]) / wires.fitted["p2p_channel_bytes_per_s"]
+    return max(full_first, payload / p2p["channels"]) / links.fitted["p2p_channel_bytes_per_s"]
 
 
-def _broadcast(payload: float, wires: Wires) -> Algorithm:
-    """A chain along the ring, in the protocol that NCCL's tuner expects to be fastest.
+def _broadcast(payload: float, links: Links) -> Algorithm:
+    """Price a chain along the ring, in the protocol that NCCL's tuner expects to be fastest.
 
     The tuner knows no slots ("waiting for proper chunk modeling", tuning.cc), so its pick need not be the fastest.
     """
-    protocols = [p for p in PROTOCOLS if p != "ll128" or wires.ll128]
-    return _chain(min(protocols, key=lambda p: _tuned_s(p, payload, wires)), payload, wires)
+    protocols = [p for p in PROTOCOLS if p != "ll128" or links.ll128]
+    return _chain(min(protocols, key=lambda p: _tuned_s(p, payload, links)), payload, links)
 
 
-def _chain_s(protocol: str, payload: float, wires: Wires) -> tuple[float, float]:
-    """Seconds of a broadcast's payload on the link inside a domain and out of it: a chain never turns around."""
+def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]:
+    """Return the seconds of a broadcast's payload on either link (inside, outside): a chain never turns around."""
     share = nccl_constants()["protocol"]["ring_share"][protocol]
-    rates = [wires.inside_bytes_per_s if wires.g > 1 else math.inf, wires.g * wires.outside_bytes_per_s]
-    most = _ll_bytes_per_s(wires) if protocol == "ll" else math.inf
+    rates = [links.inside_bytes_per_s if links.g > 1 else math.inf, links.g * links.outside_bytes_per_s]
+    most = _ll_bytes_per_s(links) if protocol == "ll" else math.inf
     inside, outside = (payload / min(rate * share, most) for rate in rates)
     return inside, outside
 
 
-def _tuned_s(protocol: str, payload: float, wires: Wires) -> float:
-    """What the tuner expects of a broadcast: over hosts the latency of a network step for every GPU, Simple the tree's.
+def _tuned_s(protocol: str, payload: float, links: Links) -> float:
+    """Return the tuner's estimate of a broadcast: over hosts, the latency of a network step for every GPU.
+
+    Simple has the tree's latency there.
 
     Inside a host, where all channels run the same ring, one step (tuning.cc, `sameChannels`).
     """
-    constants, k = nccl_constants(), wires.k
-    row = constants["step_latency_s"][wires.inside if k == 1 else wires.outside]
+    constants, k = nccl_constants(), links.k
+    row = constants["step_latency_s"][links.inside if k == 1 else links.outside]
     step = row["tree" if protocol == "simple" and k > 1 else "ring"][protocol]
-    latency = constants["base_latency_s"]["ring"][protocol] + step * (1 if k == 1 else wires.g * k)
-    return latency + max(_chain_s(protocol, payload, wires))
+    latency = constants["base_latency_s"]["ring"][protocol] + step * (1 if k == 1 else links.g * k)
+    return latency + max(_chain_s(protocol, payload, links))
 
 
-def _chain(protocol: str, payload: float, wires: Wires) -> Algorithm:
-    """A broadcast: the first slot passes all GPUs, one after the other, and the rest follows it.
+def _chain(protocol: str, payload: float, links: Links) -> Algorithm:
+    """Price a broadcast: the first slot passes all GPUs, one after the other, and the rest follows it.
 
     A network port starts on a slot when all of it is written (net.cc, sendProxyProgress), and the network's latency is
     hidden by nothing, as in a tree. Between GPUs LL and LL128 pass on every line as it comes, while Simple copies a
@@ -556,16 +584,16 @@ def _chain(protocol: str, payload: float, wires: Wires) -> Algorithm:
     to itself, and is ahead by more at every port, so the first slot travels at the rate of the whole port. No sweep
     holds broadcasts: their latencies are NCCL's own.
     """
-    constants, k = nccl_constants(), wires.k
+    constants, k = nccl_constants(), links.k
     chain, slot_share = constants["chain"], constants["chain"]["data_share"][protocol]
-    channels = _channels(wires.ports) if k > 1 else catalog.kernels()["nccl_channels"][0]
+    channels = _channels(links.ports) if k > 1 else catalog.kernels()["nccl_channels"][0]
     channels = max(1, min(channels, int(payload // chain["least_channel_bytes"])))
     slot = min(chain["slot_bytes"][protocol], payload / channels / slot_share)
-    copy = slot / wires.channel_bytes_per_s
-    inside = table_step_s("ring", protocol, wires)[0] + (copy if protocol == "simple" else 0.0)
-    outside, port = table_step_s("tree", protocol, wires)[1] if k > 1 else 0.0, slot / wires.port_bytes_per_s
+    copy = slot / links.channel_bytes_per_s
+    inside = table_step_s("ring", protocol, links)[0] + (copy if protocol == "simple" else 0.0)
+    outside, port = table_step_s("tree", protocol, links)[1] if k > 1 else 0.0, slot / links.port_bytes_per_s
     outside += copy + port if protocol == "simple" else max(copy, port)
-    fill = constants["base_latency_s"]["ring"][protocol] + (wires.g * k - k) * inside + (k - 1) * outside
+    fill = constants["base_latency_s"]["ring"][protocol] + (links.g * k - k) * inside + (k - 1) * outside
     rest = 1 - slot * slot_share / payload if payload else 0.0
-    inside, outside = _chain_s(protocol, payload, wires)
+    inside, outside = _chain_s(protocol, payload, links)
     return Algorithm(f"chain {protocol}", fill, rest * inside, rest * outside, 0.0)

@@ -1,12 +1,12 @@
-"""How much of a program its predicted time covers, for the warnings of a plan.
+"""Check how much of a program its predicted time covers, for the warnings of a plan.
 
-- FLOP: the compiled program's against those of the traced one.
-- What has a lower bound for a price: custom calls, side streams, loops of unknown length.
-- What XLA computes a second time because it counts more memory than a program may take. Its pass clones instructions
-  and calls the clones `NAME.remat`, `NAME.remat2.1`, ... before it knows how buffers share memory, so that it may do so
-  for a program that would fit. Where it fails it logs what it counted.
+- FLOP: of the compiled program against those of the traced one.
+- Parts with a lower bound for a price: custom calls, side streams, loops of unknown length.
+- Kernels that XLA computes a second time because it counts more memory than a program may take. Its pass clones
+  instructions and calls the clones `NAME.remat`, `NAME.remat2.1`, ... before it knows how buffers share memory, so that
+  it may do so for a program that would fit. Where it fails it logs what it counted.
 - Kernels too small for their price to hold: the smallest ones of a recorded training step take as long as `least_s` of
-  the catalog whatever their work, so that a step which is mostly these is longer than its price.
+  the catalog whatever their work, so that a step with mostly such kernels is longer than its price.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshkit.predict.simulate import Simulation
 from meshkit.timeline import Timeline
 from meshkit.units import format_count
 
-_MOST = 0.01  # XLA drops and adds a little: a first layer that is peeled off a loop, a recomputation it saves
+_MOST = 0.01  # XLA drops and adds a little: a first layer that it peels off a loop, a recomputation that it saves.
 # Of the step: what would be less than this even on a GPU at its peak changes no number. XLA turns products with a
 # vector, and tiny ones, into sums and elementwise kernels, which have their price but no matmul.
 _LEAST = 0.001
@@ -40,25 +40,27 @@ DENSE = "ragged_dot"
 
 @dataclass(frozen=True)
 class FlopNote:
-    """That a compiled program does other work than the traced one."""
+    """The note that a compiled program does other work than the traced one."""
 
     code: str
-    """`flops`: it executes less, so that not all of it was read and the step is no prediction; `repeated_work` or
-    `ragged_dot`: it executes more, and the step has it all."""
+    """`flops`: it executes less, so that not all of it was read and the step is no prediction. `repeated_work` or
+    `ragged_dot`: it executes more, and the predicted step contains all of it."""
     message: str
-    names: tuple[str, ...] = ()  # instructions that execute more than needed
-    share: float = 0.0  # the part of their FLOP that is too much
+    names: tuple[str, ...] = ()
+    """Instructions that execute more than needed."""
+    share: float = 0.0
+    """The share of their FLOP that is too much."""
 
 
 def executed_flops(schedule: Schedule, name: str | None = None) -> float:
-    """FLOP of matmuls and attention that one GPU executes; of a conditional those of the branch with the most.
+    """Return the FLOP of matmuls and attention that one GPU executes; a conditional counts as its largest branch.
 
     Args:
-        schedule: of the compiled program.
-        name: of one of its computations; None for the whole program.
+        schedule: schedule of the compiled program.
+        name: one of its computations; None for the whole program.
 
     Returns:
-        FLOP of one run; a loop counts as often as it runs, one of unknown length once.
+        FLOP of one run; a loop counts as often as it runs, and one of unknown length once.
     """
     total = 0.0
     for i in schedule.computations.get(name or schedule.entry, ()):
@@ -72,14 +74,14 @@ def executed_flops(schedule: Schedule, name: str | None = None) -> float:
 def flop_note(
     schedule: Schedule, traced: float | None, num_gpus: int, *, step_s: float, peak_flops: float, recomputed: bool
 ) -> FlopNote | None:
-    """What a reader must know where a compiled program does other work than the traced one; None where it agrees.
+    """Return a note where a compiled program does other work than the traced one; None where they agree.
 
     Args:
-        schedule: of the compiled program.
-        traced: over all GPUs, as `compile.traced` counts what is executed; None where unknown.
-        num_gpus: that share the work.
-        step_s: of the whole program.
-        peak_flops: the highest of a GPU, FLOP/s.
+        schedule: schedule of the compiled program.
+        traced: FLOP over all GPUs, as `compile.traced` counts what is executed; None if unknown.
+        num_gpus: GPUs that share the work.
+        step_s: seconds of the whole program.
+        peak_flops: the highest peak of a GPU, FLOP/s.
         recomputed: whether XLA recomputes some of it to save memory.
     """
     if not traced:
@@ -93,7 +95,7 @@ def flop_note(
         f"{format_count(expected)}FLOP ({difference:+.1%})"
     )
     if difference < 0:
-        why = "not all of the compiled program is priced, so the step time is no prediction: it takes longer"
+        why = "part of the compiled program has no price, so the step takes longer than the stated time"
         return FlopNote(NOT_PREDICTED, f"{counts}: {why}")
     more = compiled - expected
     ragged = [(i, times) for i, times in schedule.walk() if _RAGGED in i.source and _flops_of(i)]
@@ -104,19 +106,19 @@ def flop_note(
             "experts try one a GPU (a longer expert axis), or a capacity_factor"
         )
         return FlopNote(DENSE, f"{counts}: {why}", tuple(i.name for i, _ in ragged), more / dense)
-    why = "GPUs repeat each other's work: some dim is not cut over every axis that cuts its batch or its weights"
+    why = "GPUs repeat each other's work: some dim is not sharded over every axis that shards its batch or its weights"
     if recomputed:
-        why = "XLA recomputes some to keep within the memory"
+        why = "XLA recomputes some of it to stay within the memory"
     every = tuple(i.name for i, _ in schedule.walk() if _flops_of(i))
     return FlopNote(REPEATED, f"{counts}: {why}", every, more / compiled)
 
 
 def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
-    """Return that XLA dequantizes what a program multiplies block-scaled, which it does without a word; else None.
+    """Return the note that XLA dequantizes block-scaled matmuls, which it does silently; None where it does not.
 
     Args:
-        schedule: of the compiled program.
-        gpu: it is compiled for.
+        schedule: schedule of the compiled program.
+        gpu: the GPU that it is compiled for.
         wanted: FLOP of block-scaled matmuls that one GPU should execute.
     """
     scaled = 0.0
@@ -134,20 +136,21 @@ def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
 
 
 def _flops_of(i: Instruction) -> float:
-    """FLOP of the matmuls and the attention of one instruction."""
     return sum(i.cost.matmul_flops.values()) + i.cost.attention_flops if i.cost else 0.0
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernels of a step that are priced below the least that a kernel takes."""
+    """Kernels of a step that are priced below the least time of a kernel."""
 
-    kernels: int  # loops counted as often as they run
-    seconds: float  # that they would take more
+    kernels: int
+    """Their number; a loop counts as often as it runs."""
+    seconds: float
+    """Seconds that they would take more."""
 
 
 def short_kernels(simulation: Simulation) -> Launches:
-    """The kernels of one run of a program that are priced below the least that one takes."""
+    """Return the kernels of one run of a program that are priced below the least time of a kernel."""
     compute = simulation.timeline.steps[0].compute
     missing = float(catalog.kernels()["least_s"]) - (compute[:, 1] - compute[:, 0])
     short = missing > 0
@@ -164,16 +167,18 @@ class Rematerialized:
     """Kernels that run twice."""
 
     kernels: int
-    seconds: float  # of all their runs, in one run of the program
-    counted_bytes: int | None  # that XLA counted before; None where it says nothing, for it kept within the limit
+    seconds: float
+    """Seconds of all their runs in one run of the program."""
+    counted_bytes: int | None
+    """Bytes that XLA counted before; None where it says nothing, since it kept within the limit."""
 
 
 def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized:
-    """Clones of XLA's rematerialization that cost time: not the original or, where XLA removed that, one of them.
+    """Return the clones of XLA's rematerialization that cost time.
 
-    `log` is what the compiler said.
+    Of an original and its clones one run is needed, so that one of them does not count. `log` has the compiler's lines.
     """
-    families: dict[str, list[tuple[bool, float]]] = {}  # of each original: whether a clone, seconds
+    families: dict[str, list[tuple[bool, float]]] = {}  # Original -> (whether a clone, seconds) of each kernel.
     for name, s in kernel_seconds_by_name(simulation.timeline).items():
         families.setdefault(_CLONE.sub("", name), []).append((_CLONE.search(name) is not None, s))
     seconds = [s for found in families.values() for clone, s in sorted(found)[1:] if clone and s > 0]
@@ -182,14 +187,14 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
 
 
 def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
-    """Kind of note -> seconds of what it names, the least that they take, in each of a program's training steps.
+    """Return kind of note -> the least seconds of what it names, in each of a program's training steps.
 
     Args:
-        simulation: of one run of the program.
+        simulation: simulation of one run of the program.
         steps: training steps that one run makes.
 
     Returns:
-        Seconds; a kind that takes none is left out.
+        Seconds; a kind without any is left out.
     """
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
     seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation.timeline)}

@@ -1,4 +1,4 @@
-"""What failures leave of a training's time: goodput in closed form, and a simulator that plays any list of failures.
+"""Predict how much of a training's time failures take: goodput in closed form, and a simulator of any list of failures.
 
     Costs, checkpoint interval, failure rate -> expected_goodput, best_interval   (closed form)
     Costs, checkpoint interval, failures (drawn or given) -> play -> Spent        (simulator)
@@ -26,35 +26,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HOST = "host"  # kind of a failure after which a host is replaced; every other kind only restarts
+HOST = "host"  # After such a failure a host is replaced; after every other kind the job only restarts.
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What steps, saves and failures of a job take, in seconds."""
+    """Seconds that the steps, saves and failures of a job take."""
 
     step_s: float
     blocked_s: float
-    """A save keeps the steps from going on."""
+    """A save blocks the steps for this long."""
     write_s: float
-    """From then until the save can be restored; training goes on."""
+    """The time from the end of the block until the save can be restored; training goes on meanwhile."""
     detection_s: float
-    """From a failure until the last process of the attempt is gone."""
+    """The time from a failure until the last process of the attempt is gone."""
     restart_s: float
-    """From then until the next attempt could make a step, the state left out."""
+    """The time from then until the next attempt could make a step, without reading the state."""
     read_s: float = 0.0
-    """To restore the state."""
+    """The time to read the state."""
     first_s: float = 0.0
-    """From the start of the run to its first step."""
+    """The time from the start of the run to its first step."""
 
     @property
     def up_s(self) -> float:
-        """Until the next attempt makes steps, once a failure is detected."""
+        """Seconds from the detection of a failure until the next attempt makes steps."""
         return self.restart_s + self.read_s
 
     def cycle_s(self, every: int) -> float:
-        """From the beginning of a save to that of the next: a save waits for the one before it."""
+        """Return the seconds from the beginning of a save to that of the next; a save waits for the one before it."""
         return self.blocked_s + max(every * self.step_s, self.write_s)
 
 
@@ -64,7 +64,7 @@ class Failure(NamedTuple):
     at_s: float
     kind: str
     detection_s: float | None = None
-    """Where it differs from that of `Costs`."""
+    """Overrides that of `Costs`."""
 
 
 @dataclass
@@ -72,36 +72,35 @@ class Spent:
     """Where the time of a run went; the seconds add up to `wall_s`."""
 
     step_s: float = 0.0
-    """Steps that count."""
+    """Time of the steps that count."""
     save_s: float = 0.0
-    """Saves kept the steps from going on."""
+    """Time for which saves block the steps."""
     lost_s: float = 0.0
-    """Steps that were made again or never ended."""
+    """Time of steps that were made again or never ended."""
     down_s: float = 0.0
-    """From a failure to the next attempt's first step, and from the start of the run to its first."""
+    """Time from a failure to the next attempt's first step, and from the start of the run to its first."""
     wait_s: float = 0.0
-    """No host was there to take a lost one's place."""
+    """Time in which no host was there to replace a lost one."""
     attempts: int = 1
     lost_steps: int = 0
 
     @property
     def wall_s(self) -> float:
-        """All of it."""
         return self.step_s + self.save_s + self.lost_s + self.down_s + self.wait_s
 
     @property
     def goodput(self) -> float:
-        """Share of the steps that count; 0 of a run without time."""
+        """The share of the time that went into steps that count; 0 for a run without time."""
         return self.step_s / self.wall_s if self.wall_s else 0.0
 
 
 class Spares:
-    """Hosts that stand by, and those under repair.
+    """Spare hosts, and the hosts under repair.
 
     Args:
         each: spare hosts of a pool.
-        repair_s: until a lost host is back in its pool.
-        pools: whose hosts cannot take each other's place, as racks with an NVLink domain each.
+        repair_s: time until a lost host is back in its pool.
+        pools: groups of hosts that cannot replace each other's, such as racks with one NVLink domain each.
         seed: draws the pool of a lost host.
     """
 
@@ -110,12 +109,12 @@ class Spares:
         self._out: list[list[float]] = [[] for _ in range(pools)]
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until a host takes the place of one that is lost now."""
+        """Return the seconds until a host replaces one that is lost now."""
         out = self._out[self._draw.randrange(len(self._out))]
         while out and out[0] <= now_s:
             heapq.heappop(out)
         heapq.heappush(out, now_s + self._repair_s)
-        short = len(out) - self._each  # hosts that have to come back before all places are taken
+        short = len(out) - self._each  # So many hosts have to come back before every lost one is replaced.
         return max(0.0, heapq.nsmallest(short, out)[-1] - now_s) if short > 0 else 0.0
 
 
@@ -134,18 +133,18 @@ def play(
     nothing. One while the next attempt starts ends that attempt.
 
     Args:
-        costs: of its parts.
+        costs: seconds of the run's parts.
         every: steps between saves; 0 for none.
-        failures: by time from the start of the run.
-        steps: after which it ends, with a save that it waits for; None for a run that goes on.
+        failures: in the order of their time from the start of the run.
+        steps: the run ends after these steps and a save that it waits for; None for a run that goes on.
         until_s: the end of a run that goes on.
-        spares: where lost hosts' places are filled from; None for a host that is always at hand.
+        spares: hosts that replace lost ones; None for a host that is always at hand.
     """
     spent, kept, began, up = Spent(), 0, 0.0, costs.first_s
     for failure in failures:
         if failure.at_s >= until_s:
             break
-        if failure.at_s < began:  # nothing runs
+        if failure.at_s < began:  # Nothing runs then, so the failure changes nothing.
             continue
         if failure.at_s >= up:
             left = None if steps is None else steps - kept
@@ -171,16 +170,19 @@ def play(
 
 
 def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: bool = False) -> int:
-    """Adds what an attempt that lives so long did; the steps of it that are kept. One that `lives` on loses none."""
+    """Add to `spent` what an attempt of `lives_s` seconds did, and return the steps that it keeps.
+
+    An attempt that `lives` on loses none of its steps.
+    """
     step_s, cycle_s = costs.step_s, costs.cycle_s(every)
-    first = every * step_s  # the first save begins
+    first = every * step_s  # The time at which the first save begins.
     saves = int((lives_s - first) // cycle_s) + 1 if every and lives_s >= first else 0
     written_s = lives_s - first - costs.blocked_s - costs.write_s
     written = int(written_s // cycle_s) + 1 if every and written_s >= 0 else 0
-    since = lives_s - (first + (saves - 1) * cycle_s) if saves else lives_s  # beginning of the last save
+    since = lives_s - (first + (saves - 1) * cycle_s) if saves else lives_s  # since the last save began
     blocked = min(since, costs.blocked_s) if saves else 0.0
     ahead = (since - blocked) if saves else lives_s
-    if saves and every * step_s < ahead:  # its steps are made: it waits for the save before
+    if saves and every * step_s < ahead:  # Its steps are made: it waits for the save before.
         blocked, ahead = blocked + ahead - every * step_s, every * step_s
     made = saves * every + int(ahead / step_s)
     saving = max(0, saves - 1) * (cycle_s - every * step_s) + blocked
@@ -194,11 +196,11 @@ def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: b
 
 
 def _ending_s(costs: Costs, every: int, left: int) -> float:
-    """Seconds of an attempt that makes the last steps of a run, and waits for its last save."""
+    """Return the seconds of an attempt that makes the last steps of a run and waits for its last save."""
     work_s = left * costs.step_s
     if not every or not left:
         return work_s
-    before = math.ceil(left / every) - 1  # saves before the last one
+    before = math.ceil(left / every) - 1  # The number of saves before the last one.
     waits_s = max(0, before - 1) * max(0.0, costs.write_s - every * costs.step_s)
     if before:
         waits_s += max(0.0, costs.write_s - (left - before * every) * costs.step_s)
@@ -206,12 +208,12 @@ def _ending_s(costs: Costs, every: int, left: int) -> float:
 
 
 def draw(seed: int, rate_per_s: float, *, host_share: float = 0.0) -> Iterator[Failure]:
-    """Yield failures of a Poisson process without end; the same for the same seed.
+    """Yield the failures of an endless Poisson process; the same seed gives the same failures.
 
     Args:
-        seed: of the draw.
-        rate_per_s: of the whole job.
-        host_share: of them after which a host is replaced.
+        seed: seed of the random numbers.
+        rate_per_s: failure rate of the whole job.
+        host_share: share of the failures after which a host is replaced.
     """
     chance, at_s = random.Random(seed), 0.0
     while True:
@@ -220,16 +222,16 @@ def draw(seed: int, rate_per_s: float, *, host_share: float = 0.0) -> Iterator[F
 
 
 def expected_goodput(costs: Costs, every: int, between_s: float) -> float:
-    """Return the goodput of a run without end, exactly, with a host always at hand.
+    """Return the exact goodput of an endless run that always has a spare host at hand.
 
     Args:
-        costs: of its parts.
+        costs: seconds of the run's parts.
         every: steps between saves.
         between_s: mean time between failures of the whole job.
     """
     work_s, cycle_s = every * costs.step_s, costs.cycle_s(every)
     first_s = work_s + costs.blocked_s + costs.write_s
-    # in one exponent: each factor alone may leave the range of a float
+    # Both factors are in one exponent, since each alone may leave the range of a float.
     exponent = -(first_s - cycle_s + costs.up_s) / between_s
     scale = work_s / (between_s + costs.detection_s)
     cycle = cycle_s / between_s
@@ -239,7 +241,7 @@ def expected_goodput(costs: Costs, every: int, between_s: float) -> float:
 
 
 class Shares(NamedTuple):
-    """Where the time of a run without end goes; the shares add up to 1."""
+    """Shares of the time of an endless run; they add up to 1."""
 
     goodput: float
     saving: float
@@ -248,9 +250,9 @@ class Shares(NamedTuple):
 
 
 def expected_shares(costs: Costs, every: int, between_s: float) -> Shares:
-    """Return what steps that count, saves, lost steps and restarts take, as `expected_goodput` has it.
+    """Return the shares of steps that count, saves, lost steps and restarts, for the run of `expected_goodput`.
 
-    Saves are those that were written; one that was not is lost with its steps.
+    Only saves that were written count as saves; the time of one that was not is lost with its steps.
     """
     goodput = expected_goodput(costs, every, between_s)
     saving = goodput * (costs.cycle_s(every) / (every * costs.step_s) - 1)
@@ -261,8 +263,8 @@ def expected_shares(costs: Costs, every: int, between_s: float) -> Shares:
 def best_interval(costs: Costs, between_s: float) -> int:
     """Return the steps between saves with which `expected_goodput` is highest.
 
-    It grows to its one maximum and falls from there: below the time that a write takes steps only wait, and above it
-    the optimum is Young's, corrected.
+    Goodput rises to a single maximum and falls from there: below the time that a write takes steps only wait, and above
+    it the optimum is Young's, corrected.
     """
     low, high = 1, max(2, math.ceil(4 * (between_s + costs.write_s) / costs.step_s))
     while high - low > 2:

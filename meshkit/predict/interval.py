@@ -1,11 +1,12 @@
-"""How far a predicted step time may be off: an interval from the errors of `plan` on published runs of JAX.
+"""Give an interval for a predicted step time, from the errors of `plan` on published runs of JAX.
 
 `intervals.csv` has, by stratum, the quantiles of |ln(measured / predicted)| over runs whose own experiment file was
-planned, nothing changed afterwards (`python -m benchmarks.published.intervals` writes it). They are conformal: rows of
-one page, model and precision are correlated, as are our own of one card, so a group of them weighs one, and of n groups
-the quantile of a level is the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett,
-2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer has no
-interval, and never the one of another. docs/concepts/validation.md has the coverage with each group left out.
+planned unchanged (`python -m benchmarks.published.intervals` writes it). They are conformal. Rows of one page, model
+and
+precision are correlated, and so are our own rows of one card: such a group has the weight of one. The quantile of a
+level over n groups is the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett,
+2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer groups has no
+interval, and never that of another stratum. docs/concepts/validation.md has the coverage with each group left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from meshkit.config.cluster import Gpu
 
 LEVELS = (0.5, 0.8)
-_PUBLISHERS = 2  # of a stratum that counts as calibrated: one alone may err in a way of its own
+# A stratum with runs of a single publisher may err in that publisher's way, so it does not count as calibrated.
+_PUBLISHERS = 2
 _GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
 
 
@@ -33,21 +35,24 @@ class Stratum:
     """Runs whose errors are taken to be alike."""
 
     experts: bool
-    generation: str  # `ampere`, `hopper`, `blackwell`, or `other`
-    bits: int  # of most matmuls: 4, 8, 16 or 32
-    one_gpu: bool = False  # without communication; its errors say nothing of several GPUs, nor theirs of it
+    generation: str
+    """`ampere`, `hopper`, `blackwell`, or `other`."""
+    bits: int
+    """Bits of most matmuls' operands: 4, 8, 16 or 32."""
+    one_gpu: bool = False
+    """Whether it runs without communication; its errors say nothing about several GPUs, and theirs nothing about it."""
 
     @property
     def name(self) -> str:
-        """As intervals.csv has it."""
+        """The name in intervals.csv."""
         name = f"{'experts' if self.experts else 'dense'}, {self.generation}, {self.bits} bit"
         return f"one GPU, {name}" if self.one_gpu else name
 
 
 class StepInterval(BaseModel):
-    """Where a predicted step will lie: (low, high), by errors of `rows` runs of the plan's own stratum.
+    """The range of a predicted step (low, high), by errors of `rows` runs of the plan's own stratum.
 
-    `calibrated` is whether they are of more than one publisher.
+    `calibrated` says whether the runs have more than one publisher.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -60,7 +65,7 @@ class StepInterval(BaseModel):
 
 
 def least_groups(level: float) -> int:
-    """Return how many groups a quantile of this level needs: the least n with level (n + 1) <= n.
+    """Return the number of groups that a quantile of this level needs: the least n with level (n + 1) <= n.
 
     >>> least_groups(0.5), least_groups(0.8)
     (1, 4)
@@ -69,7 +74,7 @@ def least_groups(level: float) -> int:
 
 
 def stratum_of(gpu: Gpu, precision: str, experts: bool, *, one_gpu: bool = False) -> Stratum:
-    """Return the stratum of a run. `precision` is of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
+    """Return the stratum of a run; `precision` is one of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
     major = (gpu.compute_capability or (0, 0))[0]
     bits = 4 if "fp4" in precision else 8 if "8" in precision else 32 if "32" in precision else 16
     return Stratum(experts, _GENERATIONS.get(major, "other"), bits, one_gpu)
@@ -78,11 +83,11 @@ def stratum_of(gpu: Gpu, precision: str, experts: bool, *, one_gpu: bool = False
 def step_interval(
     time_s: float, stratum: Stratum, table: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[StepInterval | None, str | None]:
-    """Return the interval of a step that is predicted to take so long, or None and the reason.
+    """Return the interval of a predicted step time; or None, and the reason.
 
     Args:
-        time_s: of the predicted step.
-        stratum: of the run.
+        time_s: predicted seconds of the step.
+        stratum: stratum of the run.
         table: stratum's name -> its row; default intervals.csv.
     """
     row = (_table() if table is None else table).get(stratum.name)

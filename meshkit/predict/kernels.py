@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one GPU: a roofline, and what a matmul's shape leaves of the best rate.
+"""Predict the seconds of one kernel on one GPU by a roofline, with the share of the peak that a matmul's shape leaves.
 
 time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
 ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
@@ -50,17 +50,18 @@ _ALL = Assumptions()
 _CHARTED_HEAD = 128
 _CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "h800": "h200", "gh200": "h200",
             "b200": "gb200", "b300": "gb300"}  # fmt: skip
-_TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, both ways
-_INNER = 64  # of its loop over k
-_STAND_INS = {"a100_40gb": "a100_80gb", "h800": "h100_sxm", "gh200": "h200"}  # the same multiprocessors and clocks
+_TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, in both dims.
+_INNER = 64  # The step of its loop over k.
+# They have the same multiprocessors and clocks.
+_STAND_INS = {"a100_40gb": "a100_80gb", "h800": "h100_sxm", "gh200": "h200"}
 _PEAK_SHARE = 0.99
-_PACKED = {"nvfp4": 2}  # elements in a byte: such a matmul takes what one in fp8 of as many bytes does
+_PACKED = {"nvfp4": 2}  # Elements in a byte: such a matmul takes as long as one in fp8 over as many bytes.
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Dense peak of a matmul on operands of an XLA element type, FLOP/s; the next wider type where the GPU lacks it.
+    """Return the dense peak of a matmul on operands of an XLA element type, FLOP/s.
 
-    Args:
+    The next wider type counts where the GPU lacks it. Args:
         gpu: any but a CPU's entry.
         dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32,
             `f8..._highest` fp8 whose sums are promoted, `mxfp8` block-scaled fp8, which XLA multiplies in bf16 on a
@@ -73,7 +74,7 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
 
 
 def precision_of(gpu: Gpu, dtype: str) -> str:
-    """The precision, as the catalog calls it, in which the GPU multiplies operands of an XLA element type."""
+    """Return the precision, as the catalog calls it, in which the GPU multiplies operands of an XLA element type."""
     wanted = "fp8" if dtype.startswith("f8") else _PRECISION.get(dtype, "bf16")
     for precision in (wanted, "bf16", "fp16", "fp32"):
         if precision in gpu.peak_flops and (precision == wanted or wanted != "tf32"):
@@ -82,9 +83,9 @@ def precision_of(gpu: Gpu, dtype: str) -> str:
 
 
 def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
-    """Dense peak that MFU refers to for a precision of `[train]`, FLOP/s: of what its matmuls run as (fp32 as TF32).
+    """Return the dense peak that MFU refers to for a precision of `[train]`, FLOP/s; fp32 matmuls run as TF32.
 
-    None for a CPU, whose virtual devices have none.
+    It is None for a CPU, whose virtual devices have no peak.
 
     Args:
         gpu: its dense peaks.
@@ -98,15 +99,18 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What one kernel needs of each part of a GPU, as seconds of that part alone; they run at the same time."""
+    """Seconds of each part of a GPU that one kernel needs if it runs alone; the parts work at the same time."""
 
-    arithmetic_s: float = 0.0  # of tensor cores, and of making their operands first
-    memory_s: float = 0.0  # of device memory
-    host_s: float = 0.0  # of the link to the host
+    arithmetic_s: float = 0.0
+    """Tensor cores, and making their operands first."""
+    memory_s: float = 0.0
+    """Device memory."""
+    host_s: float = 0.0
+    """The link to the host."""
 
     @property
     def alone_s(self) -> float:
-        """The kernel when nothing else runs, without its launch."""
+        """Seconds of the kernel when nothing else runs, without its launch."""
         return max(self.arithmetic_s, self.memory_s, self.host_s)
 
 
@@ -119,14 +123,14 @@ def kernel_work(
     assumptions: Assumptions = _ALL,
     busy: float = 1.0,
 ) -> KernelWork:
-    """What a kernel that does this work needs of a GPU.
+    """Return the seconds of each part of a GPU that a kernel with this work needs.
 
     Args:
         cost: the work.
         gpu: its peaks, and the sustained shares of them for whatever was not measured.
-        rates: measured ones, see `measured_rates`.
-        host_bytes_per_s: sustained, between the GPU and its host's memory; default the peak of its slot.
-        assumptions: what to take into account.
+        rates: measured rates, see `measured_rates`.
+        host_bytes_per_s: sustained rate between the GPU and its host's memory; default the peak of its slot.
+        assumptions: effects to take into account.
         busy: share of the step's time in which tensor cores work; 1 in a long run of nothing else.
     """
     share = catalog.kernels()["convolution_share"] if cost.convolves else 1.0
@@ -136,13 +140,13 @@ def kernel_work(
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
     matmul += cost.scalar_flops / large_flops_per_s(gpu, "fp32")
     made = cost.joined_bytes / memory_bytes_per_s(gpu, rates)
-    if _turns_fp8(gpu):  # an element is a byte, which is read and written
+    if _turns_fp8(gpu):  # An element is a byte, which is read and written.
         made += _clocks_s(catalog.kernels()["transpose_clocks"] * cost.turned_bytes / 2, gpu)
     return KernelWork(matmul + attention + made, memory, host)
 
 
 def measured_rates(cluster: Cluster) -> Rates:
-    """The rates of the calibration that a cluster names; empty without one, and where it is of another GPU.
+    """Return the rates of the calibration that a cluster names; empty without one, or if it is for another GPU.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -154,7 +158,7 @@ def measured_rates(cluster: Cluster) -> Rates:
 
 
 def calibration_note(cluster: Cluster) -> str | None:
-    """What a plan takes from the calibration that its cluster names, in one sentence; None without one.
+    """Return one sentence on what a plan takes from the calibration that its cluster names; None without one.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -170,17 +174,17 @@ def calibration_note(cluster: Cluster) -> str | None:
     used += [f"{name} matmuls at {format_count(x)}FLOP/s" for name, x in rates.matmul_flops_per_s.items()]
     used += [f"attention {name} at {format_count(x)}FLOP/s" for name, x in rates.attention_flops_per_s.items()]
     used += [f"memory at {format_rate(rates.memory_bytes_per_s)}"] if rates.memory_bytes_per_s else []
-    other = "" if _is_of(found, cluster) else f"; its rates are not of a {cluster.gpu.key}, so the catalog's serve"
-    return f"calibrated by {cluster.calibration}{where}: {', '.join(used) or 'nothing of it'}{other}"
+    other = "" if _is_of(found, cluster) else f"; its rates are not for a {cluster.gpu.key}, so the catalog's are used"
+    return f"calibrated by {cluster.calibration}{where}: {', '.join(used) or 'nothing'}{other}"
 
 
 def _is_of(found: calibration.Calibration, cluster: Cluster) -> bool:
-    """Whether a calibration is of the cluster's GPU, or does not say of which."""
+    """Return whether a calibration is for the cluster's GPU, or names no GPU."""
     return found.measured_on is None or found.measured_on.gpu in (cluster.gpu.key, cluster.gpu.name)
 
 
 def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Seconds of all matmuls; FLOP that have no shape (convolutions) run as fast as a large one."""
+    """Return the seconds of all matmuls; FLOP without a shape (convolutions) run as fast as a large matmul."""
     seconds, shaped = 0.0, dict.fromkeys(cost.matmul_flops, 0.0)
     for matmul in cost.matmuls if assumptions.shapes else ():
         rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions, busy)
@@ -194,21 +198,22 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy
 
 
 def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Sustained rate of a large matmul."""
+    """Return the sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     large = large_flops_per_s(gpu, precision, _kind(assumptions))
     kept = gain = _promoted_share(gpu, dtype)
-    if assumptions.sustained:  # what promotes draws less at a clock, so that the clock is higher under the cap
+    # A matmul that promotes draws less power at a clock, so that the clock is higher under the cap.
+    if assumptions.sustained:
         capped = kept ** (1 - 1 / catalog.kernels()["power_exponent"])
         gain = capped * step_gain(full_clock(gpu, precision) * kept / capped, busy)
     return min(gpu.peak_flops[precision], rates.matmul_flops_per_s.get(precision, large) * gain)
 
 
 def _promoted_share(gpu: Gpu, dtype: str) -> float:
-    """Rate, at a clock, of a matmul in fp8 that may not sum all products in the tensor cores' accumulators, over one
-    that may.
+    """Return the rate of an fp8 matmul that promotes its partial sums, over the rate of one that does not.
 
-    Hopper's keep 14 bits of a sum, so that partial sums are added up in fp32 by other cores; Blackwell's keep all.
+    Both run at the same clock. Hopper's accumulators keep 14 bits of a sum, so that partial sums are added up in fp32
+    by other cores; Blackwell's keep all.
     """
     held = dtype.startswith("f8") and dtype.endswith("_highest") and gpu.compute_capability == (9, 0)
     return catalog.kernels()["fp8_promoted"] if held else 1.0
@@ -219,17 +224,17 @@ def _kind(assumptions: Assumptions) -> str:
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Sustained rate of fused attention: by length and mask, less where there are too few queries to fill the GPU.
+    """Return the sustained rate of fused attention: by length and mask, less with too few queries to fill the GPU.
 
     A backward pass does less well than a forward pass.
     """
     peak = peak_flops(gpu, "bf16")
     if not assumptions.attention:
         return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
-    rate = peak * gpu.achieved["attention"]  # at the full clock
+    rate = peak * gpu.achieved["attention"]
     rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
     way = "backward" if cost.attention_backward else "forward"
-    if way in rates.attention_flops_per_s:  # measured in a long run of nothing else
+    if way in rates.attention_flops_per_s:  # This was measured in a long run of nothing else.
         rate = rates.attention_flops_per_s[way] * attention_gain(gpu, way, 0.0)
     if assumptions.sustained:
         rate *= attention_gain(gpu, way, busy) / attention_gain(gpu, way, 0.0)
@@ -237,7 +242,7 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
 
 
 def attention_gain(gpu: Gpu, way: str, busy: float) -> float:
-    """Rate of attention in a step over that in a long run of nothing else.
+    """Return the rate of attention in a step over that in a long run of nothing else.
 
     Args:
         gpu: where it runs.
@@ -251,7 +256,7 @@ def attention_gain(gpu: Gpu, way: str, busy: float) -> float:
 
 
 def power_share(cost: Cost, gpu: Gpu) -> float:
-    """Power of a kernel's tensor cores over that of a large matmul's at the same clock; 0 without work for them."""
+    """Return the power of a kernel's tensor cores over a large matmul's at the same clock; 0 without work for them."""
     if cost.attention_flops:
         way = "backward" if cost.attention_backward else "forward"
         return catalog.kernels()[f"attention_power_{way}"] * _head_share(cost.attention_head_dim, gpu)
@@ -259,7 +264,7 @@ def power_share(cost: Cost, gpu: Gpu) -> float:
 
 
 def attention_share(cost: Cost, gpu: Gpu) -> float:
-    """Rate of attention of this length and mask over that of a causal pass of its direction at 4k tokens.
+    """Return the rate of attention of this length and mask over that of a causal pass of its direction at 4k tokens.
 
     Blocks of queries are handed to the multiprocessors one by one, and the last of them leave most idle: as if there
     were one more wave (SimuMax's measurements of 4 to 64 heads on an A100 fall that way).
@@ -276,7 +281,7 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
     k = catalog.kernels()
     lengths, chart = _attention_chart(gpu.key, cost.attention_backward, cost.attention_causal)
     length = cost.attention_length
-    if cost.attention_window:  # as a causal pass in which a query sees as many keys in the mean
+    if cost.attention_window:  # It is read as a causal pass in which a query sees as many keys on average.
         length = max(2 * cost.attention_window, round(math.exp(lengths[0])))
     by_length = float(np.interp(math.log(length), lengths, chart))
     if cost.attention_window:
@@ -288,10 +293,10 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
 
 
 def _band_share(window: int, length: int) -> float:
-    """Rate of attention over a sliding window over that of a causal pass over `length` tokens, which the chart has.
+    """Return the rate of attention over a sliding window over that of a causal pass over `length` tokens.
 
-    Kernels compute whole blocks: for a block of queries, the blocks of keys that the mask touches. That is a block more
-    than the window along each of its two edges, halves of which are masked; of a causal mask it has one edge.
+    Kernels compute whole blocks: for a block of queries, the blocks of keys that the mask touches. That is one block
+    more than the window along each of its two edges, half of which is masked; a causal mask has one edge.
     """
     block = catalog.kernels()["attention_queries_per_block"]
     causal = (length / 2) / (length / 2 + block / 2)
@@ -299,7 +304,7 @@ def _band_share(window: int, length: int) -> float:
 
 
 def _head_share(head_dim: int, gpu: Gpu) -> float:
-    """Rate of attention over that with heads of 128, which the charts are of.
+    """Return the rate of attention over that with heads of 128, for which the charts were measured.
 
     A score costs two multiply-adds for each element of a head, and an exponential whatever that is. Larger heads hide
     it; on Ampere and before, whose tensor cores are slower beside it, so do smaller ones.
@@ -312,13 +317,16 @@ def _head_share(head_dim: int, gpu: Gpu) -> float:
 
 @functools.cache
 def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(logarithms of lengths, rates relative to a causal pass at 4k): as measured on the GPU or one of its kind, and
-    beyond the measured lengths, or without any, as in FlashAttention-3's charts of an H100."""
+    """Return (logarithms of lengths, rates relative to a causal pass at 4k).
+
+    Rates are as measured on the GPU or one of its kind; beyond the measured lengths, or without any, they are those of
+    FlashAttention-3's charts of an H100.
+    """
     k = catalog.kernels()
     forward = k["attention_causal_forward"]
     full = k["attention_full_backward" if backward else "attention_full_forward"]
     chart = dict(zip(k["attention_lengths"], forward if causal and not backward else full))
-    if causal and backward:  # a mask costs both passes the same share
+    if causal and backward:  # A mask costs both passes the same share.
         masked = dict(zip(k["attention_lengths"], np.divide(forward, k["attention_full_forward"]).tolist()))
         chart = {length: rate * masked[length] / (chart[4096] * masked[4096]) for length, rate in chart.items()}
     found: dict[str, dict[int, float]] = {"causal": {}, "full": {}}
@@ -335,7 +343,9 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
 
 
 def _turns_fp8(gpu: Gpu) -> bool:
-    """Whether cuBLAS multiplies fp8 only with the inner dim along memory (`cublasLtMatmul`: A transposed, B not).
+    """Return whether cuBLAS multiplies fp8 only with the inner dim along memory.
+
+    `cublasLtMatmul` then wants A transposed and B not.
 
     B200 and its kin take any layout (NVIDIA/TransformerEngine, `nvte_is_non_tn_fp8_gemm_supported`).
     """
@@ -343,7 +353,7 @@ def _turns_fp8(gpu: Gpu) -> bool:
 
 
 def _moved_bytes(cost: Cost) -> float:
-    """Bytes that a kernel moves, as many as would take its time where memory never waits.
+    """Return the bytes that would take a kernel's memory time if memory never waited.
 
     A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
     reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be loaded ahead.
@@ -354,14 +364,13 @@ def _moved_bytes(cost: Cost) -> float:
 
 
 def _handling_s(cost: Cost, gpu: Gpu) -> float:
-    """Seconds in which multiprocessors take what a kernel hands them, however fast memory is.
+    """Return the seconds in which multiprocessors handle a kernel's elements, however fast memory is.
 
-    A look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which are made
-    there; elements of a transposition, through shared memory; those of a sum over columns that writes as
-    many; a sort's steps, tile by
-    tile; blocks of threads to start, which is known of Hopper alone: what fills arrays, or moves narrow elements, or
-    joins unequal arrays; integer arithmetic of random numbers; depthwise convolutions, which cuDNN multiplies one by
-    one.
+    It counts a look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which
+    happen there; elements of a transposition, which pass shared memory, and those of a sum over columns that writes as
+    many; a sort's steps, tile by tile; blocks of threads that start (known on Hopper only: fills, moves of narrow
+    elements, joins of unequal arrays); integer arithmetic of random numbers; and depthwise convolutions, which cuDNN
+    multiplies one by one.
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
@@ -376,12 +385,12 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
 
 def _clocks_s(clocks: float, gpu: Gpu) -> float:
-    """Seconds of so many clocks of one multiprocessor, shared by all."""
+    """Return the seconds of so many clocks of one multiprocessor, shared by all."""
     return clocks / (gpu.sms * gpu.clock_hz) if clocks else 0.0
 
 
 def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
-    """Sustained rate of device memory, reads and writes together."""
+    """Return the sustained rate of device memory, reads and writes together."""
     return min(gpu.memory_bytes_per_s, rates.memory_bytes_per_s or gpu.memory_bytes_per_s * gpu.achieved["memory"])
 
 
@@ -390,9 +399,9 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 
     Args:
         matmul: its shape.
-        gpu: where it runs.
-        precision: as the catalog calls it; one that no rows have is read as bf16.
-        kind: of `large_flops_per_s`.
+        gpu: the GPU that it runs on.
+        precision: as the catalog calls it; one without rows is read as bf16.
+        kind: kind of run, see `large_flops_per_s`.
     """
     if gpu.compute_capability is None or min(matmul.batch, matmul.m, matmul.n, matmul.k) < 1:
         return 1.0
@@ -402,7 +411,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 @functools.lru_cache(maxsize=65536)
 def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
-    if precision == "fp32" and "bf16" in gpu.peak_flops:  # a small shape takes as long as in bf16, or as its FLOP
+    if precision == "fp32" and "bf16" in gpu.peak_flops:  # A small shape takes as long as in bf16, or as its FLOP take.
         faster = large_flops_per_s(gpu, "bf16", kind) / large_flops_per_s(gpu, precision, kind)
         return min(_useful(shape), faster * _shape_share(shape, key, "bf16", kind))
     if _measured_gpu(gpu, precision) is None:
@@ -449,28 +458,27 @@ def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | 
     grids, rates = grids[1:], rates[0]
     least = int(grids[0][0])
     near = (max(m * batch * tiles, least), max(n, least), max(k * slower, least))
-    if near[0] > grids[0][-1] and near[1] < near[0]:  # C and its transpose are the same work
+    if near[0] > grids[0][-1] and near[1] < near[0]:  # C and its transpose are the same work.
         near = (near[1], near[0], near[2])
     found = _log_linear(grids, rates, [min(x, float(grid[-1])) for x, grid in zip(near, grids)]) * ours / theirs
-    if min(m, n, k) < least:  # as OpenXLA's shapes have the step from the nearest one
+    if min(m, n, k) < least:  # The step from the nearest shape is that of OpenXLA's shapes.
         large = (1, max(m * batch, least), max(n, least), max(k, least))
         found *= _xla_share((batch, m, n, k), gpu, precision) / _xla_share(large, gpu, precision)
     return min(_PEAK_SHARE * peak, packed * found)
 
 
 def _tiled(shape: Shape) -> Shape:
-    """The shape that a kernel of whole tiles works on."""
     batch, m, n, k = shape
     return batch, _padded(m, _TILE), _padded(n, _TILE), _padded(k, _INNER)
 
 
 def _useful(shape: Shape) -> float:
-    """Share of the work of its tiles that a shape needs; the rest draws power too."""
+    """Return the share of its tiles' work that a shape needs; the rest draws power, too."""
     return math.prod(shape) / math.prod(_tiled(shape))
 
 
 def step_gain(full: float, busy: float) -> float:
-    """Rate of tensor cores in a step over that in a long run of nothing else, up to that at the full clock.
+    """Return the rate of tensor cores in a step over that in a long run of nothing else, up to that at the full clock.
 
     Args:
         full: rate at the full clock over that of a long run.
@@ -480,7 +488,7 @@ def step_gain(full: float, busy: float) -> float:
 
 
 def full_clock(gpu: Gpu, precision: str) -> float:
-    """Rate of tensor cores at the full clock over that of a long run."""
+    """Return the rate of tensor cores at the full clock over that of a long run."""
     return large_flops_per_s(gpu, precision, "burst") / large_flops_per_s(gpu, precision)
 
 
@@ -489,7 +497,7 @@ def _column(precision: str) -> str:
 
 
 def _measured_gpu(gpu: Gpu, precision: str) -> str | None:
-    """The GPU whose rows of cuBLAS are read for this one; None where none have the precision, and before Ampere."""
+    """Return the GPU whose cuBLAS rows are read for this one; None without any for the precision, and before Ampere."""
     major = (gpu.compute_capability or (0, 0))[0]
     near = {8: "a100_80gb", 9: "h100_sxm"}.get(major, "b200")
     for key in (_STAND_INS.get(gpu.key, gpu.key), near):
@@ -500,7 +508,7 @@ def _measured_gpu(gpu: Gpu, precision: str) -> str | None:
 
 @functools.cache
 def _rows() -> dict[tuple[str, str, str], list[Mapping[str, str]]]:
-    """The rows of matmuls.csv by GPU, precision and library."""
+    """Return the rows of matmuls.csv by GPU, precision and library."""
     rows: dict[tuple[str, str, str], list[Mapping[str, str]]] = {}
     for row in catalog.measured_table("matmuls.csv"):
         rows.setdefault((row["gpu"], row["precision"], row["library"].partition(" ")[0]), []).append(row)
@@ -509,10 +517,10 @@ def _rows() -> dict[tuple[str, str, str], list[Mapping[str, str]]]:
 
 @functools.cache
 def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """(grid of each dim, rates [batch, m, n, k] in FLOP/s, of XLA relative); a gap has the next smaller shape's rate.
+    """Return (grid of each dim, rates [batch, m, n, k] in FLOP/s; XLA's are relative).
 
-    A large shape that takes 10 ms or more is what the cap is made of (benchmarks/kernel_rates), so its burst is not
-    known, and is at least the cap.
+    A gap has the rate of the next smaller shape. A large shape that takes 10 ms or more was measured under the power
+    cap (benchmarks/kernel_rates), so its burst is unknown, and is at least the cap.
     """
     rows, unit = _rows()[key, precision, library], 1e12 if library == "cuBLAS" else 1.0
     depths = [name for name in rows[0] if name.isdigit() and any(row[name] for row in rows)]
@@ -535,7 +543,7 @@ def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ..
 
 
 def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
-    """The share of a shape by OpenXLA's rates, as if it ran on the GPU of the same generation that they are of."""
+    """Return the share of a shape by OpenXLA's rates of a GPU of the same generation."""
     measured = catalog.gpu("b200" if (gpu.compute_capability or (0, 0)) >= (10, 0) else "h100_sxm")
     theirs, ours = (
         g.peak_flops.get(precision, g.peak_flops["fp32"]) * g.achieved["matmul"] / g.sms for g in (measured, gpu)
@@ -545,9 +553,9 @@ def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
     batch, k = batch * measured.sms / gpu.sms, k * (theirs / ours)
     most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
     batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
-    while batch > most_batch and min(m, n) < most_m:  # more small products fill the GPU as fewer larger ones do
+    while batch > most_batch and min(m, n) < most_m:  # More small products fill the GPU as fewer larger ones do.
         batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
-    below = 1.0  # dims below the rows fill a part of the smallest tile that was measured
+    below = 1.0  # Dims below the rows fill a part of the smallest tile that was measured.
     for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
         below *= min(1.0, size / float(grid[0]))
     point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]
@@ -556,14 +564,14 @@ def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
 
 
 def _padded(size: int, tile: int) -> int:
-    """The next multiple of a tile; powers of two below it have kernels of their own."""
+    """Return the next multiple of a tile; powers of two below it have kernels of their own."""
     if size <= tile:
         return 1 << (size - 1).bit_length()
     return -(-size // tile) * tile
 
 
 def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[float]) -> float:
-    """The table between its grid points: linear in the logarithms of dims and rates."""
+    """Return the table between its grid points: linear in the logarithms of dims and rates."""
     values = np.log(table)
     for grid, x in zip(grids, point):
         position = float(np.interp(math.log(x), np.log(grid), np.arange(len(grid))))

@@ -1,10 +1,10 @@
-"""What of a GPU's memory a compiled step takes that its compiler does not count.
+"""Estimate the memory that a run needs on each GPU beyond XLA's own memory plan (NCCL, CUDA, fragmentation).
 
     inside the pool    arguments + outputs + temporaries (the compiler's peak) + cuDNN's workspace + fragmentation
     outside            CUDA context + NCCL's buffers
 
-The pool is `memory_fraction` of the memory, taken by the client as one piece; what is outside must find place in the
-rest. The compiler sees the first part alone. The numbers behind the others, with their sources: catalog.toml,
+The client takes the pool as one piece: `memory_fraction` of the GPU's memory. Everything outside must fit into the
+rest. The compiler only sees the first line's program. The numbers behind the others, with sources, are in catalog.toml,
 [reserved].
 """
 
@@ -28,31 +28,36 @@ _POINT_TO_POINT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 class Reserved:
     """Bytes on one GPU that no compiler counts."""
 
-    context: int  # CUDA's, with the kernels it has loaded
-    nccl: int  # buffers of its communicators
-    communicators: int  # how many there are
-    cudnn_workspace: int  # of the largest fused attention
-    fragmentation: int  # that the client's allocator may leave unused next to the program's largest block
+    context: int
+    """CUDA's context, with the kernels that it has loaded."""
+    nccl: int
+    """Buffers of NCCL's communicators."""
+    communicators: int
+    """Number of communicators."""
+    cudnn_workspace: int
+    """Workspace of the largest fused attention."""
+    fragmentation: int
+    """Bytes that the client's allocator may leave unused next to the program's largest block."""
 
     @property
     def inside_pool(self) -> int:
-        """What the client's own allocator must find."""
+        """Bytes that the client's own allocator must find."""
         return self.cudnn_workspace + self.fragmentation
 
     @property
     def outside_pool(self) -> int:
-        """What must find place outside the pool."""
+        """Bytes that must fit outside the pool."""
         return self.context + self.nccl
 
 
 def reserved_memory(module: Module, schedule: Schedule, cluster: Cluster, temporary_bytes: int) -> Reserved:
-    """What a compiled module takes that its compiler does not count; `temporary_bytes` is its largest block.
+    """Return the bytes that a run needs beyond XLA's own memory plan.
 
     Args:
         module: scheduled HLO as the runtime's object; its attention calls need a workspace.
-        schedule: of the same program; its collectives need communicators.
-        cluster: whether NVSwitch reduces, which takes buffers too.
-        temporary_bytes: of the compiler's memory analysis, on one GPU.
+        schedule: schedule of the same program; its collectives need communicators.
+        cluster: tells whether NVSwitch reduces, which takes buffers too.
+        temporary_bytes: the program's largest block on one GPU, by the compiler's memory analysis.
     """
     numbers = reserved()
     used = [i.collective for instructions in schedule.computations.values() for i in instructions if i.collective]
@@ -67,15 +72,15 @@ def reserved_memory(module: Module, schedule: Schedule, cluster: Cluster, tempor
 
 
 def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
-    """Buffers on one GPU of the communicator that these collectives share.
+    """Return the bytes of buffers on one GPU of the communicator that these collectives share.
 
     Each connection has a buffer at its receiving end for every protocol, and a small one at the sending end. A ring has
     one connection a channel; the trees of an all-reduce add two; all-to-all and permutes have some to every peer, and
     across domains one shared pool; where the switch reduces, its buffers come on top (16 channels x 2 x 1 MiB a rank).
 
     Args:
-        members: one or more, of the same groups; which kinds of collective they are decides what connects.
-        cluster: says whether the switch reduces: NVSwitch, from NVLink 4 on.
+        members: one or more collectives of the same groups; their kinds decide which connections exist.
+        cluster: tells whether the switch reduces: NVSwitch, from NVLink 4 on.
     """
     numbers = reserved()
     members = list(members)
@@ -102,7 +107,7 @@ def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
 
 
 def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
-    """Collectives by the communicator that they share: one for each way to group the GPUs."""
+    """Return the collectives by communicator: one for each way to group the GPUs."""
     groups: dict[tuple, list[Collective]] = {}
     for c in used:
         if c.group_size > 1:
@@ -111,7 +116,7 @@ def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def _cudnn_workspace(module: Module) -> int:
-    """The largest workspace of a fused attention's backward pass, the only one that has a large one."""
+    """Return the bytes of the largest cuDNN workspace; only a fused attention's backward pass needs a large one."""
     found = [
         cudnn_workspace_bytes(*i.shape.parts[:2])
         for i in module.instructions.values()
@@ -121,14 +126,14 @@ def _cudnn_workspace(module: Module) -> int:
 
 
 def cudnn_workspace_bytes(queries: Shape, keys: Shape) -> int:
-    """Workspace of a fused attention's backward pass, by the shapes of dQ and dK: batch, heads, length, size of a head.
+    """Return the workspace of a fused attention's backward pass, by the shapes of dQ and dK.
 
-    The gradient of the queries and a number of each of their rows in fp32; where query heads share keys, dK and dV of
-    every query head.
+    It holds the gradient of the queries and one number for each of their rows in fp32; where query heads share keys,
+    also dK and dV of every query head.
 
     Args:
-        queries: of dQ, [batch, heads, length, head size].
-        keys: of dK, alike; its heads divide those of the queries.
+        queries: shape of dQ, [batch, heads, length, head size].
+        keys: shape of dK, alike; its heads divide those of the queries.
     """
     numbers = reserved()
     batch, heads, length, head_dim = queries.dims

@@ -1,7 +1,7 @@
-"""Seconds of one collective on one cluster: from a calibration, or from NCCL's algorithms in closed form.
+"""Predict the seconds of one collective on a cluster, from a calibration or from NCCL's algorithms in closed form.
 
-NCCL's tuner chooses an algorithm and a protocol by its own constants (nccl.py); what that choice costs is the closed
-form of algorithms.py over its links. The numbers are in nccl.toml, those that are fitted in one table.
+NCCL's tuner chooses an algorithm and a protocol by its own constants (nccl.py), and algorithms.py has the closed form
+of the chosen one's cost over its links. The numbers are in nccl.toml, the fitted ones in one table.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from meshkit.predict.nccl import (
     FABRICS,
     PROTOCOLS,
     RING_TURNS,
-    Wires,
+    Links,
     busy_share,
-    by_hand,
     constants_of,
+    find_links,
+    model_constant,
     with_constants,
 )
 
@@ -31,7 +32,7 @@ _LAUNCHES = ("nccl-tests", "xla", "grouped")
 
 
 class How(TypedDict, total=False):
-    """How a collective is run, where it is not as NCCL and XLA do by themselves."""
+    """Options of a collective, where NCCL and XLA would choose otherwise by themselves."""
 
     nvls: bool
     algorithm: str | None
@@ -44,7 +45,7 @@ class How(TypedDict, total=False):
 
 
 def _check(how: How, domains: int) -> None:
-    """Refuses words that the model has not."""
+    """Raise an error for options that the model does not know."""
     for name in how.keys() - How.__annotations__.keys():
         raise TypeError(f"collective_time_s() got an unexpected keyword argument '{name}'")
     algorithm, fabric, racks = how.get("algorithm"), how.get("fabric"), how.get("racks")
@@ -57,9 +58,9 @@ def _check(how: How, domains: int) -> None:
     if fabric not in (None, *FABRICS):
         raise ConfigError(f"unknown fabric '{fabric}'.", hint=", ".join(FABRICS))
     if (slices := how.get("slices", 0)) < 0:
-        raise ConfigError(f"a ragged all-to-all of {slices} slices makes no sense.", hint="1 or more")
+        raise ConfigError(f"a ragged all-to-all of {slices} slices is not possible.", hint="1 or more")
     if racks is not None and not 1 <= racks <= domains:
-        raise ConfigError(f"{domains} domains cannot lie under {racks} racks.", hint=f"1 to {domains}")
+        raise ConfigError(f"{domains} domains cannot be under {racks} racks.", hint=f"1 to {domains}")
 
 
 def collective_time_s(
@@ -72,7 +73,7 @@ def collective_time_s(
     concurrent_groups: int | None = None,
     **how: Unpack[How],
 ) -> float:
-    """Seconds of one collective, from the last arrival of a member to the end.
+    """Return the seconds of one collective, from the last arrival of a member to the end.
 
     Args:
         collective: HLO opcode, without `-start`.
@@ -99,8 +100,8 @@ def collective_time_s(
             blocks for.
 
     Raises:
-        ConfigError: an unknown collective, a group that makes no sense, an algorithm that cannot run it, or a
-            calibration that cannot be read.
+        ConfigError: the collective is unknown, the group is not possible, the algorithm cannot run it, or a calibration
+            cannot be read.
     """
     group = (gpus_per_domain, domains, concurrent_groups)
     return collective_price(collective, payload_bytes, group, cluster, how).seconds
@@ -108,19 +109,23 @@ def collective_time_s(
 
 @dataclass(frozen=True)
 class Price:
-    """What one collective takes of a GPU when it is alone."""
+    """The time that one collective takes when it runs alone."""
 
     seconds: float
-    inside_s: float = 0.0  # of which the link inside a domain is busy
-    outside_s: float = 0.0  # and the GPU's way out of it
-    wire_s: float = 0.0  # during which it sends, no less than either; the rest is latency
-    channels: int | None = None  # blocks of its kernel; None: not known
+    inside_s: float = 0.0
+    """Seconds of them for which the link inside a domain is busy."""
+    outside_s: float = 0.0
+    """Seconds for which the GPU's way out of the domain is busy."""
+    wire_s: float = 0.0
+    """Seconds for which it sends, no less than either; the rest is latency."""
+    channels: int | None = None
+    """Blocks of its kernel; None if unknown."""
 
 
 def collective_price(
     collective: str, payload_bytes: float, group: tuple[int, int, int | None], cluster: Cluster, how: How
 ) -> Price:
-    """What one collective takes, as `collective_time_s` has it; `group`: GPUs per domain, domains, such groups.
+    """Return the price of one collective, as `collective_time_s` describes it.
 
     Args:
         collective: HLO opcode, without `-start`.
@@ -129,7 +134,7 @@ def collective_price(
             GPU is in one).
         cluster: its links and, if it names one, its calibration. A fit of that, where one applies, gives the
             seconds, and the model the parts of them.
-        how: as the keywords of `collective_time_s`; {} for what NCCL and XLA do by themselves.
+        how: options as the keywords of `collective_time_s`; {} for what NCCL and XLA do by themselves.
 
     Returns:
         Seconds alone, launch included where XLA launches it; 0 for a group of one GPU.
@@ -146,10 +151,10 @@ def collective_price(
         raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(RING_TURNS)))
     if not 0 <= payload_bytes < float("inf") or gpus_per_domain < 1 or domains < 1:
         raise ConfigError(
-            f"a {collective} of {payload_bytes} bytes over {domains} domains x {gpus_per_domain} GPUs makes no sense."
+            f"a {collective} of {payload_bytes} bytes over {domains} domains x {gpus_per_domain} GPUs is not possible."
         )
     if concurrent_groups is not None and concurrent_groups < 1:
-        raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
+        raise ConfigError(f"{concurrent_groups} concurrent groups are not possible.", hint="1 or more")
     if gpus_per_domain * domains == 1:
         return Price(0.0)
     measured = None
@@ -157,28 +162,28 @@ def collective_price(
     if known is not None and known.network is None and algorithm is None:
         sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
         measured = _calibrated_s(known, collective, payload_bytes * sharing, gpus_per_domain, domains)
-    wires = _wires(cluster, group, how, known.network if known else None)
+    links = _find_links(cluster, group, how, known.network if known else None)
     if fitted:
-        wires = with_constants(wires, constants_of(wires.generation, fitted))
+        links = with_constants(links, constants_of(links.generation, fitted))
     if algorithm is None:
-        found = fastest(collective, payload_bytes, wires)
-    elif (found := forced(collective, algorithm, payload_bytes, wires)) is None:
+        found = fastest(collective, payload_bytes, links)
+    elif (found := forced(collective, algorithm, payload_bytes, links)) is None:
         where = "inside a domain" if domains == 1 else "between domains"
-        raise ConfigError(f"algorithm not in the model: {algorithm} of {collective} {where}.")
+        raise ConfigError(f"the model has no {algorithm} for {collective} {where}.")
     launch = how.get("launch", "xla")
-    launch_s = by_hand("xla_launch_s") if launch == "xla" else 0.0
-    if launch == "grouped" and found.name != "copy engine":  # which has no kernel to share
-        launch_s = -wires.fitted["kernel_s"]
+    launch_s = model_constant("xla_launch_s") if launch == "xla" else 0.0
+    if launch == "grouped" and found.name != "copy engine":  # A copy engine has no kernel to share.
+        launch_s = -links.fitted["kernel_s"]
     wire_s = found.wire_s
     seconds = max(wire_s, launch_s + found.time_s)
-    # A calibration says how long; how much of it is the wire is the model's.
+    # A calibration gives the seconds, and the model the share of them on the wire.
     part = measured / seconds if measured is not None else 1.0
-    channels = channels_of(found.name, collective, payload_bytes, wires)
+    channels = channels_of(found.name, collective, payload_bytes, links)
     return Price(seconds * part, found.inside_s * part, found.outside_s * part, wire_s * part, channels)
 
 
 def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | None:
-    """Seconds to write a checkpoint: state_bytes / min(storage, the GPUs' paths to it).
+    """Return the seconds to write a checkpoint: state_bytes / min(storage, the GPUs' paths to it).
 
     Args:
         state_bytes: parameters and optimizer state over all GPUs, replicas counted once.
@@ -192,32 +197,33 @@ def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | No
     return None if rate is None or state_bytes is None else state_bytes / rate
 
 
-# Neither has a hash, as both hold mappings; their identities, with the objects kept alive with the value, serve as one.
-_known_wires: dict[tuple, tuple[Cluster, calibration.NetworkConstants | None, Wires]] = {}
+# Clusters and calibrations hold mappings and have no hash. Their identities serve as keys, and the values keep them
+# alive.
+_known_links: dict[tuple, tuple[Cluster, calibration.NetworkConstants | None, Links]] = {}
 _MOST_KNOWN = 1024
 
 
-def _wires(
+def _find_links(
     cluster: Cluster, group: tuple[int, int, int | None], how: How, own: calibration.NetworkConstants | None
-) -> Wires:
-    """`Wires.of`, with the constants that `meshkit bench` found, made once for each cluster and shape of group.
+) -> Links:
+    """Return `find_links` with the constants that `meshkit bench` found, cached by cluster and shape of group.
 
     Raises:
-        ConfigError: the calibration has a constant that the model has not.
+        ConfigError: the calibration has a constant that the model does not know.
     """
     nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
     slices = how.get("slices", 0)
     key = (id(cluster), id(own), group, nvls, fabric, nccl, slices)
-    if known := _known_wires.get(key):
+    if known := _known_links.get(key):
         return known[2]
-    if len(_known_wires) >= _MOST_KNOWN:
-        _known_wires.clear()
+    if len(_known_links) >= _MOST_KNOWN:
+        _known_links.clear()
     g, k, concurrent_groups = group
     more = {"nvls": nvls, "fabric": fabric, "nccl": nccl, "slices": slices}
-    made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, **more)
+    made = find_links(cluster, g, k, concurrent_groups=concurrent_groups, **more)
     if own is not None:
         made = with_constants(made, _own_constants(own, made.generation))
-    _known_wires[key] = cluster, own, made
+    _known_links[key] = cluster, own, made
     return made
 
 
@@ -225,17 +231,17 @@ _known_constants: dict[tuple[int, str], tuple[calibration.NetworkConstants, Mapp
 
 
 def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mapping[str, float]:
-    """The constants of a calibration for a generation, made once.
+    """Return the constants of a calibration for a generation of NVLink, cached.
 
     Raises:
-        ConfigError: it has a constant that the model has not.
+        ConfigError: the calibration has a constant that the model does not know.
     """
     key = id(own), generation
     if key not in _known_constants:
         made = constants_of(generation, own.constants)
         names = constants_of(generation, {})
         if other := own.constants.keys() - names.keys():
-            message = f"network.constants has '{min(other)}', which is no constant of the network model."
+            message = f"network.constants has '{min(other)}', which is not a constant of the network model."
             raise ConfigError(message, hint=did_you_mean(min(other), sorted(names)))
         if len(_known_constants) >= _MOST_KNOWN:
             _known_constants.clear()
@@ -244,10 +250,10 @@ def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mappin
 
 
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:
-    """Seconds by a fit of `meshkit bench`; None where it measured nothing alike.
+    """Return the seconds by a fit of `meshkit bench`; None where it measured nothing comparable.
 
-    Latency grows with the steps of a ring: of this group, over those of the group that was measured. Nothing that is
-    measured is like a ragged all-to-all, which XLA runs.
+    Latency grows with the steps of a ring: those of this group over those of the measured group. A ragged all-to-all,
+    which XLA runs, compares with nothing that was measured.
     """
     fit = known.find("infiniband" if k > 1 else "nvlink", collective, g, k)
     if fit is None:
@@ -258,10 +264,10 @@ def _calibrated_s(known: calibration.Calibration, collective: str, payload: floa
 
 
 def infiniband_share(c: Collective) -> float:
-    """Share of the wire bytes that leave the NVLink domain.
+    """Return the share of the wire bytes that leave the NVLink domain.
 
-    A ring with g GPUs per domain leaves it on one of every g hops: 1 / g. An all-to-all has no ring: of the n - 1 peers
-    of a GPU, n - g are in other domains.
+    A ring with g GPUs per domain leaves the domain on one of every g hops: 1 / g. An all-to-all has no ring: of the n -
+    1 peers of a GPU, n - g are in other domains.
     """
     if c.link != "infiniband" or c.group_size < 2:
         return 0.0
@@ -271,10 +277,10 @@ def infiniband_share(c: Collective) -> float:
 
 
 def peak_bus_bandwidth_bytes_per_s(c: Collective, cluster: Cluster | None) -> float | None:
-    """The bus bandwidth at which the links that a collective crosses carry their peak rate; None where unknown.
+    """Return the bus bandwidth at which a collective's links carry their peak rate; None where unknown.
 
-    Of the wire bytes of a GPU a share crosses InfiniBand (see `infiniband_share`), so that link is full at its rate
-    divided by the share. What stays inside a domain is bounded by NVLink.
+    A share of a GPU's wire bytes crosses InfiniBand (see `infiniband_share`), so that this link is full at its rate
+    divided by the share. NVLink bounds the traffic inside a domain.
 
     Args:
         c: its link, group size and GPUs per domain count.

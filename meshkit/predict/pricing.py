@@ -1,14 +1,15 @@
-"""Prices of a program's instructions, and what collectives in flight leave of the GPU and of each other's links.
+"""Price a program's instructions, and share the GPU and the links among kernels and collectives in flight.
 
 NCCL's kernels hold multiprocessors until they are done, and every byte that arrives passes device memory several times.
 A kernel loses the multiprocessors that the collective holds, as an H100 with cuBLAS 13.1 did beside blocks that stream
 memory, or what was measured on the GPU itself (catalog, `contended`: A100). Kernels that deal out their tiles to one
 block per multiprocessor beforehand lose up to half: a plan does not know which ones do.
+block per multiprocessor beforehand lose up to half: a plan does not know which ones do.
 
-Each stream runs its collectives in order (`InFlight`). One first waits for its latency, which it shares with nobody,
-and then sends: it takes a share of the link inside a domain and of the GPU's way out of it. Where several ask for more
-of a link than there is, all that use it get as much as each other, as long as they want it (max-min fairness), and none
-is served beyond its own rate. So two on one link take the sum of their times on the wire, two on different links the
+Each stream runs its collectives in order (`InFlight`). A collective first waits for its latency, which it shares with
+nobody, and then sends: it takes a share of the link inside a domain and of the GPU's way out of it. Where several ask
+for more of a link than there is, all users of the link get the same share, as long as they want it (max-min fairness),
+and none exceeds its own rate. So two on one link take the sum of their wire times, and two on different links take the
 longer of the two.
 """
 
@@ -26,30 +27,31 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import CHOSEN, COPIED, ragged_copy_s, wire_factor
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s, power_share
-from meshkit.predict.nccl import by_hand
+from meshkit.predict.nccl import model_constant
 from meshkit.predict.network import How, Price, collective_price
 from meshkit.predict.ways import RAGGED, Way
 
-# Of a byte that a copy engine moves: read where it lies, written where it goes. NCCL's kernels have a buffer between.
+# A copy engine reads a byte and writes it. NCCL's kernels have a buffer between.
 _COPY_PASSES = 2
-_FAIR = 0.5  # of memory's bandwidth: what neither a kernel nor the collectives beside it are kept below
+_FAIR = 0.5
 
 
 def arithmetic_left(gpu: Gpu, channels: int | None) -> float:
-    """Return the share of its arithmetic rate that a collective leaves to a kernel: as measured on the GPU, else that
-    of the other multiprocessors.
+    """Return the share of its arithmetic rate that a collective leaves to a kernel.
+
+    It is the measured share of the GPU if there is one, else the share of the other multiprocessors.
 
     Args:
-        gpu: that both run on.
-        channels: of the collective; None: not known.
+        gpu: the GPU that both run on.
+        channels: channels of the collective; None if unknown.
     """
     if channels == 0:
-        return by_hand("beside_copies")
-    return gpu.achieved.get("contended") or max(by_hand("least_left"), 1.0 - (channels or 0) / gpu.sms)
+        return model_constant("beside_copies")
+    return gpu.achieved.get("contended") or max(model_constant("least_left"), 1.0 - (channels or 0) / gpu.sms)
 
 
 def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float) -> Load:
-    """Return what a collective leaves of a GPU whose memory sustains `memory_bytes_per_s`."""
+    """Return the load of a collective on a GPU whose memory sustains `memory_bytes_per_s`."""
     if price.seconds <= 0.0 or not gpu.compute_capability:
         return NO_LOAD
     wire = c.payload_bytes * wire_factor(c.collective, c.group_size)
@@ -59,13 +61,14 @@ def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float) ->
 
 
 class Pricer:
-    """Prices of the instructions of one program on one cluster.
+    """Prices the instructions of one program on one cluster.
+
 
     Args:
         cluster: GPUs and links.
-        assumptions: what to take into account.
-        seconds: durations that are known, of a kernel alone, a collective or a copy; None prices by model.
-        gpus: of the whole job; default the cluster's.
+        assumptions: effects to take into account.
+        seconds: known durations of a kernel alone, a collective or a copy; None prices by model.
+        gpus: GPUs of the whole job; default the cluster's.
         busy: share of the step's time in which tensor cores work, see `kernels.step_gain`.
 
     Raises:
@@ -90,7 +93,7 @@ class Pricer:
         self._collectives: dict[tuple, Transfer] = {}
 
     def work(self, i: Instruction) -> KernelWork:
-        """What a kernel, or a copy on the device or to the host, needs of the GPU."""
+        """Return the work of a kernel, or of a copy on the device or to the host."""
         if self._seconds is not None:
             known = self._seconds(i)
             bound_by_arithmetic = i.cost is not None and i.cost.multiplies
@@ -108,11 +111,11 @@ class Pricer:
         return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
 
     def power_share(self, i: Instruction) -> float:
-        """Power of a kernel's tensor cores over that of a large matmul's at the same clock."""
+        """Return the power of a kernel's tensor cores over that of a large matmul's at the same clock."""
         return power_share(i.cost, self._cluster.gpu) if i.cost else 0.0
 
     def transfer(self, i: Instruction) -> Transfer:
-        """What a collective needs, from the last arrival of a member to the end, and leaves to the GPU's kernels."""
+        """Return a collective's time from the last member's arrival to its end, and its load on the GPU."""
         c = i.collective
         assert c is not None
         crosses = c.group_size > c.gpus_per_domain
@@ -149,24 +152,23 @@ class Pricer:
         return self._collectives[key]
 
     def ragged_price(self, c: Collective, way: Way) -> Price:
-        """What a ragged all-to-all takes on a way: of the GPU that receives most, up to what its buffer holds."""
+        """Return the price of a ragged all-to-all on the GPU that receives most, up to the size of its buffer."""
         payload = c.payload_bytes
         if c.group_size == 1:
             memory = memory_bytes_per_s(self._cluster.gpu, self._rates)
-            seconds = by_hand("xla_launch_s") + ragged_copy_s(payload, c.slices, self._cluster.gpu.sms, memory)
+            seconds = model_constant("xla_launch_s") + ragged_copy_s(payload, c.slices, self._cluster.gpu.sms, memory)
             return Price(seconds, wire_s=seconds)
-        if c.axes_complete:  # a part of one, which XLA took apart, has its whole buffer for payload
+        if c.axes_complete:  # A part that XLA split off has its whole buffer as payload.
             payload *= min(self._assumptions.imbalance, c.room)
         group = (c.gpus_per_domain, c.group_size // c.gpus_per_domain, None)
         how: How = {"launch": "xla", "algorithm": way.price, "slices": c.slices}
         return collective_price(c.collective, payload, group, self._cluster, how)
 
     def collective_s(self, i: Instruction) -> float:
-        """Seconds of a collective that is alone."""
+        """Return the seconds of a collective that runs alone."""
         return self.transfer(i).seconds
 
     def _transfer(self, c: Collective, price: Price) -> Transfer:
-        """A price with what the collective leaves to the kernels of its GPU."""
         if not self._assumptions.contention:
             return Transfer(**vars(price))
         gpu = self._cluster.gpu
@@ -174,24 +176,25 @@ class Pricer:
 
 
 def host_bytes_per_s(cluster: Cluster) -> float:
-    """Sustained rate between one GPU and its host's memory."""
+    """Return the sustained rate between one GPU and its host's memory."""
     link = cluster.offload_link()
     return link.bytes_per_s * link.achieved
 
 
 @dataclass(frozen=True)
 class Load:
-    """Shares that a collective in flight at its own rate leaves to a kernel: of arithmetic, and of memory bandwidth."""
+    """Shares that a collective at its own rate leaves to a kernel: of arithmetic, and of memory bandwidth."""
 
     arithmetic: float = 1.0
     memory: float = 1.0
-    adds: bool = True  # whether another collective takes as much again of the arithmetic; what was measured counts once
+    adds: bool = True
+    """Whether another collective takes as much arithmetic again; a measured share counts once."""
 
-    def beside(self, work: KernelWork) -> tuple[float, float]:
-        """Seconds of the kernel during the collective over its seconds alone, and the collective's rate over its own.
+    def slowdowns(self, work: KernelWork) -> tuple[float, float]:
+        """Return the kernel's seconds during the collective over its seconds alone, and the collective's relative rate.
 
-        Memory serves both as they ask while there is enough; else nobody is kept below half of it. So a kernel that
-        memory bounds has what the collective leaves, and one that asks for more than half is slowed by the kernel.
+        Memory serves both as they ask while there is enough; otherwise neither gets less than half of it. So a kernel
+        that memory bounds gets what the collective leaves, and one that asks for more than half slows the collective.
         """
         if work.alone_s <= 0.0:
             return 1.0, 1.0
@@ -204,19 +207,19 @@ class Load:
 NO_LOAD = Load()
 
 
-def together(loads: Sequence[tuple[Load, float]]) -> Load:
-    """What several collectives at once leave, each at a share of its own speed: bytes fall with it, blocks do not."""
+def combined_load(loads: Sequence[tuple[Load, float]]) -> Load:
+    """Return the load of several collectives; each has a share of its speed, which lowers its bytes only."""
     if not loads:
         return NO_LOAD
     held = sum(1.0 - load.arithmetic for load, _ in loads if load.adds)
     once = min((load.arithmetic for load, _ in loads if not load.adds), default=1.0)
     moved = sum((1.0 - load.memory) * speed for load, speed in loads)
-    return Load(max(by_hand("least_left"), min(once, 1.0 - held)), 1.0 - moved)
+    return Load(max(model_constant("least_left"), min(once, 1.0 - held)), 1.0 - moved)
 
 
 @dataclass(frozen=True)
 class Transfer(Price):
-    """What one collective needs when it is alone, and leaves to kernels."""
+    """The price of one collective that runs alone, and its load on the GPU."""
 
     load: Load = NO_LOAD
 
@@ -227,13 +230,13 @@ class Transfer(Price):
 
 
 class Flow:
-    """A collective on its way."""
+    """A collective in flight."""
 
     def __init__(self, transfer: Transfer, stream: int | None, label: int):
         self.stream, self.label, self.uses, self.load = stream, label, transfer.uses, transfer.load
-        self.wire_s = min(transfer.wire_s, transfer.seconds)  # what is left of it, were it alone
+        self.wire_s = min(transfer.wire_s, transfer.seconds)  # The wire time that is left, were it alone.
         self.latency_s = transfer.seconds - self.wire_s
-        self.start: float | None = None  # when it began, and ended
+        self.start: float | None = None
         self.end: float | None = None
 
 
@@ -241,16 +244,16 @@ class InFlight:
     """All collectives of one GPU, from time 0.
 
     Args:
-        landed: told (start_s, end_s, label) of each collective that ends.
+        on_end: receives (start_s, end_s, label) of each collective that ends.
     """
 
-    def __init__(self, landed: Callable[[float, float, int], None]):
-        self._now, self._landed = 0.0, landed
-        self._flying: list[Flow] = []
+    def __init__(self, on_end: Callable[[float, float, int], None]):
+        self._now, self._on_end = 0.0, on_end
+        self._active: list[Flow] = []
         self._queues: defaultdict[int, deque[Flow]] = defaultdict(deque)
 
     def start(self, transfer: Transfer, label: int, at: float, stream: int | None = None) -> Flow:
-        """A collective behind the others of its stream; None: of the stream that computes, which it holds up."""
+        """Queue a collective behind the others of its stream; with None it runs on the compute stream and blocks it."""
         self.advance(at)
         flow = Flow(transfer, stream, label)
         if stream is not None:
@@ -260,45 +263,45 @@ class InFlight:
         return flow
 
     def advance(self, to: float) -> None:
-        """Lets time pass."""
-        while self._flying and self._now < to:
+        """Let time pass until `to`."""
+        while self._active and self._now < to:
             self._pass(to, self._speeds())
         self._now = max(self._now, to)
 
     def begun(self, flow: Flow) -> float:
-        """When a collective begins, if nothing else starts before."""
+        """Return when a collective begins, if nothing else starts before."""
         while flow.start is None:
             self._pass(math.inf, self._speeds())
         return flow.start
 
     def finished(self, flow: Flow) -> float:
-        """When a collective ends, if nothing else starts before."""
+        """Return when a collective ends, if nothing else starts before."""
         while flow.end is None:
             self._pass(math.inf, self._speeds())
         return flow.end
 
     def drained(self) -> float:
-        """When all that is in flight has ended."""
-        while self._flying:
+        """Return when everything in flight has ended."""
+        while self._active:
             self._pass(math.inf, self._speeds())
         return self._now
 
     def busy(self, at: float) -> bool:
-        """Whether anything is in flight then."""
+        """Return whether anything is in flight at a time."""
         self.advance(at)
-        return bool(self._flying)
+        return bool(self._active)
 
-    def run(self, work: KernelWork, start: float) -> float:
-        """When a kernel that starts now is done, slowed by what is in flight.
+    def run_kernel(self, work: KernelWork, start: float) -> float:
+        """Return when a kernel ends that starts now, slowed by what is in flight.
 
-        What is in flight is known: a collective that the schedule starts later waits for this kernel.
+        No other collective can join: one that the schedule starts later waits for this kernel.
         """
         self.advance(start)
         now, left = start, 1.0
-        while self._flying:
+        while self._active:
             speeds = self._speeds()
-            load = together([(f.load, speed) for f, speed in zip(self._flying, speeds, strict=True)])
-            slowdown, share = load.beside(work)
+            load = combined_load([(f.load, speed) for f, speed in zip(self._active, speeds, strict=True)])
+            slowdown, share = load.slowdowns(work)
             seconds, speeds = work.alone_s * slowdown, [speed * share for speed in speeds]
             if seconds * left <= self._next_s(speeds):
                 end = now + seconds * left
@@ -314,16 +317,16 @@ class InFlight:
 
     def _begin(self, flow: Flow) -> None:
         flow.start = self._now
-        self._flying.append(flow)
+        self._active.append(flow)
         if not flow.latency_s and not flow.wire_s:
             self._end(flow)
 
     def _end(self, flow: Flow) -> None:
-        """Records it, and lets the next of its stream begin."""
+        """Record the end of a collective and begin the next one of its stream."""
         assert flow.start is not None
-        self._flying.remove(flow)
+        self._active.remove(flow)
         flow.end = self._now
-        self._landed(flow.start, flow.end, flow.label)
+        self._on_end(flow.start, flow.end, flow.label)
         if flow.stream is not None:
             queue = self._queues[flow.stream]
             queue.popleft()
@@ -331,33 +334,33 @@ class InFlight:
                 self._begin(queue[0])
 
     def _speeds(self) -> list[float]:
-        """Of each that flies, over its own when alone."""
-        if len(self._flying) == 1:
+        """Return the speed of each collective in flight over its speed when alone."""
+        if len(self._active) == 1:
             return [1.0]
-        speeds, free, level = [1.0] * len(self._flying), [1.0, 1.0], 0.0
-        growing = [n for n, flow in enumerate(self._flying) if not flow.latency_s]
+        speeds, free, level = [1.0] * len(self._active), [1.0, 1.0], 0.0
+        growing = [n for n, flow in enumerate(self._active) if not flow.latency_s]
         while growing:
-            wanted = [sum(self._flying[n].uses[link] for n in growing) for link in (0, 1)]
+            wanted = [sum(self._active[n].uses[link] for n in growing) for link in (0, 1)]
             full, tight = min(((free[link] / wanted[link], link) for link in (0, 1) if wanted[link]), default=(1.0, 0))
             if full >= 1.0:
                 break
-            level = max(level, full)  # which falls by rounding alone
-            for n in [n for n in growing if self._flying[n].uses[tight]]:
+            level = max(level, full)  # `full` falls by rounding alone.
+            for n in [n for n in growing if self._active[n].uses[tight]]:
                 speeds[n] = level
-                free = [f - u * level for f, u in zip(free, self._flying[n].uses)]
+                free = [f - u * level for f, u in zip(free, self._active[n].uses)]
                 growing.remove(n)
         return speeds
 
     def _next_s(self, speeds: Sequence[float]) -> float:
-        """Seconds until the first of them has waited, or sent, all."""
-        return min(f.latency_s or f.wire_s / speed for f, speed in zip(self._flying, speeds, strict=True))
+        """Return the seconds until the first of them has waited out its latency, or sent everything."""
+        return min(f.latency_s or f.wire_s / speed for f, speed in zip(self._active, speeds, strict=True))
 
     def _pass(self, to: float, speeds: Sequence[float]) -> None:
-        """Lets time pass until something changes, but not beyond `to`."""
+        """Let time pass until something changes, but not beyond `to`."""
         change = self._next_s(speeds)
         seconds = min(change, to - self._now)
         ended = []
-        for flow, speed in zip(self._flying, speeds, strict=True):
+        for flow, speed in zip(self._active, speeds, strict=True):
             whole = seconds == (flow.latency_s or flow.wire_s / speed)
             if flow.latency_s:
                 flow.latency_s = 0.0 if whole else flow.latency_s - seconds

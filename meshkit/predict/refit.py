@@ -1,7 +1,8 @@
-"""Refits of the network model's constants: of those shipped to many systems, of one cluster's own by `meshkit bench`.
+"""Refit constants of the network model: the shipped ones to many systems, and one cluster's own in `meshkit bench`.
 
-A fit is the least sum of |log(predicted / measured)|. How a prediction moves with each constant is taken around where
-they stand, which makes the problem linear; one cluster's own is solved so a few times, each from what came out.
+A fit is the least sum of |log(predicted / measured)|. The problem is made linear: each constant's effect on a
+prediction is taken around its present value. One cluster's own constants are solved for a few times, each time from the
+last result.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import numpy as np
 
 from meshkit.config.calibration import NetworkConstants
 from meshkit.config.cluster import Cluster
-from meshkit.predict.nccl import RATES, RING_TURNS, Wires
+from meshkit.predict.nccl import RATES, RING_TURNS, find_links
 from meshkit.predict.network import collective_time_s
 
 _NUDGE = 1.02
-_REACH = 0.7  # a refit moves a constant by a factor of two at most
-_STIFF = 0.02  # what holds a constant that few rows speak of where it is
+_REACH = 0.7  # A refit moves a constant by a factor of two at most.
+_STIFF = 0.02  # This holds a constant in place that few rows depend on.
 _ROUNDS = 25
-_TIMES = 4  # that one cluster's own are solved for
-_FEWEST = 8  # measured collectives
+_TIMES = 4
+_FEWEST = 8
 
 
 @dataclass(frozen=True)
@@ -31,29 +32,31 @@ class Sensitivity:
     """Measured times in log space, linear around where the constants start."""
 
     names: list[str]
-    misfit: np.ndarray  # log(predicted / measured)
-    slopes: np.ndarray  # of it by log(constant)
+    misfit: np.ndarray
+    """log(predicted / measured)."""
+    slopes: np.ndarray
+    """Derivative of the misfit by log(constant)."""
     weights: np.ndarray
 
     @classmethod
-    def of(
+    def measure(
         cls,
         predicted_s: Callable[[Mapping[str, float]], Sequence[float]],
         measured_s: Sequence[float],
         start: Mapping[str, float],
         groups: Sequence[Hashable],
     ) -> Sensitivity:
-        """Around the constants `start`; every group of times weighs the same.
+        """Return the sensitivity around the constants `start`; every group of times has the same weight.
 
         Args:
-            predicted_s: constants by name -> [n] seconds of the measured collectives. Called with `start`, then
+            predicted_s: constants by name -> [n] seconds of the measured collectives. It is called with `start`, then
                 with one constant after the other 2 % larger.
             measured_s: [n] seconds, in that order.
             start: constants by name.
-            groups: [n] what each belongs to; the weights of a group sum to 1.
+            groups: [n] groups of the measurements; the weights of a group sum to 1.
 
         Returns:
-            With misfit [n], slopes [n, constants] and weights [n].
+            The sensitivity, with misfit [n], slopes [n, constants] and weights [n].
         """
         here = np.log(predicted_s(start))
         moved = [np.log(predicted_s({**start, name: start[name] * _NUDGE})) for name in start]
@@ -62,7 +65,7 @@ class Sensitivity:
         return cls(list(start), here - np.log(measured_s), (np.array(moved) - here).T / np.log(_NUDGE), weights)
 
     def refit(self, used: np.ndarray | slice = slice(None)) -> dict[str, float]:
-        """By how much each constant should be multiplied, for the times that are used.
+        """Return the factor by which each constant should be multiplied to fit the times that are used.
 
         Args:
             used: which of the n times, as numpy indexes them; by default all.
@@ -81,7 +84,7 @@ class Sensitivity:
 
 
 class MeasuredCollective(Protocol):
-    """One collective that was timed: `payload_bytes` as `collective_time_s` takes it."""
+    """One timed collective, with `payload_bytes` as `collective_time_s` takes it."""
 
     @property
     def collective(self) -> str: ...
@@ -96,18 +99,16 @@ class MeasuredCollective(Protocol):
 
 
 def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, float] | None = None) -> float:
-    """What the model says of a collective that was timed.
+    """Return the model's prediction for a timed collective, in seconds with one launch of XLA's.
 
     Args:
-        row: its kind, group and bytes; the time that was measured is not read.
-        cluster: where it ran; its calibration comes first, if it names one and nothing is `fitted`.
-        fitted: constants by name, in the place of the shipped ones.
+        row: its kind, group and bytes; its measured time is not read.
+        cluster: where it ran; a calibration that it names comes first, unless `fitted` is given.
+        fitted: constants by name that replace the shipped ones.
 
-    Returns:
-        Seconds, with one launch of XLA's.
 
     Raises:
-        ConfigError: an unknown collective, a group that makes no sense, or a calibration that cannot be read.
+        ConfigError: the collective is unknown, the group is not possible, or a calibration cannot be read.
     """
     return collective_time_s(
         row.collective,
@@ -120,23 +121,23 @@ def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, 
 
 
 def shipped_constants(cluster: Cluster) -> dict[str, float]:
-    """The constants that hold for a cluster's GPU, and the rates of its links relative to the catalog's: 1."""
-    wires = Wires.of(cluster, min(2, cluster.gpus_used_per_domain), 1)
-    return dict(wires.fitted) | dict.fromkeys(RATES, 1.0)
+    """Return the constants that hold for a cluster's GPU, and its links' rates relative to the catalog's: 1."""
+    links = find_links(cluster, min(2, cluster.gpus_used_per_domain), 1)
+    return dict(links.fitted) | dict.fromkeys(RATES, 1.0)
 
 
 def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) -> NetworkConstants | None:
-    """The model's constants, and its links' rates, of one cluster; None where too few collectives were measured.
+    """Return the model's constants and link rates of one cluster; None where too few collectives were measured.
 
-    Only those that the measured times speak of. One launch is in each, as in a step.
+    Only constants that affect the measured times are refitted. One launch is in each time, as in a step.
 
     Args:
-        measured: what was timed; single GPUs and collectives that the model has not are left out.
-        cluster: where; the calibration that it names does not count.
+        measured: timed collectives; those on single GPUs, and those that the model lacks, are left out.
+        cluster: where they ran; the calibration that it names is ignored.
 
     Returns:
-        Constants and rates by name, and the median of |predicted / measured - 1| before and after; None also on CPUs.
-        Too few are fewer than 8.
+        Constants and rates by name, and the median of |predicted / measured - 1| before and after. None on CPUs, and
+        with fewer than 8 measurements.
     """
     rows = [row for row in measured if row.collective in RING_TURNS and row.gpus_per_domain * row.domains > 1]
     if len(rows) < _FEWEST or cluster.gpu.compute_capability is None:
@@ -154,7 +155,7 @@ def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) 
     groups = [(row.collective, row.gpus_per_domain, row.domains, row.size_bytes.bit_length() // 5) for row in rows]
     tried, told = [start], set[str]()
     for _ in range(_TIMES):
-        found = Sensitivity.of(predicted, times.tolist(), tried[-1], groups)
+        found = Sensitivity.measure(predicted, times.tolist(), tried[-1], groups)
         told |= {name for name, slope in zip(found.names, np.abs(found.slopes).max(0), strict=True) if slope > 1e-6}
         factors = found.refit()
         tried.append({name: value * (factors[name] if name in told else 1.0) for name, value in tried[-1].items()})

@@ -1,4 +1,4 @@
-"""Schedule x cluster -> Timeline: when each instruction would run.
+"""Simulate a schedule on a cluster: predict when each instruction runs.
 
 One GPU stands for all (SPMD). Kernels and blocking collectives run on one stream in schedule order; asynchronous
 collectives on another, or on two, in order of their starts; those that run at once share links (pricing.py).
@@ -20,31 +20,39 @@ import numpy as np
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.nccl import by_hand
+from meshkit.predict.nccl import model_constant
 from meshkit.predict.pricing import Flow, InFlight, Pricer, Transfer, host_bytes_per_s
 from meshkit.timeline import Collective, DeviceStep, Timeline
 
-# Iterations that are simulated one by one for what is in flight during them; beyond, it slows nothing.
+# A body is simulated iteration by iteration while something is in flight, up to this many iterations.
 _MOST_SINGLE = 256
-_GRAPHED = ("dynamic-slice", "dynamic-update-slice", "fusion")  # that CUDA graphs record, unlike whole copies
-_ROUNDS = 2  # of tensor cores' share of a step and their rates
+_GRAPHED = ("dynamic-slice", "dynamic-update-slice", "fusion")  # CUDA graphs record these, unlike whole copies.
+_ROUNDS = 2  # The clock depends on how long tensor cores work, and that depends on the clock.
 
 
 @dataclass(frozen=True)
 class Simulation:
     """A simulated step."""
 
-    timeline: Timeline  # one step of one GPU
-    all_overlapped_s: float  # the step if every collective hid under compute and took nothing from it
-    all_exposed_s: float  # the step if none did
-    flops: dict[str, float]  # dtype of the operands -> matmul and attention FLOP that one GPU executes
-    notes: Mapping[str, list[str]]  # assumptions made about single instructions, by kind
-    host_bytes: float = 0.0  # what crosses the link between one GPU and its host's memory
-    host_transfer_s: float = 0.0  # seconds that this takes, both ways one after the other
-    contention_s: float = 0.0  # seconds by which collectives slow kernels
+    timeline: Timeline
+    """One step of one GPU."""
+    all_overlapped_s: float
+    """Seconds of the step if every collective hid under compute and slowed nothing."""
+    all_exposed_s: float
+    """Seconds of the step if no collective overlapped with compute."""
+    flops: dict[str, float]
+    """dtype of the operands -> matmul and attention FLOP that one GPU executes."""
+    notes: Mapping[str, list[str]]
+    """Kind of assumption -> the instructions for which it was made."""
+    host_bytes: float = 0.0
+    """Bytes that cross the link between one GPU and its host's memory."""
+    host_transfer_s: float = 0.0
+    """Seconds that they take, both ways one after the other."""
+    contention_s: float = 0.0
+    """Seconds by which collectives slow kernels."""
     noted_s: Mapping[str, float] = field(default_factory=dict)
-    """Control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of a loop of
-    unknown length those of one iteration."""
+    """Control flow in the notes -> its seconds in the step: the longest branch of a conditional, and one iteration of a
+    loop of unknown length."""
 
 
 def simulate(
@@ -56,18 +64,18 @@ def simulate(
     gpus: int | None = None,
     network: bool = True,
 ) -> Simulation:
-    """The step that a schedule describes, on a cluster.
+    """Return the simulated step that a schedule describes, on a cluster.
 
     Args:
-        schedule: of the compiled program.
+        schedule: schedule of the compiled program.
         cluster: GPUs and links.
         seconds: duration of a kernel alone, a collective or a copy; None prices it by roofline and network model.
-        assumptions: what to take into account. Default: everything; of given `seconds` only the order.
-        gpus: of the whole job, which wait for each other; default the cluster's.
+        assumptions: effects to take into account. Default: everything; with given `seconds`, only the order.
+        gpus: GPUs of the whole job, which wait for each other; default the cluster's.
         network: False makes collectives take no time, as where their links are not known.
 
     Raises:
-        ConfigError: the calibration that the cluster names cannot be read, or the network model has not one of the
+        ConfigError: the calibration that the cluster names cannot be read, or the network model lacks one of the
             collectives.
     """
     chosen = assumptions or (Assumptions() if seconds is None else Assumptions(contention=False, slowest=False))
@@ -105,15 +113,16 @@ def simulate(
 
 
 def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, *, gpus: int | None = None) -> Pricer:
-    """Prices of a program's instructions, its tensor cores at the clock that the program leaves them.
+    """Return the prices of a program's instructions, with its tensor cores at the clock that the program leaves them.
 
-    Their share of the time, without communication, is where the rates that it gives lead to it again.
+    The clock is found in rounds: prices give the tensor cores' share of the time (without communication), and that
+    share gives new prices.
 
     Args:
-        schedule: of the compiled program.
+        schedule: schedule of the compiled program.
         cluster: GPUs and links.
-        assumptions: what to take into account; `copy_engines` is set here, by the program's collectives.
-        gpus: of the whole job, which wait for each other; default the cluster's.
+        assumptions: effects to take into account; `copy_engines` is set here, by the program's collectives.
+        gpus: GPUs of the whole job, which wait for each other; default the cluster's.
 
     Raises:
         ConfigError: the calibration that the cluster names cannot be read.
@@ -128,7 +137,7 @@ def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, 
 
 
 def _mostly_asynchronous(schedule: Schedule) -> bool:
-    """Whether a program has no fewer asynchronous collectives than blocking ones, by number or by bytes."""
+    """Return whether a program has no fewer asynchronous collectives than blocking ones, by number or by bytes."""
     numbers, sizes = [0, 0], [0.0, 0.0]
     for i in (i for body in schedule.computations.values() for i in body):
         if i.collective is not None and i.kind != "done":
@@ -144,21 +153,21 @@ class _Segment:
     duration_s: float = 0.0
     host_bytes: float = 0.0
     contention_s: float = 0.0
-    tensor_s: float = 0.0  # of matmuls and attention, by the power that they draw
+    tensor_s: float = 0.0
+    """Seconds of matmuls and attention, weighted by the power that they draw."""
     flops: Counter = field(default_factory=Counter)
     noted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of control flow of which not everything is known, by name."""
+    """Name of control flow that is not fully known -> its seconds."""
     lanes: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
     _open: dict[str, tuple[list[tuple[float, float]], list[int]]] = field(default_factory=dict)
 
     def add(self, lane: str, start: float, end: float, label: int) -> None:
-        """One span."""
         spans, labels = self._open.setdefault(lane, ([], []))
         spans.append((start, end))
         labels.append(label)
 
     def repeat(self, inner: _Segment, start: float, times: int) -> None:
-        """Appends `times` runs of inner, back to back from start."""
+        """Append `times` runs of inner, back to back from start."""
         offsets = start + inner.duration_s * np.arange(times)
         for lane in {**inner.lanes, **inner._open}:
             self._close(lane)
@@ -173,37 +182,37 @@ class _Segment:
         self.tensor_s += inner.tensor_s * times
 
     def spans(self, lane: str) -> np.ndarray:
-        """[n, 2] spans of a lane."""
+        """Return the [n, 2] spans of a lane."""
         self._close(lane)
         parts = self.lanes.get(lane)
         return np.concatenate([s for s, _ in parts]) if parts else np.zeros((0, 2))
 
     def labels(self, lane: str) -> np.ndarray:
-        """[n] labels of a lane's spans."""
+        """Return the [n] labels of a lane's spans."""
         self._close(lane)
         parts = self.lanes.get(lane)
         return np.concatenate([x for _, x in parts]) if parts else np.zeros(0, dtype=int)
 
     def _close(self, lane: str) -> None:
-        """Moves the spans added one by one into arrays."""
         spans, labels = self._open.pop(lane, ([], []))
         if spans:
             self.lanes.setdefault(lane, []).append((np.array(spans), np.array(labels)))
 
 
 class _Streams:
-    """Where each stream is, in seconds from the start of a computation, and the run that it writes."""
+    """The position of each stream, in seconds from the start of a computation, and the run that they write."""
 
     def __init__(self, out: _Segment):
-        self.out, self.now = out, 0.0  # of the compute stream
+        self.out = out
+        self.now = 0.0  # The compute stream is here.
         self.traffic = InFlight(lambda start, end, label: out.add("communication", start, end, label))
-        self.host = 0.0  # when the stream of copies over the host link is free again
-        self.flying: dict[str, Flow] = {}  # of collectives that no `done` has waited for, by the name of their start
-        self.copying: dict[str, float] = {}  # name of a copy's start -> when it is done
+        self.host = 0.0  # The stream of copies over the host link is free from here.
+        self.in_flight: dict[str, Flow] = {}  # Collectives that no `done` has waited for, by the name of their start.
+        self.copying: dict[str, float] = {}  # Name of a copy's start -> when it ends.
 
 
 class _Simulator:
-    """Runs a schedule.
+    """Simulate the computations of a schedule.
 
     Args:
         overlap: False makes every collective block where it starts.
@@ -224,12 +233,12 @@ class _Simulator:
         self._done: dict[str, _Segment] = {}
         self.collectives: list[Collective] = []
         self.op_names: list[str] = []
-        self._gap = by_hand("kernel_gap_s")
+        self._gap = model_constant("kernel_gap_s")
         starts = (i for body in schedule.computations.values() for i in body if i.kind == "start" and i.collective)
         self._stream = {i.name: n % max(1, assumptions.streams) for n, i in enumerate(starts)}
 
     def computation(self, name: str) -> _Segment:
-        """The run of a computation from time 0, every stream drained at its end."""
+        """Return the run of a computation from time 0, with every stream drained at its end."""
         if name not in self._done:
             out = _Segment()
             streams = _Streams(out)
@@ -239,14 +248,14 @@ class _Simulator:
         return self._done[name]
 
     def _follow(self, instructions: tuple[Instruction, ...], streams: _Streams) -> None:
-        """Runs instructions in schedule order from where the streams are."""
+        """Run instructions in schedule order, from the streams' positions."""
         for i in instructions:
             if i.kind == "free" or i.kind == "host":
                 continue
             if i.bodies:
                 self._nested(i, streams)
             elif i.kind == "done":
-                flow = streams.flying.pop(i.starts or "", None)
+                flow = streams.in_flight.pop(i.starts or "", None)
                 ended = streams.traffic.finished(flow) if flow else streams.copying.pop(i.starts or "", 0.0)
                 streams.now = max(streams.now, ended)
             elif i.collective is not None:
@@ -257,8 +266,11 @@ class _Simulator:
                 self._kernel(i, streams)
 
     def _nested(self, i: Instruction, streams: _Streams) -> None:
-        """A loop, a branch or a call. A body is simulated once for all of its iterations, but for those that something
-        started before is still in flight: it slows their kernels, and their collectives queue behind it."""
+        """Run a loop, a branch or a call.
+
+        A body is simulated once for all iterations. Iterations during which an earlier collective is still in flight
+        are simulated one by one: it slows their kernels, and their collectives queue behind it.
+        """
         name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
         times, began = 1 if i.trip_count is None else i.trip_count, streams.now
         for _ in range(min(times, _MOST_SINGLE)):
@@ -275,11 +287,11 @@ class _Simulator:
             streams.out.noted_s[i.name] += streams.now - began
 
     def _kernel(self, i: Instruction, streams: _Streams) -> None:
-        """A kernel on the compute stream, after the gap that its launch leaves."""
+        """Run a kernel on the compute stream, after the gap that its launch leaves."""
         work, out = self._pricer.work(i), streams.out
         start = streams.now + self._gap
         launches = self._gap * (i.cost.launches - 1) if i.cost else 0.0
-        end = streams.traffic.run(work, start) + launches
+        end = streams.traffic.run_kernel(work, start) + launches
         self.op_names.append(i.name)
         out.add("compute", start, end, len(self.op_names) - 1)
         out.contention_s += end - start - work.alone_s - launches
@@ -291,22 +303,22 @@ class _Simulator:
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 
     def _communicate(self, i: Instruction, streams: _Streams) -> None:
-        """A collective: what is asynchronous goes on, on a stream of its own, while the next kernels run; what is not
-        runs among them, beside what is in flight."""
+        """Run a collective: on its own stream beside the next kernels if asynchronous, else on the compute stream."""
         assert i.collective is not None
         self.collectives.append(i.collective)
         label = len(self.collectives) - 1
         transfer = self._pricer.transfer(i) if self._network else Transfer(0.0)
         if i.kind == "start" and self._overlap:
             flow = streams.traffic.start(transfer, label, streams.now, self._stream[i.name])
-            streams.flying[i.name] = flow
+            streams.in_flight[i.name] = flow
             if self._assumptions.single_queue:
                 streams.now = max(streams.now, streams.traffic.begun(flow))
         else:
             streams.now = streams.traffic.finished(streams.traffic.start(transfer, label, streams.now))
 
     def _copy(self, i: Instruction, streams: _Streams) -> None:
-        """An asynchronous copy: over the host link beside the kernels, in a CUDA graph or on the device among them."""
+        """Run an asynchronous copy: beside the kernels over the host link, else among them."""
+
         work, out = self._pricer.work(i), streams.out
         if i.cost and i.cost.host_bytes:
             start = max(streams.now, streams.host)
@@ -316,7 +328,7 @@ class _Simulator:
             out.host_bytes += i.cost.host_bytes
         else:
             start = streams.now + self._gap
-            end = streams.now = streams.traffic.run(work, start)
+            end = streams.now = streams.traffic.run_kernel(work, start)
             out.contention_s += end - start - work.alone_s
         streams.copying[i.name] = end
         out.add("copy", start, end, 0)

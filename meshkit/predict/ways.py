@@ -1,7 +1,7 @@
-"""Which way XLA:GPU takes a ragged all-to-all when it runs one: read from ways.toml, by group, options and jaxlib.
+"""Tell which implementation XLA:GPU chooses for a ragged all-to-all, from ways.toml, by group, options and jaxlib.
 
-What the compiler does to it (taken apart over hosts, made dense) shows in the compiled instructions. The rest is chosen
-at run time, by the conditions that ways.toml cites.
+What the compiler does to it (split over hosts, made dense) shows in the compiled instructions. The rest is chosen at
+run time, by the conditions that ways.toml cites.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODE = "xla_gpu_ragged_all_to_all_mode"
 
 @functools.cache
 def ways_table() -> Mapping[str, Any]:
-    """The tables of ways.toml: `way` and `problem`, lists of rows, and `options`, XLA's own values of them."""
+    """Return the tables of ways.toml: `way` and `problem`, lists of rows, and `options`, XLA's own values of them."""
     return tomllib.loads(resources.files("meshkit.predict").joinpath("ways.toml").read_text(encoding="utf-8"))
 
 
@@ -37,7 +37,8 @@ class Way:
     """One way to run a ragged all-to-all."""
 
     name: str
-    price: str  # the algorithm of predict/algorithms.py that it costs
+    price: str
+    """The algorithm of predict/algorithms.py with its cost."""
     what: str
     needs: str
     source: str
@@ -46,38 +47,42 @@ class Way:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is known to go wrong on a way."""
+    """A known problem of a way."""
 
     ways: list[str]
     severity: Literal["error", "warning"]
     says: str
     hint: str
     source: str
-    above: int = 0  # GPUs of a group
-    since: str = ""  # releases of jaxlib: the first that has it, and the first that has it no more; "" is open
+    above: int = 0
+    """It occurs in groups of more GPUs than this."""
+    since: str = ""
+    """The first release of jaxlib that has it; "" for all before `before`."""
     before: str = ""
-    hosts: bool = False  # whether the group must span several hosts
+    """The first release of jaxlib that no longer has it; "" if all later ones do."""
+    hosts: bool = False
+    """Whether the group must span several hosts."""
 
 
 @functools.cache
 def ways() -> Mapping[str, Way]:
-    """Every way by its name, in the order in which XLA tries them."""
+    """Return every way by its name, in the order in which XLA tries them."""
     return {row["name"]: Way(**row) for row in ways_table()["way"]}
 
 
 @dataclass(frozen=True)
 class WayChoice:
-    """What decides, beside the group: options of XLA where they are not its own values, and the release of jaxlib."""
+    """The release of jaxlib and the changed options of XLA, which decide between ways along with the group."""
 
     options: Mapping[str, object] = field(default_factory=dict)
     jaxlib: str = field(default_factory=lambda: metadata.version("jaxlib"))
 
     def way(self, c: Collective, cluster: Cluster) -> Way:
-        """The way of a ragged all-to-all on a cluster, with one process a host."""
+        """Return the way of a ragged all-to-all on a cluster with one process per host."""
         return ways()[self._name(c.group_size, c.gpus_per_domain, cluster)]
 
     def problems(self, way: Way, c: Collective, cluster: Cluster) -> list[Problem]:
-        """What is known to go wrong with a collective that takes a way."""
+        """Return the known problems of a collective that takes a way."""
         rows = (Problem(**row) for row in ways_table()["problem"])
         several = c.gpus_per_domain > cluster.gpus_per_host
         return [
@@ -93,21 +98,21 @@ class WayChoice:
     def _name(self, n: int, g: int, cluster: Cluster) -> str:
         if n == 1:
             return "copy"
-        symmetric = self._on(_SYMMETRIC) or "raggedalltoall" in self._text(_SYMMETRIC_OF)
-        if symmetric and self._on(_DEVICE):
+        symmetric = self._is_on(_SYMMETRIC) or "raggedalltoall" in self._text(_SYMMETRIC_OF)
+        if symmetric and self._is_on(_DEVICE):
             return "device kernel"
-        if n == g and self._on(_ONE_SHOT):
+        if n == g and self._is_on(_ONE_SHOT):
             direct = cluster.scale_up == "nvlink" and cluster.mesh_hops(g) == 1.0
-            if direct and self._on(_BARRIER):
+            if direct and self._is_on(_BARRIER):
                 return "one-shot"
             reached = direct or cluster.scale_up == "pcie"
             if reached and g <= min(cluster.gpus_per_host, ways()["one-shot by pointers"].most_peers or 0):
                 return "one-shot by pointers"
-        if not self._on(_FALLBACK):
+        if not self._is_on(_FALLBACK):
             return "refused"
         return "puts" if "symmetric" in self._text(_MODE) else "sends"
 
-    def _on(self, name: str) -> bool:
+    def _is_on(self, name: str) -> bool:
         return self._text(name) in ("1", "true")
 
     def _text(self, name: str) -> str:
@@ -115,6 +120,6 @@ class WayChoice:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a release; what follows them, as in `0.12.0.dev1`, is left out."""
+    """Return the numbers of a release; a suffix as in `0.12.0.dev1` is left out."""
     parts = version.split(".")
     return tuple(int(p) for p in parts if p.isdigit())

@@ -11,7 +11,7 @@ from benchmarks.nccl_sweeps.systems import describe
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.predict.algorithms import options
-from meshkit.predict.nccl import Wires, fitted_values, nccl_constants
+from meshkit.predict.nccl import find_links, fitted_values, nccl_constants
 from meshkit.predict.network import collective_time_s
 
 MULTINODE = DATA / "nccl_sweeps_multinode.csv"
@@ -147,8 +147,8 @@ def test_a_forced_algorithm_is_priced_as_itself(sweep, tmp_path):
     _, found = scored(sweep(*rows), tmp_path)
     predicted = dict(zip(algos, (float(row["predicted_us"]) for row in found), strict=True))
     cluster = Cluster.load("dgx_h100")
-    wires = Wires.of(cluster, 8, 1)
-    of = {o.name: o.time_s * 1e6 for o in options("all-reduce", 2**24, wires)}
+    links = find_links(cluster, 8, 1)
+    of = {o.name: o.time_s * 1e6 for o in options("all-reduce", 2**24, links)}
     assert predicted["default"] == predicted["NVLS"] == pytest.approx(of["nvls"], abs=1e-3)
     assert predicted["Ring"] == predicted["Ring, NVLS off"] > predicted["default"]
     assert predicted["Ring"] == pytest.approx(of["ring ll128"], abs=1e-3)
@@ -211,7 +211,7 @@ def test_the_tables_keep_sources_places_and_sizes_apart(sweep, capsys):
     assert "| them | between hosts |  | " in by_class
     assert "| me | inside a PCIe host | " in by_class
     assert "| me | all-reduce | inside a host |" in printed.out
-    assert "| algorithm not in the model: collnet of all-reduce inside a domain | 1 | H100 x8, 1 node |" in printed.out
+    assert "| the model has no collnet for all-reduce inside a domain | 1 | H100 x8, 1 node |" in printed.out
     assert "not priced: 'TPU v5 x8': no GPU of the catalog in the name" in printed.err
 
 

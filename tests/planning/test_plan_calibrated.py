@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.config import calibration
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
-from meshkit.predict.nccl import by_hand
+from meshkit.predict.nccl import model_constant
 from meshkit.predict.network import checkpoint_time_s
 from meshkit.report.views.words import facts
 
@@ -56,7 +56,7 @@ def test_the_calibration_file_goes_round_into_plan(tmp_path):
     )
     before, after = planned(plain), planned(mk.Cluster.load("dgx_h100", calibration=str(path)))
     # twice as long but for what else is compute, which no rate changes: less than the gap before a kernel
-    assert after.step.compute_s == pytest.approx(2 * before.step.compute_s, abs=by_hand("kernel_gap_s"))
+    assert after.step.compute_s == pytest.approx(2 * before.step.compute_s, abs=model_constant("kernel_gap_s"))
     (row,) = after.communication
     assert row.busy_s == pytest.approx(GATHER.latency_s + row.wire_bytes / GATHER.bytes_per_s)
     (warning,) = [w for w in after.warnings if w.code == "calibration"]

@@ -13,7 +13,7 @@ from meshkit.hlo.costs import Matmul
 from meshkit.planning.planner import make_plan
 from meshkit.predict.assumptions import slowest_of
 from meshkit.predict.kernels import shape_share
-from meshkit.predict.nccl import by_hand
+from meshkit.predict.nccl import model_constant
 from tests.hlo_text import compiled_module
 
 pytestmark = pytest.mark.deviceless
@@ -141,7 +141,7 @@ def test_fp32_matmuls_are_priced_by_what_they_run_as(plan, mesh, cluster, precis
     gpu = cluster.gpu
     seconds = 2 * 4096**3 / (gpu.peak_flops[peak] * gpu.achieved["matmul"]) * slowest_of(cluster.num_gpus)
     seconds /= shape_share(Matmul("f32", 1, 4096, 4096, 4096), gpu, peak)
-    assert made.report.step.compute_s == pytest.approx(seconds, abs=by_hand("kernel_gap_s"))
+    assert made.report.step.compute_s == pytest.approx(seconds, abs=model_constant("kernel_gap_s"))
 
 
 def test_convolutions_have_flops(plan, mesh):

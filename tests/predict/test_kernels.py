@@ -103,7 +103,7 @@ def test_rates_of_another_gpu_are_not_used_and_the_note_says_so(tmp_path):
     cluster = calibrated(tmp_path, Rates(matmul_flops_per_s={"fp32": 1e9}), gpu="cpu")
     assert measured_rates(cluster) == Rates()
     note = calibration_note(cluster) or ""
-    assert "measured on 8 x cpu on 2026-11-21: nothing of it; its rates are not of a h100_sxm" in note
+    assert "measured on 8 x cpu on 2026-11-21: nothing; its rates are not for a h100_sxm" in note
 
 
 def test_the_note_names_the_file_and_what_it_gives(tmp_path):

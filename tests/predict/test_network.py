@@ -12,7 +12,7 @@ import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
 from meshkit.errors import ConfigError
 from meshkit.predict.algorithms import CHOSEN, fastest, wire_factor
-from meshkit.predict.nccl import RING_TURNS, Wires, by_hand, fitted_values, nccl_constants
+from meshkit.predict.nccl import RING_TURNS, find_links, fitted_values, model_constant, nccl_constants
 from meshkit.predict.network import collective_time_s
 
 KINDS = sorted(RING_TURNS)
@@ -28,7 +28,7 @@ def bus_bytes_per_s(kind, payload, g, k, cluster, **options):
 
 
 def chosen(payload, g, k, cluster):
-    return fastest("all-reduce", payload, Wires.of(cluster, g, k)).name
+    return fastest("all-reduce", payload, find_links(cluster, g, k)).name
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_the_first_slot_of_a_broadcast_is_stored_at_every_host(hosts):
     payload, port = 96e6, 12.5e9 * cluster.link("infiniband").achieved
     extra = cluster.link("infiniband").latency_s - nccl_constants()["step_latency_s"]["net"]["ring"]["simple"]
     host_s = 614_400 / port + 8.5e-6 + max(0.0, extra) + 7 * 1.9e-6
-    found = fastest("collective-broadcast", payload, Wires.of(cluster, 8, hosts))
+    found = fastest("collective-broadcast", payload, find_links(cluster, 8, hosts))
     assert found.name == "chain ll128"
     last = 614_400 / port + 8.5e-6 + max(0.0, extra)  # no network behind the last host
     assert found.latency_s == pytest.approx(14e-6 + hosts * host_s - last, rel=1e-6)
@@ -153,8 +153,8 @@ def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
     """Over 128 hosts: 33 MB go with LL (14 + 1024 x 4.0 us is more for LL128 than LL's half rate costs), which is luck:
     its slots are a tenth of LL128's. 90 MB go with LL128, though LL would be faster."""
     cluster = mk.Cluster.load(FOUR_PORTS)
-    wires = Wires.of(cluster, 8, 128)
-    pick = {size: fastest("collective-broadcast", size, wires) for size in (33e6, 90e6)}
+    links = find_links(cluster, 8, 128)
+    pick = {size: fastest("collective-broadcast", size, links) for size in (33e6, 90e6)}
     assert [option.name for option in pick.values()] == ["chain ll", "chain ll128"]
     assert pick[90e6].latency_s > 4 * pick[33e6].latency_s
 
@@ -162,7 +162,7 @@ def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
 def test_a_broadcast_inside_a_host_copies_its_first_slot_from_gpu_to_gpu():
     """Simple on 8 H100s: 7 x (3.4 us + 512 KiB / 36.7 GB/s), and the rest at NVLink's rate."""
     cluster = mk.Cluster.load("dgx_h100")
-    found = fastest("collective-broadcast", 1e9, Wires.of(cluster, 8, 1))
+    found = fastest("collective-broadcast", 1e9, find_links(cluster, 8, 1))
     assert found.latency_s == pytest.approx(8.4e-6 + 7 * (3.4e-6 + 524_288 / 36.7e9), rel=1e-6)
     rate = cluster.link("nvlink").bytes_per_s * nccl_constants()["nvlink"]["usable"]["4"]
     assert found.wire_s == pytest.approx((1e9 - 524_288) / rate, rel=1e-6)
@@ -181,7 +181,7 @@ def test_a_tiny_all_reduce_costs_a_kernel_and_its_steps(h100):
     seconds = collective_time_s("all-reduce", launch="nccl-tests", **arguments)
     assert seconds == pytest.approx(FITTED["kernel_s.4"] + 14 * FITTED["ll_step_s.4"], abs=0.05e-6)
     assert 13e-6 < seconds < 17e-6
-    assert collective_time_s("all-reduce", **arguments) - seconds == pytest.approx(by_hand("xla_launch_s"))
+    assert collective_time_s("all-reduce", **arguments) - seconds == pytest.approx(model_constant("xla_launch_s"))
 
 
 def test_protocols_follow_size():
@@ -352,9 +352,9 @@ def test_a_missing_calibration_is_refused(h100):
     ("arguments", "message"),
     [
         ({"collective": "all-sum", "payload_bytes": 1, "gpus_per_domain": 8}, "unknown collective 'all-sum'"),
-        ({"collective": "all-reduce", "payload_bytes": -1, "gpus_per_domain": 8}, "makes no sense"),
-        ({"collective": "all-reduce", "payload_bytes": math.nan, "gpus_per_domain": 8}, "makes no sense"),
-        ({"collective": "all-reduce", "payload_bytes": 1, "gpus_per_domain": 0}, "makes no sense"),
+        ({"collective": "all-reduce", "payload_bytes": -1, "gpus_per_domain": 8}, "is not possible"),
+        ({"collective": "all-reduce", "payload_bytes": math.nan, "gpus_per_domain": 8}, "is not possible"),
+        ({"collective": "all-reduce", "payload_bytes": 1, "gpus_per_domain": 0}, "is not possible"),
         (
             {"collective": "all-reduce", "payload_bytes": 1, "gpus_per_domain": 8, "concurrent_groups": 0},
             "0 concurrent groups",
@@ -379,7 +379,7 @@ def test_the_tuner_follows_its_version():
 
     def over(name, k, version):
         cluster = mk.Cluster.load(name, hosts=4)
-        return fastest("all-reduce", 2**30, Wires.of(cluster, 8, k, nccl=version)).name
+        return fastest("all-reduce", 2**30, find_links(cluster, 8, k, nccl=version)).name
 
     assert [over("dgx_b200", k, v) for v in ("2.28.9", "2.29.7") for k in (2, 4)] == ["nvls tree", "ring simple"] * 2
     assert [over("dgx_h100", 4, v) for v in ("2.27.3", "2.28.9")] == ["ring simple", "nvls tree"]
@@ -388,14 +388,14 @@ def test_the_tuner_follows_its_version():
 def test_ll128_of_blackwell_in_2_29_2():
     """aiconfigurator, 4 B200, all-reduce of 8 MiB: 48 us with LL128 (2.28.9), 85 us with Simple (2.29.2)."""
     cluster = mk.Cluster.load("dgx_b200")
-    picks = [fastest("all-reduce", 2**23, Wires.of(cluster, 4, 1, nccl=v)).name for v in ("2.28.9", "2.29.2")]
+    picks = [fastest("all-reduce", 2**23, find_links(cluster, 4, 1, nccl=v)).name for v in ("2.28.9", "2.29.2")]
     assert picks == ["ring ll128", "ring simple"]
 
 
 def test_one_gpu_a_host_gathers_by_a_tree_of_parts():
     """PAT, from 2.23 on: latency grows with the logarithm of the hosts, but for 2.8 us each."""
     cluster = mk.Cluster.load("dgx_h100", hosts=32)
-    old, new = (fastest("all-gather", 2**20, Wires.of(cluster, 1, 32, nccl=v)).name for v in ("2.22.3", "2.29.7"))
+    old, new = (fastest("all-gather", 2**20, find_links(cluster, 1, 32, nccl=v)).name for v in ("2.22.3", "2.29.7"))
     assert (old, new) == ("ring ll", "pat")
 
 
@@ -413,7 +413,7 @@ def test_copy_engines_gather_as_they_were_measured_to():
         seconds = collective_time_s("all-gather", payload_bytes=mib * 2**20, **arguments)
         assert seconds == pytest.approx(mib * 2**20 / bytes_per_s, rel=0.06)
     for refused in ({"nccl": "2.27.7"}, {"domains": 2}):
-        with pytest.raises(ConfigError, match="not in the model: copy engine of all-gather"):
+        with pytest.raises(ConfigError, match="the model has no copy engine for all-gather"):
             collective_time_s("all-gather", payload_bytes=2**20, **arguments, **refused)
 
 
@@ -467,12 +467,12 @@ def test_a_spine_slows_what_crosses_it():
     ("how", "message"),
     [
         ({"algorithm": "rings"}, "unknown algorithm 'rings'"),
-        ({"algorithm": "nvls"}, "not in the model: nvls of all-to-all inside a domain"),
-        ({"nccl": "new"}, "'new' is no version of NCCL"),
-        ({"nccl": "2.4.8"}, "'2.4.8' is no version of NCCL that has a model"),
+        ({"algorithm": "nvls"}, "the model has no nvls for all-to-all inside a domain"),
+        ({"nccl": "new"}, "'new' is not a version of NCCL"),
+        ({"nccl": "2.4.8"}, "'2.4.8' is not a version of NCCL with a model"),
         ({"launch": "torch"}, "unknown launch 'torch'"),
         ({"fabric": "torus"}, "unknown fabric 'torus'"),
-        ({"racks": 3}, "1 domains cannot lie under 3 racks"),
+        ({"racks": 3}, "1 domains cannot be under 3 racks"),
     ],
 )
 def test_words_that_the_model_has_not_are_refused(h100, how, message):

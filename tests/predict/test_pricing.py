@@ -12,9 +12,9 @@ from meshkit.hlo.module import read_schedule
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.nccl import by_hand, fitted_values
+from meshkit.predict.nccl import fitted_values, model_constant
 from meshkit.predict.network import Price, collective_price, collective_time_s
-from meshkit.predict.pricing import NO_LOAD, Load, Pricer, arithmetic_left, load_of, together
+from meshkit.predict.pricing import NO_LOAD, Load, Pricer, arithmetic_left, combined_load, load_of
 from meshkit.predict.simulate import step_pricer
 from tests.hlo_text import parse_hlo
 
@@ -39,24 +39,24 @@ def test_a_matmul_on_hopper_loses_what_one_lost_beside_blocks_that_stream(blocks
 def test_a_matmul_on_an_a100_falls_to_what_was_measured_there():
     """1.18 to 2.08 ms under an all-gather, NVIDIA/nccl#1428; a second collective takes no more."""
     load = load_of(GATHER, GATHERED, A100, HBM)
-    assert load.beside(KernelWork(arithmetic_s=1.18))[0] == pytest.approx(2.08 / 1.18, rel=2e-3)
-    assert together([(load, 1.0), (load, 1.0)]).arithmetic == load.arithmetic
+    assert load.slowdowns(KernelWork(arithmetic_s=1.18))[0] == pytest.approx(2.08 / 1.18, rel=2e-3)
+    assert combined_load([(load, 1.0), (load, 1.0)]).arithmetic == load.arithmetic
 
 
 def test_several_at_once_take_their_multiprocessors_each_and_what_was_measured_once():
     one, other = Load(0.9, 0.7), Load(0.8, 0.9)
-    both = together([(one, 1.0), (other, 0.5)])
+    both = combined_load([(one, 1.0), (other, 0.5)])
     assert (both.arithmetic, both.memory) == pytest.approx((0.7, 0.65))
     measured = replace(one, arithmetic=0.6, adds=False)
-    assert together([(measured, 1.0), (measured, 1.0)]).arithmetic == pytest.approx(0.6)
-    assert together([(Load(0.3, 0.3), 1.0)] * 3) == Load(0.2, pytest.approx(-1.1))
-    assert together([]) == NO_LOAD
+    assert combined_load([(measured, 1.0), (measured, 1.0)]).arithmetic == pytest.approx(0.6)
+    assert combined_load([(Load(0.3, 0.3), 1.0)] * 3) == Load(0.2, pytest.approx(-1.1))
+    assert combined_load([]) == NO_LOAD
 
 
 def test_a_kernel_bound_by_memory_loses_three_passes_of_the_bytes_that_arrive():
     load = load_of(GATHER, GATHERED, H100, HBM)
     assert load.memory == pytest.approx(1 - 3 * (7e9 / 0.02) / HBM)
-    assert load.beside(KernelWork(arithmetic_s=0.1, memory_s=1.0)) == (pytest.approx(1 / load.memory), 1.0)
+    assert load.slowdowns(KernelWork(arithmetic_s=0.1, memory_s=1.0)) == (pytest.approx(1 / load.memory), 1.0)
 
 
 def test_symmetric_memory_is_priced_where_its_kernels_are_faster():
@@ -109,7 +109,7 @@ def test_grouped_and_combined_collectives_are_launched_once():
     groups = [i.collective for i in (*apart.values(), *grouped.values())]
     assert [c is not None and c.grouped for c in groups] == [False, False, True, False]
     pricer = Pricer(Cluster.load("dgx_h100"), Assumptions())
-    launch = by_hand("xla_launch_s") + fitted_values()["kernel_s.4"]
+    launch = model_constant("xla_launch_s") + fitted_values()["kernel_s.4"]
     alone, rides = (pricer.collective_s(found["group_start/gather"]) for found in (apart, grouped))
     assert alone - rides == pytest.approx(launch)
     one, two, both = (
@@ -121,8 +121,8 @@ def test_grouped_and_combined_collectives_are_launched_once():
 
 def test_only_what_is_short_of_a_resource_slows_down():
     load = load_of(GATHER, GATHERED, H100, HBM)
-    assert load.beside(KernelWork(host_s=1.0, memory_s=0.1)) == (1.0, 1.0)
-    assert load.beside(KernelWork()) == (1.0, 1.0)
+    assert load.slowdowns(KernelWork(host_s=1.0, memory_s=0.1)) == (1.0, 1.0)
+    assert load.slowdowns(KernelWork()) == (1.0, 1.0)
 
 
 def test_a_slow_network_leaves_memory_alone():

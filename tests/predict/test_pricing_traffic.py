@@ -66,7 +66,7 @@ def test_a_kernel_is_slowed_by_the_one_that_runs_and_that_is_slowed_by_its_link(
     for stream in (0, 1):
         traffic.start(Transfer(1.0, 1.0, 0.0, 1.0, load=load), stream, 0.0, stream)
     # both for 2 s, during which nothing but the least is left: 0.4 s of work; then alone
-    assert traffic.run(KernelWork(arithmetic_s=1.0), 0.0) == pytest.approx(2.0 + 0.6)
+    assert traffic.run_kernel(KernelWork(arithmetic_s=1.0), 0.0) == pytest.approx(2.0 + 0.6)
 
 
 def test_no_link_carries_more_than_it_can():
@@ -96,14 +96,14 @@ def gather(memory):
 def test_a_kernel_and_a_collective_share_memory_and_neither_falls_below_half(left, memory_s, kernel, collective):
     traffic = InFlight(lambda *_: None)
     flow = traffic.start(gather(left), 0, 0.0, 0)
-    assert traffic.run(KernelWork(arithmetic_s=1.0, memory_s=memory_s), 0.0) == pytest.approx(kernel)
+    assert traffic.run_kernel(KernelWork(arithmetic_s=1.0, memory_s=memory_s), 0.0) == pytest.approx(kernel)
     assert traffic.finished(flow) == pytest.approx(collective)
 
 
 @given(left=st.floats(-0.5, 1.0), arithmetic=st.floats(0.0, 1.0), memory=st.floats(0.0, 1.0))
 def test_what_both_take_of_memory_is_no_more_than_there_is(left, arithmetic, memory):
     work = KernelWork(arithmetic_s=arithmetic, memory_s=memory)
-    slowdown, share = Load(memory=left).beside(work)
+    slowdown, share = Load(memory=left).slowdowns(work)
     assert slowdown >= 1.0 - 1e-9
     assert 0.0 <= share <= 1.0
     if work.alone_s > 1e-6:

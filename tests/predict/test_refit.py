@@ -57,7 +57,7 @@ def test_a_machines_own_constants_are_found(found):
     """Each to within what the noise leaves open: four standard errors of the linear problem, of absolute errors."""
     rows, start = sweep(GROUPS, noise=0.0), shipped_constants(H100)
     true = {**start, **TRUE}
-    here = Sensitivity.of(
+    here = Sensitivity.measure(
         lambda values: [predicted_s(row, H100, values) for row in rows], [row.time_s for row in rows], true, rows
     )
     spoken = np.abs(here.slopes).max(0) > 1e-6
@@ -100,7 +100,7 @@ def test_a_constant_that_the_model_has_not(tmp_path):
     text = 'schema = "meshkit.calibration/1"\n[network]\npoints = 9\nerror_before = 0.1\nerror_after = 0.1\n'
     path.write_text(text + "constants = { kernels = 1e-6 }\n")
     cluster = Cluster.load("dgx_h100", calibration=str(path))
-    with pytest.raises(ConfigError, match="'kernels', which is no constant of the network model"):
+    with pytest.raises(ConfigError, match="'kernels', which is not a constant of the network model"):
         predicted_s(Made("all-reduce", 8, 1, 1024, 0.0), cluster)
     path.write_text(text + "constants = { kernel_s = -1e-6 }\n")
     with pytest.raises(ConfigError, match="must be greater than 0"):

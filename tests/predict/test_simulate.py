@@ -10,11 +10,11 @@ from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.assumptions import Assumptions, assumptions_for, slowest_of
-from meshkit.predict.nccl import by_hand
+from meshkit.predict.nccl import model_constant
 from meshkit.predict.simulate import simulate
 from meshkit.timeline import sweep
 
-GAP = by_hand("kernel_gap_s")
+GAP = model_constant("kernel_gap_s")
 SECONDS = {"matmul": 1.0, "gather": 0.6, "reduce": 0.5, "copy": 0.3}
 
 

@@ -14,7 +14,7 @@ from meshkit.hlo.schedule import Collective
 from meshkit.linting.ways import apart_axes, is_part
 from meshkit.predict.algorithms import RAGGED_WAYS
 from meshkit.predict.assumptions import Assumptions, assumptions_for
-from meshkit.predict.nccl import by_hand
+from meshkit.predict.nccl import model_constant
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import Pricer
 from meshkit.predict.ways import Problem, Way, WayChoice, ways, ways_table
@@ -140,23 +140,23 @@ def test_prices_are_what_was_measured(n, payload, slices, algorithm, measured, o
 
 
 def test_slices_fill_the_one_shot_kernel_until_the_link_is_full():
-    few = by_hand("xla_launch_s") + 2 * by_hand("one_shot_s") + by_hand("kernel_gap_s")
-    assert seconds(2**26, 8, slices=1) == pytest.approx(few + 2**26 / (8 * by_hand("ragged_block_bytes_per_s")))
+    few = model_constant("xla_launch_s") + 2 * model_constant("one_shot_s") + model_constant("kernel_gap_s")
+    assert seconds(2**26, 8, slices=1) == pytest.approx(few + 2**26 / (8 * model_constant("ragged_block_bytes_per_s")))
     assert seconds(2**26, 8, slices=32) == pytest.approx(seconds(2**26, 8))
     assert seconds(2**26, 8, slices=32) < seconds(2**26, 8, slices=2) / 5
 
 
 def test_sends_pay_for_every_slice_and_for_the_host():
     one, many = (seconds(2**26, 8, H100, domains=2, slices=n, algorithm="send") for n in (1, 33))
-    assert many - one == pytest.approx(16 * 32 * by_hand("ragged_slice_s"))
+    assert many - one == pytest.approx(16 * 32 * model_constant("ragged_slice_s"))
     plain = collective_time_s("all-to-all", payload_bytes=2**26, gpus_per_domain=8, domains=2, cluster=H100)
-    assert one - plain == pytest.approx(2 * by_hand("host_wait_s") + 16 * by_hand("ragged_slice_s"))
+    assert one - plain == pytest.approx(2 * model_constant("host_wait_s") + 16 * model_constant("ragged_slice_s"))
 
 
 def test_what_cannot_be_is_an_error():
-    with pytest.raises(ConfigError, match="algorithm not in the model: one-shot of ragged-all-to-all between domains"):
+    with pytest.raises(ConfigError, match="the model has no one-shot for ragged-all-to-all between domains"):
         seconds(1, 8, H100, domains=2, algorithm="one-shot")
-    with pytest.raises(ConfigError, match="of -1 slices makes no sense"):
+    with pytest.raises(ConfigError, match="of -1 slices is not possible"):
         seconds(1, 8, H100, slices=-1)
 
 
@@ -198,8 +198,8 @@ def test_slices_room_and_what_was_taken_apart_are_read_from_the_program():
     assert not is_part(replace(gather, source="jit(step)/attention"), apart)
     way = WayChoice().way(copy, H100)
     assert way.name == "copy"
-    blocks_s = 16 * 64 * 2 / (16 * by_hand("ragged_block_bytes_per_s"))
-    launch = by_hand("xla_launch_s") + 2 * by_hand("one_shot_s") + by_hand("kernel_gap_s")
+    blocks_s = 16 * 64 * 2 / (16 * model_constant("ragged_block_bytes_per_s"))
+    launch = model_constant("xla_launch_s") + 2 * model_constant("one_shot_s") + model_constant("kernel_gap_s")
     assert Pricer(H100, Assumptions()).ragged_price(copy, way).seconds == pytest.approx(launch + blocks_s)
 
 
