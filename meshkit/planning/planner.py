@@ -36,7 +36,7 @@ from meshkit.planning.warnings import imbalance_warning, plan_warnings, snapshot
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
-from meshkit.report.causes import Planned, judged_plan
+from meshkit.report.causes import Planned, add_plan_findings
 from meshkit.report.schema import CompilePart, MemoryPart, OptionPart, ProgramPart, Report
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import (
@@ -329,7 +329,7 @@ def make_plan(
         "compile": CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
     }
     planned = Planned(simulation, schedule, instructions, cluster, facts.steps_per_call)
-    report = judged_plan(report.model_copy(update=parts), planned)
+    report = add_plan_findings(report.model_copy(update=parts), planned)
     return Plan(report, simulation.timeline, compiled, schedule, facts, planned, examined, lint)
 
 
@@ -372,9 +372,9 @@ def _paths_of_state(groups: Groups, given: Sequence[Any], compiled: CompiledProg
 
 def _program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
     """What is known of a program that was compiled for GPUs that are not there."""
-    options = tuple(map(OptionPart.of, compiled.chosen))
+    options = tuple(map(OptionPart.from_sources, compiled.chosen))
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
-    return ProgramPart.of(schedule, compiled, options=options, **versions)
+    return ProgramPart.from_sources(schedule, compiled, options=options, **versions)
 
 
 def memory_part(

@@ -1,10 +1,10 @@
-"""What a verdict is made of, whether of a measurement, of a plan, or of communication alone: causes that any can have.
+"""Causes of a slow step, shared by the verdicts of measurements, plans and communication-only reports.
 
-report -> a case: what is known of it -> causes, each with its seconds -> findings, what saves most first -> verdict
+report -> a case: a report with what its causes ask of it -> causes -> findings, most seconds first -> verdict
 
-The exposed time of a row of communication is divided among its causes: waiting for peers first, then what a faster link
-or fewer messages would save, then why nothing hides the rest. A cause that cannot be told from what is known is not
-named: of a plan no waiting, clocks or outliers, which a measurement alone has (`verdict.py`).
+The exposed time of a row of communication is divided among its causes: first waiting for peers, then what a faster link
+or fewer messages would save, then the rest. A cause is named only where the data shows it: a plan has no waiting, no
+clocks and no outliers. Those causes are in `verdict.py`.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ from meshkit.report.schema import (
 )
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
-LEAST, WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
-EXPOSED_WARNS = 0.1  # the same, of exposed communication of which nothing is wrong but that it is exposed
+LEAST, WARNS = 0.005, 0.05  # Shares of the step: a smaller cause is not reported, a larger one is a warning.
+EXPOSED_WARNS = 0.1  # Exposed communication without another fault warns later: some of it is normal.
 WAITING = "waiting_for_peers"
-_STEADY = 0.75  # share of the steps from which a device is late step after step
-_AS_LATE, _MOST_LATE = 0.25, 3  # of the latest device's seconds, by which others are named too; so many
+_STEADY = 0.75  # A device that is late in this share of the steps is late all the time.
+_AS_LATE, _MOST_LATE = 0.25, 3  # Devices this close to the latest one are named too, at most so many.
 _LATE_WORDS = {
     "kernels": "in kernels",
     "clock": "by its clock",
     "memory": "by its memory",
     "copies": "in memory copies",
-    "communication": "in transfers that nothing hides there",
+    "communication": "in exposed transfers",
     "input": "waiting for its input",
     "host": "idle between steps",
     "launch_gaps": "idle between kernels",
     "not_known": "not known",
 }
-_SLOW = 1.5  # x the model's seconds, of a collective; its error is below that where it was tested
-_MOSTLY_WAITS = 4.0  # x the transfer, of waiting: what is left then tells how waiting was told, not how fast a link is
-_SMALL_BYTES, _MANY = 2**20, 8  # messages that are latency more than data, and how many of them are worth combining
+_SLOW = 1.5  # A collective is slow beyond this multiple of the model's time; the model's own error is smaller.
+# Where a row waits longer than this multiple of its transfer, its rate shows how waits were split off, not how fast the
+# link is.
+_MOSTLY_WAITS = 4.0
+_SMALL_BYTES, _MANY = 2**20, 8  # Messages below this size are bound by latency; combining pays from so many of them.
 _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
-# What to try, of a plan as of a measurement.
-_HOST_BUSY = "what its host does beside the job"
+# Hints of plans and of measurements.
+_HOST_BUSY = "other processes on its host"
 _LATE_HINTS = {
     "kernels": "its share of the work (padding, experts, repeated tokens), or what autotuning chose in its process",
     "clock": "its clocks, power and temperature (`meshkit doctor` there)",
@@ -67,13 +69,16 @@ _LATE_HINTS = {
     "launch_gaps": _HOST_BUSY,
     "not_known": "its share of the work (padding, experts, stages), what its host does, a capture of more steps",
 }
-_OF_CORES = "what else runs on its cores, or its share of the work"  # of a CPU, which virtual devices share
-_FLOATS = re.compile(r"\bb?f\d")  # in an instruction's shapes
+_OF_CORES = "what else runs on its cores, or its share of the work"  # Virtual devices share the CPU's cores.
+_FLOATS = re.compile(r"\bb?f\d")  # Matches a float type in an instruction's shapes.
 _SCATTER = "a one-hot matmul in place of the scatter-add, such as an embedding's gradient (openxla/xla#26371, #46225)"
-BESIDE_WORK = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
-BESIDE_WORK_OF_CPU = "micro-batches or layers that do not need it yet, or another axis for it"  # memory is the link
+OVERLAP_MORE = (
+    "overlap with micro-batches or layers that need it later, another axis, or a faster link (`meshkit tune`)"
+)
+# The link is memory, so no faster one exists.
+OVERLAP_MORE_CPU = "overlap with micro-batches or layers that need it later, or another axis"
 NO_LOOP = (
-    "layers that are no loop (scan_layers = false in meshkit's models): a loop copies weights, and what train.remat "
+    "layers without a loop (scan_layers = false in meshkit's models): a loop copies weights, and what train.remat "
     "saves, out of stacked arrays and into them"
 )
 KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
@@ -86,18 +91,17 @@ COMBINED = {
 
 
 @dataclass(frozen=True)
-class Mended:
-    """What is different in a step that is replayed; collectives are indices into those of the timeline."""
+class Fix:
+    """A change to a replayed step. Collectives are given by their index in the timeline."""
 
-    hidden: Collection[int] = ()  # run under compute
-    transfer: Mapping[int, float] = field(default_factory=dict)  # seconds to move their data over those measured
-    evenly: bool = False  # no device has more to do by itself before any collective than the median device
+    hidden: Collection[int] = ()  # These collectives run under compute.
+    # Each of these collectives takes this multiple of its measured transfer time.
+    transfer: Mapping[int, float] = field(default_factory=dict)
+    evenly: bool = False  # No device does more work of its own before a collective than the median device.
 
 
-def findings_of[C: JudgedReport](
-    case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
-) -> tuple[FindingPart, ...]:
-    """Return what the causes find that is worth a line, that which saves the most seconds first.
+def rank_findings[C: Case](case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]) -> tuple[FindingPart, ...]:
+    """Return the findings that are worth a line, the one that saves the most seconds first.
 
     Args:
         case: the report, with what its causes ask of it.
@@ -108,18 +112,19 @@ def findings_of[C: JudgedReport](
     return tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
 
 
-class JudgedReport:
-    """A report as its causes look at it, and what is known of any: nothing of single devices.
+class Case:
+    """A report with what its causes ask of it; holds nothing about single devices.
 
     Args:
-        report: what is judged.
-        cluster: where it ran, or would run, if known.
-        collectives: that the operations of its rows are.
+        report: the report to explain.
+        cluster: where it ran or would run, if known.
+        collectives: the collectives that the rows' operations name.
     """
 
-    lost, waited = "exposed communication", "exposed_wait_s"  # what waiting is a part of, and where that stands
-    usual, cpu = "", False  # what a step is called; whether its devices are virtual ones
-    instructions: Mapping[str, InstructionInfo] = {}  # of the program, as far as they are known
+    # The total that waiting is a part of, and the key of the waits.
+    lost, waited = "exposed communication", "exposed_wait_s"
+    usual, cpu = "", False  # An adjective for the step, and whether its devices are virtual ones.
+    instructions: Mapping[str, InstructionInfo] = {}  # The program's instructions, as far as they are known.
 
     def __init__(self, report: Report, cluster: Cluster | None, collectives: Sequence[Collective] = ()):
         self.report, self.step, self.rows = report, report.step, report.communication
@@ -128,51 +133,50 @@ class JudgedReport:
 
     @property
     def device(self) -> str:
-        """What a device is called."""
         return "device" if self.cpu else "GPU"
 
     def share(self, seconds: float, what: str, *, first: bool) -> str:
-        """`20.0 % of the step of 1.00 ms is idle.`; only the first sentence says how long the step is."""
+        """Return such as `20.0 % of the step of 1.00 ms is idle.`; only the first sentence gives the step time."""
         of = f"the {self.usual}step" + (f" of {format_seconds(self.time_s)}" if first else "")
         return f"{format_percent(seconds / self.time_s)} of {of} is {what}."
 
     @cached_property
     def waits_s(self) -> float:
-        """Exposed waiting, as far as it is known."""
+        """Return the exposed waiting, as far as it is known."""
         return sum(row.exposed_wait_s or 0.0 for row in self.rows)
 
     @cached_property
     def late_s(self) -> float:
-        """Where waits are unknown: how long a device waits, as a mean, for the one that is the most behind."""
+        """Return how long a device waits on average for the latest one; 0 where waits were measured."""
         behind_s = max((late.behind_s for _, late in self.late), default=0.0)
         others = 1 - 1 / max(1, self.report.window.devices)
         return 0.0 if self.waits_s else min(others * behind_s, self.step.exposed_s or 0.0)
 
     @cached_property
     def late(self) -> list[tuple[StragglerPart, LatePart]]:
-        """The devices that do something longer than the usual one, the most behind first; a measurement knows them."""
+        """Return the devices that take longer than the usual one, the latest first; a plan has none."""
         devices = self.report.stragglers.devices if self.report.stragglers else ()
         return sorted(((d, d.late) for d in devices if d.late), key=lambda found: -found[1].behind_s)
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Name of a collective -> its index in the timeline."""
+        """Map the name of a collective to its index in the timeline."""
         return {c.name: i for i, c in enumerate(self.collectives)}
 
-    def with_(self, mended: Mended) -> float | None:
-        """Seconds of the step with something mended; None where there is no measured step to replay."""
+    def time_with(self, fix: Fix) -> float | None:
+        """Return the seconds of the step after a change; None where there is no measured step to replay."""
         return None
 
-    def of(self, row: CommunicationPart) -> list[Collective]:
-        """The collectives of a row."""
+    def collectives_of(self, row: CommunicationPart) -> list[Collective]:
+        """Return the collectives of a row."""
         return [self.collectives[i] for i in self.members(row)]
 
     def members(self, row: CommunicationPart) -> list[int]:
-        """Their indices."""
+        """Return the indices of a row's collectives in the timeline."""
         return [self.index[op.name] for op in row.ops if op.name in self.index]
 
     def model_s(self, c: Collective, *, count: float = 1.0) -> float | None:
-        """What the network model says of a collective, or of `count` of them as one; None without a cluster."""
+        """Return the network model's seconds for `count` such collectives sent as one; None without a cluster."""
         cluster = self.cluster
         if cluster is None or cluster.is_cpu or c.group_size < 2:
             return None
@@ -184,7 +188,7 @@ class JudgedReport:
 
     @cached_property
     def shares(self) -> dict[int, tuple[float, float, float]]:
-        """Row -> its exposed seconds that move data: (what a faster link saves, what combining saves, the rest)."""
+        """Map each row to its exposed transfer seconds: (a faster link saves, combining saves, the rest)."""
         return {i: self._divided(row) for i, row in enumerate(self.rows) if row.exposed_s is not None}
 
     def _divided(self, row: CommunicationPart) -> tuple[float, float, float]:
@@ -193,7 +197,7 @@ class JudgedReport:
         combined = self._combined_s(row)
         saved = min(moving, (moving / row.transfer_s) * combined) if combined and row.transfer_s else 0.0
         slow = 0.0
-        priced = [(op.count, self.model_s(c)) for op, c in zip(row.ops, self.of(row))]
+        priced = [(op.count, self.model_s(c)) for op, c in zip(row.ops, self.collectives_of(row))]
         expected_s = sum(n * s for n, s in priced if s is not None)
         waits = (row.wait_s or 0.0) > _MOSTLY_WAITS * (row.transfer_s or 0.0)
         if row.transfer_s and expected_s and not waits and None not in [s for _, s in priced]:
@@ -201,21 +205,21 @@ class JudgedReport:
         return slow, saved, moving - saved - slow
 
     def _combined_s(self, row: CommunicationPart) -> float:
-        """What the transfers of many small messages would lose as one message of each kind."""
-        ops = self.of(row)
+        """Return the transfer seconds that combining a row's small messages would save."""
+        ops = self.collectives_of(row)
         if not ops or not row.transfer_s or row.count < _MANY or not row.payload_bytes:
             return 0.0
         if row.payload_bytes / row.count > _SMALL_BYTES:
             return 0.0
         whole = self.model_s(ops[0], count=row.payload_bytes / max(1, ops[0].payload_bytes))
-        if whole is None:  # nobody knows the link: one of its messages, and the data at the best rate seen
+        if whole is None:  # Without a model of the link: one message's latency, and the data at the best rate seen.
             best = max((r.bus_bandwidth_bytes_per_s or 0.0 for r in self.rows), default=0.0)
             whole = row.transfer_s / row.count + (row.wire_bytes or 0.0) / best if best else row.transfer_s
         return max(0.0, row.transfer_s - whole)
 
 
 def finding(
-    case: JudgedReport,
+    case: Case,
     code: str,
     seconds: float,
     message: str,
@@ -225,17 +229,17 @@ def finding(
     warns: float = WARNS,
     **more: Any,
 ) -> FindingPart:
-    """Return a finding, whose seconds are what mending it saves; it is a warning if that is enough of the step.
+    """Return a finding; it is a warning if it saves enough of the step.
 
     Args:
-        case: whose step it is.
+        case: the step.
         code: names the cause.
-        seconds: of a step that it costs. Where the step without it is known, it saves no more than that is shorter:
-            what one collective loses less, another may wait longer. Kept to nine digits.
+        seconds: what the cause costs a step, kept to nine digits. A finding saves at most the difference to `step_s`,
+            because after a fix another collective may wait longer.
         message: a sentence; its first letter is made a capital.
-        step_s: the step without it, in seconds; None where unknown.
-        of_s: the step that is compared with; the case's own by default.
-        warns: share of the step from which it is a warning.
+        step_s: seconds of the step without the cause; None where unknown.
+        of_s: the step time that `step_s` is compared with; by default the case's own.
+        warns: share of the step from which the finding is a warning.
         more: `evidence` and `hint` of `FindingPart`.
     """
     if step_s is not None:
@@ -244,12 +248,12 @@ def finding(
         step_s = of_s - seconds
     severity = "warning" if seconds >= warns * case.time_s else "note"
     message = message[0].upper() + message[1:]
-    seconds = float(f"{seconds:.9g}")  # what sums of floats add would order equals
+    seconds = float(f"{seconds:.9g}")  # Rounding errors of sums would order equal findings.
     return FindingPart(code=code, severity=severity, message=message, seconds=seconds, step_s=step_s, **more)
 
 
-def waiting(case: JudgedReport) -> Iterator[FindingPart]:
-    """Devices wait for the last one of their group."""
+def waiting(case: Case) -> Iterator[FindingPart]:
+    """Find devices that wait for the last one of their group."""
     seconds = case.waits_s or case.late_s
     if not seconds:
         return
@@ -270,7 +274,7 @@ def waiting(case: JudgedReport) -> Iterator[FindingPart]:
         message += f", {part} of it for {case.device} {worst.device} (process {worst.process}{host})"
         evidence.append("stragglers.devices.0.caused_wait_s")
     elif not steady:
-        message += " that come late, now one and now another"
+        message += "; which one is late changes from step to step"
     said = [f"{case.device} {d.device} is {_behind(why, 1 if i else None)}." for i, (d, why) in enumerate(late)]
     hint = _LATE_HINTS["not_known"]
     if late:
@@ -278,7 +282,7 @@ def waiting(case: JudgedReport) -> Iterator[FindingPart]:
         name = kernels[0].name if cause == "kernels" else ""
         hint = scatter_hint(name, case.instructions.get(name)) or _LATE_HINTS[cause]
     hint = _OF_CORES if case.cpu else hint
-    evenly = case.with_(Mended(evenly=True))
+    evenly = case.time_with(Fix(evenly=True))
     saved_s = case.time_s - evenly if case.waits_s and evenly is not None else seconds
     yield finding(
         case,
@@ -292,7 +296,7 @@ def waiting(case: JudgedReport) -> Iterator[FindingPart]:
 
 
 def _behind(late: LatePart, most: int | None = None) -> str:
-    """`9.00 ms a step behind the usual one: 8.00 ms by its clock (...), 1.00 ms not known`; the first causes alone."""
+    """Return `9.00 ms a step behind the usual one: 8.00 ms by its clock (...), 1.00 ms not known`."""
     said = f"{format_seconds(late.behind_s)} a step behind the usual one"
     if late.late_share < _STEADY:
         said += f", in {format_percent(late.late_share)} of the steps"
@@ -312,13 +316,13 @@ def _behind(late: LatePart, most: int | None = None) -> str:
 
 
 def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
-    """What to try for a scatter-add of floats, whose adds to one place go one after another; None for other kernels.
+    """Return what to try for a scatter-add of floats, whose adds to one place are serial; None for other kernels.
 
-    XLA adds bfloat16 by compare-and-swap, and in jaxlib 0.10.2 to 0.11.0 float32 as well.
+    XLA adds bfloat16 by compare-and-swap; jaxlib 0.10.2 to 0.11.0 do so for float32 as well.
 
     Args:
-        name: of the instruction.
-        info: what it is; None where unknown, then its name alone says so.
+        name: the instruction's name.
+        info: what the instruction is; where it is None, the name alone decides.
     """
     what = f"{name} {info.source if info else ''}"
     scatters = (
@@ -327,13 +331,13 @@ def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
     return _SCATTER if scatters else None
 
 
-def slow_link(case: JudgedReport) -> Iterator[FindingPart]:
-    """A collective moves its data more slowly than the model of its links says."""
+def slow_link(case: Case) -> Iterator[FindingPart]:
+    """Find collectives that move their data more slowly than the model of their links says."""
     for i, (seconds, _, _) in case.shares.items():
         row = case.rows[i]
         if not seconds or not row.transfer_s:
             continue
-        priced = [(op, op.count * (case.model_s(c) or 0.0)) for op, c in zip(row.ops, case.of(row))]
+        priced = [(op, op.count * (case.model_s(c) or 0.0)) for op, c in zip(row.ops, case.collectives_of(row))]
         expected_s = sum(s for _, s in priced)
         share = expected_s / row.transfer_s
         rate, should = row.bus_bandwidth_bytes_per_s, (row.wire_bytes or 0.0) / expected_s
@@ -341,23 +345,23 @@ def slow_link(case: JudgedReport) -> Iterator[FindingPart]:
         size = format_bytes((op.payload_bytes or row.payload_bytes or 0.0) / op.count)
         sized, most = f"its size, {size}", ""
         if len(priced) > 1 and op.transfer_s:
-            sized, most = "its sizes", f"; most in {op.name}{placed(op)}, {size} at {alone_s / op.transfer_s:.2f}"
+            sized, most = "its sizes", f"; most in {op.name}{place_text(op)}, {size} at {alone_s / op.transfer_s:.2f}"
         where = f" on {row.fabric or row.link}" if row.link else ""
         yield finding(
             case,
             "slow_link",
             seconds,
-            f"{named(row)}{'' if most else placed(op)} runs at {share:.2f} of what NCCL gives at {sized}{where}: "
-            f"{format_rate(rate)}, where the network model has {format_rate(should)}, so {format_seconds(seconds)} a "
-            f"step{most}.",
+            f"{describe_row(row)}{'' if most else place_text(op)} runs at {share:.2f} of NCCL's speed at {sized}"
+            f"{where}: {format_rate(rate)} instead of the network model's {format_rate(should)}, which costs "
+            f"{format_seconds(seconds)} a step{most}.",
             evidence=(f"communication.{i}.bus_bandwidth_bytes_per_s", f"communication.{i}.transfer_s"),
             hint="NCCL_DEBUG=INFO for the transport (P2P, GPUDirect, every NIC), and `meshkit bench` of the axis",
-            step_s=case.with_(Mended(transfer=dict.fromkeys(case.members(row), share))),
+            step_s=case.time_with(Fix(transfer=dict.fromkeys(case.members(row), share))),
         )
 
 
-def small_collectives(case: JudgedReport) -> Iterator[FindingPart]:
-    """Many small messages that would be faster as one."""
+def small_collectives(case: Case) -> Iterator[FindingPart]:
+    """Find small messages that would be faster as one."""
     for i, (_, seconds, _) in case.shares.items():
         row = case.rows[i]
         if not seconds or not row.transfer_s:
@@ -369,26 +373,26 @@ def small_collectives(case: JudgedReport) -> Iterator[FindingPart]:
             case,
             "small_collectives",
             seconds,
-            f"{row.count:g} times a step {named(row)} moves {mean} on average: combined they would take "
-            f"{format_seconds(row.transfer_s * left)}, not {format_seconds(row.transfer_s)}.",
+            f"{row.count:g} times a step {describe_row(row)} moves {mean} on average: combined, they would take "
+            f"{format_seconds(row.transfer_s * left)} instead of {format_seconds(row.transfer_s)}.",
             evidence=(f"communication.{i}.count", f"communication.{i}.payload_bytes", f"communication.{i}.transfer_s"),
             hint=f"[xla] {option} = {2**28}" if option else "one message for all of them",
-            step_s=case.with_(Mended(transfer=dict.fromkeys(case.members(row), left))),
+            step_s=case.time_with(Fix(transfer=dict.fromkeys(case.members(row), left))),
         )
 
 
 def recomputes(name: str, info: InstructionInfo | None) -> bool:
-    """Whether a kernel of the backward pass computes the forward again.
+    """Return whether a kernel of the backward pass computes the forward again.
 
     Args:
-        name: of the instruction.
-        info: what it is; None where unknown, then its name alone says so.
+        name: the instruction's name.
+        info: what the instruction is; where it is None, the name alone decides.
     """
     return bool(_RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)))
 
 
-def named(row: CommunicationPart) -> str:
-    """`the all-reduce bf16 over tensor`."""
+def describe_row(row: CommunicationPart) -> str:
+    """Return `the all-reduce bf16 over tensor`."""
     what = " ".join(part for part in (row.collective or "communication", row.dtype) if part)
     over = f" over {' + '.join(row.axes)}" if row.axes else ""
     groups = f" over {row.replica_groups}" if row.replica_groups and not row.axes else ""
@@ -396,64 +400,64 @@ def named(row: CommunicationPart) -> str:
     return f"the {what}{over}{groups}{sized}"
 
 
-def source(row: CommunicationPart) -> str:
-    """What caused the operation of a row that is exposed most, see `placed`."""
-    return placed(max(row.ops, key=lambda op: op.exposed_s or 0.0)) if row.ops else ""
+def source_text(row: CommunicationPart) -> str:
+    """Return what caused the row's most exposed operation, as `place_text` writes it."""
+    return place_text(max(row.ops, key=lambda op: op.exposed_s or 0.0)) if row.ops else ""
 
 
-def placed(op: OpPart) -> str:
-    """` (layers/attention/output, models/llama.py:116)`."""
+def place_text(op: OpPart) -> str:
+    """Return ` (layers/attention/output, models/llama.py:116)`."""
     place = ", ".join(text for text in (layer_of(op.source or ""), op.line) if text)
     where = op.combined_text(2) or place or op.source
     return f" ({where})" if where and where != "unknown" else ""
 
 
-# A plan.
+# Verdicts of plans.
 
 _LINKS = {"nvlink": "NVLink", "infiniband": "InfiniBand"}
 _HELD = ("parameters", "optimizer", "gradients", "activations", "temporary")
 
 
 class Planned(NamedTuple):
-    """What is known of a plan beside its report."""
+    """A plan's simulation, program and cluster, which its verdict is made from."""
 
     simulation: Simulation
     schedule: Schedule
     instructions: Mapping[str, InstructionInfo]
     cluster: Cluster
-    steps: int = 1  # that one run of the program makes
+    steps: int = 1  # Steps that one run of the program makes.
 
 
 class Change(NamedTuple):
-    """A change to what was planned, which the verdict names."""
+    """A change to the experiment that the verdict names."""
 
-    said: str  # a sentence
-    mends: str | None = None  # the code of the finding that it mends
-    hint: str | None = None  # what to try, which that finding then says
+    said: str  # A whole sentence.
+    mends: str | None = None  # Code of the finding that it fixes.
+    hint: str | None = None  # The hint that this finding then gives.
 
 
-def judged_plan(report: Report, planned: Planned, change: Change | None = None) -> Report:
-    """A prediction with its findings and its verdict: what it is bound by.
+def add_plan_findings(report: Report, planned: Planned, change: Change | None = None) -> Report:
+    """Return a prediction with its findings and a verdict that says what bounds the step.
 
     Args:
         report: of a simulation.
-        planned: what it was made from.
-        change: the second sentence of the verdict.
+        planned: what the report was made from.
+        change: becomes the second sentence of the verdict.
 
     Returns:
-        Without findings where the step has no time, or not all of the program was read; its verdict is then at most
-        that it does not fit.
+        The report has no findings where the step has no time or part of the program was not read. Its verdict then says
+        at most that the step does not fit.
     """
     memory, time_s = report.memory, report.step.time_s
     said = _too_large(memory) if memory.fits is False else []
     if not time_s or any(w.code == NOT_PREDICTED for w in report.warnings):
         return report.model_copy(update={"verdict": " ".join(said) or None})
-    case = _Predicted(report, planned)
-    findings = findings_of(case, (_lost, small_collectives))
+    case = _PlanCase(report, planned)
+    findings = rank_findings(case, (_find_losses, small_collectives))
     worst = [case.losses[f.code] for f in findings if f.severity == "warning" and f.code in case.losses][:2]
     named = change.said if change else None
     mended = case.losses.get(change.mends or "") if change else None
-    if change and mended and mended not in worst[:1]:  # it stands behind another cause, and says which it mends
+    if change and mended and mended not in worst[:1]:  # The change fixes a cause that is not the first: say which.
         worst = [loss for loss in worst if loss is not mended]
         mends = f"{format_percent(mended.seconds / time_s)} is {mended.what}"
         named = f"{mends}, and {change.said[0].lower()}{change.said[1:]}"
@@ -472,17 +476,17 @@ def judged_plan(report: Report, planned: Planned, change: Change | None = None) 
 
 
 class _Loss(NamedTuple):
-    """What of a planned step is no new work of the model."""
+    """Time of a planned step that is not new work of the model."""
 
     seconds: float
     what: str
     evidence: str
     hint: str | None = None
-    more: Sequence[str] = ()  # sentences about it
+    more: Sequence[str] = ()  # Sentences that follow the first.
 
 
-class _Predicted(JudgedReport):
-    """A simulated step: a transfer takes as long as it is busy."""
+class _PlanCase(Case):
+    """A simulated step. Its transfers wait for nobody, so that a transfer takes its whole busy time."""
 
     def __init__(self, report: Report, planned: Planned):
         rows = tuple(r.model_copy(update={"transfer_s": r.busy_s}) for r in report.communication)
@@ -492,17 +496,16 @@ class _Predicted(JudgedReport):
 
     @cached_property
     def losses(self) -> dict[str, _Loss]:
-        """Code -> what the step loses."""
         step, planned, pipeline = self.step, self.planned, self.report.pipeline
         of = f" ({pipeline.stages} stages, {pipeline.microbatches} microbatches)" if pipeline else ""
         seconds = kernel_seconds_by_name(planned.simulation.timeline)
         again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
-        exposed = _Loss(step.exposed_s or 0.0, "exposed communication", "step.exposed_s", BESIDE_WORK, _largest(self))
+        exposed = _Loss(step.exposed_s or 0.0, "exposed communication", "step.exposed_s", OVERLAP_MORE, _largest(self))
         bubble = _Loss(step.bubble_s or 0.0, f"the pipeline's bubble{of}", "step.bubble_s", "more microbatches")
         from_host = planned.simulation.host_bytes > 0
         copies = _Loss(
             step.other_s or 0.0,
-            "memory copies with nothing beside them",
+            "exposed memory copies",
             "step.other_s",
             None if from_host else NO_LOOP,
         )
@@ -515,8 +518,8 @@ class _Predicted(JudgedReport):
         }
 
 
-def _lost(case: _Predicted) -> Iterator[FindingPart]:
-    """What of a planned step is no new work of the model."""
+def _find_losses(case: _PlanCase) -> Iterator[FindingPart]:
+    """Find the time of a planned step that is not new work of the model."""
     for code, loss in case.losses.items():
         exposed = code == "exposed_communication"
         yield finding(
@@ -531,8 +534,8 @@ def _lost(case: _Predicted) -> Iterator[FindingPart]:
         )
 
 
-def _largest(case: _Predicted) -> list[str]:
-    """The row that is exposed most, the step without it, and what combining small messages would save."""
+def _largest(case: _PlanCase) -> list[str]:
+    """Describe the most exposed row, the step without it, and what combining small messages would save."""
     i, row = max(enumerate(case.rows), key=lambda item: item[1].exposed_s or 0.0, default=(0, None))
     if row is None or not row.exposed_s or not case.step.exposed_s:
         return []
@@ -541,8 +544,8 @@ def _largest(case: _Predicted) -> list[str]:
     on = f" on {fabric.replace('_', ' ') if fabric else _LINKS[row.link]}" if row.link else ""
     without = format_seconds(case.time_s - (row.sole_exposed_s or 0.0))
     text = (
-        f"{most} is {named(row)}{on}{source(row)}, {format_seconds(row.exposed_s)}; without it the step would take "
-        f"{without}."
+        f"{most} is {describe_row(row)}{on}{source_text(row)}, {format_seconds(row.exposed_s)}; without it the step "
+        f"would take {without}."
     )
     evidence = f"communication.{i}.count"
     small = [f for f in small_collectives(case) if evidence in f.evidence and (f.seconds or 0) >= WARNS * case.time_s]
@@ -550,16 +553,16 @@ def _largest(case: _Predicted) -> list[str]:
 
 
 def _too_large(memory: MemoryPart) -> list[str]:
-    """That the step does not fit, by how much, and what takes the most."""
+    """Say that the step does not fit, by how much, and what takes the most memory."""
     held = {name: getattr(memory, f"{name}_bytes") or 0 for name in _HELD}
     most = max(held, key=lambda name: held[name])
-    largest = [f"The most is {most}, {format_bytes(held[most])}."] if held[most] else []
+    largest = [f"The largest part is {most}, {format_bytes(held[most])}."] if held[most] else []
     too_much = f": {format_bytes(-memory.margin_bytes)} a GPU too much" if memory.margin_bytes is not None else ""
     return [f"The step does not fit{too_much}.", *largest]
 
 
-def _bound(case: _Predicted) -> str:
-    """What a step is bound by of which little is lost."""
+def _bound(case: _PlanCase) -> str:
+    """Say what bounds a step that loses little time."""
     step, planned, time_s = case.step, case.planned, case.time_s
     kinds = [c for c in (case.report.kernels.classes if case.report.kernels else ()) if c.time_s][:2]
     said = []
@@ -574,7 +577,7 @@ def _bound(case: _Predicted) -> str:
 
 
 def _matmul_rate(planned: Planned, time_s: float) -> float:
-    """The share of the GPU's peak at which matmuls run, which take `time_s` of a step."""
+    """Return the share of the GPU's peak at which the matmuls run, which take `time_s` of a step."""
     gpu, least_s = planned.cluster.gpu, 0.0
     for i, times in planned.schedule.walk():
         info = planned.instructions.get(i.name)
@@ -583,30 +586,30 @@ def _matmul_rate(planned: Planned, time_s: float) -> float:
     return least_s / planned.steps / time_s
 
 
-# Communication alone, as NCCL noted it: what compute covers is unknown.
+# Verdicts of NCCL's own records, which say nothing about compute.
 
 
-def judged_by_communication(report: Report, cluster: Cluster | None) -> Report:
-    """A report without compute, with its findings and its verdict.
+def add_communication_findings(report: Report, cluster: Cluster | None) -> Report:
+    """Return a report that has no compute, with its findings and its verdict.
 
     Args:
-        report: of NCCL's own record.
-        cluster: where it ran; None where unknown, then nothing is held against the network model.
+        report: made from NCCL's own record.
+        cluster: where it ran; without one nothing is compared with the network model.
 
     Returns:
         The report as it is where nothing took any time.
     """
-    case = _Heard(report, cluster)
+    case = _CommunicationCase(report, cluster)
     if not case.time_s:
         return report
-    findings = findings_of(case, (waiting, slow_link, small_collectives))
+    findings = rank_findings(case, (waiting, slow_link, small_collectives))
     if report.step.time_s is None:
         findings = tuple(f.model_copy(update={"message": f.message.replace(" a step", "")}) for f in findings)
     return report.model_copy(update={"findings": findings, "verdict": _verdict_of_communication(case, findings)})
 
 
-class _Heard(JudgedReport):
-    """A report whose communication is looked at as if nothing hid any of it."""
+class _CommunicationCase(Case):
+    """A report whose communication counts as exposed, since nothing is known about compute."""
 
     lost, waited = "communication", "wait_s"
 
@@ -624,8 +627,8 @@ class _Heard(JudgedReport):
         super().__init__(heard, cluster)
         self.told = report
 
-    def of(self, row: CommunicationPart) -> list[Collective]:
-        """One that has the mean size of the row's."""
+    def collectives_of(self, row: CommunicationPart) -> list[Collective]:
+        """Return one collective that has the mean size of the row's."""
         size = int((row.payload_bytes or 0.0) / row.count) if row.count else 0
         return [
             Collective(
@@ -637,29 +640,29 @@ class _Heard(JudgedReport):
         ]  # fmt: skip
 
     def model_s(self, c: Collective, *, count: float = 1.0) -> float | None:
-        """None also where its GPUs' places are not known."""
+        """Return the model's seconds; None also where the places of the GPUs are not known."""
         known = c.gpus_per_domain > 0 and c.collective in RING_TURNS
         return super().model_s(c, count=count) if known else None
 
 
-def _verdict_of_communication(case: _Heard, findings: tuple[FindingPart, ...]) -> str:
-    """What share of the step communication takes at most, most of which is what, and the two dearest causes."""
+def _verdict_of_communication(case: _CommunicationCase, findings: tuple[FindingPart, ...]) -> str:
+    """Say how much of the step communication takes at most, which row takes most of it, and the two largest causes."""
     time_s, quality = case.told.step.time_s, case.told.quality
     lost = quality.dropped_events if quality else None
-    beside = f" ({lost:,} operations that were dropped not counted)" if lost else ""
+    beside = f" ({lost:,} dropped operations are not counted)" if lost else ""
     if time_s:
         share = format_percent(min(1.0, case.all_s / time_s))
         first = (
-            f"Communication takes at most {share} of the step of {format_seconds(time_s)}{beside}: what of it compute "
+            f"Communication takes at most {share} of the step of {format_seconds(time_s)}{beside}: how much of it "
+            "compute overlaps is unknown."
         )
-        first += "covers is unknown."
     else:
         first = (
-            f"Communication took {format_seconds(case.all_s)} of a GPU's time{beside}: the step is unknown, and what "
+            f"Communication took {format_seconds(case.all_s)} of a GPU's time{beside}: the step time is unknown, and "
+            "so is how much of it compute overlaps."
         )
-        first += "of it compute covers."
     largest = max(case.rows, key=lambda row: row.busy_s or 0.0)
     part = (largest.busy_s or 0.0) / case.all_s
-    sentences = [first, f"{format_percent(part)} of it is {named(largest)}."]
+    sentences = [first, f"{format_percent(part)} of it is {describe_row(largest)}."]
     dear = [f.message for f in findings if f.severity == "warning"][:2]
     return " ".join([*sentences, *(dear or ["Nothing stands out in it."])])

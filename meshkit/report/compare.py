@@ -1,8 +1,8 @@
-"""Two reports compared: a prediction with its measurement, or this run with the last.
+"""Compare two reports: a prediction with its measurement, or one run with an earlier one.
 
-Rows of communication are joined by axes, link, collective and dtype; compute by kind of work; single operations by name
-where both reports are about the same compiled program, else by key, which survives a recompile. How many seconds could
-be joined is said.
+Rows of communication are joined by axes, link, collective and dtype, and compute by kind of work. Single operations are
+joined by name where both reports are of one compiled program. Otherwise they are joined by key, which survives a
+recompile. The result says how many seconds could be joined.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshkit.report import schema
 from meshkit.report.schema import KernelPart, OpPart, Part, Report
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
-_SAME = 0.01  # of the step: two captures of one run differ by as much
+_SAME = 0.01  # Two captures of one run differ by this share of the step.
 _MAX_CAUSES = 4
 _ROW_QUANTITIES = ("count", "payload_bytes", "time_s", "overlapped_s", "exposed_s", "busy_s", "transfer_s")
-_MOST_RATIOS = 10  # of single operations, the worst
-_LEAST_OF_RATIO = 0.001  # of the step, that an operation takes whose ratio is worth a line
+_MOST_RATIOS = 10  # Single operations that are listed, the largest ratios first.
+_LEAST_OF_RATIO = 0.001  # An operation that takes a smaller share of the step is not listed.
 
 
 class Pair(Part):
@@ -37,23 +37,23 @@ class Pair(Part):
 
     @property
     def difference(self) -> float:
-        """b - a, what is unknown or absent counted as zero."""
+        """Return b - a, where an unknown value counts as zero."""
         return (self.b or 0.0) - (self.a or 0.0)
 
 
 class ComparedSide(Part):
-    """Which report this side is."""
+    """The source and the program of one of the two reports."""
 
     source: schema.Source
     program: schema.ProgramPart
 
 
 class ComparedRow(Part):
-    """Communication of one kind over the same axes and link, in both reports; one that has none has None."""
+    """Communication of one kind over the same axes and link in both reports, None where a report has no such row."""
 
     axes: tuple[str, ...]
     link: schema.LinkName | None
-    fabric: str | None = None  # what the link really is; null where the reports differ in it
+    fabric: str | None = None  # The network behind the link; null where the reports differ in it.
     collective: str | None
     dtype: str | None
     replica_groups: str | None = None
@@ -63,11 +63,11 @@ class ComparedRow(Part):
     overlapped_s: Pair
     exposed_s: Pair
     busy_s: Pair
-    transfer_s: Pair  # without waiting for peers, which a prediction has none of
+    transfer_s: Pair  # Leaves out waiting for peers, since a prediction has none.
 
     @property
     def one_sided(self) -> bool:
-        """Whether only one report has such communication, so that it is zero in the other, not unknown."""
+        """Return whether only one report has such communication, which is then zero in the other."""
         return self.count.a is None or self.count.b is None
 
 
@@ -82,7 +82,7 @@ class ComparedOp(Part):
     line: str | None = None
     count: Pair
     busy_s: Pair
-    transfer_s: Pair  # without waiting for peers, which a prediction has none of
+    transfer_s: Pair  # Leaves out waiting for peers, since a prediction has none.
     exposed_s: Pair
 
 
@@ -96,7 +96,7 @@ class ComparedKind(Part):
 
 
 class ComparedKernel(Part):
-    """One compute instruction that is in both reports, of those that they list by name."""
+    """One compute instruction that both reports list by name."""
 
     key: str | None
     kind: str
@@ -109,11 +109,11 @@ class ComparedKernel(Part):
 
 
 class ComparedRatio(Part):
-    """One instruction of a program that is in both reports, of those whose seconds differ by the largest factors.
+    """One instruction that is in both reports of a program, among those whose seconds differ by the largest factors.
 
     Attributes:
-        kind: of compute, or the collective.
-        seconds: busy; of a collective those that move data.
+        kind: the kind of compute, or the collective.
+        seconds: busy seconds; for a collective only those that move data.
     """
 
     name: str
@@ -124,12 +124,12 @@ class ComparedRatio(Part):
 
 
 class ComparedPart(Part):
-    """A part of the step in both reports; their differences add up to that of the step.
+    """A part of the step in both reports; the differences of all parts add up to that of the step.
 
     Attributes:
         part: `compute`, `exposed communication`, `memory copies` or `idle`.
         what: a kind of work, a row of communication, or where the idle time lies; null where no more is known.
-        operation: the one that differs most, of those in both reports, with its line of source.
+        operation: the operation in both reports that differs most, with its source line.
     """
 
     part: str
@@ -139,7 +139,7 @@ class ComparedPart(Part):
 
 
 class JudgedCondition(Part):
-    """A condition that was asked for: whether b meets it, its value, and the limit."""
+    """A condition that `--fail-if` asked for: whether b meets it, its value and its limit."""
 
     condition: str
     met: bool
@@ -149,19 +149,18 @@ class JudgedCondition(Part):
 
 
 class Comparison(Part):
-    """Two reports; sorted so that what differs by the most seconds comes first.
+    """Two reports side by side, the largest difference in seconds first.
 
     Attributes:
         step, memory: every number of the two parts.
-        kernels, kernel_ops: compute by kind, and single instructions of it.
-        joined_by: what ops were joined by.
-        joined_share: share of the busy seconds of both reports' collectives that found their other half; None without
-            any.
-        kernels_joined_share: the same of compute, over all of it (a report lists only the longest operations).
-        conditions: what `--fail-if` asked.
-        verdict: by how much the second step differs, and in which parts; null where a step is unknown.
-        parts: of the step, those that differ most first.
-        worst_ratios: of one program, instructions that take a thousandth of the step or more, the largest factor first.
+        kernels, kernel_ops: compute by kind, and its single instructions.
+        joined_by: whether operations were joined by name or by key.
+        joined_share: share of the busy seconds of both reports' collectives that could be joined; null without any.
+        kernels_joined_share: the same share for compute, of all of it (a report lists only the longest operations).
+        conditions: the conditions of `--fail-if`.
+        verdict: by how much the second step differs, and in which parts; null where a step time is unknown.
+        parts: the parts of the step, the largest difference first.
+        worst_ratios: instructions of one program that take at least 0.1 % of the step, the largest factor first.
     """
 
     schema_: Literal["meshkit.compare/1"] = Field(default="meshkit.compare/1", alias="schema")
@@ -182,22 +181,21 @@ class Comparison(Part):
     worst_ratios: tuple[ComparedRatio, ...] = ()
 
     def __repr__(self) -> str:
-        """The verdict in one line; `mk.render` shows the tables."""
-        return f"<Comparison: {self.verdict or 'of a step that has no time'}>"
+        """Return the verdict in one line; `mk.render` shows the tables."""
+        return f"<Comparison: {self.verdict or 'a step has no time'}>"
 
     __str__ = __repr__
 
 
 def compare(a: Report, b: Report) -> Comparison:
-    """Both reports side by side, b relative to a.
+    """Compare two reports, b relative to a.
 
     Args:
-        a: what is compared with: a prediction, or the earlier run.
+        a: the reference: a prediction, or the earlier run.
         b: the measurement, or the later run; ratios are b / a.
 
     Returns:
-        With a verdict where both steps have a time. Single operations are joined by name where both are of one compiled
-        program, else by key.
+        The comparison, with a verdict where both steps have a time.
     """
     check_kinds(compare, a=a, b=b)
     a, b = _moving(a), _moving(b)
@@ -233,7 +231,7 @@ def compare(a: Report, b: Report) -> Comparison:
 
 
 def _moving(report: Report) -> Report:
-    """The report with the seconds in which its collectives move data: those of a prediction wait for nobody."""
+    """Return the report with transfer times, which in a prediction are the whole busy time."""
     if report.source == "profile":
         return report
     rows = []
@@ -244,7 +242,7 @@ def _moving(report: Report) -> Report:
 
 
 def _ratios(found: Comparison) -> Iterator[ComparedRatio]:
-    """The operations of one program that are worth a ratio."""
+    """Yield the operations of one program that are worth a ratio."""
     step = found.step["time_s"]
     least_s = _LEAST_OF_RATIO * max(step.a or 0.0, step.b or 0.0)
     if found.joined_by != "name":
@@ -257,7 +255,7 @@ def _ratios(found: Comparison) -> Iterator[ComparedRatio]:
 
 
 def _parts(found: Comparison) -> Iterator[ComparedPart]:
-    """What the step is made of in both reports, as finely as both know it."""
+    """Yield the parts of the step, as finely as both reports know them."""
     if found.kernels:
         for kind in found.kernels:
             ops = [op for op in found.kernel_ops if op.kind == kind.kind]
@@ -291,7 +289,7 @@ def _parts(found: Comparison) -> Iterator[ComparedPart]:
 
 
 def _placed(op: ComparedOp | ComparedKernel | None) -> str | None:
-    """`dot.3 (models/llama.py:116)`."""
+    """Return `dot.3 (models/llama.py:116)`."""
     if op is None or not (op.busy_s.difference):
         return None
     where = op.line or op.source
@@ -299,7 +297,7 @@ def _placed(op: ComparedOp | ComparedKernel | None) -> str | None:
 
 
 def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
-    """What became slower, the parts with the most seconds first; of a faster step what became faster."""
+    """Say how the step time changed and which parts caused it, the largest first."""
     step = found.step["time_s"]
     if step.a is None or step.b is None or not step.a:
         return None
@@ -324,20 +322,20 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
 
 
 def with_predicted(measured: Report, predicted: Report | None) -> Report:
-    """The measured report with what was predicted of it, and with what `plan_warnings` says.
+    """Return the measured report with its prediction, and with the warnings of `plan_warnings`.
 
     Args:
         measured: the report.
-        predicted: of a plan, or of the traced program as it is priced; None leaves the report as it is.
+        predicted: a plan, or the traced program as it is priced; None leaves the report as it is.
     """
     if predicted is None:
         return measured
     found = compare(predicted, measured)
     part = schema.PredictedPart(
-        step=_beside(found.step["time_s"], kind="step"),
-        kernels=tuple(_beside(kind.time_s, kind=kind.kind) for kind in found.kernels),
+        step=_with_prediction(found.step["time_s"], kind="step"),
+        kernels=tuple(_with_prediction(kind.time_s, kind=kind.kind) for kind in found.kernels),
         communication=tuple(
-            _beside(
+            _with_prediction(
                 row.transfer_s,
                 kind=row.collective,
                 axes=row.axes,
@@ -346,15 +344,17 @@ def with_predicted(measured: Report, predicted: Report | None) -> Report:
             )
             for row in found.communication
         ),
-        collectives=tuple(_beside(op.transfer_s, op, kind=op.key.partition("|")[0], axes=op.axes) for op in found.ops),
-        worst_ratios=tuple(_beside(op.seconds, op, kind=op.kind) for op in found.worst_ratios),
+        collectives=tuple(
+            _with_prediction(op.transfer_s, op, kind=op.key.partition("|")[0], axes=op.axes) for op in found.ops
+        ),
+        worst_ratios=tuple(_with_prediction(op.seconds, op, kind=op.kind) for op in found.worst_ratios),
     )
     warnings = (*plan_warnings(predicted, measured), *measured.warnings)
     return measured.model_copy(update={"predicted": part, "warnings": warnings})
 
 
-def _beside(seconds: Pair, op: ComparedOp | ComparedRatio | None = None, **what: Any) -> schema.BesidePart:
-    """One line of a measurement and its prediction; of an instruction with its name and place."""
+def _with_prediction(seconds: Pair, op: ComparedOp | ComparedRatio | None = None, **what: Any) -> schema.BesidePart:
+    """Return a measured number with its prediction; for an instruction with its name and source."""
     if op is not None:
         name = op.b_name if isinstance(op, ComparedOp) else op.name
         what |= {"name": name, "source": op.source, "line": op.line}
@@ -362,14 +362,14 @@ def _beside(seconds: Pair, op: ComparedOp | ComparedRatio | None = None, **what:
 
 
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
-    """Where a plan beside a measurement is of another job.
+    """Warn where a plan and a measurement are of different jobs.
 
     Args:
         plan: the prediction.
-        measured: the report beside it.
+        measured: the report that it is compared with.
 
     Yields:
-        One warning at most, `other_plan`: mesh or GPUs differ, or of two programs no collective is in both.
+        At most one warning, `other_plan`: the mesh or the GPUs differ, or two programs have no collective in common.
     """
     differs = []
     for what in ("mesh", "cluster"):
@@ -383,14 +383,11 @@ def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
     if not differs and found.joined_share == 0 and found.joined_by == "key":
         differs.append("program: none of its collectives is in the measurement")
     if differs:
-        message = (
-            f"The plan beside this measurement is of another {' and '.join(differs)}: their numbers do not compare."
-        )
+        message = f"The plan is of another {' and '.join(differs)}: do not compare its numbers with this measurement."
         yield schema.Warning_(code="other_plan", message=message)
 
 
 def pair(a: float | None, b: float | None) -> Pair:
-    """One quantity of both reports."""
     ratio = b / a if a and b is not None else None
     return Pair(a=a, b=b, ratio=ratio if ratio is not None and math.isfinite(ratio) else None)
 
@@ -412,7 +409,7 @@ def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
 
 
 def total(rows: Sequence[Part] | None, name: str) -> float | None:
-    """The sum of a number over parts of a report; None if there are none, or one is unknown."""
+    """Sum a number over parts of a report; None if there are none, or if one is unknown."""
     values = [getattr(row, name) for row in rows or ()]
     return None if not values or None in values else sum(values)
 
@@ -435,13 +432,13 @@ def _joined_ops(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[ComparedO
 
 
 def _common(a: Mapping[str, tuple], b: Mapping[str, tuple]) -> tuple[list[tuple[tuple, tuple]], float]:
-    """What both sides have, in the order of the first, and their busy seconds; a side's values begin with the part."""
+    """Return what both sides have, in the order of the first, and its busy seconds; values begin with the part."""
     found = [(a[key], b[key]) for key in a if key in b]
     return found, sum(side[key][0].busy_s or 0.0 for side in (a, b) for key in a if key in b)
 
 
 def _both(left: OpPart | KernelPart, right: OpPart | KernelPart) -> dict[str, Any]:
-    """What every instruction that is in both reports has."""
+    """Return the fields that every instruction in both reports has."""
     return {
         "key": left.key,
         "a_name": left.name,
@@ -476,7 +473,7 @@ def _joined_kernels(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[Compa
 
 def _kernels(report: Report, by_name: bool) -> Mapping[str, tuple[KernelPart, str]]:
     ops = [(op, c.kind) for c in (report.kernels.classes if report.kernels else ()) for op in c.ops]
-    by_name = by_name or all(op.key is None for op, _ in ops)  # kernels of no known program
+    by_name = by_name or all(op.key is None for op, _ in ops)  # Without a known program kernels have no keys.
     return {key: (op, kind) for op, kind in ops if (key := op.name if by_name else op.key)}
 
 
@@ -490,17 +487,17 @@ _HOLDS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.
 _EXAMPLES = "exposed_s>1.1x, step.time_s>0.5, communication.fsdp.exposed_s>1.2x or mfu<0.4"
 
 
-def judge(comparison: Comparison, text: str) -> JudgedCondition:
-    """Whether a condition such as `exposed_s>1.1x` holds for b, with the numbers.
+def check_condition(comparison: Comparison, text: str) -> JudgedCondition:
+    """Check a condition such as `exposed_s>1.1x` for b, and return it with its numbers.
 
     Args:
-        comparison: of the reference (a) with what is judged (b).
+        comparison: of the reference (a) with what is checked (b).
         text: `QUANTITY OP NUMBER`. The quantity is a key of `step` or `memory`, with or without the part's name, or
             `communication.AXES.KEY`: the sum over the rows of those axes (`communication.data+fsdp.exposed_s`). An
-            `x` after the number makes it a multiple of what a has.
+            `x` after the number makes it a multiple of a's value.
 
     Raises:
-        ConfigError: another form, a quantity that does not exist, or one that is unknown in a report that is needed.
+        ConfigError: the condition cannot be read, the quantity does not exist, or a report does not know it.
     """
     found = _CONDITION.match(text)
     if not found:
@@ -522,14 +519,14 @@ def judge(comparison: Comparison, text: str) -> JudgedCondition:
     return JudgedCondition(condition=text, met=met, value=value, limit=limit, reference=reference)
 
 
-def condition_text(judged: JudgedCondition) -> str:
-    """`exposed_s>1.1x: 212 ms, 1.31 x of 162 ms`."""
-    form = _form(judged.condition)
-    value = form(judged.value).strip()
-    if judged.reference is None:
-        return f"{judged.condition}: it is {value}"
-    times = f", {judged.value / judged.reference:.2f} x" if judged.reference else ""
-    return f"{judged.condition}: it is {value}, it was {form(judged.reference).strip()}{times}"
+def condition_text(checked: JudgedCondition) -> str:
+    """Return `exposed_s>1.1x: it is 212 ms, it was 162 ms, 1.31 x`."""
+    form = _form(checked.condition)
+    value = form(checked.value).strip()
+    if checked.reference is None:
+        return f"{checked.condition}: it is {value}"
+    times = f", {checked.value / checked.reference:.2f} x" if checked.reference else ""
+    return f"{checked.condition}: it is {value}, it was {form(checked.reference).strip()}{times}"
 
 
 def _form(condition: str) -> Callable[[Any], str]:
@@ -543,7 +540,7 @@ def _form(condition: str) -> Callable[[Any], str]:
 
 def _known(value: float | None, name: str, which: str, text: str) -> float:
     if value is None:
-        raise ConfigError(f"{name} is unknown in the {which} report, so '{text}' cannot be judged.")
+        raise ConfigError(f"{name} is unknown in the {which} report, so '{text}' cannot be checked.")
     return value
 
 
@@ -555,19 +552,19 @@ def _quantity(comparison: Comparison, name: str, text: str) -> Pair:
     if name not in known and name not in qualified:
         close = difflib.get_close_matches(name, [*known, *qualified], n=1)
         hint = close[0] if close else ", ".join(list(comparison.step)[:7])
-        raise ConfigError(f"there is no quantity '{name}' to compare.", at=f"--fail-if '{text}'", hint=hint)
+        raise ConfigError(f"the reports have no quantity '{name}'.", at=f"--fail-if '{text}'", hint=hint)
     return qualified.get(name) or known[name]
 
 
 def _communication(comparison: Comparison, name: str, text: str) -> Pair:
-    """The sum over the rows of some axes; a report without such a row has none of it: 0."""
+    """Sum over the rows of some axes; a report without such a row has 0."""
     _, _, rest = name.partition(".")
     axes, _, key = rest.rpartition(".")
     keys = [key for key, field in ComparedRow.model_fields.items() if field.annotation is Pair]
     named = {"+".join(row.axes) for row in comparison.communication}
     if axes not in named or key not in keys:
         hint = f"axes: {', '.join(sorted(n for n in named if n)) or 'none'}; keys: {', '.join(keys)}"
-        raise ConfigError(f"there is no communication '{rest}' to compare.", at=f"--fail-if '{text}'", hint=hint)
+        raise ConfigError(f"the reports have no communication '{rest}'.", at=f"--fail-if '{text}'", hint=hint)
     pairs = [getattr(row, key) for row in comparison.communication if "+".join(row.axes) == axes]
     a, b = (total([p for p in pairs if getattr(p, side) is not None], side) or 0.0 for side in ("a", "b"))
     return pair(a, b)

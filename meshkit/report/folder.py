@@ -1,7 +1,7 @@
-"""The report's files in a run folder, written and read.
+"""Writes and reads the report's files in a run folder.
 
 report.json     the report of the last verb
-report.html     its page; predicted and measured side by side where a prediction is known
+report.html     its page, with the prediction where one is known
 trace.json.gz   the steps for Perfetto
 plan.json       the prediction that a measurement is compared with
 """
@@ -27,7 +27,8 @@ from meshkit.timeline import Timeline
 
 PLAN_FILE = "plan.json"
 PAGE_FILE = "report.html"
-_LARGEST_BYTES, _LARGEST_NUMBER = 64 * 2**20, 1e40  # of a report that is read
+# Limits of a report that is read: a larger file or number is refused.
+_LARGEST_BYTES, _LARGEST_NUMBER = 64 * 2**20, 1e40
 
 
 def write_folder(
@@ -38,17 +39,17 @@ def write_folder(
     predicted: Report | None = None,
     title: str | None = None,
 ) -> Report:
-    """Writes a report's files, and returns the report as written: with the history and the goodput of the run.
+    """Write a report's files, and return the report as written: with the history and the goodput of the run.
 
     Args:
-        report: of the plan, or of the measurement.
+        report: of a plan or of a measurement.
         folder: the run folder.
-        timeline: what it summarizes, for the page and for Perfetto.
-        predicted: what to compare a measurement with; None looks in the folder (see `find_prediction`).
-        title: what the page is about; the folder's name by default.
+        timeline: what the report summarizes, for the page and for Perfetto.
+        predicted: the prediction to compare a measurement with; None looks in the folder (see `find_prediction`).
+        title: the title of the page; by default the folder's name.
 
     Raises:
-        TraceError: the folder holds a `plan.json` that is no report.
+        TraceError: the folder holds a `plan.json` that is not a report.
         ConfigError: Plotly, which draws the page, is not installed.
         OSError: a file cannot be written.
     """
@@ -76,17 +77,17 @@ def write_folder(
 
 
 def _sources(report: Report) -> dict[str, str]:
-    """Name of an instruction -> line of source and op_name path."""
+    """Map the name of an instruction to its source line and op_name path."""
     ops = [op for row in report.communication for op in row.ops]
     kernels = [op for c in (report.kernels.classes if report.kernels else ()) for op in c.ops]
     return {op.name: " ".join(text for text in (op.line, op.source) if text) for op in (*ops, *kernels)}
 
 
 def find_prediction(folder: str | Path) -> Report | None:
-    """The prediction that a run folder holds: `plan.json`, or the `report.json` of a plan made into the same folder.
+    """Return the prediction in a run folder: `plan.json`, or the `report.json` of a plan.
 
     Raises:
-        TraceError: there is a `plan.json` that is no report.
+        TraceError: `plan.json` is not a report.
     """
     folder = Path(folder)
     if (folder / PLAN_FILE).is_file():
@@ -98,13 +99,13 @@ def find_prediction(folder: str | Path) -> Report | None:
 
 
 def read_report(path: str | Path) -> Report:
-    """Reads the report of a run.
+    """Read the report of a run.
 
     Args:
         path: a run folder that holds `report.json`, or that file.
 
     Raises:
-        TraceError: there is no such file, or it is no report of this version.
+        TraceError: the file does not exist, or it is not a report of this version.
     """
     path = Path(path)
     file = path / REPORT_FILE if path.is_dir() else path
@@ -127,7 +128,7 @@ def read_report(path: str | Path) -> Report:
 
 
 def _find_too_large(document: Any) -> str | None:
-    """The key of a number so large that sums and ratios of it may have no value."""
+    """Return the key of a number so large that sums and ratios of it may overflow."""
     pending = [("", document)]
     while pending:
         key, value = pending.pop()
@@ -148,10 +149,10 @@ def _first_error(error: ValidationError) -> str:
 
 
 def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
-    """What a program that was compiled with measured costs was before; None for one that was not.
+    """Return what the program was before it was recompiled with measured costs; None if it was not recompiled.
 
     Args:
-        options: of the compiler. The profile that they name lies in the folder of the run that it was measured in.
+        options: the compiler's options. They name a profile in the folder of the run that measured it.
     """
     named = (options or {}).get(PGLE_OPTION)
     if not named or named == PREDICTED:

@@ -1,10 +1,10 @@
-"""What late devices do longer than the usual one, split by cause before anybody is blamed.
+"""Splits what late devices do longer than the usual one by cause.
 
-trace -> each device's own time (all of its step but waiting for peers) by part -> what exceeds the median device
+trace -> each device's own time (its step without waiting for peers) by part -> what exceeds the median device
 
-A part is an instruction, memory copies, moving data, or one of three kinds of idle time. What kernels exceed is due to
-the clock where compute-bound ones do so alike, to the memory where memory-bound ones alone do; else the kernels are
-named. What none of these explains is not known.
+A part is an instruction, memory copies, moving data, or one of three kinds of idle time. Slower kernels are put down to
+the clock where the compute-bound ones are slower alike, to the memory where only the memory-bound ones are; otherwise
+they are named. What remains is reported as not known.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshkit.report.schema import LateKernelPart, LatePart
 from meshkit.timeline import Sweep
 from meshkit.trace.reader import Trace
 
-_LEAST = 0.01  # of the step, by which a device is late
-_LEAST_CAUSE = 0.1  # of what a device is behind, that is worth its name
-_LEAST_RATIO = 1.01  # of kernels' seconds to the usual device's, below which they are alike
-_ALIKE = 0.3  # of what a ratio exceeds 1 by, within which kernels have the same
-_MOST_OF = 0.75  # of the kernels, by number and by seconds, that say the same of a clock
-_FEWEST, _MOST_NAMED = 3, 3  # kernels that can say so; that are named
+_LEAST = 0.01  # A device is late from this share of the step.
+_LEAST_CAUSE = 0.1  # A cause is named from this share of what the device is behind.
+_LEAST_RATIO = 1.01  # Kernels whose seconds are below this multiple of the usual device's take the same time.
+_ALIKE = 0.3  # Slowdowns within this share of each other are alike.
+_MOST_OF = 0.75  # This share of the kernels, by number and by seconds, must be slower alike to blame a clock.
+_FEWEST, _MOST_NAMED = 3, 3  # Kernels that it takes to blame a clock, and kernels that are named.
 _COMPUTE_BOUND = {"matmul", "attention", "convolution"}
 _MEMORY_BOUND = {"elementwise", "reduction", "data movement"}
 
@@ -31,15 +31,15 @@ _MEMORY_BOUND = {"elementwise", "reduction", "data movement"}
 def late_devices(
     trace: Trace, instructions: Mapping[str, InstructionInfo], steps_per_execution: int = 1
 ) -> dict[int, LatePart]:
-    """The devices whose own time exceeds the usual one's by 1 % of the step or more, and by what; seconds a step.
+    """Return the devices whose own time exceeds the usual one's by 1 % of the step or more, and why, in seconds a step.
 
     Args:
         trace: its devices run the same program.
-        instructions: name -> what it is; of one that is not in it the name tells the kind.
+        instructions: name -> what it is; where a name is missing, it tells the kind.
         steps_per_execution: training steps of one call of the program.
 
     Returns:
-        nothing where the devices cannot be compared, or there is but one.
+        An empty dict where the devices cannot be compared, or there is only one.
     """
     entries: dict[int, dict[int, int]] = {}
     for i, step in enumerate(trace.steps.steps):
@@ -61,14 +61,14 @@ def late_devices(
         own = np.array([s.total.window_s - s.between_s for s in sweeps]) - waits
         for name, values in _parts(sweeps, waits).items():
             more = values - _median(values)
-            if name == "host":  # who waits at the end of a step for its own host is not early by that
+            if name == "host":  # A device that waits for its own host at the end of a step is not early by that.
                 behind[row] += np.maximum(0.0, more)
             parts[name] = parts.get(name, 0.0) + more
         behind[row] += own - _median(own)
     of_steps = 1 / (len(entries) * steps_per_execution)
     step_s = sum(swept.total.window_s for swept in trace.sweeps) / len(trace.sweeps)
     kinds = [i.kind if (i := instructions.get(n)) else kind_of_kernel(n) for n in trace.steps.op_names]
-    kinds = [""] * ops if trace.facts.cpu else kinds  # virtual devices have no clock of their own
+    kinds = [""] * ops if trace.facts.cpu else kinds  # Virtual devices have no clock of their own.
     found = {}
     for d, device in enumerate(devices):
         if behind[:, d].mean() < _LEAST * step_s:
@@ -101,18 +101,18 @@ def late_devices(
 
 
 def _median(values: np.ndarray) -> np.ndarray:
-    """The lower median over devices, the first axis: of two devices the one that takes less is usual."""
+    """Return the lower median over devices, the first axis, so that of two devices the faster one is usual."""
     middle = (len(values) - 1) // 2
     return np.partition(values, middle, axis=0)[middle]
 
 
 def _waited_s(swept: Sweep) -> float:
-    """Exposed waiting for peers; all exposed communication where it is not known what of it is."""
+    """Return the exposed waiting for peers; where it is not known, all exposed communication."""
     return swept.total.exposed_s if swept.exposed_wait_s is None else float(swept.exposed_wait_s.sum())
 
 
 def _parts(sweeps: Sequence[Sweep], waits: np.ndarray) -> dict[str, np.ndarray]:
-    """Cause -> [devices] seconds of it, but for kernels."""
+    """Map each cause but the kernels to its seconds by device."""
     idle, between, fed, copies, exposed = np.array(
         [(s.total.idle_s, s.between_s, s.input_s, s.total.other_s, s.total.exposed_s) for s in sweeps]
     ).T
@@ -121,12 +121,12 @@ def _parts(sweeps: Sequence[Sweep], waits: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class _Kernels:
-    """What the kernels of a device exceed those of the usual one by, and why.
+    """Compares the kernels of a device with the usual one's, and finds why they are slower.
 
     Args:
-        kinds: [ops] what each does.
-        seconds: [ops] a step, on the device; `usual` on the usual one.
-        least_s: of an excess that is worth a name.
+        kinds: [ops] the kind of each operation.
+        seconds: [ops] seconds a step on the device; `usual` on the usual one.
+        least_s: a kernel with a smaller excess is not named.
     """
 
     def __init__(self, kinds: Sequence[str], seconds: np.ndarray, usual: np.ndarray, least_s: float):
@@ -136,7 +136,7 @@ class _Kernels:
         self.compute_bound, clock = self._alike(bound == 1)
         self.memory_bound, memory = self._alike(bound == -1)
         shared, self.causes = np.zeros_like(usual), dict[str, float]()
-        if clock and self.compute_bound:  # others are slowed by a clock at most as much
+        if clock and self.compute_bound:  # A slow clock slows other kernels at most as much.
             as_slow = usual * (self.compute_bound - 1)
             near = (bound == 1) & (self.excess <= (1 + _ALIKE) * as_slow)
             shared = np.where(near, self.excess, np.clip(self.excess, 0.0, as_slow))
@@ -149,9 +149,9 @@ class _Kernels:
         self.causes["kernels"] = float(own[self.named].sum())
 
     def _alike(self, which: np.ndarray) -> tuple[float | None, bool]:
-        """The median ratio of some kernels by their seconds, None without any; and whether most are slower alike."""
+        """Return the median ratio of some kernels by seconds (None without any), and whether most are slower alike."""
         weight = np.where(which, self.usual, 0.0)
-        which = which & (weight > 0.02 * weight.sum())  # a short one tells little
+        which = which & (weight > 0.02 * weight.sum())  # Short kernels say little.
         if not which.any():
             return None, False
         ratio, weight = self.ratio[which], weight[which]

@@ -1,4 +1,4 @@
-"""Parts of a report that a measurement alone has: how far it can be believed, who is waited for, how the run went."""
+"""The parts of a report that only a measurement has: data quality, stragglers, and the history of the run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ COLUMNS = (
     "exposed_s",
     "overlapped_share",
 )
-_MAX_POINTS = 300  # about one per pixel column of a small chart
-_WARM_UP = 0.05  # share of the steps that the trend leaves out: caches fill, clocks rise
-_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
-_FEWEST = 9  # steps for a trend: three in each third
-_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # below, a busy neighbour or one slow step makes a trend
+_MAX_POINTS = 300  # About one for each pixel column of a small chart.
+_WARM_UP = 0.05  # The trend leaves out this share of the steps, while caches fill and clocks rise.
+_FEWEST_UNTRACED = 3  # It takes so many steps to know the step time without a trace.
+_FEWEST = 9  # A trend needs three steps in each third.
+_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # Below these a busy neighbour or one slow step looks like a trend.
 _MAX_STRAGGLERS = 32
-_OTHER_MEMORY = 0.15  # of a GPU's memory: what drivers and ECC keep is less
+_OTHER_MEMORY = 0.15  # Drivers and ECC keep less than this share of a GPU's memory.
 _SECONDS = (
     "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "exposed_wait_s", "busy_s", "transfer_s", "wait_s",
     "bus_bandwidth_bytes_per_s",
@@ -51,11 +51,11 @@ _SECONDS = (
 def quality_part(
     trace: Trace, *, missing: Sequence[int] = (), overhead_s: float | None = None, steps_per_execution: int = 1
 ) -> schema.QualityPart:
-    """The data quality of a trace; seconds are means per step.
+    """Return the data quality of a trace; seconds are means per step.
 
     Args:
-        trace: what was read.
-        missing: processes that left nothing.
+        trace: the trace.
+        missing: processes that left no trace.
         overhead_s: seconds that the capture added to a step.
         steps_per_execution: training steps in each execution of the program.
     """
@@ -64,7 +64,7 @@ def quality_part(
     clocks = skew.clocks
     swept = max(1, len(trace.sweeps)) * steps_per_execution
     free, clocked = skew.wait_clock_free_s, skew.wait_clocked_s
-    return schema.QualityPart.of(
+    return schema.QualityPart.from_sources(
         facts,
         dropped_events=facts.dropped,
         graph_s=facts.graph_s / each,
@@ -89,18 +89,18 @@ def stragglers_part(
     steps: int,
     late: Mapping[int, schema.LatePart] | None = None,
 ) -> schema.StragglersPart:
-    """The devices that others wait for, the worst first; where no waiting is known, those that are late.
+    """Return the devices that others wait for, the worst first; where waits are not known, the late devices.
 
     Args:
-        skew: of all steps.
+        skew: over all steps.
         hosts: process -> host.
-        compute_s: device -> its compute a step.
-        steps: how many training steps `skew` is of.
+        compute_s: device -> its compute seconds a step.
+        steps: training steps that `skew` covers.
         late: device -> what it does longer than the usual one.
     """
     late = late or {}
     devices = [
-        schema.StragglerPart.of(
+        schema.StragglerPart.from_sources(
             s,
             host=hosts.get(s.process),
             caused_wait_s=s.caused_wait_s / steps,
@@ -113,19 +113,19 @@ def stragglers_part(
     ]
     for device in sorted(late.keys() - {d.device for d in devices}, key=lambda d: -late[d].behind_s):
         devices.append(schema.StragglerPart(device=device, compute_s=compute_s.get(device), late=late[device]))
-    return schema.StragglersPart.of(skew, devices=tuple(devices))
+    return schema.StragglersPart.from_sources(skew, devices=tuple(devices))
 
 
 def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
-    """Where the devices that were traced are others than the cluster's.
+    """Note where the trace was made on other devices than the cluster has.
 
     Args:
         cluster: as described; None yields nothing.
         facts: of the trace, which name the hardware.
-        device_kind: as jax names the devices; None where only the trace is there.
+        device_kind: the device's name in jax; None where only the trace is known.
 
     Yields:
-        One note at most, `other_gpu`: CPUs for GPUs, or another name, vendor, compute capability, or
+        At most one note, `other_gpu`: CPUs instead of GPUs, or another name, vendor, compute capability, or
         memory by more than 15 %.
     """
     if cluster is None:
@@ -146,13 +146,13 @@ def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None
     if found:
         yield Note(
             "other_gpu",
-            f"The trace is of {found}, but the cluster has {gpu.key}: links, peaks and what is expected of kernels and "
-            "collectives are another machine's.",
+            f"The trace is of {found}, but the cluster has {gpu.key}: the links, peaks and expected times are "
+            "those of another machine.",
         )
 
 
 def gpu_of_trace(facts: Facts) -> Cluster | None:
-    """Return one GPU as the trace names it, to price kernels on where no cluster is known.
+    """Return one GPU as the trace names it, on which kernels are priced where no cluster is known.
 
     Returns:
         None where the trace does not name its GPUs, or the catalog does not have them.
@@ -166,38 +166,35 @@ def gpu_of_trace(facts: Facts) -> Cluster | None:
 
 
 def bandwidth_notes(rows: Iterable[CommunicationPart]) -> Iterator[Note]:
-    """Where a bus bandwidth has waiting in it."""
+    """Note the rows whose bus bandwidth includes waiting."""
     low = [row for row in rows if row.bus_bandwidth_bytes_per_s is not None and row.transfer_s is None]
     if low:
         yield Note(
             "bus_bandwidth_with_waits",
-            f"Of {len(low)} rows of communication not every member was seen: their bus bandwidth has waiting in it, "
+            f"{len(low)} rows of communication have members that were not seen: their bus bandwidth includes waiting, "
             "and is a lower bound.",
         )
 
 
-def noted(notes: Iterable[Note]) -> list[Warning_]:
-    """What a reader of a trace must know, as warnings."""
+def to_warnings(notes: Iterable[Note]) -> list[Warning_]:
+    """Return the notes of a trace as warnings."""
     return [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
 
 
 def captured_program(record: CaptureRecord, schedule: Schedule | None) -> schema.ProgramPart:
-    """What is known of a program that a process captured."""
-    return schema.ProgramPart.of(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
+    """Return the program that a process captured."""
+    return schema.ProgramPart.from_sources(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
 
 
 def withhold_axes(report: Report, trace: Trace) -> Report:
-    """The report without seconds by axis: all of its communication in the row of what maps to no axis.
+    """Return the report without seconds by axis where too little of the communication maps to instructions.
 
-    Counts and bytes of the rows stay, as they are the program's; their seconds are null, because an unknown part of
-    each is missing.
+    All communication is then in one row without axes. The other rows keep counts and bytes, which come from the
+    program; their seconds are null because an unknown part of them is missing.
 
     Args:
         report: of a trace.
         trace: says how much of its communication was mapped.
-
-    Returns:
-        The report as it is where enough is mapped to be believed.
     """
     share, hidden = trace.facts.mapped_share, trace.facts.hidden
     if trace.facts.believes_axes:
@@ -215,25 +212,25 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
         exposed_s=step.exposed_s,
         busy_s=sum(row.busy_s or 0.0 for row in report.communication),
     )
-    reason = f"{len(hidden)} collectives of the program ran inside CUDA graphs, where none of them can be seen"
+    reason = f"{len(hidden)} collectives of the program ran inside CUDA graphs, which hide them"
     if share is not None and 1 - share > MOST_UNMAPPED:
         reason = f"{format_percent(1 - share)} of the communication maps to no instruction, more than the "
-        reason += f"{format_percent(MOST_UNMAPPED)} that may"
+        reason += f"allowed {format_percent(MOST_UNMAPPED)}"
     message = (
         f"{reason}: seconds by axis are withheld. Capture with XLA_FLAGS={COMMAND_BUFFERS_FLAG} (no CUDA graphs) to "
-        "have them."
+        "see them."
     )
     warning = Warning_(code="axes_withheld", message=message, seconds=step.communication_s)
     return report.model_copy(update={"communication": (everything, *known), "warnings": (warning, *report.warnings)})
 
 
 def read_history(run: str | Path) -> schema.HistoryPart | None:
-    """The history of a run folder; None where it has no metrics."""
-    return history_of(read_metrics(Path(run) / METRICS_FILE))
+    """Return the history of a run folder; None where it has no metrics."""
+    return summarize_metrics(read_metrics(Path(run) / METRICS_FILE))
 
 
-def history_of(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPart | None:
-    """Records of metrics as columns, thinned out evenly to 300 points; the trend is of all records."""
+def summarize_metrics(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPart | None:
+    """Return a run's metrics as columns, thinned out evenly to 300 points; the trend uses all records."""
     if not records:
         return None
     present = [c for c in COLUMNS if any(_number(r.get(c)) is not None for r in records)]
@@ -246,14 +243,13 @@ def history_of(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPart | Non
 
 
 def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> float | None:
-    """The median step before a trace began, but for the first, which warms up; None of fewer than three.
+    """Return the median step time before a trace began, in seconds; None where fewer than three steps are known.
+
+    The first step is left out because it warms up.
 
     Args:
         history: of the run; None where it has none.
         first_traced: number of the first step in the trace.
-
-    Returns:
-        Seconds.
     """
     if history is None:
         return None
@@ -263,7 +259,7 @@ def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> fl
 
 
 def trend_warnings(history: schema.HistoryPart | None) -> list[Warning_]:
-    """Says that the steps of a run got longer, where they did by more than a tenth and the run is long enough."""
+    """Warn where a run is long enough and its steps got longer by more than a tenth."""
     grown = history.trend.get("step_time_s") if history else None
     if history is None or grown is None or grown <= _NOTABLE or len(history.steps) < _FEWEST_TO_WARN:
         return []
@@ -275,13 +271,13 @@ def trend_warnings(history: schema.HistoryPart | None) -> list[Warning_]:
 
 
 def read_goodput_part(run: str | Path) -> schema.GoodputPart | None:
-    """The goodput of a run folder; None where it has none."""
+    """Return the goodput of a run folder; None where it has none."""
     found = read_goodput(Path(run))
     return goodput_part(found) if found else None
 
 
 def _trend(values: Sequence[float | None]) -> float | None:
-    """Relative change of the median from the first third to the last; None where there are too few values."""
+    """Return the relative change of the median from the first third to the last; None where there are too few."""
     known = [v for v in values[max(1, int(len(values) * _WARM_UP)) :] if v is not None]
     if len(known) < _FEWEST:
         return None

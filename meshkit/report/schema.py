@@ -1,10 +1,9 @@
-"""The report: what plan, rehearse and profile all say, as pydantic models.
+"""The report of plan, rehearse and profile, as pydantic models.
 
-`report.json` is the truth. The terminal and the HTML page are views of it, which nothing here knows: a report says one
-line of itself, and `meshkit.report.views.report` draws it. Values are SI; a key that holds no value is None (`null`),
-never 0 and never NaN. Keys may be added, never renamed. The docstring of a part is the description of its JSON Schema.
-What only some sources know (kernels, data quality, single steps, ...) is an object that is null where nobody does: a
-plan has no data quality, a run without metrics no history.
+`report.json` is the source of every view: the terminal and the HTML page are drawn from it by `meshkit.report.views`.
+Values are in SI units. A key without a value is None (`null`), never 0 and never NaN. Keys may be added, never renamed.
+The docstring of a part is its description in the JSON Schema. A part that only some sources know (kernels, data
+quality, single steps) is null elsewhere: a plan has no data quality, and a run without metrics has no history.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WaitMethod = Literal["clocked", "clock_free"]
 
 
 class Part(BaseModel):
-    """A piece of any JSON output: frozen; unknown keys of a later version are kept, non-finite values refused."""
+    """A piece of any JSON output. It is frozen, keeps unknown keys of later versions and refuses non-finite values."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -38,24 +37,24 @@ class Part(BaseModel):
         serialize_by_alias=True,
         protected_namespaces=(),
         json_schema_serialization_defaults_required=True,
-        defer_build=True,  # of many parts a process makes few
+        defer_build=True,  # A process makes only few of the many parts.
     )
 
     @classmethod
-    def of(cls, *sources: object, **values: Any) -> Self:
-        """The part with what the sources call by the names of its fields (the first that has it), and the values."""
+    def from_sources(cls, *sources: object, **values: Any) -> Self:
+        """Make the part from the values, and from the first source that has an attribute of a field's name."""
         for name in cls.model_fields.keys() - values.keys():
             if (source := next((s for s in sources if hasattr(s, name)), None)) is not None:
                 values[name] = getattr(source, name)
         return cls(**values)
 
     def to_json(self) -> str:
-        """The text that `--json` prints, and that lies in a run folder."""
+        """Return the text that `--json` prints and that run folders hold."""
         return self.model_dump_json(indent=2)
 
 
 class ClusterPart(Part):
-    """The machines."""
+    """The hosts, GPUs and links."""
 
     gpu: str | None = None
     hosts: int | None = None
@@ -77,7 +76,7 @@ class MeshAxisPart(Part):
 
 
 class WindowPart(Part):
-    """What the means are taken over."""
+    """The steps and devices that the means are taken over."""
 
     steps: int
     devices: int
@@ -89,7 +88,7 @@ class WindowPart(Part):
 class StepPart(Part):
     """One step: `compute_s + exposed_s + other_s + idle_s == time_s`, `overlapped_s + exposed_s == communication_s`.
 
-    A measured `idle_s` lies inside the step, between steps, or before a step's input has come from the host.
+    A measured `idle_s` is split into idle time inside the step, between steps, and before a step's input arrives.
     """
 
     time_s: float | None = None
@@ -128,7 +127,7 @@ class SpreadPart(Part):
 
 
 class SpreadsPart(Part):
-    """Spread of the step's main quantities; all None in a prediction."""
+    """The spread of the step's main quantities; all None in a prediction."""
 
     time_s: SpreadPart = SpreadPart()
     compute_s: SpreadPart = SpreadPart()
@@ -140,8 +139,8 @@ class OpPart(Part):
     """One collective instruction; `key` survives a recompile, `name` does not.
 
     Attributes:
-        transfer_s: of `busy_s` what moves data, without waiting for peers; null where that is not known.
-        causes: of `arrays`, their bytes.
+        transfer_s: the part of `busy_s` that moves data, without waiting for peers; null where that is not known.
+        causes: origin in the model -> bytes of the `arrays` that it caused.
     """
 
     name: str
@@ -157,9 +156,9 @@ class OpPart(Part):
     causes: dict[str, float] = {}
 
     def combined_text(self, most: int = 3) -> str:
-        """`24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; "" of a collective of one.
+        """Return `24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; empty for a collective of one array.
 
-        An origin that all arrays have stands alone.
+        An origin that all arrays share stands alone.
         """
         whole = sum(self.causes.values())
         if not whole or self.arrays < 2:
@@ -172,7 +171,7 @@ class OpPart(Part):
 
 
 class CommunicationPart(Part):
-    """Collectives of one kind over the same axes, link, dtype and shape of group; `axes == []` maps to no axis.
+    """Collectives of one kind over the same axes, link, dtype and group shape; `axes == []` maps to no axis.
 
     `replica_groups` (`{0,1},{2,3}`) tells rows apart where no mesh is known.
 
@@ -208,13 +207,13 @@ class CommunicationPart(Part):
 
 
 class RemedyPart(Part):
-    """A change of an experiment, as a compile of it has shown: one by which a step fits, or another option of XLA.
+    """A compiled change to an experiment: one with which a step fits, or another XLA option.
 
     Attributes:
-        settings: what to give to `--set`.
-        what: in words.
-        time_s: predicted, of the step with it.
-        cost_s: by how much that is longer than the step as it is, if there were room for it; less than 0: shorter.
+        settings: values for `--set`.
+        what: the change in words.
+        time_s: the predicted step time with the change.
+        cost_s: how much longer that is than the step as it is, if that had room; a negative value is a gain.
     """
 
     settings: tuple[str, ...]
@@ -229,8 +228,8 @@ class MemoryPart(Part):
     """Memory of the fullest GPU, against what the client may take.
 
     `reserved_bytes` is what the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
-    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` is null where nobody looked for any. Of a
-    program that ran, `peak_bytes` is the allocator's since the process began, `program_bytes` XLA's count for it.
+    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` is null unless they were asked for. For a
+    program that ran, `peak_bytes` is the allocator's peak since the process began and `program_bytes` is XLA's count.
     """
 
     capacity_bytes: int | None = None
@@ -262,7 +261,7 @@ class OptionPart(Part):
 
 
 class ProgramPart(Part):
-    """Which compiled program this is about; `alternatives`, null unless asked for, are others of XLA's options."""
+    """The compiled program; `alternatives`, null unless asked for, are other XLA options."""
 
     fingerprint: str | None = None
     options_hash: str | None = None
@@ -274,7 +273,7 @@ class ProgramPart(Part):
 
 
 class CompilePart(Part):
-    """What compiling took."""
+    """How long lowering and compiling took."""
 
     lower_s: float | None = None
     compile_s: float | None = None
@@ -282,7 +281,7 @@ class CompilePart(Part):
 
 
 class TrainingPart(Part):
-    """The whole training: how long, and what it costs; `checkpoint_s` is one checkpoint, beside the steps."""
+    """How long the whole training takes and what it costs; `checkpoint_s` is one checkpoint, not part of the steps."""
 
     steps: int | None = None
     hours: float | None = None
@@ -292,7 +291,7 @@ class TrainingPart(Part):
 
 
 class Warning_(Part):
-    """What a reader must know before believing a number; `seconds` of a step that it concerns, if known."""
+    """A reason to read a number with care; `seconds` of the step that it concerns, if known."""
 
     code: str
     message: str
@@ -300,8 +299,14 @@ class Warning_(Part):
 
 
 class FindingPart(Part):
-    """Why a step takes so long: seconds of it that mending saves, where in the report it stands, what to try, and the
-    step without it (`step_s`), shorter by these seconds."""
+    """A cause of a long step.
+
+    Attributes:
+        seconds: what fixing it saves a step.
+        evidence: keys of the report that show it.
+        hint: what to try.
+        step_s: the step time without it.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
     code: str
@@ -314,18 +319,18 @@ class FindingPart(Part):
 
 
 class PipelinePart(ScheduleCost, Part):
-    """A pipeline's schedule and what it costs; closed forms of the schedule, but for the permutes.
+    """A pipeline's schedule and what it costs; all but the permutes are closed forms of the schedule.
 
     Attributes:
-        axis: mesh axis that cuts the layers.
+        axis: the mesh axis that splits the layers.
         schedule, stages, virtual_stages, microbatches: name, S, v, M.
-        layers, padding_layers: of the model; inactive ones that are computed all the same.
-        warmup_ticks, steady_ticks, drain_ticks: in which stages only go forward, go both ways, only go back.
+        layers, padding_layers: the model's layers, and inactive ones that are computed all the same.
+        warmup_ticks, steady_ticks, drain_ticks: ticks in which stages only run forward, both ways, only backward.
         slots: inputs of chunks that each stage keeps at most.
         bubble_fraction: share of the layers' work that does nothing useful, padding included.
-        executed_over_useful: of the layers' FLOP.
+        executed_over_useful: ratio of the layers' executed to their useful FLOP.
         permute_count: messages between stages a step and GPU.
-        permute_s, permute_exposed_s: their time, and the part under which nothing computes.
+        permute_s, permute_exposed_s: their time, and the part of it under which nothing computes.
         picture: by stage and tick `F3`, `B1` or both, `F3.1` with the chunk; null where it would be very large.
     """
 
@@ -336,7 +341,7 @@ class PipelinePart(ScheduleCost, Part):
 
 
 class QualityPart(Part):
-    """How far a measurement can be believed.
+    """How far a measurement can be trusted.
 
     Attributes:
         events: operations of the program that were read, over all processes and steps.
@@ -379,7 +384,7 @@ class QualityPart(Part):
 
 
 class KernelPart(Part):
-    """One compute instruction a step; `key` (as of collectives) survives a recompile, `name` does not.
+    """One compute instruction; `key` survives a recompile, `name` does not.
 
     Attributes:
         line: source file and line of the model code.
@@ -412,17 +417,17 @@ class KernelClassPart(Part):
 
 
 class KernelsPart(Part):
-    """What computes, by kind; the kind with the most time first."""
+    """Compute by kind, the kind with the most time first."""
 
     classes: tuple[KernelClassPart, ...] = ()
 
 
 class LateKernelPart(Part):
-    """An instruction that a late device takes longer for.
+    """An instruction that takes longer on a late device.
 
     Attributes:
-        excess_s: seconds a step by which it exceeds `usual_s`, those of the usual device.
-        least_s, most_s: the shortest and the longest step of it, on the late device.
+        excess_s: seconds a step more than `usual_s` on the usual device.
+        least_s, most_s: its shortest and its longest step on the late device.
     """
 
     name: str
@@ -434,17 +439,17 @@ class LateKernelPart(Part):
 
 
 class LatePart(Part):
-    """What a device does longer than the usual (median) one: means over the steps.
+    """Why a device takes longer than the usual (median) one; means over the steps.
 
     Attributes:
-        behind_s: seconds a step of all but waiting for peers, over the usual device's.
+        behind_s: seconds a step more than the usual device, without waiting for peers.
         late_share: share of the steps in which it was late.
-        causes: `kernels` (those that are named), `clock` (compute-bound kernels are slower alike), `memory`
-            (memory-bound ones alone are), `copies`, `communication` (moving data), `input` (waiting for the next
-            batch), `host` (idle between steps), `launch_gaps` (idle between kernels), `not_known` -> seconds, the most
-            first; what it does in less time than the usual device is not in it.
-        compute_bound_ratio, memory_bound_ratio: seconds of such kernels over the usual device's, their median.
-        kernels: that exceed the usual by themselves, the most first.
+        causes: cause -> seconds, the most first: `kernels` (the named ones), `clock` (compute-bound kernels are slower
+            alike), `memory` (only memory-bound ones are), `copies`, `communication` (moving data), `input` (waiting for
+            the next batch), `host` (idle between steps), `launch_gaps` (idle between kernels), `not_known`. What it
+            does faster than the usual device is left out.
+        compute_bound_ratio, memory_bound_ratio: median ratio of such kernels' seconds to the usual device's.
+        kernels: kernels that are slower by themselves, the slowest first.
     """
 
     behind_s: float
@@ -459,13 +464,13 @@ class StragglerPart(Part):
     """A device that others waited for.
 
     Attributes:
-        device, process, host: which.
-        caused_wait_s: seconds a step that the other members of its groups spent waiting for it, all added up.
+        device, process, host: where it is.
+        caused_wait_s: seconds a step that all other members of its groups together waited for it.
         waited_s: seconds a step that it waited itself.
         last_share: share of its collectives that it was the last to reach.
-        delay_s: seconds a step that each of the others waited for it, as a mean.
+        delay_s: mean seconds a step that each of the others waited for it.
         compute_s: its own compute a step.
-        late: what it does longer than the usual device; null where that is less than 1 % of the step.
+        late: why it takes longer than the usual device; null where that is less than 1 % of the step.
     """
 
     device: int
@@ -484,7 +489,7 @@ class StragglersPart(Part):
 
     Attributes:
         method: how waiting was told from transfer.
-        instances: collectives that every member of their group was seen in, and are judged.
+        instances: collectives that were compared, because every member of their group was seen.
     """
 
     method: WaitMethod | None = None
@@ -493,7 +498,7 @@ class StragglersPart(Part):
 
 
 class StepSample(Part):
-    """One captured step: means over its devices, and the slowest of them; and why no other number is of it."""
+    """One captured step: means over its devices, its slowest device, and why it is left out of all other numbers."""
 
     step: int
     time_s: float
@@ -509,7 +514,7 @@ class StepSample(Part):
 
 
 class HistoryPart(Part):
-    """How the run went, from its metrics: columns of equal length, thinned out evenly where the run is long.
+    """The metrics of a run, in columns of equal length that are thinned out evenly where the run is long.
 
     Attributes:
         steps: step numbers.
@@ -524,22 +529,22 @@ class HistoryPart(Part):
 
 
 class GoodputPart(Part):
-    """What every second of a run's wall time went to, over all its attempts; the parts in seconds add up to `wall_s`.
+    """Where a run's wall time went, over all its attempts; the parts add up to `wall_s`.
 
     Attributes:
         share: `step_s` / `wall_s`.
-        wall_s: of all attempts and of the restarts between them. A pause that a person wanted (after an attempt that
-            was done, interrupted, or refused for what was written in its experiment) is not in it.
+        wall_s: time of all attempts and of the restarts between them. A pause that a person wanted (after an attempt
+            that finished, was interrupted, or was refused for an error in its experiment) does not count.
         attempts: how many there were.
-        lost_steps: that a later attempt made again, counted each time.
-        step_s: of steps that count.
-        data_wait_s: the host waited for a batch and devices had nothing to do.
-        checkpoint_s: a checkpoint kept the steps from going on.
-        start_s: from the start of the process to the compile: imports, the meeting of the processes, tracing.
-        init_s: the first state of a new run; `restore_s`: of a resumed one.
-        lost_s: of the lost steps, with their waits for data.
-        restart_s: between the last sign of an attempt and the start of the next.
-        other_s: all else: starting and ending a capture, comparing replicas, closing files.
+        lost_steps: steps that a later attempt made again, counted each time.
+        step_s: time of steps that count.
+        data_wait_s: the host waited for a batch and the devices had nothing to do.
+        checkpoint_s: a checkpoint blocked the steps.
+        start_s: from the start of the process to the compile: imports, rendezvous, tracing.
+        init_s, restore_s: time to make the state of a new run, and to restore that of a resumed one.
+        lost_s: time of the lost steps, with their waits for data.
+        restart_s: from the last sign of an attempt to the start of the next.
+        other_s: the rest: starting and ending a capture, comparing replicas, closing files.
     """
 
     share: float | None = None
@@ -560,14 +565,14 @@ class GoodputPart(Part):
 
 
 class SparesPart(Part):
-    """What goodput is with so many spare hosts.
+    """Goodput with a number of spare hosts.
 
     Attributes:
-        hosts: spare ones of each pool.
-        pools: whose hosts cannot take each other's place: NVLink domains that span hosts; else 1.
-        gpus: spare ones, over all pools.
-        goodput: where a lost host whose place nobody takes is waited for until it is mended.
-        goodput_of_all: the same, times the GPUs that train over those and the spare ones.
+        hosts: spare hosts of each pool.
+        pools: groups of hosts that cannot replace each other: NVLink domains that span hosts; else 1.
+        gpus: spare GPUs of all pools.
+        goodput: goodput if a lost host that has no spare is waited for until it is repaired.
+        goodput_of_all: the same, times the share of training GPUs in all GPUs.
     """
 
     hosts: int
@@ -578,27 +583,29 @@ class SparesPart(Part):
 
 
 class FailuresPart(Part):
-    """What failures leave of a training, predicted: `meshkit plan --failures`.
+    """Goodput of a training under failures, predicted by `meshkit plan --failures`.
 
     Attributes:
-        per_host_day: failures of a host in a day.
-        rate_source: where that is from: `given`, or a study of the catalog.
-        hosts: that train.
+        per_host_day: failures of a host a day.
+        rate_source: source of that rate: `given`, or a study of the catalog.
+        hosts: hosts that train.
         between_s: mean time between failures of the whole job.
-        host_share: of failures after which a host is replaced.
-        detection_s: from a failure until the last process is gone; restart_s: from then until the next attempt could
-            make a step, without `read_s`, which reads the state.
+        host_share: share of failures after which a host is replaced.
+        detection_s: from a failure until the last process has ended.
+        restart_s: from then until the next attempt can make a step, without `read_s`.
         repair_hours: until a lost host is back.
-        storage_bytes_per_s: over all hosts.
-        blocked_s: a save keeps steps from going on; write_s: from then until a checkpoint can be restored.
-        every: steps between checkpoints of the experiment; null where it writes none: what follows is of `best_every`.
-        goodput: share of the time that goes into steps that count, a host always at hand.
-        goodput_low, goodput_high: of a month of 30 days; one in ten is lower, one in ten higher.
+        storage_bytes_per_s: rate of all hosts together.
+        blocked_s: how long a save blocks the steps.
+        write_s: from then until the checkpoint can be restored.
+        read_s: how long it takes to read the state.
+        every: steps between the experiment's checkpoints; null where it writes none, then goodput is of `best_every`.
+        goodput: share of the time that goes into steps that count, if a spare host is always available.
+        goodput_low, goodput_high: one month (30 days) in ten is lower, one in ten higher.
         saving_share, lost_share, down_share: the rest: saves, steps that are made again, detection and restarts.
-        best_every: steps between checkpoints with which goodput is highest, `best_goodput`.
-        best_snapshot_every, snapshot_goodput: the same of snapshots in host memory, each with a copy on another host,
+        best_every: steps between checkpoints that give the highest goodput, `best_goodput`.
+        best_snapshot_every, snapshot_goodput: the same for snapshots in host memory, each with a copy on another host,
             which takes `snapshot_write_s`; they hold `snapshot_host_bytes` of a host's memory.
-        spares: by their number.
+        spares: goodput by number of spare hosts.
         published: study -> goodput at its rate of failures.
     """
 
@@ -637,7 +644,7 @@ class FeedbackPart(Part):
     Attributes:
         profile: the file of measured costs that the program was compiled with.
         before_fingerprint: the program before.
-        before_time_s, before_exposed_s: a step of it; `step` holds those of the program after.
+        before_time_s, before_exposed_s: its step; `step` holds that of the program after.
     """
 
     profile: str | None = None
@@ -647,12 +654,12 @@ class FeedbackPart(Part):
 
 
 class BesidePart(Part):
-    """Seconds a step that were measured, beside those that were predicted; null where they are not known.
+    """Measured and predicted seconds a step of one thing; null where they are not known.
 
     Attributes:
         kind: `step`, a kind of compute, or a collective.
-        name, source, line: of a single instruction; null of a whole kind.
-        axes, dtype, replica_groups: of a row of communication, as there.
+        name, source, line: of a single instruction; null for a whole kind.
+        axes, dtype, replica_groups: those of a row of communication.
         ratio: measured over predicted.
     """
 
@@ -669,12 +676,13 @@ class BesidePart(Part):
 
 
 class PredictedPart(Part):
-    """What a plan, or the price of the traced program, predicts of the step that was measured.
+    """What a plan, or the price of the traced program, predicts for the measured step.
 
     Attributes:
         kernels: each kind of compute.
-        communication: each row, without waiting for peers; `collectives`: the single instructions of them.
-        worst_ratios: single instructions whose seconds differ by the largest factors, of a plan of the same program.
+        communication: each row, without waiting for peers.
+        collectives: the single instructions of the rows.
+        worst_ratios: single instructions whose seconds differ by the largest factors, for a plan of the same program.
     """
 
     step: BesidePart
@@ -690,7 +698,7 @@ class Report(Part):
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")
     source: Source
     verdict: str | None = None
-    change: str | None = None  # the sentence of a plan's verdict that names one
+    change: str | None = None  # The sentence of a plan's verdict that names a change.
     findings: tuple[FindingPart, ...] = ()
     cluster: ClusterPart = ClusterPart()
     mesh: tuple[MeshAxisPart, ...] = ()
@@ -716,20 +724,20 @@ class Report(Part):
 
     @property
     def device(self) -> str:
-        """What a device is called: virtual ones of a CPU are no GPUs."""
+        """Return `device` for the virtual devices of a CPU, else `GPU`."""
         return "device" if self.cluster.gpu == "cpu" else "GPU"
 
     @property
     def devices(self) -> str:
-        """`16 x h100_sxm`; `16 devices` where nobody says of what kind."""
+        """Return `16 x h100_sxm`; `16 devices` where the kind is not known."""
         count = self.cluster.num_gpus or self.window.devices
         if self.cluster.gpu:
             return f"{count} x {self.cluster.gpu}"
         return f"{count} device{'' if count == 1 else 's'}"
 
     def __repr__(self) -> str:
-        """`<Report: predicted step of 1.04 s on 16 x h100_sxm, MFU 41.2 %, 123 ms of communication exposed, fits>`."""
-        from meshkit.predict.coverage import NOT_PREDICTED  # brings numpy, which `meshkit schema` does without
+        """Return `<Report: predicted step of 1.04 s on 16 x h100_sxm, MFU 41.2 %, 123 ms ... exposed, fits>`."""
+        from meshkit.predict.coverage import NOT_PREDICTED  # Imports numpy, which `meshkit schema` does not need.
 
         step, fits = self.step, self.memory.fits
         at_least = "more than " if any(w.code == NOT_PREDICTED for w in self.warnings) else ""
@@ -744,40 +752,40 @@ class Report(Part):
         return f"<Report: {', '.join(text for text in said if text)}>"
 
     def __str__(self) -> str:
-        """The same line, and below it the verdict."""
+        """Return the same line, and below it the verdict."""
         return f"{self!r}\n{self.verdict}" if self.verdict else repr(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """The same for a notebook and a shell of IPython."""
+        """Print the same in a notebook and in IPython."""
         printer.text(str(self))
 
     def to_dict(self) -> dict:
-        """The report as plain values, every key present."""
+        """Return the report as plain values, with every key."""
         return self.model_dump(mode="json")
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """The rows of communication as flat dicts, as pandas and the like take them."""
+        """Return the rows of communication as flat dicts, such as pandas takes."""
         return [_flat(row.model_dump(mode="json")) for row in self.communication]
 
     def to_row(self) -> dict[str, Any]:
-        """The step and its memory as one flat dict: a row of a table of several reports."""
+        """Return the step and its memory as one flat dict: a row of a table of several reports."""
         memory = _flat(self.memory.model_dump(mode="json"))
         row = {"source": self.source, **_flat(self.step.model_dump(mode="json"))}
         return row | {f"memory_{key}": value for key, value in memory.items()}
 
     def write(self, path: str | Path) -> Path:
-        """Writes `report.json` into a run folder, or to a file that ends in `.json`; returns the file."""
+        """Write `report.json` into a run folder, or to a file that ends in `.json`, and return the file."""
         path = Path(path)
         file = path if path.suffix == ".json" else path / REPORT_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.tmp")  # a crash leaves the old file, not half of a new one
+        partial = file.with_name(f"{file.name}.tmp")  # A crash leaves the old file, not half of a new one.
         write_file(partial, self.to_json() + "\n")
         os.replace(partial, file)
         return file
 
 
 def _flat(part: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of a part: a list of texts as one, and nothing that is a table itself."""
+    """Return the plain values of a part. Lists of texts are joined, nested tables left out."""
     joined = {key: "+".join(map(str, v)) if isinstance(v, list) else v for key, v in part.items()}
     tables = {key for key, v in part.items() if isinstance(v, dict) or (isinstance(v, list) and dict in map(type, v))}
     return {key: v for key, v in joined.items() if key not in tables}

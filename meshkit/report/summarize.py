@@ -1,7 +1,7 @@
-"""Timeline -> Report: means over devices and steps, rows of communication, compute by kind, and the invariants.
+"""Summarizes a timeline as a report: means over devices and steps, rows of communication, compute by kind.
 
-plan hands in a simulated timeline, rehearse and profile a measured one; from here on nothing differs. Collectives of
-one row have axes, link, kind, dtype and group shape in common; kernels of one kind what they do.
+plan hands in a simulated timeline, rehearse and profile a measured one; from here on they are treated alike. The
+collectives of one row share axes, link, kind, dtype and group shape.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from meshkit.trace.reader import Trace
 
 UNMAPPED = "unmapped"
-# What the collectives of one row of communication have in common.
+# Collectives that agree in these make one row of communication.
 _ROW = ("axes", "axes_complete", "link", "fabric", "collective", "dtype", "group_size", "num_groups", "gpus_per_domain",
         "replica_groups")  # fmt: skip
-_MAX_KERNELS = 25  # a kind's instructions that are kept by name; the rest are in its sums
+_MAX_KERNELS = 25  # So many instructions of a kind are kept by name; the rest are only in its sums.
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
-_MOST_CELLS = 200_000  # of a pipeline's picture in report.json; a larger one is left out
-_EXPERTS = re.compile(r"\b(experts?|moe|router)\b", re.IGNORECASE)  # in the names of a mixture's modules
-_TOLERANCE = 1e-6  # relative, of the contract: room for the rounding of sums over 1e5 spans, none for a wrong union
+_MOST_CELLS = 200_000  # A larger picture of a pipeline is left out of report.json.
+_EXPERTS = re.compile(r"\b(experts?|moe|router)\b", re.IGNORECASE)  # Matches the module names of a mixture of experts.
+_TOLERANCE = 1e-6  # Relative: covers the rounding of sums over 1e5 spans, but no wrong union of spans.
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Where a program runs, and how much of that was seen."""
+    """Where a program runs, and how much of it was seen."""
 
-    placement: Placement | None = None  # of its partitions
-    cluster: Cluster | None = None  # None where no description exists
+    placement: Placement | None = None  # Placement of the program's partitions.
+    cluster: Cluster | None = None  # None where the cluster is not described.
     processes_seen: int = 1
     processes_expected: int = 1
 
     @property
     def num_gpus(self) -> int | None:
-        """GPUs that share the work."""
+        """Return the number of GPUs that share the work."""
         return self.placement.num_partitions if self.placement else None
 
 
@@ -71,22 +71,22 @@ def summarize(
     step_bounds: tuple[float | None, float | None] = (None, None),
     warnings: Sequence[Warning_] = (),
 ) -> Report:
-    """The report of a timeline; every number is a mean over its device steps.
+    """Return the report of a timeline; every number is a mean over its device steps.
 
-    Parts that have nothing to do with the timeline (memory, program, compile, quality) are added to it by the caller.
+    The caller adds the parts that do not depend on the timeline (memory, program, compile, quality).
 
     Args:
-        timeline: simulated or measured; may have no steps, then times are None.
-        source: which verb it comes from.
-        machines: what the program runs on.
-        facts: to relate the step time to; what is unknown in them is None in the report.
-        instructions: name of an instruction -> what it is, for compute by kind and for lines of source.
-        swept: what is known of the timeline's steps and of its operations already.
+        timeline: simulated or measured; without steps, times are None.
+        source: the verb that made it.
+        machines: where the program runs.
+        facts: of the step; what is unknown in them is None in the report.
+        instructions: name of an instruction -> what it is, for compute by kind and for source lines.
+        swept: the trace, which has summed its steps and operations already.
         step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
-        warnings: that others found.
+        warnings: warnings of the caller.
 
     Raises:
-        AssertionError: the result breaks an invariant of the report (a bug of ours).
+        AssertionError: the result breaks an invariant of the report, which is a bug of ours.
     """
     row_of, groups = group_rows(timeline.collectives)
     each, known = facts.steps_per_call, instructions or {}
@@ -123,7 +123,7 @@ def summarize(
     return report
 
 
-# Code of a warning -> why the errors of published runs, of which none has it, say nothing of the step.
+# Code of a warning -> why a step with it has no interval: no published run had it.
 _LONGER = {
     NOT_PREDICTED: "a kernel of the step has no predicted time",
     UNKNOWN_TRIPS: "how often a loop of the step runs is not known",
@@ -141,18 +141,18 @@ def summarize_simulation(
     instructions: Mapping[str, InstructionInfo],
     warnings: Sequence[Warning_],
 ) -> Report:
-    """The report of a simulated step; see `summarize`.
+    """Return the report of a simulated step; see `summarize`.
 
-    MFU refers to the peak of the facts' precision, or of that in which the program has most of its FLOP.
+    MFU refers to the peak of the facts' precision, or of the precision in which the program has most of its FLOP.
 
     Args:
         simulation: of one run of the program, which may make several steps.
         schedule: of the same program.
-        source: only a `plan` gets an interval of its step.
+        source: only a `plan` gets an interval for its step time.
         machines: with a cluster.
-        facts: what the model says; executed and peak FLOP are filled in here.
+        facts: of the model; executed and peak FLOP are filled in here.
         instructions: name of an instruction -> what it is.
-        warnings: that others found; one by which the step takes longer than its prediction leaves the interval out.
+        warnings: warnings of the caller; one by which the step is longer than predicted leaves the interval out.
     """
     each, flops, cluster = facts.steps_per_call, simulation.flops, machines.cluster
     assert cluster is not None
@@ -185,10 +185,10 @@ def summarize_simulation(
 
 
 def check_invariants(report: Report) -> None:
-    """Asserts that the parts of the report add up, to 1e-6 of the step.
+    """Assert that the parts of the report add up, to 1e-6 of the step.
 
     Raises:
-        AssertionError: naming the sum that does not hold.
+        AssertionError: names the sum that does not hold.
     """
     step, rows = report.step, report.communication
     if step.time_s is None:
@@ -213,7 +213,7 @@ def check_invariants(report: Report) -> None:
     ):
         check(f"communication rows' {key}", [getattr(row, key) for row in rows], total)
     for row in rows:
-        if row.time_s is None:  # withheld: its seconds are in the row without axes
+        if row.time_s is None:  # The seconds were withheld: they are in the row without axes.
             continue
         name = f"row {'+'.join(row.axes) or '(no axis)'} {row.collective}"
         check(f"{name} time_s", (row.overlapped_s, row.exposed_s), row.time_s)
@@ -223,10 +223,10 @@ def check_invariants(report: Report) -> None:
 
 
 def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machines) -> schema.TrainingPart:
-    """Time and cost of the whole training at one step time; what cannot be known is None.
+    """Return the time and the cost of the whole training; what cannot be known is None.
 
     Returns:
-        Hours of wall time and of GPUs (None where the devices are none), cost in the currency of `price_per_gpu_hour`,
+        Hours of wall time and of GPUs (None where there are no GPUs), cost in the currency of `price_per_gpu_hour`, and
         seconds of one checkpoint.
     """
     steps, cluster = facts.training_steps, machines.cluster
@@ -242,14 +242,14 @@ def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machine
 
 
 def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> schema.ClusterPart:
-    """The cluster as a report has it; without a description only the number of GPUs."""
+    """Return the cluster as a part of the report; without a description only the number of GPUs."""
     if cluster is None:
         return schema.ClusterPart(num_gpus=num_gpus)
-    return schema.ClusterPart.of(cluster, gpu=cluster.gpu.key)
+    return schema.ClusterPart.from_sources(cluster, gpu=cluster.gpu.key)
 
 
 def mesh_part(placement: Placement) -> tuple[schema.MeshAxisPart, ...]:
-    """Each mesh axis with its factors: the domains that a line along it crosses, and the rest."""
+    """Return each mesh axis with its factors: the domains that a line along it crosses, and the rest."""
     across = placement.domains_along()
     return tuple(
         schema.MeshAxisPart(axis=name, size=size, nvlink=size // across[name], infiniband=across[name])
@@ -258,7 +258,7 @@ def mesh_part(placement: Placement) -> tuple[schema.MeshAxisPart, ...]:
 
 
 def pipeline_part(pipeline: PipelineReport, rows: Iterable[CommunicationPart]) -> schema.PipelinePart:
-    """A pipeline's schedule, and what its permutes took of the communication."""
+    """Return a pipeline's schedule, and how much of the communication its permutes take."""
     permutes = [r for r in rows if r.axes == (pipeline.axis,) and r.collective == "collective-permute"]
     time_s, exposed_s = ([getattr(r, key) for r in permutes] for key in ("time_s", "exposed_s"))
     known = pipeline.model_dump(exclude={"useful", "picture"})
@@ -279,7 +279,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _bubble_s(
     pipeline: PipelineReport, op_names: Sequence[str], totals: KernelTotals, instructions: Mapping[str, InstructionInfo]
 ) -> float:
-    """Seconds of an execution's compute that did nothing useful."""
+    """Return the seconds of an execution's compute that did nothing useful."""
     sources = (instructions[name].source if name in instructions else "" for name in op_names)
     return sum((1 - pipeline.useful_share(source)) * float(t) for source, t in zip(sources, totals.time_s))
 
@@ -291,20 +291,20 @@ def step_part(
     num_gpus: int | None = None,
     bounds: tuple[float | None, float | None] = (None, None),
 ) -> StepPart:
-    """The step as a mean over device steps, and what it achieves.
+    """Return the step as a mean over device steps, with its rates.
 
     Args:
-        source: a `profile` says where its idle time lies; any other knows its bubble, which is 0 until it is filled in.
-        sweeps: of device steps, each as one training step; none leaves all times None.
+        source: a `profile` knows where its idle time lies; any other source knows its bubble, filled in later.
+        sweeps: device steps, each as one training step; without any, all times are None.
         facts: FLOP and tokens of a step, and the peak that MFU refers to.
-        num_gpus: that share the work; None leaves out MFU, tokens/s and examples/s.
+        num_gpus: GPUs that share the work; None leaves out MFU, tokens/s and examples/s.
         bounds: seconds of the step if all communication hid under compute, and if none did.
     """
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
     means, measured = _means(sweeps), source == "profile"
     time_s = means["time_s"]
-    bubble_s = None if measured else 0.0  # a trace does not say which slots of a pipeline were masked
+    bubble_s = None if measured else 0.0  # A trace does not show which slots of a pipeline were masked.
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(
@@ -324,14 +324,14 @@ def step_part(
 
 
 def _idle_parts(sweeps: Sequence[Sweep], idle_s: float) -> dict[str, float]:
-    """Where the idle time of measured steps lies."""
+    """Split the idle time of measured steps by where it lies."""
     between_s, input_s = (math.fsum(getattr(s, n) for s in sweeps) / len(sweeps) for n in ("between_s", "input_s"))
     inside_s = max(0.0, idle_s - between_s - input_s)
     return {"idle_inside_s": inside_s, "idle_between_s": between_s, "idle_input_s": input_s}
 
 
 def _means(sweeps: Sequence[Sweep]) -> dict[str, float]:
-    """Additive seconds as means over device steps."""
+    """Return additive seconds as means over device steps."""
     of_sweep = {name: "window_s" if name == "time_s" else name for name in _ADDITIVE}
     return {name: math.fsum(getattr(s.total, field) for s in sweeps) / len(sweeps) for name, field in of_sweep.items()}
 
@@ -341,7 +341,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _utilization(amount: float | None, time_s: float, capacity: float | None) -> float | None:
-    """amount / (time x capacity); None where anything is unknown."""
+    """Return amount / (time x capacity); None where anything is unknown."""
     return _ratio(amount, time_s * capacity if capacity else None)
 
 
@@ -363,10 +363,10 @@ def _spreads(timeline: Timeline, sweeps: Sequence[Sweep]) -> schema.SpreadsPart:
 def _step_samples(
     timeline: Timeline, sweeps: Sequence[Sweep], trace: Trace | None, each: int
 ) -> tuple[schema.StepSample, ...]:
-    """Each captured step by itself: means over its devices, which add up as those of the whole report do.
+    """Return each captured step as means over its devices, which add up as those of the whole report do.
 
-    Where one execution makes several training steps it is one sample, a mean of them. Those that a trace leaves out of
-    all else are here too, and say why.
+    An execution that makes several training steps is one sample, a mean of them. Steps that a trace leaves out of all
+    other numbers are here too, with the reason.
     """
     left_out = trace.left_out if trace else ()
     by_step: dict[int, list[tuple[Sweep, int]]] = {}
@@ -390,7 +390,7 @@ def _step_samples(
 
 
 def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:
-    """Says how much communication lies on no mesh axis (a group of one GPU communicates with nobody: not counted)."""
+    """Warn of communication on no mesh axis; a group of one GPU does not count."""
     unmapped = [row for row in rows if not row.axes and row.group_size != 1]
     seconds = math.fsum(row.time_s or 0.0 for row in unmapped)
     if not unmapped:
@@ -401,10 +401,10 @@ def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:
 
 
 def group_rows(collectives: Sequence[Collective]) -> tuple[np.ndarray, list[list[int]]]:
-    """The row of every collective, and the collectives of every row.
+    """Return the row of every collective, and the collectives of every row.
 
     Returns:
-        [n + 1] row of each collective, the last for communication that maps to no instruction (a row of its own);
+        [n + 1] the row of each collective, the last for communication that maps to no instruction (a row of its own);
         and for each row its collectives.
     """
     rows: dict[tuple, list[int]] = {}
@@ -425,14 +425,14 @@ def communication_rows(
     instructions: Mapping[str, InstructionInfo] | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[CommunicationPart, ...]:
-    """Mean rows over the device steps, the most exposed first; collectives that never ran are left out.
+    """Return rows as means over the device steps, the most exposed first; collectives that never ran are left out.
 
     Args:
         timeline: what is summarized.
         sweeps: of its device steps.
         row_of, groups: from `group_rows`.
-        instructions: name of a collective -> what is known of what caused it.
-        cluster: whose links bound the bus bandwidth, where known.
+        instructions: name of a collective -> what caused it.
+        cluster: its links bound the bus bandwidth, where it is known.
     """
     if not sweeps:
         return ()
@@ -462,7 +462,7 @@ def _row(
     seconds = _seconds(members, mean)
     linked, grouped = first.link or None, first.group_size or None
     moving_s = seconds["busy_s"] if seconds["transfer_s"] is None else seconds["transfer_s"]
-    return CommunicationPart.of(
+    return CommunicationPart.from_sources(
         first,
         link=linked,
         group_size=grouped,
@@ -477,12 +477,12 @@ def _row(
 
 
 def wire_numbers(c: Collective, payload: float, moving_s: float | None, cluster: Cluster | None) -> dict[str, Any]:
-    """What of a row's payload one GPU's links carry, and how fast; None where groups, links or seconds are unknown.
+    """Return how much of a row's payload one GPU's links carry, and how fast; None where that is unknown.
 
     Args:
         c: one of the row's collectives; all have its kind, group and link.
-        payload: bytes on one GPU of all of the row, in one step.
-        moving_s: seconds of a step in which they move; with waits where those are unknown.
+        payload: bytes on one GPU of the whole row, in one step.
+        moving_s: seconds of a step in which they move; where waits are unknown, they are included.
         cluster: its links; None leaves the peak out.
     """
     wire = payload * wire_factor(c.collective, c.group_size)
@@ -514,7 +514,7 @@ def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
 
 
 def _difference(whole: float, part: float) -> float:
-    """What is left, without the rounding of the two sums: 1e-18 s is no overlap."""
+    """Return whole - part, or 0 where that is only rounding: 1e-18 s is no overlap."""
     rest = whole - part
     return rest if rest > 1e-9 * whole else 0.0
 
@@ -530,7 +530,7 @@ def _ops(
         each, info = collectives[i], instructions.get(collectives[i].name)
         payload = _whole(mean["count"][i] * each.payload_bytes)
         whole = sum(info.causes.values()) if info else 0
-        part = schema.OpPart.of(
+        part = schema.OpPart.from_sources(
             each,
             source=each.source or None,
             line=info.line if info else None,
@@ -553,7 +553,7 @@ def kernels_part(
     *,
     steps_per_execution: int = 1,
 ) -> KernelsPart | None:
-    """Compute by kind, as means over the device steps; None where nothing is known of the kernels.
+    """Return compute by kind, as means over the device steps; None where no kernels are known.
 
     The seconds of a kind are shares, as those of communication rows are: an instant at which k operations run gives 1/k
     to each, so that they add up to the step's `compute_s`.
@@ -561,7 +561,7 @@ def kernels_part(
     Args:
         op_names: names of instructions, or of kernels that could not be joined to one.
         totals: what each took, as means over executions of the program.
-        instructions: what they are; without any, kinds are told by names.
+        instructions: what they are; without any, names tell the kinds.
         steps_per_execution: training steps in each execution.
     """
     if not op_names:
@@ -591,7 +591,7 @@ def kernels_part(
 def _kernel_ops(
     op_names: Sequence[str], known: Sequence[InstructionInfo | None], members: np.ndarray, busy_s, count
 ) -> tuple[schema.KernelPart, ...]:
-    """The instructions of one kind with the most busy seconds; what has the same name is one."""
+    """Return the instructions of one kind with the most busy seconds; those of the same name are merged."""
     chosen: list[int] = members.tolist()
     first = {op_names[i]: i for i in reversed(chosen)}
     number = {name: n for n, name in enumerate(first)}
@@ -602,11 +602,11 @@ def _kernel_ops(
     for busy, name, total in most:
         info = known[first[name]]
         source = (info.source or None) if info else None
-        parts.append(schema.KernelPart.of(info, name=name, source=source, count=_whole(total), busy_s=-busy))
+        parts.append(schema.KernelPart.from_sources(info, name=name, source=source, count=_whole(total), busy_s=-busy))
     return tuple(parts)
 
 
 def _whole(x: float) -> int | float:
-    """An int where the value is one (a count, bytes), so that 3 prints as 3; a mean of unequal devices is a float."""
+    """Return an int where the value is one (a count, bytes), so that 3 prints as 3; unequal devices give a float."""
     nearest = round(float(x))
     return nearest if abs(x - nearest) <= 1e-9 * max(1.0, abs(x)) else float(x)

@@ -1,11 +1,11 @@
-"""Why a measured step takes as long as it does: findings by what mending saves, and a verdict in a few sentences.
+"""Explains a measured step: findings by what fixing them saves, and a verdict of a few sentences.
 
-report, trace, program -> causes, each with its seconds -> findings, what saves most first -> verdict
+report, trace, program -> causes, each with its seconds -> findings, most seconds first -> verdict
 
-The steps are the usual ones; the reader has set warm-up and outliers apart. What a step would take with something in it
-mended is replayed: one execution on all of its devices, each of which goes through its own work and its collectives in
-order. A group leaves a collective together, once its last member has come and the data is moved, so that no clocks are
-needed: who came last is who did not wait. Of what a device saves, only what was exposed makes its step shorter.
+The reader of the trace has already set warm-up steps and outliers apart. To know what a fix saves, one execution is
+replayed on all of its devices: each goes through its own work and its collectives in order, and a group leaves a
+collective together, once its last member has come and the data has moved. No clocks are needed for that, because the
+last member is the one that did not wait. A device's saving shortens the step only as far as it was exposed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.pricing import Pricer
 from meshkit.report import causes
-from meshkit.report.causes import JudgedReport, Mended, finding
+from meshkit.report.causes import Case, Fix, finding
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
 from meshkit.timeline import DeviceStep, exposed_spans
 from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import Trace
 from meshkit.units import format_bytes, format_percent, format_seconds
 
-_LOW_RATE = 2.0  # x the model's seconds, of a kernel
-_PART = {  # of the step, which a cause takes from
+_LOW_RATE = 2.0  # A kernel runs at a low rate beyond this multiple of the model's seconds.
+_PART = {  # The part of the step that each cause lengthens.
     **dict.fromkeys(
         (causes.WAITING, "slow_link", "small_collectives", "synchronous_collectives", "serialized_by_xla",
          "exposed_communication"), "exposed communication",
@@ -43,48 +43,48 @@ _PART = {  # of the step, which a cause takes from
 _TILES = "shapes that tile (multiples of 128), and the precision of the operands"
 _FEW_LARGE = "fewer and larger kernels: what is stacked or scanned over, and what keeps XLA from fusing it"
 _LAYOUT = "the layout and precision of what it reads and writes, and what XLA fuses with it"
-_LAUNCH_S = 1e-5  # the mean run of kernels of which launching is most
+_LAUNCH_S = 1e-5  # Kernels with a shorter mean run are mostly launches.
 _HIDES = "xla_gpu_enable_latency_hiding_scheduler"
 _ASYNC_OFF = "xla_gpu_disable_async_collectives"
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a trace beside its report."""
+    """A trace and its program, from which a verdict is made."""
 
     trace: Trace
     program: TracedProgram
     schedule: Schedule | None = None
     instructions: Mapping[str, InstructionInfo] = field(default_factory=dict)
     cluster: Cluster | None = None
-    options: Mapping[str, Any] | None = None  # of the compiler
-    untraced_step_s: float | None = None  # a step of the same run without the capture
+    options: Mapping[str, Any] | None = None  # The compiler's options.
+    untraced_step_s: float | None = None  # Step time of the same run without the capture.
     steps_per_execution: int = 1
-    gpu: Cluster | None = None  # without a cluster, a GPU as those that were traced
+    gpu: Cluster | None = None  # Without a cluster, one GPU of the traced kind.
 
 
-def judged(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
-    """The report with its findings and its verdict.
+def add_findings(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
+    """Return the report with its findings and its verdict.
 
     Args:
         report: of a trace.
-        known: the trace itself, and what is known of its program.
+        known: the trace itself, and its program.
         history: of the run, if it has one.
 
     Returns:
-        The report as it is where the step has no time or the trace no steps; without findings, and with the reason for
-        a verdict, where its steps cannot be compared.
+        The report as it is where the step has no time or the trace no steps. Where the steps cannot be compared, it has
+        no findings and the verdict says why.
     """
     if not report.step.time_s or not known.trace.sweeps:
         return report
-    case = _Measured(report, known, history)
+    case = _MeasuredCase(report, known, history)
     if reason := known.trace.incomparable(case.device):
         return report.model_copy(update={"verdict": f"No verdict: {reason}"})
-    findings = causes.findings_of(case, _CAUSES)
+    findings = causes.rank_findings(case, _CAUSES)
     return report.model_copy(update={"findings": findings, "verdict": _verdict(case, findings)})
 
 
-class _Measured(JudgedReport):
+class _MeasuredCase(Case):
     """The usual steps of a measurement."""
 
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):
@@ -96,26 +96,25 @@ class _Measured(JudgedReport):
 
     @cached_property
     def _median(self) -> Replay:
-        """The median step."""
         return Replay(self.known.trace, self.known.program)
 
     @cached_property
     def _every(self) -> list[Replay]:
-        """Every step, since who is late may be so in some; none where they are too large together."""
+        """Return every step, since a device may be late only in some; empty where they are too large together."""
         trace = self.known.trace
         numbers = sorted({step.step for step in trace.timeline.steps})
         small = sum(len(step.communication) for step in trace.timeline.steps) <= _MOST_SPANS
         return [Replay(trace, self.known.program, at) for at in numbers] if small else []
 
-    def with_(self, mended: Mended) -> float | None:
-        replays = self._every if mended.evenly else []
-        ratios = [replay.ratio(mended) for replay in replays or [self._median]]
+    def time_with(self, fix: Fix) -> float | None:
+        replays = self._every if fix.evenly else []
+        ratios = [replay.ratio(fix) for replay in replays or [self._median]]
         known = [ratio for ratio in ratios if ratio is not None]
         return statistics.fmean(known) * self.time_s if known else None
 
 
-def _capture_overhead(case: _Measured) -> Iterator[FindingPart]:
-    """The profiler makes the step longer than it is without."""
+def _capture_overhead(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find a profiler that makes the step longer."""
     quality = case.report.quality
     added_s = quality.overhead_s if quality else None
     untraced_s = case.known.untraced_step_s
@@ -133,8 +132,8 @@ def _capture_overhead(case: _Measured) -> Iterator[FindingPart]:
     )
 
 
-def _outlier_steps(case: _Measured) -> Iterator[FindingPart]:
-    """A few steps make the mean."""
+def _outlier_steps(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find single slow steps that raise the mean."""
     if not case.outliers:
         return
     worst, usual = max(case.outliers, key=lambda s: s.time_s), case.report.window.steps
@@ -147,8 +146,8 @@ def _outlier_steps(case: _Measured) -> Iterator[FindingPart]:
         case,
         "outlier_steps",
         mean_s - case.time_s,
-        f"Step {worst.step} takes {format_seconds(worst.time_s)} where the usual one takes "
-        f"{format_seconds(case.time_s)}, most of it more {most}; it is in no other number.",
+        f"Step {worst.step} takes {format_seconds(worst.time_s)}, the usual one "
+        f"{format_seconds(case.time_s)}; most of the difference is {most}. No other number includes it.",
         evidence=("per_step",),
         hint="what runs at that step (checkpoint, evaluation, a recompile, garbage collection), or another capture",
         step_s=case.time_s,
@@ -156,8 +155,8 @@ def _outlier_steps(case: _Measured) -> Iterator[FindingPart]:
     )
 
 
-def _exposed(case: _Measured) -> Iterator[FindingPart]:
-    """Data is moved while nothing computes: because XLA runs it so, or for reasons that the trace does not tell."""
+def _exposed(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find data that moves while nothing computes."""
     blocking, adjacent = _schedules(case.known.schedule)
     gpu, off = not case.cpu, (case.known.options or {}).get(_ASYNC_OFF)
     for i, (_, _, rest) in case.shares.items():
@@ -172,36 +171,38 @@ def _exposed(case: _Measured) -> Iterator[FindingPart]:
         shared["exposed_communication"] = rest - sum(shared.values())
         evidence = (f"communication.{i}.exposed_s",)
         least_s = causes.LEAST * case.time_s
-        hidden = case.with_(Mended(hidden=case.members(row))) if rest >= least_s and row.ops else None
+        hidden = case.time_with(Fix(hidden=case.members(row))) if rest >= least_s and row.ops else None
         for code, seconds in shared.items():
             if seconds < least_s:
                 continue
-            what = f"{causes.named(row)}{causes.source(row)} is exposed for {format_seconds(seconds)} a step"
+            what = (
+                f"{causes.describe_row(row)}{causes.source_text(row)} is exposed for {format_seconds(seconds)} a step"
+            )
             message, hint, warns = _reason(code, what, off, row)
-            hint = causes.BESIDE_WORK_OF_CPU if case.cpu else hint
+            hint = causes.OVERLAP_MORE_CPU if case.cpu else hint
             yield finding(case, code, seconds, message, warns=warns, evidence=evidence, hint=hint, step_s=hidden)
 
 
 def _reason(code: str, what: str, off: Any, row: CommunicationPart) -> tuple[str, str, float]:
-    """The message of exposed communication, the way out, and the share from which it warns."""
+    """Return the message of exposed communication, the hint, and the share from which it warns."""
     if code == "synchronous_collectives":
         said = f" ({_ASYNC_OFF} = {off})" if off else ""
         hint = f"[xla] without {_ASYNC_OFF}" if off else f"[xla] {_HIDES} = true"
-        return f"{what}: XLA compiled it synchronous{said}, so nothing can run beside it.", hint, causes.WARNS
+        return f"{what}: XLA compiled it as synchronous{said}, so no compute can overlap it.", hint, causes.WARNS
     if code == "serialized_by_xla":
-        message = f"{what}: XLA waits for it right where it starts, with no work between."
+        message = f"{what}: XLA waits for it right after its start, so no compute overlaps it."
         loops = f", and xla_gpu_pipeline_{(row.collective or '').replace('-', '_')} in a loop over layers"
         loops = loops if row.collective in list(causes.COMBINED)[:3] else ""
         return message, f"[xla] {_HIDES} = true{loops}", causes.WARNS
-    message = f"{what}, with nothing to compute beside it."
-    return message, causes.BESIDE_WORK, causes.EXPOSED_WARNS
+    message = f"{what}, because no compute overlaps it."
+    return message, causes.OVERLAP_MORE, causes.EXPOSED_WARNS
 
 
 def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
-    """Names of collectives that block, and of those that are waited for before any work is started."""
+    """Return the names of blocking collectives, and of those that are waited for before any work starts."""
     blocking, adjacent = set(), set()
     for body in schedule.computations.values() if schedule else ():
-        open_: dict[str, bool] = {}  # start -> whether work came since
+        open_: dict[str, bool] = {}  # Start of a collective -> whether work came since.
         names = {i.name: i.collective.name for i in body if i.collective is not None}
         for i in body:
             if i.kind == "collective" and i.collective is not None:
@@ -216,19 +217,20 @@ def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
     return blocking, adjacent
 
 
-def _idle(case: _Measured) -> Iterator[FindingPart]:
-    """The device has nothing to do."""
+def _idle(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find time in which the device has nothing to do."""
     step = case.step
     input_s, between_s, inside_s = step.idle_input_s or 0.0, step.idle_between_s or 0.0, step.idle_inside_s or 0.0
     waited = [w for w in (case.history.values.get("data_wait_s", ()) if case.history else ()) if w is not None]
-    known_s = min(between_s, statistics.median(waited)) if waited else 0.0  # as the trainer's host counted it
+    # The trainer's host measures this wait itself.
+    known_s = min(between_s, statistics.median(waited)) if waited else 0.0
     input_s, between_s = input_s + known_s, between_s - known_s
     yield finding(
         case,
         "input_wait",
         input_s,
-        f"The step waits {format_seconds(input_s)} for its input: the {case.device} is idle until the batch has come "
-        "from the host.",
+        f"The step waits {format_seconds(input_s)} for its input: the {case.device} is idle until the batch "
+        "arrives from the host.",
         evidence=("history.values.data_wait_s",) if known_s else ("step.idle_input_s",),
         hint="more workers or a deeper prefetch in [data], batches put on the devices a step ahead",
         step_s=case.time_s - input_s,
@@ -245,34 +247,33 @@ def _idle(case: _Measured) -> Iterator[FindingPart]:
         case,
         "host_bound",
         between_s + inside_s,
-        f"The {case.device} is idle {listed}: the host is late with work for it.",
+        f"The {case.device} is idle {listed}: the host is too slow to give it work.",
         evidence=("step.idle_between_s", "step.idle_inside_s"),
         hint=hint,
         step_s=case.time_s - between_s - inside_s,
     )
 
 
-def _copies(case: _Measured) -> Iterator[FindingPart]:
-    """Memory is copied while nothing computes."""
+def _copies(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find memory copies while nothing computes."""
     seconds, facts = case.step.other_s or 0.0, case.known.trace.facts
     own = facts.own_copies_s > 0.5 * facts.copies_s
-    hint = "what moves between host and device each step (offloading, input, checkpoints), ahead of its use"
-    if own:
-        hint = causes.NO_LOOP
+    hint = "starting copies between host and device (offloading, input, checkpoints) before they are needed"
+    hint = causes.NO_LOOP if own else hint
     yield finding(
         case,
         "exposed_copies",
         seconds,
-        f"Memory is copied {f'on the {case.device} ' if own else ''}for {format_seconds(seconds)} a step with nothing "
-        "running beside it.",
+        f"Memory copies{f' on the {case.device}' if own else ''} take {format_seconds(seconds)} a step, and nothing "
+        "overlaps them.",
         evidence=("step.other_s",),
         hint=hint,
         step_s=case.time_s - seconds,
     )
 
 
-def _recomputation(case: _Measured) -> Iterator[FindingPart]:
-    """The backward pass computes the forward again."""
+def _recomputation(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find kernels of the backward pass that compute the forward again."""
     trace, each = case.known.trace, case.known.steps_per_execution
     seconds, known = 0.0, case.known.instructions
     for name, s in zip(trace.timeline.op_names, trace.kernels.time_s.tolist()):
@@ -284,15 +285,15 @@ def _recomputation(case: _Measured) -> Iterator[FindingPart]:
         case,
         "recomputation",
         seconds,
-        f"{format_percent(share)} of the compute, {format_seconds(seconds)} a step, is the forward pass again{room}.",
+        f"{format_percent(share)} of the compute, {format_seconds(seconds)} a step, recomputes the forward pass{room}.",
         evidence=("kernels",),
         hint=causes.KEEP_MORE,
         step_s=case.time_s - seconds,
     )
 
 
-def _low_rate(case: _Measured) -> Iterator[FindingPart]:
-    """Kernels that take far longer than their work does at the rates of the GPU."""
+def _low_rate(case: _MeasuredCase) -> Iterator[FindingPart]:
+    """Find kernels that take far longer than their work does at the rates of the GPU."""
     cluster, schedule, trace = case.known.cluster or case.known.gpu, case.known.schedule, case.known.trace
     if cluster is None or cluster.is_cpu or schedule is None:
         return
@@ -321,8 +322,8 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
         case,
         "low_rate_kernels",
         seconds,
-        f"{len(slow)} kernels run at less than half of the rate that their work has on {cluster.gpu.name}, for "
-        f"{format_seconds(seconds)} a step; {worst}{where} takes {times:.1f} x as long.",
+        f"{len(slow)} kernels run at less than half of their expected rate on {cluster.gpu.name}, which costs "
+        f"{format_seconds(seconds)} a step; {worst}{where} takes {times:.1f} x as long as expected.",
         evidence=("kernels",),
         hint=causes.scatter_hint(worst, info) or hint,
         step_s=case.time_s - seconds,
@@ -335,8 +336,8 @@ _CAUSES = (
 )  # fmt: skip
 
 
-def _verdict(case: _Measured, findings: Sequence[FindingPart]) -> str:
-    """A few sentences: where the step goes, what costs most, and the step without it."""
+def _verdict(case: _MeasuredCase, findings: Sequence[FindingPart]) -> str:
+    """Say in a few sentences where the step goes, what costs most, and the step without it."""
     step, time_s = case.step, case.time_s
     totals = {"exposed communication": step.exposed_s or 0.0, "idle": step.idle_s or 0.0}
     bad = [f for f in findings if f.severity == "warning"]
@@ -355,29 +356,31 @@ def _verdict(case: _Measured, findings: Sequence[FindingPart]) -> str:
             sentences.append(case.share(totals[part], part, first=not sentences))
         sentences += [f.message for f in members[: 2 if len(ranked) == 1 else 1]]
     first = ranked[0][1][0]
-    told = first.code == "capture_overhead"  # it has its own words for the step without it
+    told = first.code == "capture_overhead"  # That finding gives the step without it in its own message.
     if not told and first.step_s is not None and first.step_s < 0.995 * case.time_s:
-        without = f"Were no {case.device} slower than the median" if first.code == causes.WAITING else "Without that"
+        without = (
+            f"If no {case.device} were slower than the median," if first.code == causes.WAITING else "Without that,"
+        )
         without += f" the step would take {format_seconds(first.step_s)}."
         sentences.insert(2 if ranked[0][0] in totals else 1, without)
     return " ".join(sentences)
 
 
-_MOST_SPANS = 50_000  # of the step: a replay takes some microseconds for each
-_END = (-2, 0)  # of a step, in the place of a collective and its how-manieth time
+_MOST_SPANS = 50_000  # A replay takes some microseconds for each span of the step.
+_END = (-2, 0)  # Stands for the end of a step in place of (collective, occurrence).
 
 
 @dataclass(frozen=True)
 class _Member:
     device: int
-    before_s: float  # of its own work, until it came
+    before_s: float  # Seconds of its own work before it reached the collective.
     wait_s: float
     transfer_s: float
-    exposed_s: float  # in which nothing else of its device ran
+    exposed_s: float  # Seconds in which nothing else of its device ran.
 
 
 class Replay:
-    """A step of a trace to be replayed: one that every drawn device has, by default that with the median time."""
+    """A step of a trace to be replayed: one that every drawn device has, by default the median one."""
 
     def __init__(self, trace: Trace, program: TracedProgram, at: int | None = None):
         whole: dict[int, list[DeviceStep]] = {}
@@ -392,7 +395,9 @@ class Replay:
         self._steps = whole[times[(len(times) - 1) // 2][1]] if times else []
         if sum(len(s.communication) for s in self._steps) > _MOST_SPANS:
             self._steps = []
-        self._own_s: dict[int, float] = {}  # device -> of its own work, communication that it waits for left out
+        self._own_s: dict[
+            int, float
+        ] = {}  # Device -> seconds of its own work, without communication that it waits for.
         found: dict[tuple[int, int, int], list[_Member]] = {}
         starts: dict[tuple[int, int, int], float] = {}
         names = [c.name for c in trace.timeline.collectives]
@@ -409,7 +414,7 @@ class Replay:
         self._more_s = self._more_than_the_median()
 
     def _members(self, step: DeviceStep):
-        """(collective, its how-manieth time), its start, and the device's part in it, in time."""
+        """Yield (collective, occurrence), its start, and the device's part in it, in order of time."""
         exposed = exposed_spans(step)
         edges = np.r_[0.0, exposed.ravel()]
         seconds = np.r_[0.0, np.stack([np.zeros(len(exposed)), np.diff(exposed, axis=1).ravel()], 1).ravel()].cumsum()
@@ -432,7 +437,8 @@ class Replay:
     def _more_than_the_median(self) -> dict[tuple[int, int], dict[int, float]]:
         """Return how many seconds more than the median a device has worked before each collective, and by the end.
 
-        Stretch by stretch, from one collective to the next: who is late now and early then has more in one of them.
+        Stretches between collectives are compared one by one, so that a device that is late now and early then counts
+        as late.
         """
         came: dict[tuple[int, int], dict[int, float]] = {}
         for key, members in self._instances:
@@ -447,34 +453,35 @@ class Replay:
             before_s |= {d: before_s[d] + s for d, s in stretch.items()}
         return found
 
-    def ratio(self, mended: Mended) -> float | None:
-        """The mended step over the measured one, as means over devices; None for a step too large to replay."""
+    def ratio(self, fix: Fix) -> float | None:
+        """Return the changed step over the measured one, as means over devices; None for a step too large to replay."""
         if not self._steps:
             return None
         saved = dict.fromkeys(self._own_s, 0.0)
         less = dict.fromkeys(self._own_s, 0.0)
         for key, members in self._instances:
             collective = key[0]
-            if mended.evenly:
+            if fix.evenly:
                 less |= self._more_s[key]
-            if collective in mended.hidden:
+            if collective in fix.hidden:
                 for m in members:
                     saved[m.device] += m.exposed_s
                 continue
-            share = mended.transfer.get(collective, 1.0)
+            share = fix.transfer.get(collective, 1.0)
             early = {m.device: saved[m.device] + less[m.device] for m in members}
-            alone = len(members) == 1  # or its peers were not seen
-            ready = max((0.0 if alone else -m.wait_s) - early[m.device] for m in members)  # 0 is when the last came
+            alone = len(members) == 1  # Or its peers were not seen.
+            # Time 0 is when the last member came.
+            ready = max((0.0 if alone else -m.wait_s) - early[m.device] for m in members)
             for m in members:
                 gain = m.transfer_s * (1 - share) - early[m.device] - ready
                 saved[m.device] += min(gain, m.exposed_s) if gain > 0 or m.exposed_s else 0.0
-        less = self._more_s[_END] if mended.evenly else less
+        less = self._more_s[_END] if fix.evenly else less
         measured = sum(s.window[1] - s.window[0] for s in self._steps)
         return 1 - sum(saved[d] + less[d] for d in saved) / measured if measured else None
 
 
 def _group_of(program: TracedProgram, name: str, device: int) -> int:
-    """Which group of a collective a device is in; its own where that is unknown, or for a permute, which has pairs."""
+    """Return the group of a collective that a device is in; a group of its own where unknown, or for a permute."""
     groups = program.groups.get(name)
     if groups is None or program.collectives[name].collective == "collective-permute":
         return -1 - device

@@ -141,7 +141,7 @@ def outcome_of(report: Report, settings: Settings, mesh: dict[str, str], wall_s:
         It fits if the GPU's memory and the host's both hold it.
     """
     fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
-    return Outcome.of(
+    return Outcome.from_sources(
         report.step,
         report.memory,
         report.compile,
@@ -152,7 +152,7 @@ def outcome_of(report: Report, settings: Settings, mesh: dict[str, str], wall_s:
         host_bytes=host_bytes or None,
         fingerprint=report.program.fingerprint,
         wall_s=wall_s,
-        rows=tuple(map(OutcomeRow.of, report.communication)),
+        rows=tuple(map(OutcomeRow.from_sources, report.communication)),
     )
 
 

@@ -482,4 +482,4 @@ def cost_text(remedy: RemedyPart) -> str:
 def _part(change: Candidate, step_s: float | None) -> RemedyPart:
     """A change with what its compile has shown, for the report."""
     cost_s = None if step_s is None or change.time_s is None else change.time_s - step_s
-    return RemedyPart.of(change.outcome, settings=change.settings, what=change.what, cost_s=cost_s)
+    return RemedyPart.from_sources(change.outcome, settings=change.settings, what=change.what, cost_s=cost_s)

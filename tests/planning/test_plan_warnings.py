@@ -98,7 +98,7 @@ def test_of_a_program_that_was_not_all_read_there_is_no_prediction():
     report = Report(source="plan", window=window, step=step)
     assert step_text(report) == "1.00 s (900 ms if all communication hid, 1.10 s if none did)"
     refused = report.model_copy(update={"warnings": (Warning_(code="flops", message=""),)})
-    assert step_text(refused) == "no prediction (more than 1.00 s): see the first warnings"
+    assert step_text(refused) == "no prediction (more than 1.00 s): read the first warnings"
 
 
 @pytest.mark.parametrize(("room", "dropped"), [(8.0, None), (1.5, "drops 25.0 % of its rows")])

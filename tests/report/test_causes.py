@@ -11,7 +11,7 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.predict.simulate import simulate
-from meshkit.report.causes import Planned, judged_plan
+from meshkit.report.causes import Planned, add_plan_findings
 from meshkit.report.schema import MemoryPart, PipelinePart, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.report.views.report import write_html
@@ -57,7 +57,7 @@ def made_of(seconds, *, memory=FITS, steps=1, parts=None, infos=None, warnings=(
         update={"step": report.step.model_copy(update=(parts or {}).pop("step", {})), **(parts or {})}
     )
     planned = Planned(simulation, schedule, known, CLUSTER, steps)
-    return judged_plan(report, planned), planned
+    return add_plan_findings(report, planned), planned
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -113,12 +113,12 @@ def test_what_does_not_fit_is_said_first(tmp_path):
     memory = MemoryPart(fits=False, margin_bytes=-3 * GIB, parameters_bytes=GIB, activations_bytes=70 * GIB)
     report = made([("dot.1", 0.8), ("reduce-scatter.1", 0.2)], memory=memory)
     assert report.verdict.startswith(
-        "The step does not fit: 3.00 GiB a GPU too much. The most is activations, 70.0 GiB. 20.0 % of the step"
+        "The step does not fit: 3.00 GiB a GPU too much. The largest part is activations, 70.0 GiB. 20.0 % of the step"
     )
     assert f'<p class="verdict">{report.verdict}</p>' in write_html(report, tmp_path / "a.html").read_text()
     assert report.to_dict()["verdict"] == report.verdict
     assert str(mk.render(report)).splitlines()[:3] == [
-        "The step does not fit: 3.00 GiB a GPU too much. The most is activations, 70.0",
+        "The step does not fit: 3.00 GiB a GPU too much. The largest part is activations, 70.0",
         "GiB. 20.0 % of the step of 1.00 s is exposed communication.",
         "",
     ]
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_said_first(tmp_path):
 def test_what_is_no_prediction_has_no_verdict_but_of_its_memory():
     plan = made([("dot.1", 1.0)])
     unread = plan.model_copy(update={"warnings": (Warning_(code=NOT_PREDICTED, message="not all was read"),)})
-    assert judged_plan(unread, None).verdict is None
+    assert add_plan_findings(unread, None).verdict is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from meshkit.cli import main
 from meshkit.config import catalog
 from meshkit.errors import ConfigError, TraceError
 from meshkit.predict.interval import step_interval, stratum_of
-from meshkit.report.compare import compare, condition_text, judge, pair
+from meshkit.report.compare import check_condition, compare, condition_text, pair
 from meshkit.report.folder import read_report
 from meshkit.report.views.report import render
 
@@ -109,7 +109,7 @@ def test_json_names_its_schema(report, slower):
     ],
 )
 def test_conditions(report, slower, condition, holds):
-    assert judge(compare(report, slower), condition).met is holds
+    assert check_condition(compare(report, slower), condition).met is holds
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,20 @@ def test_conditions(report, slower, condition, holds):
 )
 def test_bad_conditions(report, slower, condition, message):
     with pytest.raises(ConfigError, match=message):
-        judge(compare(report, slower), condition)
+        check_condition(compare(report, slower), condition)
 
 
 def test_a_condition_says_its_numbers(report, slower):
     found = compare(report, slower)
-    assert condition_text(judge(found, "exposed_s>1.1x")) == "exposed_s>1.1x: it is 6.00 ms, it was 3.00 ms, 2.00 x"
-    assert condition_text(judge(found, "step.time_s > 0.5")) == "step.time_s > 0.5: it is 10.5 ms"
-    assert condition_text(judge(found, "peak_bytes<1x")) == "peak_bytes<1x: it is 60.0 GiB, it was 60.0 GiB, 1.00 x"
+    assert (
+        condition_text(check_condition(found, "exposed_s>1.1x"))
+        == "exposed_s>1.1x: it is 6.00 ms, it was 3.00 ms, 2.00 x"
+    )
+    assert condition_text(check_condition(found, "step.time_s > 0.5")) == "step.time_s > 0.5: it is 10.5 ms"
+    assert (
+        condition_text(check_condition(found, "peak_bytes<1x"))
+        == "peak_bytes<1x: it is 60.0 GiB, it was 60.0 GiB, 1.00 x"
+    )
 
 
 @pytest.fixture
@@ -167,7 +173,7 @@ def test_conditions_are_in_the_json(files, capsys):
 def test_a_comparison_is_a_page(files, tmp_path):
     assert main(["compare", *files, "--html", str(tmp_path / "new" / "both.html")]) == 0
     text = (tmp_path / "new" / "both.html").read_text()
-    assert "Measured A beside measured B" in text
+    assert "Measured A and measured B" in text
     assert 'data-document="compare" data-key="step.exposed_s.ratio"' in text
 
 
@@ -191,7 +197,7 @@ def test_terminal_fits_80_columns(report, slower):
 )
 def test_a_limit_beyond_all_quantities_is_refused(report, text):
     with pytest.raises(ConfigError, match=r"is more than any quantity|is not a number"):
-        judge(compare(report, report), text)
+        check_condition(compare(report, report), text)
 
 
 @pytest.mark.parametrize("number", ["1e308", "-1e308", "1e41", "9" * 300])

@@ -6,7 +6,7 @@ import pytest
 
 from meshkit.errors import TraceError
 from meshkit.report.folder import find_prediction, read_report, write_folder
-from meshkit.report.measured import history_of, read_history, trend_warnings
+from meshkit.report.measured import read_history, summarize_metrics, trend_warnings
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def test_a_measurement_keeps_the_plan_of_its_folder(report, plan, timeline, tmp_
     assert read_report(tmp_path) == written
     assert written.source == "profile"
     assert read_report(tmp_path / "plan.json") == find_prediction(tmp_path) == plan
-    assert "predicted beside measured" in (tmp_path / "report.html").read_text()
+    assert "predicted and measured" in (tmp_path / "report.html").read_text()
     write_folder(report, tmp_path, timeline)  # again: the plan is still there
-    assert "predicted beside measured" in (tmp_path / "report.html").read_text()
+    assert "predicted and measured" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "trace.json.gz").is_file()
 
 
@@ -32,7 +32,7 @@ def test_a_measurement_without_a_plan_stands_alone(report, tmp_path):
     assert find_prediction(tmp_path) is None
     assert not (tmp_path / "plan.json").exists()
     assert not (tmp_path / "trace.json.gz").exists()
-    assert "beside" not in (tmp_path / "report.html").read_text().split("<section>")[0]
+    assert "predicted and" not in (tmp_path / "report.html").read_text().split("<section>")[0]
 
 
 def test_another_prediction_can_be_given(report, plan, tmp_path):
@@ -75,7 +75,7 @@ def test_history_of_a_run(report, tmp_path):
 
 
 def test_a_long_history_is_thinned_out_evenly():
-    history = history_of([record(s) for s in range(1, 10_001)])
+    history = summarize_metrics([record(s) for s in range(1, 10_001)])
     assert len(history.steps) <= 300
     assert len({b - a for a, b in zip(history.steps, history.steps[1:])}) == 1
     assert len(history.values["loss"]) == len(history.steps)
@@ -83,18 +83,18 @@ def test_a_long_history_is_thinned_out_evenly():
 
 @pytest.mark.parametrize(("steps", "trend"), [(9, None), (10, pytest.approx(0.0))])
 def test_a_trend_needs_nine_steps_beyond_the_first(steps, trend):
-    history = history_of([record(s) for s in range(1, steps + 1)])
+    history = summarize_metrics([record(s) for s in range(1, steps + 1)])
     assert history.trend["step_time_s"] == trend
 
 
 @pytest.mark.parametrize(("steps", "grows"), [(29, True), (60, False)])
 def test_a_short_or_even_run_is_no_warning(steps, grows):
-    history = history_of([record(s) | ({} if grows else {"step_time_s": 1.0}) for s in range(1, steps + 1)])
+    history = summarize_metrics([record(s) | ({} if grows else {"step_time_s": 1.0}) for s in range(1, steps + 1)])
     assert trend_warnings(history) == []
 
 
 def test_a_metric_that_some_steps_lack_is_null_there():
-    history = history_of([record(1), record(2, exposed_s=0.25), record(3)])
+    history = summarize_metrics([record(1), record(2, exposed_s=0.25), record(3)])
     assert history.values["exposed_s"] == (None, 0.25, None)
 
 

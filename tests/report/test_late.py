@@ -6,7 +6,7 @@ import pytest
 
 from meshkit.report.measured import quality_part
 from meshkit.report.summarize import Machines, group_rows, summarize
-from meshkit.report.verdict import Known, judged
+from meshkit.report.verdict import Known, add_findings
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.profiler import waited_for
@@ -44,7 +44,7 @@ def judge_trace(trace, of):
     report = summarize(trace.steps, source="profile", swept=trace, machines=Machines(cluster=planted.H100))
     waited = waited_for(trace, {0: "host0", 1: "host1"})
     report = report.model_copy(update={"quality": quality_part(trace), "stragglers": waited})
-    return judged(report, Known(trace, of, cluster=planted.H100))
+    return add_findings(report, Known(trace, of, cluster=planted.H100))
 
 
 HARDWARE = {"clock", "memory", "slow_link"}

@@ -93,7 +93,7 @@ def test_a_plan_of_another_job_is_said(report):
     assert list(plan_warnings(plan, report)) == []
     other_mesh = plan.model_copy(update={"mesh": (MeshAxisPart(axis="data", size=8),)})
     (warning,) = plan_warnings(other_mesh, report)
-    assert "another mesh (data 8, measured data 2 x fsdp 4): their numbers do not compare" in warning.message
+    assert "another mesh (data 8, measured data 2 x fsdp 4): do not compare its numbers" in warning.message
     a, b = (report.model_copy(update={"cluster": ClusterPart(gpu=gpu, num_gpus=8)}) for gpu in ("h100_sxm", "b200"))
     assert "another cluster (8 x h100_sxm, measured 8 x b200)" in next(plan_warnings(a, b)).message
     nothing = CommunicationPart(axes=("data",), count=1, ops=())

@@ -308,7 +308,7 @@ def test_a_page_of_nothing_known(browser, timeline, tmp_path, width):
     empty = Report(source="plan", window=WindowPart(steps=0, devices=0), step=StepPart())
     browser.open(write_html(empty, tmp_path / "report.html"), width)
     assert browser.problems == []
-    assert re.search(r"No step was seen", browser.evaluate("document.body.textContent"))
+    assert re.search(r"The trace has no whole step", browser.evaluate("document.body.textContent"))
     check_no_overflow(browser, width)
 
 

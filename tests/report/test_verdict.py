@@ -13,7 +13,7 @@ from meshkit.predict.network import collective_time_s
 from meshkit.report.measured import quality_part
 from meshkit.report.schema import HistoryPart
 from meshkit.report.summarize import group_rows, summarize
-from meshkit.report.verdict import Known, judged
+from meshkit.report.verdict import Known, add_findings
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.profiler import waited_for
@@ -61,7 +61,7 @@ def write(folder, devices, *, processes=None, clocks=None):
 
 
 def report_of(folder, devices, *, collectives=(), groups=PAIR, quality=None, history=None, at=None, cpu=False, **known):
-    """The judged report of a made trace."""
+    """Return the report of a made trace with its findings."""
     files = write(folder, devices, **(at or {}))
     of = program(*collectives, groups={c.name: np.array(groups) for c in collectives} if groups else {})
     trace = read_trace(files, of, rows=group_rows(of.distinct_collectives)[0], num_steps=STEPS)
@@ -75,7 +75,7 @@ def report_of(folder, devices, *, collectives=(), groups=PAIR, quality=None, his
         }
     )
     assert cluster is None or isinstance(cluster, Cluster)
-    return judged(report, Known(trace, of, **known), history)
+    return add_findings(report, Known(trace, of, **known), history)
 
 
 def scheduled(*instructions):
@@ -158,7 +158,7 @@ def planted():
         late(),
         {"collectives": [GATHER], "groups": None},
     )
-    yield "slow_link", "where the network model has", exposed(), {"collectives": [GATHER], "cluster": H100}
+    yield "slow_link", "instead of the network model's", exposed(), {"collectives": [GATHER], "cluster": H100}
     yield "slow_link", "over data", exposed(ACROSS, compute=200), {"collectives": [ACROSS], "cluster": H100}
     devices, gathers = small()
     yield "small_collectives", "40 times a step", devices, {"collectives": gathers, "cluster": H100}
@@ -166,7 +166,7 @@ def planted():
     devices = {d: [*ops[:1], (large.name, 500, 560), *ops[1:]] for d, ops in devices.items()}
     yield "small_collectives", "64.0 KiB on average", devices, {"collectives": [*gathers, large]}
     adjacent = scheduled(WORK, *started(GATHER))
-    yield "serialized_by_xla", "right where it starts", exposed(), {"collectives": [GATHER], "schedule": adjacent}
+    yield "serialized_by_xla", "right after its start", exposed(), {"collectives": [GATHER], "schedule": adjacent}
     blocking = scheduled(WORK, *started(GATHER, waits=False))
     yield "synchronous_collectives", "synchronous", exposed(), {"collectives": [GATHER], "schedule": blocking}
     yield "synchronous_collectives", "xla_gpu_disable_async_collectives = ALLGATHER", exposed(), {
@@ -182,7 +182,7 @@ def planted():
     fed = [*BUSY, ("MemcpyH2D", 1350, 1400), ("end", 0, 1400)]
     yield "input_wait", "350 us for its input", {0: fed, 1: fed}, {}
     history = HistoryPart(steps=(1, 2, 3), values={"data_wait_s": (3.5e-4, 3.6e-4, None)})
-    yield "input_wait", "until the batch has come", {0: pause, 1: pause}, {"history": history}
+    yield "input_wait", "until the batch arrives", {0: pause, 1: pause}, {"history": history}
     again = {"dot.2": info("jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot_general")}
     yield "recomputation", "40.0 % of the compute", {0: BUSY, 1: BUSY}, {"instructions": again}
     clone = [("fusion.1", 0, 800), ("fusion.1.remat2", 800, 1000)]
@@ -194,12 +194,12 @@ def planted():
     slow = [*BUSY[:1], ("dot.2", 600, 9000)]
     yield (
         "outlier_steps",
-        "Step 1 takes 9.00 ms where the usual one takes 1.00 ms, most of it more compute",
+        "Step 1 takes 9.00 ms, the usual one 1.00 ms; most of the difference is compute",
         {d: [BUSY, slow, BUSY, BUSY] for d in (0, 1)},
         {},
     )
     stall = [*BUSY, ("end", 0, 5000)]
-    yield "outlier_steps", "most of it more idle time", {d: [BUSY, stall, BUSY, BUSY] for d in (0, 1)}, {}
+    yield "outlier_steps", "most of the difference is idle time", {d: [BUSY, stall, BUSY, BUSY] for d in (0, 1)}, {}
     yield "capture_overhead", "without a trace it takes 700 us", {0: BUSY, 1: BUSY}, {
         "quality": {"overhead_s": 3e-4}, "untraced_step_s": 7e-4,
     }  # fmt: skip
@@ -301,7 +301,7 @@ def test_the_verdict_says_where_the_step_goes_and_how_long_it_would_be(tmp_path)
     assert report.verdict == (
         "20.0 % of the step of 1.00 ms is exposed communication. 75.0 % of the exposed communication, 150 us a step, "
         "is waiting for peers, 100.0 % of it for GPU 1 (process 0 on n0). GPU 1 is 300 us a step behind the usual one: "
-        "300 us in fusion.1 (800 us, usually 500 us). Were no GPU slower than the median the step would "
+        "300 us in fusion.1 (800 us, usually 500 us). If no GPU were slower than the median, the step would "
         "take 700 us."
     )
 
@@ -309,7 +309,7 @@ def test_the_verdict_says_where_the_step_goes_and_how_long_it_would_be(tmp_path)
 def test_virtual_devices_are_not_called_gpus(tmp_path):
     report = report_of(tmp_path, late(), collectives=[GATHER], cpu=True)
     assert "100.0 % of it for device 1 (" in report.verdict
-    assert report.verdict.endswith(" Were no device slower than the median the step would take 700 us.")
+    assert report.verdict.endswith(" If no device were slower than the median, the step would take 700 us.")
     assert "GPU" not in report.verdict
     assert report.findings[0].hint == "what else runs on its cores, or its share of the work"
     uneven = report_of(tmp_path, late(), collectives=[GATHER], groups=None, cpu=True)

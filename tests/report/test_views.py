@@ -170,14 +170,14 @@ def test_charts_hold_the_numbers_of_the_report(report, timeline, tmp_path):
 def test_two_reports_stand_side_by_side(report, timeline, tmp_path):
     predicted = report.model_copy(update={"source": "plan"})
     text = write_html(predicted, tmp_path / "x.html", timeline, other=report, other_timeline=timeline).read_text()
-    assert "Predicted beside measured step" in text
+    assert "Predicted and measured step" in text
     figures = figures_of(text)
     assert figures["step"]["data"][0]["y"] == ["predicted", "measured"]
     assert {"timeline-plan-0", "timeline-profile-0"} <= set(figures)
 
 
 def test_an_empty_report_has_a_page(empty, tmp_path):
-    assert "No step was seen." in write_html(empty, tmp_path / "x.html").read_text()
+    assert "The trace has no whole step." in write_html(empty, tmp_path / "x.html").read_text()
 
 
 def test_lanes_of_a_step(timeline):

@@ -4,9 +4,9 @@ import pytest
 
 import meshkit as mk
 from meshkit.config.experiment import load, load_any
-from meshkit.report.causes import judged_plan
+from meshkit.report.causes import add_plan_findings
 from meshkit.report.schema import MemoryPart, ProgramPart, RemedyPart
-from meshkit.report.views.words import two_lines
+from meshkit.report.views.words import shorten_verdict
 from meshkit.search.named_change import find_change
 from tests.report.test_causes import GIB, info, made_of
 
@@ -27,7 +27,7 @@ def recomputing(memory=FREE, exposed_s=0.02, matmuls_s=0.12, **parts):
 
 def judged(made, experiment):
     report, planned = made
-    return judged_plan(report, planned, find_change(report, experiment, planned))
+    return add_plan_findings(report, planned, find_change(report, experiment, planned))
 
 
 def verdict(made, *overrides):
@@ -42,7 +42,7 @@ def test_what_is_recomputed_is_kept_where_memory_is_free():
     )
     assert "(estimated). It fits, with 54.0 GiB a GPU to spare." in said
     named = judged(recomputing(), load("llama3_8b"))
-    assert named.change in two_lines(named, 80)
+    assert named.change in shorten_verdict(named, 80)
     finding = named.findings[0]
     assert finding.hint == "--set 'train.remat=\"dots\"', which `meshkit plan` then compiles"
 
@@ -117,7 +117,7 @@ def test_axes_on_other_links_are_named_with_what_they_would_save():
 def test_a_change_that_was_compiled_comes_before_an_estimate():
     remedied = MemoryPart(fits=False, margin_bytes=-GIB, activations_bytes=GIB, remedies=(REMEDY,))
     assert verdict(recomputing(remedied)).startswith(
-        "The step does not fit: 1.00 GiB a GPU too much. With train.accumulate=2 it fits and takes 1.20 s. The most is"
+        "The step does not fit: 1.00 GiB a GPU too much. With train.accumulate=2 it fits and takes 1.20 s. The largest "
     )
     compiled = ProgramPart(fingerprint="f", alternatives=(FASTER,))
     said = verdict(recomputing(program=compiled))

@@ -128,7 +128,7 @@ def steps_of(files: list[Path], time_s: float) -> list[Path]:
 
 
 MESH = MeshSpec.parse({"data": {"infiniband": 2}, "tensor": 4})
-AT_MOST = "Communication takes at most {} % of the step of {}: what of it compute covers is unknown. "
+AT_MOST = "Communication takes at most {} % of the step of {}: how much of it compute overlaps is unknown. "
 
 
 def test_what_is_shown_has_no_empty_bars(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_is_shown_has_no_empty_bars(tmp_path: Path) -> None:
     assert "step time" not in done.stdout
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.json", "report.html"}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "in collectives, covered or not" in page
+    assert "in collectives, overlapped or not" in page
     assert "<h2>Step time" not in page
     assert "exposed communication" not in page
 
@@ -165,7 +165,7 @@ def test_the_verdict_of_steps_that_nobody_knows(tmp_path: Path) -> None:
     report = profile_inspector(write(tmp_path / "seen", dropped=5))
     assert report.verdict
     assert report.verdict.startswith(
-        "Communication took 1.48 ms of a GPU's time (80 operations that were dropped not counted): the step is unknown"
+        "Communication took 1.48 ms of a GPU's time (80 dropped operations are not counted): the step time is unknown"
     )
     assert " a step" not in report.findings[0].message
 
@@ -176,7 +176,7 @@ def test_the_verdict_of_steps_that_nobody_knows(tmp_path: Path) -> None:
         (
             (1, 2**24, 2000),
             "slow_link",
-            "of what NCCL gives at its size, 32.0 MiB on infiniband_ndr: 8.39 GB/s, where the network",
+            "of NCCL's speed at its size, 32.0 MiB on infiniband_ndr: 8.39 GB/s instead of the network",
         ),
         (
             (40, 2**14, 12),

@@ -1,4 +1,4 @@
-"""The charts of a report, as the plain dictionaries that Plotly draws."""
+"""The charts of a report, as the dictionaries that Plotly draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshkit.units import GIB, format_bytes, format_seconds
 COLORS = {key: look.color for key, look in words.LOOKS.items()}
 COLORS |= {"overlapped": "#95c5e8", "copies": COLORS["other"]}
 AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
-# column of a run's metrics -> its label, and what its value is shown in
+# Column of a run's metrics -> its label, its scale and its unit.
 HISTORY = {
     "step_time_s": ("step time", 1e3, " ms"),
     "exposed_s": ("exposed", 1e3, " ms"),
@@ -28,25 +28,26 @@ HISTORY = {
     "host_s": ("host", 1e3, " ms"),
     "loss": ("loss", 1.0, ""),
 }
-_PARTS = {"overlapped": "overlapped", "exposed": "exposed", "wait": "exposed, waiting"}  # of a row's bar
-_HEARD = {"exposed": "in collectives, covered or not", "wait": "waiting for peers"}  # where compute is not known
+_PARTS = {"overlapped": "overlapped", "exposed": "exposed", "wait": "exposed, waiting"}  # Parts of a row's bar.
+# Labels where compute is not known.
+_HEARD = {"exposed": "in collectives, overlapped or not", "wait": "waiting for peers"}
 _MAX_ROWS = 8
-_VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
+_VISIBLE = 2e-3  # A smaller share of all communication is narrower than a pixel.
 GRID = {"gridcolor": "#e6e9ee", "zeroline": False}
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
-# lanes of the timeline
-_LANE, _EXPOSED_PART = 0.72, 0.2  # heights, of the distance between lanes
-_MAX_SPANS = 1500  # per lane: what a browser still pans smoothly
-_RESOLUTION = 3000  # of a step: gaps shorter than this part of it are closed where there are too many spans
+# Lanes of the timeline.
+_LANE, _EXPOSED_PART = 0.72, 0.2  # Heights, as shares of the distance between lanes.
+_MAX_SPANS = 1500  # A browser still pans so many spans per lane smoothly.
+_RESOLUTION = 3000  # With too many spans, gaps shorter than 1 / 3000 of the step are closed.
 _MAX_DEVICES = 8
-# the picture of a pipeline
+# The picture of a pipeline.
 _MASKED = "#d9dde3"
-_FORWARD, _BACKWARD = ("#1f5a8a", "#9cc7e8"), ("#2f7d4f", "#a9dcb8")  # of the first and of the last chunk
-_READABLE_TICKS = 44  # at 1280 pixels, a cell is wide enough for the number of its microbatch
+_FORWARD, _BACKWARD = ("#1f5a8a", "#9cc7e8"), ("#2f7d4f", "#a9dcb8")  # Colours of the first and of the last chunk.
+_READABLE_TICKS = 44  # With so many ticks, a cell is wide enough at 1280 pixels for the number of its microbatch.
 
 
 def step_chart(reports: Sequence[Report]) -> dict:
-    """The step's time, one stacked bar per report."""
+    """Draw the step's time, one stacked bar per report."""
     names = words.names_of([r.source for r in reports])
     scale, unit = unit_of(max(r.step.time_s or 0.0 for r in reports))
     data = []
@@ -60,20 +61,20 @@ def step_chart(reports: Sequence[Report]) -> dict:
 
 
 def step_parts(reports: Sequence[Report]) -> list[Share]:
-    """Everything that any of the reports' steps is made of, in the order of the bar; values are those of the last."""
+    """Return all parts of the reports' steps, in the order of the bar; values are those of the last report."""
     found = {share.key: share for r in reports for share in words.report_shares(r)}
     return sorted(found.values(), key=lambda share: list(words.LOOKS).index(share.key) if share.key != "wait" else 1.5)
 
 
 def communication_parts(reports: Sequence[Report]) -> dict[str, str]:
-    """What the bars of communication are made of: key of a color -> label."""
+    """Return the parts of the bars of communication: key of a colour -> label."""
     rows = [row for r in reports for row in r.communication]
     parts, wait = (_PARTS, "exposed_wait_s") if any(r.exposed_s is not None for r in rows) else (_HEARD, "wait_s")
     return {key: label for key, label in parts.items() if key != "wait" or any(getattr(r, wait) for r in rows)}
 
 
 def communication_chart(reports: Sequence[Report]) -> dict:
-    """Overlapped and exposed time of each axis, link and collective; a bar each where there are two reports."""
+    """Draw overlapped and exposed time of each axis, link and collective; two reports have a bar each."""
     parts = communication_parts(reports)
     found = [_seconds_by_label(report, heard="overlapped" not in parts) for report in reports]
     y, ticks, places = _places(_largest_labels(reports, found), words.names_of([r.source for r in reports]))
@@ -88,9 +89,9 @@ def communication_chart(reports: Sequence[Report]) -> dict:
 
 
 def _seconds_by_label(report: Report, *, heard: bool) -> dict[str, np.ndarray]:
-    """Axis, link and collective -> [3] seconds: overlapped, exposed, and of that apart what is known to be waiting.
+    """Map axis, link and collective to [3] seconds: overlapped, exposed transfer, exposed waiting.
 
-    `heard`: nothing is known of compute; all seconds in collectives stand where the exposed ones do.
+    With `heard`, compute is not known: all seconds in collectives count as exposed.
     """
     found: dict[str, np.ndarray] = {}
     for row in report.communication:
@@ -102,7 +103,7 @@ def _seconds_by_label(report: Report, *, heard: bool) -> dict[str, np.ndarray]:
 
 
 def _largest_labels(reports: Sequence[Report], found: Sequence[dict[str, np.ndarray]]) -> list[str]:
-    """Labels of all reports, in the order of the tables: the most exposed first."""
+    """Return the labels of all reports in the order of the tables, the most exposed first."""
     labels = dict.fromkeys(label for sums in found for label in sums)
     total = {label: sum((sums[label] for sums in found if label in sums), np.zeros(3)) for label in labels}
     shortest_s = _VISIBLE * max(r.step.communication_s or 0.0 for r in reports)
@@ -111,14 +112,14 @@ def _largest_labels(reports: Sequence[Report], found: Sequence[dict[str, np.ndar
 
 
 def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[str, int]]]:
-    """A bar of every label for each report: its place on the axis, its tick, and which label and report it is of."""
+    """Place a bar of every label for each report: positions on the axis, ticks, and (label, report) of each bar."""
     places = [(label, i) for label in labels for i in range(len(names))]
     ticks = [label if len(names) == 1 else names[i] if i else f"{label} · {names[i]}" for label, i in places]
     return [f"{label}|{i}" for label, i in places], ticks, places
 
 
 def memory_chart(reports: Sequence[Report]) -> dict:
-    """What the fullest GPU holds, against its capacity and what the program may take; of reports that know it."""
+    """Draw what the fullest GPU holds, against its capacity and the program's budget."""
     names = words.names_of([r.source for r in reports])
     data = []
     for part in memory_parts(reports):
@@ -136,12 +137,12 @@ def memory_chart(reports: Sequence[Report]) -> dict:
 
 
 def memory_parts(reports: Sequence[Report]) -> list[Share]:
-    """Everything that any of the reports' memory holds."""
+    """Return all parts of the reports' memory."""
     return list({share.key: share for r in reports for share in words.memory_shares(r)}.values())
 
 
 def per_step_chart(report: Report) -> dict | None:
-    """What each captured step was made of; None where there is one step at most."""
+    """Draw the parts of each captured step; None where there are fewer than two."""
     samples = report.per_step or ()
     if len(samples) < 2:
         return None
@@ -156,7 +157,7 @@ def per_step_chart(report: Report) -> dict | None:
 
 
 def kernels_chart(reports: Sequence[Report]) -> dict | None:
-    """Compute by kind of work, the longest first; None where no report knows it."""
+    """Draw compute by kind of work, the longest first; None where no report knows it."""
     names = words.names_of([r.source for r in reports])
     known = [(name, r.kernels.classes) for name, r in zip(names, reports) if r.kernels]
     if not known:
@@ -172,7 +173,7 @@ def kernels_chart(reports: Sequence[Report]) -> dict | None:
 
 
 def history_chart(report: Report) -> dict | None:
-    """The run's metrics over its steps, one line each; None where no metrics are known."""
+    """Draw the run's metrics over its steps, one line each; None where no metrics are known."""
     history = report.history
     shown = [name for name in HISTORY if history and any(v is not None for v in history.values.get(name, ()))]
     if not history or not shown:
@@ -213,7 +214,7 @@ def history_chart(report: Report) -> dict | None:
 
 
 def goodput_chart(part: GoodputPart) -> dict:
-    """The wall time of a run, as one bar."""
+    """Draw the wall time of a run as one bar."""
     wall_s = part.wall_s or 0.0
     scale, unit = (1 / 3600, "h") if wall_s >= 2 * 3600 else unit_of(wall_s)
     data = []
@@ -224,7 +225,7 @@ def goodput_chart(part: GoodputPart) -> dict:
 
 
 def unit_of(longest_s: float) -> tuple[float, str]:
-    """The unit in which the longest time reads well, as (units per second, name)."""
+    """Return the unit in which the longest time reads well, as (units per second, name)."""
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if longest_s * scale >= 2), (1e6, "us"))
 
 
@@ -233,14 +234,14 @@ def _scaled(seconds: Sequence[float | None], scale: float) -> list[float | None]
 
 
 def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bool = True) -> dict:
-    """One colour of a chart of horizontal bars.
+    """Return one colour of a chart of horizontal bars.
 
     Args:
-        name: of what the colour stands for.
-        x, y: its length on each bar, and which bars these are.
-        color: as CSS has it.
-        texts: what is written on it, and shown under the pointer.
-        inside: False only shows them under the pointer.
+        name: what the colour stands for.
+        x, y: its length on each bar, and the bars' places.
+        color: as in CSS.
+        texts: written on each bar, and shown under the pointer.
+        inside: False only shows the texts under the pointer.
     """
     shown = {"text": texts, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0} if inside else {}
     return {
@@ -257,7 +258,7 @@ def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bo
 
 
 def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *, bar_height: int) -> dict:
-    """A figure of horizontal bars; on a narrow screen their labels stand above them, not beside.
+    """Return a figure of horizontal bars; on a narrow screen their labels stand above them.
 
     Args:
         data: colours, from `bar`.
@@ -272,7 +273,7 @@ def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *,
 
 
 def narrow_layout(y: Sequence[str], ticks: Sequence[str], row_height: int, top: int, lift: int = 8) -> dict:
-    """What differs on a narrow screen: labels stand above the bars, not beside them.
+    """Return the layout changes for a narrow screen, where labels stand above the bars.
 
     Args:
         y, ticks: places of the bars, and their labels.
@@ -290,7 +291,7 @@ def narrow_layout(y: Sequence[str], ticks: Sequence[str], row_height: int, top: 
 
 
 def frame(height: int, **more: Any) -> dict[str, Any]:
-    """The layout that all charts share, and what else one has."""
+    """Return the layout that all charts share, with further keys."""
     return {
         "height": height,
         "font": FONT,
@@ -302,13 +303,13 @@ def frame(height: int, **more: Any) -> dict[str, Any]:
 
 
 def legend_frame(height: int) -> dict[str, Any]:
-    """The layout of charts with two axes and a legend above."""
+    """Return the layout of charts with two axes and a legend above."""
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     return frame(height, legend=legend, xaxis={**GRID, "automargin": True}, yaxis={**GRID, "automargin": True})
 
 
 def layout_of(height: int, unit: str) -> dict[str, Any]:
-    """The layout of horizontal bars and of lines over the steps of a run."""
+    """Return the layout of horizontal bars and of lines over the steps of a run."""
     return frame(
         height,
         uniformtext={"minsize": 10, "mode": "hide"},
@@ -320,7 +321,7 @@ def layout_of(height: int, unit: str) -> dict[str, Any]:
 
 
 def limit(x: float, dash: str, width: float = 1.5) -> dict:
-    """A line across a chart at a limit of what it shows."""
+    """Return a line across a chart at a limit."""
     style = {"color": "#28323c", "width": width, "dash": dash}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": style}
 
@@ -329,10 +330,10 @@ def limit(x: float, dash: str, width: float = 1.5) -> dict:
 class Lane:
     """Spans that are drawn on one line."""
 
-    name: str  # what the axis of the chart says
-    kind: str  # `compute`, `communication`, `exposed` or `copies`
-    spans: np.ndarray  # [n, 2] seconds from the start of the step
-    labels: Sequence[str]  # [n] what each span is
+    name: str  # The label on the chart's axis.
+    kind: str  # One of `compute`, `communication`, `exposed`, `copies` and `idle`.
+    spans: np.ndarray  # [n, 2] seconds from the start of the step.
+    labels: Sequence[str]  # [n] one for each span.
     exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """[k, 2] the parts of communication under which nothing computes."""
     fill: np.ndarray | None = None
@@ -340,7 +341,7 @@ class Lane:
 
 
 def step_to_draw(timeline: Timeline) -> list[DeviceStep]:
-    """One step of up to eight devices: the one whose slowest device is the median, so neither a hiccup nor luck."""
+    """Return one step of up to eight devices: the one whose slowest device is the median."""
     numbers = sorted({s.step for s in timeline.steps})
     longest = {n: max(s.window[1] - s.window[0] for s in timeline.steps if s.step == n) for n in numbers}
     chosen = sorted(numbers, key=longest.__getitem__)[len(numbers) // 2]
@@ -348,7 +349,7 @@ def step_to_draw(timeline: Timeline) -> list[DeviceStep]:
 
 
 def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
-    """The lanes of one device step, from top to bottom; lanes without spans are left out."""
+    """Return the lanes of one device step, from top to bottom; lanes without spans are left out."""
     start = step.window[0]
     found = [_lane("compute", "compute", step.compute - start, step.compute_op, timeline.op_names, step)]
     exposed = exposed_spans(step)
@@ -367,7 +368,7 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
 
 
 def _idle_lane(step: DeviceStep) -> Lane:
-    """When nothing of a step runs."""
+    """Return the spans in which nothing runs."""
     length_s = step.window[1] - step.window[0]
     spans = np.concatenate([s.reshape(-1, 2) for s in (step.compute, step.communication, step.copies)]) - step.window[0]
     if not len(spans):
@@ -379,28 +380,28 @@ def _idle_lane(step: DeviceStep) -> Lane:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[n, 2] where spans of a and spans of b both run; b is sorted and does not overlap itself.
+    """Return [n, 2] spans in which a and b both run; b is sorted and does not overlap itself.
 
     Spans of a may overlap each other: they are joined first.
     """
     if not len(a) or not len(b):
         return np.zeros((0, 2))
     joined, _ = _joined(a[np.argsort(a[:, 0], kind="stable")], 0.0)
-    # every piece of the intersection starts where a span of one starts inside a span of the other
+    # Every piece of the intersection starts where a span of one starts inside a span of the other.
     starts = np.unique(np.r_[joined[:, 0], b[:, 0]])
     ends = np.minimum(*(_end_of_span_at(spans, starts) for spans in (joined, b)))
     return np.stack([starts, ends], axis=1)[ends > starts]
 
 
 def _joined(spans: np.ndarray, shortest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted spans as one where no gap longer than the shortest lies between, and the index of the first in each."""
+    """Join sorted spans across gaps of at most `shortest`; also return the index of the first span in each."""
     ended = np.maximum.accumulate(spans[:, 1])
     first = np.flatnonzero(np.r_[True, spans[1:, 0] - ended[:-1] > shortest])
     return np.stack([spans[first, 0], np.r_[ended[first[1:] - 1], ended[-1]]], axis=1), first
 
 
 def _end_of_span_at(spans: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The end of the span that covers each time (disjoint, sorted); minus infinity where none does."""
+    """Return the end of the span that covers each time (disjoint, sorted), or minus infinity."""
     at = np.searchsorted(spans[:, 0], times, "right") - 1
     ends = np.where(at >= 0, spans[np.maximum(at, 0), 1], -np.inf)
     return np.where(ends > times, ends, -np.inf)
@@ -409,7 +410,7 @@ def _end_of_span_at(spans: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _lane(
     name: str, kind: str, spans: np.ndarray, index: np.ndarray | None, names: Sequence[str], step: DeviceStep
 ) -> Lane:
-    """Spans in time order, joined to their neighbours where there are too many to draw."""
+    """Put spans in time order, and join neighbours where there are too many to draw."""
     order = np.argsort(spans[:, 0], kind="stable")
     spans = spans[order]
     labels = [name] * len(spans) if index is None or not names else [names[int(i)] for i in index[order]]
@@ -418,14 +419,15 @@ def _lane(
     shortest = (step.window[1] - step.window[0]) / _RESOLUTION
     joined, first = _joined(spans, shortest)
     counts = np.diff(np.r_[first, len(spans)])
-    ended = np.r_[0.0, np.maximum.accumulate(spans[:, 1])[:-1]]  # of all before: what is under them counts once
+    # The end of all spans before each, so that overlaps count once.
+    ended = np.r_[0.0, np.maximum.accumulate(spans[:, 1])[:-1]]
     filled = np.add.reduceat(np.maximum(0.0, spans[:, 1] - np.maximum(spans[:, 0], ended)), first)
     texts = [labels[i] if n == 1 else f"{labels[i]} and {n - 1} more" for i, n in zip(first, counts)]
     return Lane(name, kind, joined, texts, fill=filled / (joined[:, 1] - joined[:, 0]))
 
 
 def timeline_charts(timeline: Timeline, device: str) -> list[tuple[str, dict]]:
-    """One chart per device of one step, with its name; the page shows one at a time."""
+    """Draw one chart per device of one step, with its name; the page shows one at a time."""
     drawn = step_to_draw(timeline) if timeline.steps else []
     return [(f"{device} {step.device}, step {step.step}", _timeline_chart(timeline, step)) for step in drawn]
 
@@ -448,7 +450,7 @@ def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
     layout["margin"] = layout["margin"] | {"t": 34}
     layout["modebar"] = {"bgcolor": "rgba(0,0,0,0)", "color": "#a9b4c2", "activecolor": "#28323c"}
     layout["xaxis"] = layout["xaxis"] | {"range": [0, length_s * scale]}
-    # the order of the lanes is fixed, so that one that is hidden (or has a part drawn twice) moves no other
+    # The order of the lanes is fixed, so that hiding one moves no other.
     places = {"categoryorder": "array", "categoryarray": ticks, "range": [len(ticks) - 0.5, -0.5]}
     layout["yaxis"] = layout["yaxis"] | places | {"fixedrange": True}
     return {"data": data, "layout": layout, "narrow": narrow_layout(ticks, ticks, 54, 44, lift=18)}
@@ -477,12 +479,12 @@ def _spans(
 
 
 def _rounded(values) -> list[float]:
-    """Six digits are finer than a pixel, and a third of the bytes."""
+    """Round to six digits, which are finer than a pixel and a third of the bytes."""
     return [float(f"{v:.6g}") for v in values]
 
 
 def schedule_chart(part: PipelinePart) -> dict | None:
-    """Stage by tick: what runs forward and backward, by chunk, and what is masked. None where there is no picture."""
+    """Draw the chunks that run by stage and tick, forward and backward; None where there is no picture."""
     if part.picture is None:
         return None
     z, texts = [], []
@@ -525,12 +527,12 @@ def schedule_chart(part: PipelinePart) -> dict | None:
 
 
 def _work(cell: str, letter: str) -> str | None:
-    """`F3.1` of `F3.1 B0.0`."""
+    """Return `F3.1` of `F3.1 B0.0`."""
     return next((word for word in cell.split() if word[0] == letter), None)
 
 
 def _shade(part: PipelinePart, letter: str, tick: int, work: str | None) -> int | None:
-    """Index of a colour: 0 masked, then the chunks forward, then backward; None where the direction does not run."""
+    """Return the index of a colour: 0 masked, then chunks forward, then backward; None where the direction is idle."""
     if work is not None:
         chunk = int(work.partition(".")[2] or 0)
         return 1 + chunk + (part.virtual_stages if letter == "B" else 0)
@@ -539,7 +541,7 @@ def _shade(part: PipelinePart, letter: str, tick: int, work: str | None) -> int 
 
 
 def _scale(part: PipelinePart) -> list[list]:
-    """A colour for each index, as Plotly spells steps: every colour from one border to the next."""
+    """Return a colour for each index, as Plotly spells steps: every colour from one border to the next."""
     colors = [_MASKED, *_shades(_FORWARD, part.virtual_stages), *_shades(_BACKWARD, part.virtual_stages)]
     most = len(colors) - 1
     stops: list[list] = []
@@ -555,7 +557,7 @@ def _shades(ends: tuple[str, str], count: int) -> list[str]:
 
 
 def schedule_legend(part: PipelinePart) -> list[tuple[str, str]]:
-    """What the colours of the picture stand for."""
+    """Return the labels of the picture's colours."""
     entries = []
     for word, ends in (("forward", _FORWARD), ("backward", _BACKWARD)):
         for chunk, color in enumerate(_shades(ends, part.virtual_stages)):

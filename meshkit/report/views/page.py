@@ -1,11 +1,10 @@
-"""What views are put together from: tables, declared once for terminal and HTML, and the frame of an HTML page.
+"""Building blocks of views: tables, declared once for terminal and HTML, and the frame of an HTML page.
 
 A cell is a text, a number of a JSON document (`Value`), or the source that caused something (`Source`).
 
-Charts are drawn by Plotly, whose JavaScript is embedded. It zooms and pans thousands of spans, its Python package
-brings the script (so nothing is fetched when a page is written or read), and a company and a large community keep it.
-The script is embedded compressed: a page has 2 MB, not 5; browsers since 2023 unpack it. Every number on a chart is in
-a table or a note as well, and says where in the JSON it stands.
+Plotly draws the charts, and its JavaScript is embedded, so that a page needs no network. It is compressed, which makes
+a page 2 MB instead of 5; browsers since 2023 unpack it. Every number on a chart is in a table or a note as well, with
+its place in the JSON.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from meshkit.hlo.instructions import layer_and_line, layer_of
 
 @dataclass(frozen=True)
 class Value:
-    """A number of a JSON document: which document, where in it, its value, and how it reads.
+    """A number of a JSON document: the document, the key, the value, and its text.
 
-    The page carries all four, so that a script (our tests, a reader's) can find a number and check it.
+    The page carries all four, so that a script can find a number and check it.
     """
 
     document: str
@@ -48,7 +47,7 @@ class Value:
     """On a terminal, as rich spells it."""
 
     def html(self) -> str:
-        """A span with the text, and the rest as its data."""
+        """Return a span with the text, and the rest as its data attributes."""
         css = f' class="{self.css}"' if self.css else ""
         value = "" if self.value is None else json.dumps(self.value)
         data = f'data-document="{escape(self.document)}" data-key="{escape(self.key)}" data-value="{value}"'
@@ -59,7 +58,7 @@ class Numbers:
     """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum).
 
     Args:
-        name: what the page calls the document.
+        name: the document's name on the page.
         root: a pydantic model or plain values.
     """
 
@@ -67,12 +66,12 @@ class Numbers:
         self.name, self._root = name, root
 
     def __call__(self, key: str, form: Callable[[Any], str], css: str = "") -> Value:
-        """The number at a path, in words by `form`."""
+        """Return the number at a path, written by `form`."""
         value = self.value(key)
         return Value(self.name, key, value, form(value).strip(), css, "red" if css == "exposed" and value else "")
 
     def value(self, key: str) -> Any:
-        """The number at a path; of several it is the sum, None if one of them is."""
+        """Return the number at a path; a sum of several is None if one of them is."""
         found = [self._root]
         for part in key.split("."):
             found = [_child(parent, name) for parent in found for name in part.split("+")]
@@ -91,21 +90,21 @@ def _child(parent: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """What of the model caused an operation: its op_name path, and the line of source where that is known."""
+    """The model code that caused an operation: its op_name path, and its source line where that is known."""
 
     path: str | None
     line: str | None
-    combined: str = ""  # of several arrays moved together: what of them each has caused
+    combined: str = ""  # For several arrays that move together, the share of each origin.
 
     @property
     def text(self) -> str:
-        """The end of the layer's path and the line, else the line and the operation, as short as a terminal needs."""
+        """Return the end of the layer's path and the line, else the line and the operation, for a terminal."""
         if self.combined:
             return self.combined
         return layer_and_line(self.path or "", self.line, 2) or "-"
 
     def html(self) -> str:
-        """The layer, the line and the whole path, cut where it is very long."""
+        """Return the layer, the line and the path, shortened where it is very long."""
         if self.combined:
             return f"<b>{escape(self.combined)}</b>"
         known = (layer_of(self.path or ""), self.line)
@@ -114,7 +113,7 @@ class Source:
 
 
 def short_source(source: str | None) -> str:
-    """An op_name path without what every one of them starts with; of a combined operation, each path once."""
+    """Return an op_name path without the prefix that all of them share; a combined operation has each path once."""
     if not source:
         return ""
     text = re.sub(r"^jit\([^)]*\)/", "", source).replace("/eval_jaxpr", "").replace("while/body/", "loop/")
@@ -144,31 +143,29 @@ class Column:
 
 
 def text_columns(*headers: str) -> list[Column]:
-    """Columns of words."""
     return [Column(header, words=True) for header in headers]
 
 
 def number_columns(*headers: str) -> list[Column]:
-    """Columns of numbers."""
     return [Column(header) for header in headers]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under columns, and the style that a terminal gives to some of the rows."""
+    """Rows of cells under columns, and styles of rows on a terminal."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     styles: Sequence[str] = ()
 
     def pick(self, *columns: Column) -> Table:
-        """The cells of the columns with the same headers, in their order."""
+        """Return the cells of the columns with the same headers, in their order."""
         headers = [column.header for column in self.columns]
         places = [headers.index(column.header) for column in columns]
         return Table(columns, [[row[place] for place in places] for row in self.rows], self.styles)
 
     def html(self) -> str:
-        """A table that scrolls where it is too wide."""
+        """Return an HTML table that scrolls where it is too wide."""
         heads = (f"{c.header} ({c.unit})" if c.unit else c.header for c in self.columns)
         head = "".join(_cell("th", column, escape(text)) for column, text in zip(self.columns, heads))
         rows = ("".join(_cell("td", column, cell) for column, cell in zip(self.columns, row)) for row in self.rows)
@@ -176,7 +173,7 @@ class Table:
         return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
     def terminal(self, *, gap: int = 2, header: str | None = "bold", title: str | None = None) -> rich.table.Table:
-        """A table without lines.
+        """Return a rich table without lines.
 
         Args:
             gap: spaces between columns.
@@ -201,7 +198,7 @@ class Table:
 
 
 def below_titles(columns: Sequence[Column], groups: Iterable[tuple[Text, Table]]) -> RenderableType:
-    """Tables of the same columns, which have fixed widths, on a terminal: each below its title, under one header."""
+    """Stack tables of the same fixed-width columns on a terminal, each below its title, under one header."""
     parts: list[RenderableType] = [Table(columns, ()).terminal(gap=1, header="dim")]
     for title, table in groups:
         indented = [(f"  {row[0]}", *row[1:]) for row in table.rows]
@@ -217,7 +214,7 @@ def _cell(tag: str, column: Column, cell: Cell) -> str:
 
 
 def inline(cell: Cell) -> str:
-    """A text, escaped, or a value with its data."""
+    """Return a text, escaped, or a value with its data."""
     return cell.html() if isinstance(cell, Value | Source) else escape(str(cell).strip())
 
 
@@ -230,12 +227,12 @@ def _text(cell: Cell) -> Text:
 
 
 def heading(text: str) -> Text:
-    """A title on a terminal, below an empty line."""
+    """Return a title on a terminal, below an empty line."""
     return Text.assemble("\n", (text, "bold"))
 
 
 def listed(lines: Iterable[str | Text], mark: str = "-", style: str = "dim") -> list[RenderableType]:
-    """Lines with a mark before each, which further lines of it are indented by."""
+    """Return lines with a mark before each; further lines of one are indented."""
     found = []
     for line in lines:
         grid = rich.table.Table.grid(padding=(0, 1))
@@ -245,7 +242,7 @@ def listed(lines: Iterable[str | Text], mark: str = "-", style: str = "dim") -> 
 
 
 def labelled(rows: Iterable[tuple[str, str | Text]], width: int | None = None) -> RenderableType:
-    """Labels in bold, each with its text."""
+    """Return a grid of bold labels, each with its text."""
     grid = rich.table.Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold", max_width=width)
@@ -258,7 +255,7 @@ _FEW_WARNINGS = 2
 
 
 class Page:
-    """A headline, parts of HTML below it, and the figures that their charts draw."""
+    """An HTML page: a headline, the parts below it, and the figures of their charts."""
 
     def __init__(self, headline: str, sub: str, verdict: str | None = None):
         self._headline = headline
@@ -267,11 +264,11 @@ class Page:
         self._figures: dict[str, dict] = {}
 
     def add(self, *parts: str) -> None:
-        """Puts parts of HTML below what is there."""
+        """Append parts of HTML."""
         self._body += parts
 
     def chart(self, name: str, figure: dict, css: str = "", hidden: bool = False) -> str:
-        """A place for a Plotly figure, whose id is the name.
+        """Return a place for a Plotly figure, whose id is the name.
 
         Args:
             name: unique on the page.
@@ -283,13 +280,13 @@ class Page:
         return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
 
     def write(self, path: str | Path) -> Path:
-        """Writes the page, and its folder where there is none; returns its path.
+        """Write the page, and its folder if needed; return its path.
 
         Raises:
             ConfigError: Plotly is not installed.
         """
         frame = Template(resources.files("meshkit.report.views").joinpath("page.html").read_text(encoding="utf-8"))
-        # "</script>" would end the element that holds the data, "<!--<script>" would keep its own end from being seen
+        # In JSON, "</script>" would end the element that holds the data, and "<!--<script>" would hide its end.
         data = json.dumps(self._figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         body = "\n".join(self._body)
         text = frame.substitute(title=escape(self._headline), body=body, figures=data, plotly=_plotly())
@@ -300,13 +297,13 @@ class Page:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Names with their colours, above a chart: it wraps on a narrow screen, which a chart's own legend does not."""
+    """Return names with their colours, for above a chart: unlike a chart's own legend it wraps on a narrow screen."""
     items = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in entries)
     return f'<p class="legend">{items}</p>'
 
 
 def section(title: str, note: str, *parts: str) -> str:
-    """A panel with a title and a note below it.
+    """Return a panel with a title and a note below it.
 
     Args:
         title, note: plain text, which is escaped.
@@ -316,19 +313,19 @@ def section(title: str, note: str, *parts: str) -> str:
 
 
 def below(title: str, note: str, *parts: str) -> str:
-    """A panel that is read after the others: its title opens it. Its charts are drawn before it is closed."""
+    """Return a panel that its title opens and closes. It starts open, so that its charts are drawn."""
     inside = f'<p class="note">{escape(note)}</p>{"".join(parts)}'
     summary = f'<summary class="title">{escape(title)}</summary>'
     return f"<section><details open data-below>{summary}{inside}</details></section>"
 
 
 def folded(title: str, *parts: str, opened: bool = False) -> str:
-    """Parts that a click shows or hides."""
+    """Return parts that a click shows or hides."""
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
 def warning_panel(messages: Sequence[str]) -> str:
-    """What to know before a number is believed; many are folded, and nothing is shown where there are none."""
+    """Return a panel of warnings, folded where there are many; nothing without any."""
     if not messages:
         return ""
     listed = f"<ul>{''.join(f'<li>{escape(message)}</li>' for message in messages)}</ul>"
@@ -339,14 +336,13 @@ def warning_panel(messages: Sequence[str]) -> str:
 
 
 def card(label: str, *values: Cell, names: Sequence[str] = (), css: str = "") -> str:
-    """A box of the headline: values, each with the name of its report where there are several, over a label."""
+    """Return a box of the headline: values over a label, each with its report's name where there are several."""
     which = [f'<span class="which">{escape(name)}</span>' for name in names] or [""] * len(values)
     lines = "".join(f"<b>{inline(value)}{name}</b>" for value, name in zip(values, which))
     return f'<div class="card {css}">{lines}<span>{escape(label)}</span></div>'
 
 
 def cards(boxes: Iterable[str], css: str = "") -> str:
-    """The boxes of the headline, in a row."""
     return f'<div class="cards{css and " "}{css}">{"".join(boxes)}</div>'
 
 

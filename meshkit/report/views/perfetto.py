@@ -1,8 +1,8 @@
-"""An annotated trace: the steps as Perfetto and chrome://tracing show them.
+"""Writes a timeline as an annotated trace for Perfetto and chrome://tracing.
 
-Chrome's JSON trace format (Trace Event Format), gzip-compressed; ui.perfetto.dev opens it as it is. Each GPU is a
-process. Its threads are tracks: the steps, compute, exposed communication, each axis's communication, copies. A
-collective says what it is: axes, link, group, bytes, the model code that caused it.
+The file is Chrome's Trace Event Format, compressed with gzip; ui.perfetto.dev opens it as it is. Each GPU is a process.
+Its threads are tracks: the steps, compute, exposed communication, the communication of each axis, copies. A collective
+has its axes, link, group, bytes, and the model code that caused it.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (the format)
 """
@@ -23,7 +23,7 @@ from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 
 TRACE_FILE = "trace.json.gz"
-MAX_EVENTS = 200_000  # 4 MB compressed, written and opened in seconds
+MAX_EVENTS = 200_000  # These are 4 MB compressed, written and opened in seconds.
 _DETAILS = ("collective", "axes", "link", "fabric", "dtype", "group_size", "payload_bytes", "source")
 _COMPUTE, _EXPOSED = "compute", "exposed communication"
 
@@ -37,17 +37,17 @@ def write_perfetto(
     device: str = "GPU",
     max_events: int = MAX_EVENTS,
 ) -> Path | None:
-    """Writes the trace and returns its path; None (and no file) for a timeline without steps.
+    """Write the trace and return its path; None (and no file) for a timeline without steps.
 
-    Steps of a device stand one after the other, as they were measured; the first one starts at 0. Whole device steps
-    are left out beyond `max_events`, and the file says how many.
+    The steps of a device follow each other as they were measured, and the first one starts at 0. Beyond `max_events`
+    whole device steps are left out, and the file says how many.
 
     Args:
         timeline: measured or simulated.
         path: the file, or the folder for `trace.json.gz`.
-        title: what the trace is of.
+        title: of the trace.
         sources: name of an instruction -> model code that caused it.
-        device: what a device is called.
+        device: `GPU` or `device`.
         max_events: spans that are written at most.
     """
     path = Path(path)
@@ -60,13 +60,13 @@ def write_perfetto(
     other = {"title": title, "tool": "meshkit", "device_steps": len(chosen), "device_steps_left_out": left_out}
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     file.parent.mkdir(parents=True, exist_ok=True)
-    # no time stamp inside: the same timeline makes the same file
+    # Without a time stamp the same timeline makes the same file.
     write_file(file, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 6, mtime=0))
     return file
 
 
 def _within(timeline: Timeline, max_events: int) -> list[DeviceStep]:
-    """Device steps in step order, so that what is left out are the last steps (of all devices) first."""
+    """Return device steps in step order, so that the last steps of all devices are left out first."""
     chosen, events = [], 0
     for step in sorted(timeline.steps, key=lambda s: (s.step, s.device)):
         events += len(step.compute) + len(step.communication) + len(step.copies)
@@ -132,15 +132,15 @@ def _ns(seconds: float) -> int:
 
 
 def _interval(span: np.ndarray, start_s: float, offset_ns: int) -> tuple[int, int]:
-    """A span as whole nanoseconds of the trace, so that rounding moves neighbours alike."""
+    """Return a span in whole nanoseconds of the trace, so that rounding moves neighbours alike."""
     return offset_ns + _ns(float(span[0]) - start_s), offset_ns + _ns(float(span[1]) - start_s)
 
 
 class _Tracks:
     """The threads of one process of the trace.
 
-    Events of one thread must not overlap unless one lies inside the other: what would, goes to a further thread of the
-    same name.
+    Events of one thread must not overlap unless one lies inside the other. An event that would overlap goes to a
+    further thread of the same name.
     """
 
     _ORDER = ("steps", _COMPUTE, _EXPOSED)
@@ -151,7 +151,7 @@ class _Tracks:
         self._ends: dict[str, list[int]] = {}
 
     def event(self, track: str, name: str, start_ns: int, end_ns: int, details: Mapping[str, Any]) -> dict[str, Any]:
-        """A complete event (phase X), times in microseconds."""
+        """Return a complete event (phase X), with times in microseconds."""
         ends = self._ends.setdefault(track, [])
         lane = next((i for i, end in enumerate(ends) if end <= start_ns), len(ends))
         if lane == len(ends):
@@ -170,7 +170,7 @@ class _Tracks:
         }
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """The metadata events that name the process and its threads, and put them in order."""
+        """Yield the metadata events that name the process and its threads, and order them."""
         yield self._metadata("process_name", None, {"name": f"{self._called} {self._device}"})
         yield self._metadata("process_sort_index", None, {"sort_index": self._device})
         ranked = sorted(self._ids, key=lambda key: (self._rank(key[0]), key))

@@ -1,4 +1,4 @@
-"""A report as one HTML page that opens offline, and on a terminal of 80 columns, where it needs no colour."""
+"""Shows a report as one HTML page that opens offline, and on a terminal of 80 columns without colour."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
 _MAX_OPS = 40
-_FEW_FINDINGS = 3  # that are shown at first, however little they cost
+_FEW_FINDINGS = 3  # Shown at first, however little they cost.
 
 
 def write_html(
@@ -57,11 +57,11 @@ def write_html(
     """Write the page of a report, which opens offline, and return the file.
 
     Args:
-        report: what the page is about.
-        path: the file, or a folder that is there, for its `report.html`.
+        report: the report.
+        path: the file, or an existing folder, for its `report.html`.
         timeline: what the report summarizes; without it the page has no timeline.
         other, other_timeline: a second report to compare with: the measurement, where the first is its prediction.
-        title: what it is about: an experiment, a run.
+        title: an experiment or a run.
         trace_file: name of the Perfetto trace in the page's folder, if there is one.
 
     Raises:
@@ -88,13 +88,13 @@ def write_html(
 
 
 def _title(reports: Sequence[Report]) -> str:
-    """`predicted beside measured step on 8 x h100_sxm`."""
-    said = " beside ".join(dict.fromkeys(words.WORD[r.source] for r in reports))
+    """Return `predicted and measured step on 8 x h100_sxm`."""
+    said = " and ".join(dict.fromkeys(words.WORD[r.source] for r in reports))
     return f"{said} step on {reports[-1].devices}"
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
-    """Machines, meshes and what was measured: said once where the reports agree."""
+    """Return the machines, the mesh and the window; once where the reports agree."""
     lines = list(dict.fromkeys(words.machines(r) for r in reports))
     lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.cluster, r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
@@ -109,7 +109,7 @@ def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
 
 
 def _cards(shown: Sequence[Shown]) -> str:
-    """The numbers of the headline, of both reports in one box."""
+    """Return the numbers of the headline; each box has those of all reports."""
     names = [s.name for s in shown] if len(shown) > 1 else []
 
     def box(label: str, key: str, form: Callable[[Any], str], css: str = "") -> str:
@@ -153,7 +153,7 @@ def _overlapped(report: Report) -> str:
 
 
 def _findings_section(shown: Shown) -> str:
-    """What the step loses its time to: a fold each, with what to try and where its numbers stand."""
+    """Return the findings, a fold each, with what to try and where their numbers stand."""
     folds = []
     for i, f in enumerate(shown.report.findings):
         seconds = inline(shown.number(f"findings.{i}.seconds", format_seconds))
@@ -169,7 +169,7 @@ def _findings_section(shown: Shown) -> str:
     shown_first = max(warnings, min(len(folds), _FEW_FINDINGS))
     rest = folds[shown_first:]
     smaller = [folded(f"{len(rest)} that cost less", *rest)] if rest else []
-    return section("What the step loses its time to", "", *folds[:shown_first], *smaller) if folds else ""
+    return section("Where the step loses time", "", *folds[:shown_first], *smaller) if folds else ""
 
 
 def _warnings(reports: Sequence[Report]) -> str:
@@ -179,10 +179,12 @@ def _warnings(reports: Sequence[Report]) -> str:
 def _step(shown: Sequence[Shown], page: Page) -> str:
     reports = [s.report for s in shown]
     if reports[0].step.time_s is None:
-        return section("Step time", "No step was seen.")
+        return section("Step time", "The trace has no whole step.")
     if all(r.step.compute_s is None for r in reports):
         return ""
-    note = "Communication under compute costs no time and is inside compute; only its exposed part lengthens the step."
+    note = (
+        "Overlapped communication costs no time and counts as compute; only exposed communication lengthens the step."
+    )
     for r in reports:
         if r.step.all_overlapped_s is not None and r.step.all_exposed_s is not None:
             low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
@@ -203,7 +205,7 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _feedback(shown: Sequence[Shown]) -> str:
-    """What a recompile with measured costs changed, where one was done."""
+    """Say what a recompile with measured costs changed, where one was done."""
     lines = []
     for s in shown:
         if s.report.feedback is not None:
@@ -218,7 +220,7 @@ def _feedback(shown: Sequence[Shown]) -> str:
 
 
 def _each(shown: Sequence[Shown], part: Callable[[Shown], str]) -> str:
-    """A part for every report that has it, under the report's name where there are several."""
+    """Join a part of every report that has it, under the report's name where there are several."""
     parts = [(s.name, part(s)) for s in shown]
     title = "<h3>{}</h3>" if len(shown) > 1 else ""
     return "".join(title.format(escape(name)) + html for name, html in parts if html)
@@ -234,7 +236,9 @@ def _communication_section(shown: Sequence[Shown], page: Page) -> str:
     )
     parts = charts.communication_parts(reports)
     if "overlapped" not in parts:
-        note = f"Time per step and {reports[0].device}, of the eight largest. What of it compute covers is unknown."
+        note = (
+            f"Time per step and {reports[0].device}, of the eight largest. How much of it compute overlaps is unknown."
+        )
     colors = legend((label, charts.COLORS[key]) for key, label in parts.items())
     picture = page.chart("communication", charts.communication_chart(reports))
     return section("Communication by axis and link", note, colors, picture, _each(shown, _communication_tables))
@@ -258,7 +262,7 @@ def _communication_tables(shown: Shown) -> str:
 
 
 def _pipeline(shown: Sequence[Shown], page: Page) -> str:
-    """The schedule of a pipeline as a picture, and what it costs."""
+    """Return the picture of a pipeline's schedule, and what the pipeline costs."""
     found = [s for s in shown if s.report.pipeline is not None]
     part = found[0].report.pipeline if found else None
     if part is None:
@@ -266,8 +270,8 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
     note = (
         f"{part.schedule}: {part.stages} stages, {part.virtual_stages} chunks of layers on each, {part.microbatches} "
         "microbatches. In a tick every stage runs one chunk forward (upper row) and one backward (lower row); grey: "
-        "it has nothing to do there and computes on garbage, which is the bubble. Ticks are drawn alike; one that "
-        "goes both ways takes longer."
+        "it has nothing to do and computes on garbage, which is the bubble. All ticks are drawn equally wide; one that "
+        "runs both takes longer."
     )
     figure = charts.schedule_chart(part)
     drawn = page.chart("pipeline", figure, "wide") if figure else ""
@@ -276,7 +280,7 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
-    """One step of several GPUs, of which one is shown at a time."""
+    """Return one step of several GPUs, of which one is shown at a time."""
     of_gpus = charts.timeline_charts(timeline, shown.report.device) if timeline else []
     if not of_gpus:
         return ""
@@ -317,7 +321,7 @@ def _stragglers(shown: Sequence[Shown]) -> str:
 
 
 def _over_steps(shown: Sequence[Shown], page: Page) -> str:
-    """The captured steps one by one, and the metrics of the whole run."""
+    """Return the captured steps one by one, and the metrics of the whole run."""
     parts = []
     for s in shown:
         steps, history = charts.per_step_chart(s.report), charts.history_chart(s.report)
@@ -334,7 +338,7 @@ def _over_steps(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
-    """What the wall time of the run went to; of two reports the measured one's, which stands last."""
+    """Return the goodput of the run; of two reports the last has it, the measured one."""
     known = [s for s in shown if s.report.goodput is not None]
     part = known[-1].report.goodput if known else None
     if part is None:
@@ -349,7 +353,7 @@ def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _failures_section(shown: Sequence[Shown]) -> str:
-    """What failures leave of the training that is planned."""
+    """Return the goodput of the planned training under failures."""
     parts = []
     for s in shown:
         if lines := words.failures_lines(s.report):
@@ -361,7 +365,7 @@ def _failures_section(shown: Sequence[Shown]) -> str:
 
 
 def _memory_section(shown: Sequence[Shown], page: Page) -> str:
-    """What the fullest GPU holds, against its capacity and the budget."""
+    """Return what the fullest GPU holds, against its capacity and the budget."""
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
     if not known:
         return ""
@@ -383,11 +387,11 @@ def _memory_section(shown: Sequence[Shown], page: Page) -> str:
 def _quality(shown: Sequence[Shown]) -> str:
     measured = [s for s in shown if s.report.source != "plan"]
     found = _each(measured, lambda s: tables.quality_table(s).html())
-    return below("Data quality", "What the measurement rests on.", found) if found else ""
+    return below("Data quality", "How far the measurement can be trusted.", found) if found else ""
 
 
 def _footer(reports: Sequence[Report]) -> str:
-    """With what the programs were compiled."""
+    """Return the versions that the programs were compiled with."""
     parts = []
     for r in reports:
         p, c = r.program, r.compile
@@ -423,18 +427,19 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
     """Return a report or a comparison as the command line prints it: for `print`, a notebook's cell, `rich.print`.
 
     Args:
-        report: of `mk.plan`, `mk.profile` or `mk.read_report`; or what `mk.compare` returns.
-        title: what the report is about: an experiment, a run.
+        report: from `mk.plan`, `mk.profile` or `mk.read_report`; or a comparison from `mk.compare`.
+        title: an experiment or a run.
     """
     check_kinds(render, report=report)
     if isinstance(report, Comparison):
         return Rendered(tables.render_comparison(report))
     shown, planned = Shown(report), report.source == "plan"
-    said = words.two_lines(report, WIDTH) if planned else report.verdict  # all of a plan's is on its page
+    # The page has the whole verdict of a plan.
+    said = words.shorten_verdict(report, WIDTH) if planned else report.verdict
     parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
     parts.append(_headline(report, title))
     if report.findings and not planned:
-        parts += [heading("findings, by what mending saves a step"), *_findings(report)]
+        parts += [heading("findings, by what a fix saves a step"), *_findings(report)]
     if report.step.time_s and report.step.compute_s is not None:
         parts += [heading("step time"), _step_bar(report)]
     parts += [heading(f"communication a step, per {report.device}"), _communication(shown)]
@@ -460,7 +465,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
 
 
 def _findings(report: Report) -> Iterator[RenderableType]:
-    """What the step loses its time to, the most first, each with what to try, which is said once."""
+    """Yield the findings, the most seconds first; a hint is given once."""
     said: set[str] = set()
     for f in report.findings[:_MAX_FINDINGS]:
         mark, style = ("!", "bold yellow") if f.severity == "warning" else ("-", "cyan")
@@ -472,11 +477,11 @@ def _findings(report: Report) -> Iterator[RenderableType]:
 
 
 def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text:
-    """A bar of one line; a part that is not zero shows as one cell at least, and the largest gives way for it.
+    """Return a bar of one line; a part that is not zero has at least one cell, taken from the largest.
 
     Args:
         shares: parts and how they look; None counts as zero.
-        total: of their values; not zero.
+        total: sum of their values; not zero.
         width: cells of the terminal.
     """
     cells = [max(1, round(width * (s.value or 0) / total)) if (s.value or 0) > 0 else 0 for s in shares]
@@ -504,7 +509,7 @@ def _step_bar(report: Report) -> RenderableType:
         f"{format_seconds(report.step.overlapped_s)} of {format_seconds(report.step.communication_s)} communication"
     )
     legend = _legend(shares, total, format_seconds)
-    lines = [Text(f"{hidden} lie under compute", "dim")]
+    lines = [Text(f"{hidden} is under compute", "dim")]
     if spread := words.spread_text(report):
         lines.append(Text(spread, "dim"))
     return Group(bar(shares, total), legend, *lines)
@@ -520,7 +525,7 @@ def _legend(shares: Sequence[words.Share], total: float | None, form) -> Rendera
 
 
 def _communication(shown: Shown) -> RenderableType:
-    """Rows over the same axes, link and shape of group together, the group with the most exposed time first."""
+    """Group rows over the same axes, link and shape of group, the group with the most exposed time first."""
     communication = shown.report.communication
     if not communication:
         return Text("none", "dim")
@@ -541,7 +546,7 @@ def _communication(shown: Shown) -> RenderableType:
 
 
 def _exposed_ops(shown: Shown) -> RenderableType | None:
-    """The single collectives with the most exposed seconds; None where all of them hide, or no cause is known."""
+    """Return the single collectives with the most exposed seconds; None without any, or without a known cause."""
     rows = tables.ops_table(shown).pick(*_EXPOSED_COLUMNS).rows
     exposed = [row for row in rows if isinstance(row[0], Value) and row[0].value][:_MAX_EXPOSED]
     known = any(isinstance(row[-1], Source) and row[-1].text != "-" for row in exposed)
@@ -555,7 +560,7 @@ def _group_title(row: CommunicationPart, device: str) -> Text:
 
 
 def _kinds(shown: Shown, compute_s: float) -> RenderableType:
-    """The kinds of work with the most time, each with a bar of its share of compute."""
+    """Return the kinds of work with the most time, each with a bar of its share of compute."""
     columns = (Column("kind of work", words=True, width=20), Column("time", width=8))
     rows = []
     for kind, time in tables.kinds_table(shown).pick(*columns).rows[:_MAX_KINDS]:

@@ -1,7 +1,7 @@
-"""The tables of a report, and of two beside each other: all columns are for the page, a terminal picks some of them.
+"""The tables of a report and of a comparison. The page shows all columns, a terminal picks some of them.
 
-Those of a report are functions of a `Shown` (it, and what the page calls it). Every number is a `Value`: it says where
-in the JSON it stands. What is unknown everywhere is left out.
+Those of a report are functions of a `Shown` (the report and its name on the page). Every number is a `Value`, which
+knows its place in the JSON. What is unknown everywhere is left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_STRAGGLERS = 16
 _SPARES = (("hosts", str), ("gpus", str), ("goodput", format_percent), ("goodput_of_all", format_percent))
 _SPREAD = ("min", "median", "p90", "max")
 Form = Callable[[Any], str]
-# what a number is called, its key, and how it is written
+# Each line has a label, a key and a format.
 Labelled = Sequence[tuple[str, str, Form]]
 
 
@@ -59,26 +59,26 @@ class Shown:
 
     @cached_property
     def number(self) -> Numbers:
-        """The numbers of its report.json, by path."""
+        """Return the numbers of report.json by path."""
         return Numbers(self.name, self.report)
 
     def numbers(self, at: str, columns: Iterable[tuple[str, Form]]) -> list[Value]:
-        """The numbers of some keys below a path; exposed seconds stand out."""
+        """Return the numbers of some keys below a path; exposed seconds stand out."""
         return [self.number(f"{at}.{key}", form, "exposed" if key == "exposed_s" else "") for key, form in columns]
 
     def known(self, at: str, lines: Labelled) -> list[tuple[str, Cell]]:
-        """The labels of what is known below a path, with the numbers."""
+        """Return the labels and numbers that are known below a path."""
         found = ((label, self.number(f"{at}.{key}", form)) for label, key, form in lines)
         return [(label, number) for label, number in found if number.value is not None]
 
 
 def _count(value: float | None) -> str:
-    """A count: `64`, or `1.5` where it is a mean of unequal devices."""
+    """Write a count: `64`, or `1.5` where it is a mean of unequal devices."""
     return "-" if value is None else f"{value:g}"
 
 
 def step_table(shown: Shown) -> Table:
-    """The step's parts: mean, share of the step, and how they vary over devices and steps."""
+    """Return the step's parts: mean, share of the step, and their spread over devices and steps."""
     report, step = shown.report, shown.report.step
     lines = [
         ("step", "time_s"),
@@ -111,7 +111,7 @@ def _spread_cells(shown: Shown, key: str) -> list[Cell]:
 
 
 def links_table(shown: Shown) -> Table:
-    """Communication by mesh axis and link, the most exposed first: the sums over the kinds of collectives."""
+    """Return communication by mesh axis and link, the most exposed first; kinds of collectives are summed."""
     communication, groups = shown.report.communication, dict[tuple, list[int]]()
     keys = ("wire_bytes_nvlink", "wire_bytes_infiniband")
     crossed = [
@@ -137,7 +137,7 @@ def links_table(shown: Shown) -> Table:
 
 
 def rows_table(shown: Shown) -> Table:
-    """Every row of communication, as report.json has them; waiting and transfer apart where they are known."""
+    """Return every row of communication as in report.json, with waiting and transfer where they are known."""
     communication = shown.report.communication
     columns: Labelled = (
         ("count", "count", _count),
@@ -152,7 +152,7 @@ def rows_table(shown: Shown) -> Table:
         ("bus bw", "bus_bandwidth_bytes_per_s", format_rate),
         ("its peak", "bus_bandwidth_peak_bytes_per_s", format_rate),
     )
-    if all(row.time_s is None for row in communication):  # nobody knows what overlapped: durations as they were
+    if all(row.time_s is None for row in communication):  # Overlap is not known: show durations.
         columns = [("time", "busy_s", format_seconds) if column[0] == "time" else column for column in columns]
     if all(row.wait_s is None for row in communication):
         columns = [column for column in columns if column[0] not in ("transfer", "wait", "of it waiting")]
@@ -174,7 +174,7 @@ def rows_table(shown: Shown) -> Table:
 
 
 def ops_table(shown: Shown) -> Table:
-    """Single collectives ranked by exposed seconds, with the model code that caused them."""
+    """Return single collectives by exposed seconds, with the model code that caused them."""
     ops = [(i, j, row, op) for i, row in enumerate(shown.report.communication) for j, op in enumerate(row.ops)]
     ops.sort(key=lambda item: (-(item[3].exposed_s or 0), -(item[3].busy_s or 0)))
     keys = (
@@ -195,7 +195,7 @@ def ops_table(shown: Shown) -> Table:
 
 
 def kinds_table(shown: Shown) -> Table:
-    """Compute by kind of work."""
+    """Return compute by kind of work."""
     kinds = shown.report.kernels.classes if shown.report.kernels else ()
     keys = (("count", _count), ("time_s", format_seconds), ("busy_s", format_seconds))
     rows = [[c.kind, *shown.numbers(f"kernels.classes.{i}", keys)] for i, c in enumerate(kinds)]
@@ -203,7 +203,7 @@ def kinds_table(shown: Shown) -> Table:
 
 
 def kernels_table(shown: Shown) -> Table:
-    """The instructions that take the most time."""
+    """Return the instructions that take the most time."""
     kinds = shown.report.kernels.classes if shown.report.kernels else ()
     ops = [(i, j, op, c.kind) for i, c in enumerate(kinds) for j, op in enumerate(c.ops)]
     ops.sort(key=lambda item: -(item[2].busy_s or 0))
@@ -235,12 +235,12 @@ _MEMORY: Labelled = (
 
 
 def memory_table(shown: Shown) -> Table:
-    """What the fullest GPU holds."""
+    """Return the memory of the fullest GPU by its parts."""
     return Table([*text_columns(f"per {shown.report.device}"), Column()], shown.known("memory", _MEMORY))
 
 
 def stragglers_table(shown: Shown) -> Table:
-    """Devices ranked by the wait that they cause."""
+    """Return devices ranked by the wait that they cause."""
     devices = shown.report.stragglers.devices if shown.report.stragglers else ()
     columns: Labelled = (
         ("delays each other by", "delay_s", format_seconds),
@@ -284,7 +284,7 @@ _QUALITY: Labelled = (
 
 
 def quality_table(shown: Shown) -> Table:
-    """How far the measurement can be believed."""
+    """Return the data quality of a measurement."""
     part, window = shown.report.quality or QualityPart(), shown.report.window
     rows: list[tuple[str, Cell]] = [("processes seen", f"{window.processes_seen} of {window.processes_expected}")]
     rows += shown.known("quality", _QUALITY)
@@ -301,7 +301,7 @@ def quality_table(shown: Shown) -> Table:
 
 
 def goodput_table(shown: Shown) -> Table:
-    """What the run's wall time went to."""
+    """Return the parts of the run's wall time."""
     part = shown.report.goodput
     if part is None:
         return Table((), ())
@@ -320,7 +320,7 @@ def goodput_table(shown: Shown) -> Table:
 
 
 def spares_table(shown: Shown) -> Table:
-    """What goodput is with so many spare hosts."""
+    """Return goodput by number of spare hosts."""
     part = shown.report.failures
     if part is None:
         return Table((), ())
@@ -332,7 +332,7 @@ def spares_table(shown: Shown) -> Table:
 
 
 def pipeline_table(shown: Shown) -> Table:
-    """What a pipeline costs."""
+    """Return what a pipeline costs."""
     lines: Labelled = (
         ("bubble, inside compute", "step.bubble_s", format_seconds),
         ("bubble, share of the step", "step.bubble_fraction", format_percent),
@@ -352,11 +352,11 @@ def pipeline_table(shown: Shown) -> Table:
 
 
 DOCUMENT = "compare"
-# label, where the pair stands, how it is written, and whether what is not there is zero (else it is unknown)
+# A label, the key of a pair, a format, and whether a missing value is zero (else it is unknown).
 Line = tuple[str, str, Form, bool]
-_OPS_COMPARED = 12  # on a terminal
+_OPS_COMPARED = 12  # Rows on a terminal.
 _OPS_COMPARED_OF_PAGE = 30
-_NOTABLE = 0.1  # a ratio further than this from one is printed in bold
+_NOTABLE = 0.1  # A ratio further than this from one is printed in bold.
 _QUANTITIES: Sequence[Line] = (
     ("step time", "step.time_s", format_seconds, False),
     ("  compute", "step.compute_s", format_seconds, False),
@@ -373,7 +373,7 @@ _QUANTITIES: Sequence[Line] = (
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
-    """The whole comparison, for `rich.print`; what is unknown in both reports is left out."""
+    """Return the whole comparison for `rich.print`; what is unknown in both reports is left out."""
     kernels = [f"{op.b_name} ({op.kind})" for op in comparison.kernel_ops[:_OPS_COMPARED]]
     ops = [op.b_name for op in comparison.ops[:_OPS_COMPARED]]
     moved = any(op.transfer_s.ratio is not None for op in comparison.ops)
@@ -394,7 +394,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
 
 def compared_section(a: Report, b: Report) -> str:
-    """The page's panel: step, rows, kinds of work and single operations, the largest difference first."""
+    """Return the page's panel: step, rows, kinds of work and single operations, the largest difference first."""
     found = compare(a, b)
     sides = _sides(found)
     parts = [_known(found, "per step and device", _QUANTITIES).html()]
@@ -411,12 +411,12 @@ def compared_section(a: Report, b: Report) -> str:
     heads = text_columns("operation", "kind")
     parts.append(_operations(found, "compute operations", heads, "kernel_ops.{}.busy_s", kernels))
     said = f"{found.verdict} " if found.verdict else ""
-    note = f"{said}{_joined_text(found)} Difference: what the second has more than the first."
-    return section(f"{sides[0][0].upper()}{sides[0][1:]} beside {sides[1]}", note, *parts)
+    note = f"{said}{_joined_text(found)} Difference: the second minus the first."
+    return section(f"{sides[0][0].upper()}{sides[0][1:]} and {sides[1]}", note, *parts)
 
 
 def _known(comparison: Comparison, title: str, lines: Iterable[Line]) -> Table:
-    """The lines of which either report knows the quantity."""
+    """Return the lines of which either report knows the quantity."""
     number = Numbers(DOCUMENT, comparison)
     known = [line for line in lines if (values := number.value(line[1])).a is not None or values.b is not None]
     columns = [Column(title, words=True, width=36), *_columns(*_sides(comparison))]
@@ -450,7 +450,7 @@ def _numbered(key: str, labels: Iterable[str]) -> list[Line]:
 def _operations(
     comparison: Comparison, what: str, heads: list[Column], key: str, ops: Sequence[tuple[tuple[str, ...], Source]]
 ) -> str:
-    """Single operations, folded, with what caused them; empty without any."""
+    """Return single operations, folded, with the code that caused them; empty without any."""
     if not ops:
         return ""
     number, sides = Numbers(DOCUMENT, comparison), _sides(comparison)
@@ -481,7 +481,7 @@ def _sides(comparison: Comparison) -> list[str]:
 
 
 def _joined_text(comparison: Comparison) -> str:
-    """How much of the seconds of single operations found their other half."""
+    """Say how many of the seconds of single operations could be joined."""
     shares = [
         f"{format_percent(share)} of the seconds of single {what}"
         for share, what in (
@@ -500,7 +500,7 @@ def _joined_text(comparison: Comparison) -> str:
 
 
 def _difference_text(values: Pair, form: Form, absent_is_zero: bool) -> str:
-    """`+12.0 ms`; an operation that only one side has counts as zero on the other, a quantity that is unknown not."""
+    """Return `+12.0 ms`; a missing value is zero for an operation, and unknown for a quantity."""
     if not absent_is_zero and (values.a is None or values.b is None):
         return "-"
     text = form(abs(values.difference)).strip()
@@ -508,7 +508,6 @@ def _difference_text(values: Pair, form: Form, absent_is_zero: bool) -> str:
 
 
 def _ratio_text(ratio: float | None) -> str:
-    """`1.20 x`."""
     if ratio is None:
         return "-"
     if ratio >= 10_000:

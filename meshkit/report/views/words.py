@@ -1,4 +1,4 @@
-"""What a report says in words: the texts and orders that the terminal and the HTML page share."""
+"""Texts of a report, and their order, that the terminal and the HTML page share."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from meshkit.units import format_bytes, format_count, format_flops, format_perce
 
 
 class Look(NamedTuple):
-    """How a part of a bar is drawn: its mark and style (as rich spells it) on a terminal, its colour on the page.
+    """A mark and a style (as rich spells it) on a terminal, and a colour on the page.
 
-    Marks differ inside a bar as colours do, so that a log file or a colour-blind reader loses nothing.
+    Marks differ as colours do, so that a log file or a colour-blind reader loses nothing.
     """
 
     mark: str
@@ -47,7 +47,7 @@ LOOKS = {
     "idle_between": Look("░", "bright_black", "#d9dde3"),
     "idle_inside": Look("-", "bright_black", "#b9c1cb"),
     "idle_input": Look("d", "bright_black", "#9aa5b1"),
-    # of the memory
+    # Memory.
     "parameters": Look("█", "blue", "#30638e"),
     "optimizer": Look("▓", "cyan", "#5b9bc9"),
     "gradients": Look("▒", "magenta", "#8f6bb0"),
@@ -60,7 +60,7 @@ LOOKS = {
     "nccl": Look("n", "bright_black", "#4a5260"),
     "reserved": Look("x", "bright_black", "#6c757d"),
     "free": Look("·", "bright_black", ""),
-    # of the run's wall time
+    # Wall time of the run.
     "goodput.step": Look("█", "green", "#4c9f70"),
     "goodput.data_wait": Look("d", "yellow", "#edae49"),
     "goodput.evaluate": Look("e", "cyan", "#5b9bc9"),
@@ -85,7 +85,6 @@ class Share:
 
     @property
     def look(self) -> Look:
-        """How it is drawn."""
         return LOOKS[self.key]
 
 
@@ -93,11 +92,11 @@ _IDLE = {"idle_between": "idle between steps", "idle_inside": "idle, late host",
 
 
 def step_shares(step: StepPart | StepSample, waits_s: float | None = None) -> list[Share]:
-    """What a step's time is made of; the parts add up to it.
+    """Return the parts of a step's time; they add up to it.
 
     Args:
         step: of a report, or a captured one.
-        waits_s: what of the exposed communication is waiting for peers; None is unknown.
+        waits_s: the part of the exposed communication that waits for peers; None is unknown.
     """
     exposed = [Share("exposed", "exposed communication", step.exposed_s)]
     if waits_s is not None and step.exposed_s is not None:
@@ -113,14 +112,14 @@ def step_shares(step: StepPart | StepSample, waits_s: float | None = None) -> li
 
 
 def report_shares(report: Report) -> list[Share]:
-    """What the step of a report is made of; waiting apart from transfer where it is known of all communication."""
+    """Return the parts of a report's step; waiting is apart where it is known of all communication."""
     waits = [row.exposed_wait_s for row in report.communication]
     known = bool(waits) and None not in waits
     return step_shares(report.step, sum(w or 0.0 for w in waits) if known else None)
 
 
 def memory_shares(report: Report) -> list[Share]:
-    """What a GPU's memory holds at the peak, as far as known, then the rest of the peak and what is reserved."""
+    """Return what a GPU's memory holds at the peak as far as known, the rest of the peak, and what is reserved."""
     m = report.memory
     keys = ("parameters", "optimizer", "gradients", "activations", "temporary")
     known = [Share(key, key, value) for key in keys if (value := getattr(m, f"{key}_bytes"))]
@@ -141,23 +140,23 @@ def memory_shares(report: Report) -> list[Share]:
 
 
 def share_text(value: float | None, total: float | None, *, unknown: str = "-") -> str:
-    """A part of a total in percent."""
+    """Return a part of a total in percent."""
     return format_percent(value / total) if value is not None and total else unknown
 
 
 def names_of(sources: Sequence[Source]) -> list[str]:
-    """Return what reports are called: `predicted`, `measured`; two of a kind are A and B."""
+    """Return the names of reports: `predicted`, `measured`; two of a kind are A and B."""
     words = [WORD[source] for source in sources]
     return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 
 
 def plural(n: int, word: str) -> str:
-    """`1 step`, `3 steps`."""
+    """Return `1 step` or `3 steps`."""
     return f"{n} {word}{'' if n == 1 else 's'}"
 
 
 def machines(report: Report) -> str:
-    """`16 x h100_sxm: 2 hosts x 8, NVLink domains of 8`."""
+    """Return `16 x h100_sxm: 2 hosts x 8, NVLink domains of 8`."""
     c, gpus = report.cluster, report.devices
     if c.hosts is None:
         return gpus
@@ -167,13 +166,13 @@ def machines(report: Report) -> str:
 
 
 def links(cluster: ClusterPart) -> tuple[str, str]:
-    """Return what connects devices inside a domain, and what connects domains: `shared memory`, `ethernet`."""
+    """Return the links inside and between domains, such as `shared memory` and `ethernet`."""
     inside, across = cluster.scale_up or "nvlink", cluster.fabric or "infiniband"
     return inside.replace("_", " "), across
 
 
 def mesh_text(cluster: ClusterPart, mesh: Sequence[MeshAxisPart]) -> str:
-    """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size.
+    """Return `data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size.
 
     Axes of size 1 are left out, unless there are no others.
     """
@@ -187,7 +186,7 @@ def mesh_text(cluster: ClusterPart, mesh: Sequence[MeshAxisPart]) -> str:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """The headline as (label, text), without what is unknown."""
+    """Return the headline as (label, text), without what is unknown."""
     step, window = report.step, report.window
     found = [
         ("cluster", machines(report)),
@@ -211,14 +210,14 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def step_text(report: Report) -> str:
-    """The step time between its bounds; of a program that was not all read, that it is no prediction."""
+    """Return the step time between its bounds; for a program that was only partly read, a lower bound."""
     if any(w.code == NOT_PREDICTED for w in report.warnings):
-        return f"no prediction (more than {format_seconds(report.step.time_s)}): see the first warnings"
+        return f"no prediction (more than {format_seconds(report.step.time_s)}): read the first warnings"
     return format_seconds(report.step.time_s) + _bounds(report)
 
 
 def memory_text(report: Report) -> str:
-    """`61.3 GiB of 79.6 GiB per GPU: fits, 12.0 GiB to spare`."""
+    """Return `61.3 GiB of 79.6 GiB per GPU: fits, 12.0 GiB to spare`."""
     m = report.memory
     if m.peak_bytes is None:
         return "-"
@@ -236,7 +235,7 @@ _HOURS_A_YEAR = 24 * 365.25
 
 
 def training_text(report: Report) -> str:
-    """`12 days 3 h for 100000 steps: 37.2 k GPU hours, cost 92.1 k`; without GPUs the time alone."""
+    """Return `12.3 days for 100,000 steps: 37.2 k GPU hours, cost 92.1 k`; without GPUs only the time."""
     t = report.training
     hours = t.hours or 0.0
     length = f"{hours / 24:.1f} days" if hours >= 48 else format_seconds(hours * 3600)
@@ -250,19 +249,19 @@ def training_text(report: Report) -> str:
 
 
 def link_text(row: CommunicationPart | Collective | ComparedRow) -> str:
-    """What the link is made of, by its name: `nvlink`, `infiniband`, `shared memory`, `roce 400`."""
+    """Return the link by its fabric: `nvlink`, `infiniband`, `shared memory`, `roce 400`."""
     if not row.link or not row.fabric or row.fabric.startswith(row.link):
         return row.link or "-"
     return row.fabric.replace("_", " ")
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """`data + fsdp`; what maps to no axis says so."""
+    """Return `data + fsdp`, or `no axis`."""
     return " + ".join(axes) or "no axis"
 
 
 def group_text(row: CommunicationPart, device: str) -> str:
-    """`8 x 16 GPUs, 8 per domain`: eight groups, each with eight of its GPUs in every NVLink domain it crosses."""
+    """Return `8 x 16 GPUs, 8 per domain`: eight groups, each with eight GPUs in every NVLink domain it crosses."""
     if row.group_size is None:
         return ""
     inside = "" if row.link != "infiniband" else f", {row.gpus_per_domain} per domain"
@@ -272,7 +271,7 @@ def group_text(row: CommunicationPart, device: str) -> str:
 
 
 def row_name(row: CommunicationPart | ComparedRow) -> str:
-    """`all-gather bf16`."""
+    """Return `all-gather bf16`."""
     return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
 
 
@@ -281,8 +280,8 @@ def split_sentences(text: str) -> list[str]:
     return re.split(r"(?<=\.) (?=[A-Z\d])", text)
 
 
-def two_lines(report: Report, width: int) -> str:
-    """Return the sentences of a verdict that are short enough for two lines, and the change that it names."""
+def shorten_verdict(report: Report, width: int) -> str:
+    """Return the sentences of a verdict that fit on two lines, and the one that names a change."""
     said = ""
     for sentence in split_sentences(report.verdict or ""):
         longer = f"{said} {sentence}".strip()
@@ -291,7 +290,7 @@ def two_lines(report: Report, width: int) -> str:
 
 
 def spread_text(report: Report) -> str:
-    """How the step time varies over devices and steps; empty where it does not."""
+    """Say how the step time varies over devices and steps; empty where it does not."""
     s = report.spread.time_s
     if s.median is None or s.min == s.max:
         return ""
@@ -300,7 +299,7 @@ def spread_text(report: Report) -> str:
 
 
 def waiting_lines(report: Report) -> list[str]:
-    """How much of communication is waiting for peers, and for whom; empty where unknown."""
+    """Say how much of communication is waiting for peers, and for whom; empty where unknown."""
     rows = [r for r in report.communication if r.wait_s is not None and r.busy_s]
     if not rows:
         return []
@@ -322,7 +321,7 @@ def waiting_lines(report: Report) -> list[str]:
 
 
 def quality_text(report: Report) -> str:
-    """The main points of data quality in one sentence; empty for a prediction."""
+    """Return the main points of data quality; empty for a prediction."""
     q = report.quality
     if q is None:
         return ""
@@ -339,7 +338,7 @@ def quality_text(report: Report) -> str:
 
 
 def pipeline_lines(report: Report) -> list[str]:
-    """What a pipeline costs, in sentences of at most 78 columns; none without one."""
+    """Say what a pipeline costs, in lines of at most 78 columns; none without one."""
     p, step = report.pipeline, report.step
     if p is None:
         return []
@@ -353,7 +352,7 @@ def pipeline_lines(report: Report) -> list[str]:
         f"bubble {format_seconds(step.bubble_s)}, {format_percent(step.bubble_fraction)} of the step{flop}",
     ]
     if p.padding_layers:
-        lines.append(f"{p.padding_layers} layers of padding are computed as well, and count as bubble")
+        lines.append(f"{p.padding_layers} padding layers are computed too, and count as bubble")
     if p.permute_s is not None:
         exposed = format_seconds(p.permute_exposed_s)
         lines.append(f"{p.permute_count:g} permutes between stages: {format_seconds(p.permute_s)}, {exposed} exposed")
@@ -361,20 +360,20 @@ def pipeline_lines(report: Report) -> list[str]:
 
 
 def goodput_shares(part: GoodputPart) -> list[Share]:
-    """The parts of a run's wall time that are not zero."""
+    """Return the parts of a run's wall time that are not zero."""
     found = ((f"goodput.{key}", label, getattr(part, f"{key}_s")) for key, label in PHASES.values())
     return [Share(key, label, seconds) for key, label, seconds in found if seconds]
 
 
 def goodput_text(part: GoodputPart) -> str:
-    """`93.1 % of 11h 24m, 3 attempts, 12 steps made again`."""
+    """Return `93.1 % of 11h 24m, 3 attempts, 12 steps made again`."""
     attempts = f", {plural(part.attempts, 'attempt')}" if part.attempts else ""
     again = f", {plural(part.lost_steps, 'step')} made again" if part.lost_steps else ""
     return f"{format_percent(part.share)} of {format_seconds(part.wall_s)}{attempts}{again}"
 
 
 def failures_lines(report: Report) -> list[str]:
-    """What failures leave of a training, in sentences; none where nobody asked."""
+    """Say what goodput is under failures; none unless it was asked for."""
     f, step_s = report.failures, report.step.time_s
     if f is None or not step_s:
         return []
@@ -394,7 +393,7 @@ def failures_lines(report: Report) -> list[str]:
         f"{format_seconds(f.detection_s)} until it is detected, {restart} at {format_rate(f.storage_bytes_per_s)}.",
         f"{kept} {_every(f.every or f.best_every, step_s)}: {saved}.",
         f"Of the rest, saves take {saving}, lost steps {lost}, restarts {down}.",
-        f"Best: {_every(f.best_every, step_s)}, {format_percent(f.best_goodput)}. A save stops the steps for {stops}.",
+        f"Best: {_every(f.best_every, step_s)}, {format_percent(f.best_goodput)}. A save blocks the steps for {stops}.",
         f"With snapshots in host memory and a copy on another host, {snapshots}, for {held} of a host's memory.",
         f"At other rates of failures: {studies}.",
     ]
@@ -405,7 +404,7 @@ def _every(steps: int, step_s: float) -> str:
 
 
 def goodput_summary(goodput: Goodput | None) -> str:
-    """A sentence for the end of a training, with every part; empty where nothing is known."""
+    """Return one line for the end of a training, with every part; empty where nothing is known."""
     if goodput is None or not goodput.wall_s:
         return ""
     part = goodput_part(goodput)
@@ -424,7 +423,7 @@ _TREND = {
 
 
 def trend_text(report: Report) -> str:
-    """`From the first third of the steps to the last: step time +1.2 %, loss -31.0 %.`; empty where unknown."""
+    """Return `From the first third of the steps to the last: step time +1.2 %, loss -31.0 %.`; empty where unknown."""
     trend = report.history.trend if report.history else {}
     parts = [
         f"{label} {change:+.1%}".replace("%", " %")
@@ -474,7 +473,7 @@ def _throughput(report: Report) -> str:
 
 
 def rate_of(report: Report) -> tuple[Literal["tokens", "examples"], float | None]:
-    """Return what a step is made of, and how many a second one device does of them: examples, if it has no tokens."""
+    """Return `tokens` or, where a step has none, `examples`, and how many of them a device processes a second."""
     step = report.step
     if step.tokens_per_s_per_gpu is None and step.examples_per_s_per_gpu is not None:
         return "examples", step.examples_per_s_per_gpu

@@ -29,14 +29,14 @@ def compare(
 
     Two traces (FILE.xplane.pb, or folders of them) are measured first: what became slower is named.
     """
+    from meshkit.report.compare import check_condition, condition_text
     from meshkit.report.compare import compare as compare_reports
-    from meshkit.report.compare import condition_text, judge
     from meshkit.report.views.report import render, write_html
 
     first, second = _report(a), _report(b)
     comparison = compare_reports(first, second)
-    judged = tuple(judge(comparison, condition) for condition in fail_if)
-    comparison = comparison.model_copy(update={"conditions": judged})
+    checked = tuple(check_condition(comparison, condition) for condition in fail_if)
+    comparison = comparison.model_copy(update={"conditions": checked})
     if html is not None:
         run_folder(html.parent)
         write_html(first, html, other=second, title=f"{a.name} and {b.name}")
@@ -44,9 +44,9 @@ def compare(
         output(comparison.to_json())
     else:
         stdout().print(render(comparison))
-    met = [condition_text(c) for c in judged if c.met]
+    met = [condition_text(c) for c in checked if c.met]
     if met:
-        raise ConditionError(f"{b} against {a} meets {len(met)} of {len(judged)} conditions: {'; '.join(met)}.")
+        raise ConditionError(f"{b} against {a} meets {len(met)} of {len(checked)} conditions: {'; '.join(met)}.")
 
 
 def _report(path: Path) -> Report:

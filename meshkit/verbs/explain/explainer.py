@@ -241,20 +241,20 @@ def rules_toml(experiment: ExperimentFile) -> str:
 
 def _collective(row: Explained) -> CollectivePart:
     ranked = sorted(row.sources, key=lambda source: -row.sources[source])
-    return CollectivePart.of(row, sources=tuple(source for source in ranked if source)[:5])
+    return CollectivePart.from_sources(row, sources=tuple(source for source in ranked if source)[:5])
 
 
 def _placement(made: Plan, mesh: MeshSpec, cluster: Cluster) -> PlacementPart:
     """The best assignment of the mesh's axes to links, by what the planned step moves."""
     best = propose(made.report, mesh, cluster)
     seconds = {"communication_now_s": best.seconds_now, "communication_proposed_s": best.seconds_proposed}
-    return PlacementPart.of(best, **seconds)
+    return PlacementPart.from_sources(best, **seconds)
 
 
 def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
     """One array as explain lists it."""
     shards = subject.pieces(array.axes)
-    return PlacedPart.of(array, path=path, rule=rule, shards=shards, bytes_per_gpu=array.bytes // shards)
+    return PlacedPart.from_sources(array, path=path, rule=rule, shards=shards, bytes_per_gpu=array.bytes // shards)
 
 
 def render(explanation: Explanation) -> RenderableType:

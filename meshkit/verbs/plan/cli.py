@@ -73,7 +73,7 @@ def plan(
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import Experiment, load_any
     from meshkit.planning.planner import plan_experiment
-    from meshkit.report.causes import judged_plan
+    from meshkit.report.causes import add_plan_findings
     from meshkit.report.folder import write_folder
     from meshkit.search.named_change import find_change
     from meshkit.search.proposals import remedies_table
@@ -104,7 +104,7 @@ def plan(
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
         if (change := find_change(report, loaded, made.planned)) is not None:
-            report = judged_plan(report, made.planned, change)
+            report = add_plan_findings(report, made.planned, change)
     if failures:
         from meshkit.planning.failures import plan_failures
 

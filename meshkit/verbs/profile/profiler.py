@@ -24,7 +24,7 @@ from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
 from meshkit.predict.simulate import simulate
 from meshkit.report import schema
-from meshkit.report.causes import judged_by_communication
+from meshkit.report.causes import add_communication_findings
 from meshkit.report.compare import with_predicted
 from meshkit.report.folder import feedback_part, write_folder
 from meshkit.report.late import late_devices
@@ -34,10 +34,10 @@ from meshkit.report.measured import (
     captured_program,
     gpu_of_trace,
     machine_notes,
-    noted,
     quality_part,
     read_history,
     stragglers_part,
+    to_warnings,
     untraced_step_s,
     withhold_axes,
 )
@@ -51,7 +51,7 @@ from meshkit.report.summarize import (
     summarize_simulation,
     wire_numbers,
 )
-from meshkit.report.verdict import Known, judged
+from meshkit.report.verdict import Known, add_findings
 from meshkit.runs.metrics import read_metrics
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
@@ -121,7 +121,7 @@ def measure_run(
         facts=_executed(record.work, captured.schedule),
         instructions=instructions,
         swept=trace,
-        warnings=noted(
+        warnings=to_warnings(
             [
                 *notes_of_capture(captured),
                 *machine_notes(captured.cluster, trace.facts, record.device_kind),
@@ -154,7 +154,7 @@ def measure_run(
         steps_per_execution=each,
         gpu=gpu_of_trace(trace.facts),
     )
-    report = judged(report, known, history)
+    report = add_findings(report, known, history)
     return Measurement(report, trace.timeline, captured, trace)
 
 
@@ -278,7 +278,7 @@ def measure_traces(
         facts=job.facts,
         instructions=instructions or None,
         swept=trace,
-        warnings=noted([*loose.notes, *_priced(gpu, loose), *machine_notes(cluster, trace.facts), *trace.notes]),
+        warnings=to_warnings([*loose.notes, *_priced(gpu, loose), *machine_notes(cluster, trace.facts), *trace.notes]),
     )
     quality = quality_part(trace)
     if loose.placement is None:
@@ -300,7 +300,7 @@ def measure_traces(
 
     known = Known(trace, loose.program, read, instructions, cluster, gpu=gpu)
     return MeasuredTraces(
-        judged(report, known),
+        add_findings(report, known),
         trace.timeline,
         Path(path).name,
         schedule,
@@ -324,7 +324,9 @@ def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
 
 def _with_bandwidths(report: Report) -> Report:
     """The report, with what must be known of its bus bandwidths."""
-    return report.model_copy(update={"warnings": (*report.warnings, *noted(bandwidth_notes(report.communication)))})
+    return report.model_copy(
+        update={"warnings": (*report.warnings, *to_warnings(bandwidth_notes(report.communication)))}
+    )
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema.MemoryPart:
@@ -435,9 +437,9 @@ def profile_inspector(
         communication=tuple(rows),
         quality=schema.QualityPart(events=found.operations, dropped_events=found.dropped, wait_method="clock_free"),
         stragglers=stragglers_part(found.skew, hosts, {}, steps) if found.skew.stragglers else None,
-        warnings=tuple(noted(notes)),
+        warnings=tuple(to_warnings(notes)),
     )
-    report = judged_by_communication(report, cluster)
+    report = add_communication_findings(report, cluster)
     if out is None:
         return with_predicted(report, predicted)
     return write_folder(report, run_folder(Path(out)), predicted=predicted, title=files[0].parent.name)
@@ -457,7 +459,7 @@ def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: C
     payload, busy_s = row.payload_bytes * per, row.busy_s * per
     wait_s = None if row.wait_s is None else row.wait_s * per
     transfer_s = None if wait_s is None else busy_s - wait_s
-    return CommunicationPart.of(
+    return CommunicationPart.from_sources(
         like,
         axes_complete=None if placement is None else shape is not None,
         link=like.link or None,

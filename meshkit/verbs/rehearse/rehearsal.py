@@ -48,7 +48,7 @@ from meshkit.planning.resolved import find_tokenizer, functions_by_command, make
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
-from meshkit.report.measured import captured_program, noted
+from meshkit.report.measured import captured_program, to_warnings
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, is_of_memory, too_little_memory
@@ -220,7 +220,7 @@ def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehears
             *([_clock(schedule, times, cluster)] if mocked else []),
             *_unnamed(price),
             *_against_plan(experiment, captured, schedule),
-            *noted(notes),
+            *to_warnings(notes),
         ],
     )
     parts = {"memory": _memory(experiment, captured, reserved), "program": captured_program(record, schedule)}
