@@ -129,7 +129,7 @@ class Child:
         return self.receive(timeout_s)
 
     def send(self, request: Any) -> None:
-        """Sends a request, whose answer `receive` waits for."""
+        """Send a request, whose answer `receive` waits for."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):  # of one that has died, `receive` says so
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -185,7 +185,7 @@ class Child:
         return self._process.stdout.fileno()
 
     def close(self) -> None:
-        """Ends the process, whatever it is doing, and removes its folder."""
+        """End the process, whatever it is doing, and removes its folder."""
         _remove(self._scratch)
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):  # what was written last may have nobody to read it
@@ -312,7 +312,7 @@ def peak_rss_bytes() -> int:
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to end this process with the one that started it, which is the last argument; now if it is gone."""
+    """Ask Linux to end this process with the one that started it, which is the last argument; now if it is gone."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -352,7 +352,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Removes the scratch folders of this user that no living process holds; one without our mark is not ours."""
+    """Remove the scratch folders of this user that no living process holds; one without our mark is not ours."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # held, of another user, or gone by now
             lock = os.open(path, _FOLDER)
@@ -379,7 +379,7 @@ def _make() -> _Scratch:
 
 
 def _remove(scratch: _Scratch) -> None:
-    """Ends the process that works in a folder, then removes that; does nothing the second time."""
+    """End the process that works in a folder, then removes that; does nothing the second time."""
     with _changing:
         if _made.pop(scratch.folder, None) is None:
             return
@@ -396,7 +396,7 @@ def _remove(scratch: _Scratch) -> None:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kills a process, and all of its group where it leads one."""
+    """Kill a process, and all of its group where it leads one."""
     with suppress(ProcessLookupError):
         if process.poll() is None and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)

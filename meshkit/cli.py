@@ -87,7 +87,7 @@ def options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Returns:
         0 done (also when a step does not fit); 1 a bug of ours; 2 what the user gave is wrong or unreadable; 3 a
@@ -198,7 +198,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _tell(text: str) -> None:
-    """Says an error where anybody may hear it; the exit code says the rest. Nothing after Ctrl-C, which causes some."""
+    """Say an error where anybody may hear it; the exit code says the rest. Nothing after Ctrl-C, which causes some."""
     if _interrupted.is_set():
         return
     with suppress(OSError):
@@ -206,7 +206,9 @@ def _tell(text: str) -> None:
 
 
 def _fails(stream: TextIO) -> bool:
-    """Whether a stream takes nothing more; what waits in it is dropped, or Python would exit with a code of its own."""
+    """Return whether a stream takes nothing more; what waits in it is dropped, or Python would exit with a code of its
+    own.
+    """
     try:
         stream.flush()
     except OSError as e:

@@ -27,7 +27,7 @@ _LONGEST_TEXT = 2**13  # of a table's cell or a paragraph; documents are printed
 
 
 def run_folder(folder: Path) -> Path:
-    """The folder, made if need be, before anything expensive begins.
+    """Return the folder, made if need be, before anything expensive begins.
 
     Raises:
         ConfigError: it cannot be made or written to.
@@ -50,7 +50,7 @@ def width() -> int | None:
 
 @functools.cache
 def _console_type() -> type[Console]:
-    """The console of all that is printed; rich takes as long to import as the rest of the command line."""
+    """Return the console of all that is printed; rich takes as long to import as the rest of the command line."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
@@ -65,7 +65,7 @@ def _console_type() -> type[Console]:
                 yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
         def print(self, *objects: Any, **options: Any) -> None:
-            """Prints; no line of a file or a pipe ends in blanks."""
+            """Print; no line of a file or a pipe ends in blanks."""
             if self.is_terminal or self.record:
                 super().print(*objects, **options)
                 return
@@ -80,30 +80,30 @@ def _console_type() -> type[Console]:
 
 
 def _cut(text: str) -> str:
-    """A text that is not longer than a page or two."""
+    """Return a text that is not longer than a page or two."""
     rest = len(text) - _LONGEST_TEXT
     return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}... ({rest:,} more characters)"
 
 
 def stdout() -> Console:
-    """A console for what a verb is asked for. Text is no markup: a name from a file may look like it."""
+    """Return a console for what a verb is asked for. Text is no markup: a name from a file may look like it."""
     return _console_type()(width=width(), markup=False)
 
 
 def stderr() -> Console:
-    """A console for progress and tables that must stay off stdout."""
+    """Return a console for progress and tables that must stay off stdout."""
     return _console_type()(stderr=True, width=None if sys.stderr.isatty() else 80, markup=False)
 
 
 def status(text: str) -> Any:
-    """A spinner with text while the block runs; nothing where there is no terminal."""
+    """Return a spinner with text while the block runs; nothing where there is no terminal."""
     from rich.text import Text
 
     return stderr().status(Text(text))
 
 
 def notebook_line() -> Callable[[str], None]:
-    """Shows a text in the notebook that runs this, each in the place of the one before; nothing anywhere else."""
+    """Show a text in the notebook that runs this, each in the place of the one before; nothing anywhere else."""
     ipython = sys.modules.get("IPython")
     if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return lambda text: None
@@ -136,13 +136,13 @@ class Printed:
     """What Python shows as the command line prints it: at a prompt, by `print` and in a notebook."""
 
     def __str__(self) -> str:
-        """The tables that the command line prints."""
+        """Return the tables that the command line prints."""
         return rendered(self.__rich__())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """Return the same for a notebook."""
         return rendered(self.__rich__(), width=_NOTEBOOK_WIDTH, html=True)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -166,10 +166,10 @@ class Rendered(Printed):
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr."""
+    """Print a line on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def output(text: str, *, end: str = "\n") -> None:
-    """Prints a document (JSON, a script, TOML) on stdout: as it is, but printable for a terminal."""
+    """Print a document (JSON, a script, TOML) on stdout: as it is, but printable for a terminal."""
     print(printable(text) if sys.stdout.isatty() else text, end=end)

@@ -40,7 +40,7 @@ class MeshkitError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The message as the terminal shows it, without the leading `meshkit: `."""
+        """Return the message as the terminal shows it, without the leading `meshkit: `."""
         lines = [self.message]
         if self.at:
             lines.append(f"  at {self.at}")
@@ -111,6 +111,6 @@ def _hints(function: Callable[..., object]) -> dict[str, typing.Any]:
 
 
 def a_type(value: object) -> str:
-    """The type of a value, with its article: `an int`."""
+    """Return the type of a value, with its article: `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"

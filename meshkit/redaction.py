@@ -42,17 +42,17 @@ _SHORTEST = 6
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the name of a variable or a key says that its value is a secret."""
+    """Return whether the name of a variable or a key says that its value is a secret."""
     return bool(_SECRET_NAME.search(name))
 
 
 def has_credentials(text: str) -> bool:
-    """Whether a text holds a URL with a password."""
+    """Return whether a text holds a URL with a password."""
     return bool(_URL.search(text))
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A message without secrets: those of the environment, in URLs, and what stands after `a_token =`.
+    """Return a message without secrets: those of the environment, in URLs, and what stands after `a_token =`.
 
     Args:
         text: any.
@@ -71,7 +71,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_values(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """A document without secrets of the environment and in URLs. JSON stays JSON."""
+    """Return a document without secrets of the environment and in URLs. JSON stays JSON."""
     if secrets := _secrets(tuple((os.environ if environment is None else environment).items())):
         text = secrets.masked(text)
     if "://" in text:
@@ -80,12 +80,14 @@ def redact_values(text: str, environment: Mapping[str, str] | None = None) -> st
 
 
 def printable(text: str) -> str:
-    """A text of several lines in which what a terminal would obey is written out: `\\x1b` for an escape character."""
+    """Return a text of several lines in which what a terminal would obey is written out: `\\x1b` for an escape
+    character.
+    """
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def recorded_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The part of the environment that may be written down."""
+    """Return the part of the environment that may be written down."""
     env = os.environ if environment is None else environment
     return {name: redact(env[name], env) for name in RECORDED if name in env}
 
@@ -99,7 +101,7 @@ def redact_streams() -> None:
 
 
 def _is_assignment(name: str, sign: str) -> bool:
-    """Whether a secret follows; `unexpected token: x` is prose."""
+    """Return whether a secret follows; `unexpected token: x` is prose."""
     return is_secret_name(name) and (name.lower() != "token" or name.isupper() or ":" not in sign)
 
 
@@ -115,7 +117,7 @@ class _Secrets:
 
     @classmethod
     def of(cls, values: Iterable[str]) -> _Secrets:
-        """The secrets of values that are not empty."""
+        """Return the secrets of values that are not empty."""
         forms = sorted({form for value in values for form in _written(value)})
         inner, around = [], []
         for at, form in enumerate(forms):
@@ -129,7 +131,7 @@ class _Secrets:
         return cls(forms, inner, max(map(len, forms)), anchors, begins)
 
     def masked(self, text: str) -> str:
-        """The text without them; where they overlap, without all of it."""
+        """Return the text without them; where they overlap, without all of it."""
         said, done = [], 0
         for found in self.begins.finditer(text):
             start = found.start()
@@ -155,7 +157,7 @@ class _Secrets:
 
 @functools.lru_cache(maxsize=2)
 def _secrets(environment: tuple[tuple[str, str], ...]) -> _Secrets | None:
-    """The secrets of an environment; None where there is none."""
+    """Return the secrets of an environment; None where there is none."""
     values = set()
     for name, value in environment:
         if is_secret_name(name):
@@ -168,7 +170,7 @@ def _secrets(environment: tuple[tuple[str, str], ...]) -> _Secrets | None:
 
 
 def _written(value: str) -> Iterator[str]:
-    """A value as it is, and as repr, JSON, a shell and a URL write it, without their outer quotes."""
+    """Yield a value as it is, and as repr, JSON, a shell and a URL write it, without their outer quotes."""
     yield value
     yield repr(value)[1:-1]
     yield repr(value + "'\"")[1:-4]  # as in a text with both quotes

@@ -20,7 +20,7 @@ def format_bytes(n: float | None) -> str:
 
 
 def format_seconds(t: float | None) -> str:
-    """A duration with three significant digits in s, ms or us; longer ones as `3h 12m`."""
+    """Return a duration with three significant digits in s, ms or us; longer ones as `3h 12m`."""
     if t is None:
         return "-"
     if abs(t) >= 3600:
@@ -48,7 +48,7 @@ def format_flops(flops: float | None) -> str:
 
 
 def format_count(n: float | None) -> str:
-    """A number with a decimal suffix and a trailing space or suffix: `8.03 G`, `512 `."""
+    """Return a number with a decimal suffix and a trailing space or suffix: `8.03 G`, `512 `."""
     if n is None:
         return "-"
     for size, unit in _DECIMAL:
@@ -58,7 +58,7 @@ def format_count(n: float | None) -> str:
 
 
 def format_percent(share: float | None) -> str:
-    """A share of one as a percentage with one decimal: `18.2 %`."""
+    """Return a share of one as a percentage with one decimal: `18.2 %`."""
     return "-" if share is None or not math.isfinite(share) else f"{100 * share:.1f} %"
 
 

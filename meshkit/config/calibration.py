@@ -1,7 +1,7 @@
-"""Calibration: what `meshkit bench` measured on real devices, as the TOML file a cluster may name.
+"""The calibration that `meshkit bench` measured on real devices: a TOML file that a cluster may name.
 
-Bench writes it, `cluster.calibration` names it. The kernel model takes its rates, the network model its constants or,
-where it has none (of CPUs, or from a trace), the fit of one group of GPUs:
+The kernel model takes its rates and the network model its constants. Where a file has no constants (from CPUs, or from
+a trace), the fit of one group of GPUs prices a collective:
 
     seconds = latency_s + wire_bytes / bytes_per_s
 
@@ -38,39 +38,39 @@ _NotNegative = Annotated[float, Field(ge=0)]
 
 
 def _one_of(*names: str) -> GetPydanticSchema:
-    """A text that is checked to be one of these, and is any for the type checker."""
+    """Return a text that is checked to be one of these, and is any for the type checker."""
     return GetPydanticSchema(lambda *_: core_schema.literal_schema(list(names)))
 
 
 class Fit(TomlTable):
     """Latency and bandwidth of one collective over groups of one shape."""
 
-    link: Literal["nvlink", "infiniband"]  # the slowest that a group crosses
+    link: Literal["nvlink", "infiniband"]  # The slowest link that a group crosses.
     collective: CollectiveName  # HLO opcode
-    gpus_per_domain: _Whole  # with domains, the group's shape
+    gpus_per_domain: _Whole  # The group's shape, with `domains`.
     domains: _Whole
-    latency_s: _NotNegative  # of the smallest message
+    latency_s: _NotNegative  # Time of the smallest message.
     bytes_per_s: _Positive  # bus bandwidth at saturation, per GPU
     residual_median: _NotNegative  # median of |fitted / measured - 1|
-    points: _Whole  # how many sizes it is fitted to
+    points: _Whole  # Number of sizes that it is fitted to.
 
     @property
     def group_size(self) -> int:
-        """GPUs of a group."""
+        """Return GPUs of a group."""
         return self.gpus_per_domain * self.domains
 
     def time_s(self, wire_bytes: float) -> float:
-        """Seconds of one collective that puts `wire_bytes` on the wire per GPU."""
+        """Return seconds of one collective that puts `wire_bytes` on the wire per GPU."""
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
 class Rates(TomlTable):
     """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written)."""
 
-    memory_bytes_per_s: _Positive | None = None  # of a copy, both directions; None if it was not measured
-    # by precision, named as in the catalog; of a large matmul
+    memory_bytes_per_s: _Positive | None = None  # A copy, both directions; None if it was not measured.
+    # Large matmuls, by precision as in the catalog.
     matmul_flops_per_s: dict[Annotated[str, _one_of("fp32", "tf32", "bf16", "fp16", "fp8")], _Positive] = {}
-    # of fused causal attention at 4k tokens, masked half not counted
+    # Fused causal attention at 4k tokens, without the masked half.
     attention_flops_per_s: dict[Annotated[str, _one_of("forward", "backward")], _Positive] = {}
 
 
@@ -78,9 +78,9 @@ class NetworkConstants(TomlTable):
     """Constants of the network model (`[fitted]` of nccl.toml), and rates of links relative to the catalog's."""
 
     constants: dict[str, _Positive]
-    points: _Whole  # how many collectives they are fitted to
-    error_before: _NotNegative  # median of |predicted / measured - 1|, with the shipped ones
-    error_after: _NotNegative  # and with these
+    points: _Whole  # Number of collectives that they are fitted to.
+    error_before: _NotNegative  # Median of |predicted / measured - 1| with the shipped constants.
+    error_after: _NotNegative  # The same median with these constants.
 
 
 class MeasuredOn(TomlTable):
@@ -97,16 +97,17 @@ class MeasuredOn(TomlTable):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a `calibration.toml` says."""
+    """The contents of a `calibration.toml`."""
 
     fits: tuple[Fit, ...]
     measured_on: MeasuredOn | None = None
     rates: Rates = field(default_factory=Rates)
+    # Where it is there, collectives are priced by the network model with it, not by `fits`.
     network: NetworkConstants | None = None
-    """Where it is there, collectives are priced by the network model with it, not by `fits`."""
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
-        """The fit of this group shape; else that of the nearest group size on the same link; None if there is none.
+        """Return the fit of this group shape; else that of the nearest group size on the same link; None if there is
+        none.
 
         Sizes are compared by their ratio: 4 and 16 are equally far from 8. Of two equally far the larger is taken.
 
@@ -122,7 +123,7 @@ class Calibration:
             return exact[0] if exact else None
 
         def distance(fit: Fit) -> tuple[float, float, int]:
-            """How far a fit's group is from the one asked for: by size, then by domains, the larger first."""
+            """Return how far a fit's group is from the one asked for: by size, then by domains, the larger first."""
             size = abs(math.log(fit.group_size / (gpus_per_domain * domains)))
             return round(size, 9), round(abs(math.log(fit.domains / domains)), 9), -fit.group_size
 
@@ -130,7 +131,7 @@ class Calibration:
 
 
 def load(path: str | os.PathLike[str]) -> Calibration:
-    """The calibration of a file.
+    """Return the calibration of a file.
 
     Raises:
         ConfigError: it cannot be read, is no TOML, or is no calibration; the message names file, line and key.
@@ -144,11 +145,11 @@ def load(path: str | os.PathLike[str]) -> Calibration:
 
 
 def load_cached(path: str | os.PathLike[str]) -> Calibration:
-    """`load`, which reads a file again only once it has changed."""
+    """Return `load`, which reads a file again only once it has changed."""
     try:
         modified_ns = os.stat(path).st_mtime_ns
     except OSError:
-        modified_ns = 0  # reading it then says why
+        modified_ns = 0  # Reading the file then says why.
     return _load(os.fspath(path), modified_ns)
 
 
@@ -158,7 +159,7 @@ def _load(path: str, modified_ns: int) -> Calibration:
 
 
 def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
-    """Writes the file that `load` reads back as an equal calibration.
+    """Write the file that `load` reads back as an equal calibration.
 
     Raises:
         ConfigError: it cannot be written.
@@ -188,10 +189,10 @@ _HEADER = """\
 
 
 def _build(table: Mapping[str, Any]) -> Calibration:
-    """The calibration of a file's tables."""
+    """Return the calibration of a file's tables."""
     if table.get("schema") != SCHEMA:
         raise SpecError(
-            "this is no calibration file that this version reads.",
+            "this version does not read this calibration file.",
             key=("schema",),
             hint=f'schema = "{SCHEMA}", as `meshkit bench` writes it',
         )
@@ -209,7 +210,7 @@ def _build(table: Mapping[str, Any]) -> Calibration:
 
 
 def _fits(entries: Any) -> tuple[Fit, ...]:
-    """The `[[fit]]` sections."""
+    """Return the `[[fit]]` sections."""
     if not isinstance(entries, list):
         raise SpecError(f"fit must be a list of tables, not {kind(entries)}.", key=("fit",), hint="[[fit]] sections")
     fits = tuple(validate(Fit, entry, within=("fit", str(index))) for index, entry in enumerate(entries))
@@ -218,7 +219,7 @@ def _fits(entries: Any) -> tuple[Fit, ...]:
 
 
 def _check_unique(fits: Sequence[Fit]) -> None:
-    """Refuses groups of one GPU, and two fits of one collective over groups of one shape."""
+    """Refuse groups of one GPU, and two fits of one collective over groups of one shape."""
     seen: set[tuple[str, str, int, int]] = set()
     for index, fit in enumerate(fits):
         shape = (fit.link, fit.collective, fit.gpus_per_domain, fit.domains)

@@ -1,6 +1,6 @@
-"""Gpu and Nic, and the catalog they are read from: data-sheet and measured numbers of hardware.
+"""Gpu and Nic, read from the catalog: data-sheet and measured numbers of hardware.
 
-`catalog.toml` beside this module is the only place where hardware has numbers; each has a source there.
+`catalog.toml` in this folder is the only place with numbers of hardware; each has a source there.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Gpu:
     """One kind of GPU (or a virtual CPU device, key `cpu`)."""
 
     key: str  # name in the catalog, `h100_sxm`
-    name: str  # what the driver calls it
+    name: str  # The driver's name.
     compute_capability: tuple[int, int] | None  # (major, minor); None for the CPU
     sms: int  # streaming multiprocessors
     clock_hz: float  # boost clock
-    memory_bytes: int  # what CUDA can allocate from, without ECC and reserved pages
+    memory_bytes: int  # Memory that CUDA can allocate, without ECC and reserved pages.
     memory_bytes_per_s: float  # peak
     l2_bytes: int  # second-level cache
     peak_flops: Mapping[str, float]  # dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported
@@ -33,10 +33,10 @@ class Gpu:
     nvlink_generation: int | None  # None where there is no NVLink
     nvlink_links: int  # of one GPU; 0 where there are none
     nvlink_bytes_per_s: float  # all links of one GPU, one direction; links x the generation's rate per link
-    pcie_generation: int  # of its x16 slot
-    pcie_bytes_per_s: float  # of that slot, one direction
-    target: Mapping[str, int | float]  # further numbers that compiling for it needs
-    cpu_link: str = "pcie"  # what its own package has towards the CPU, a key of `cpu_links`: `pcie`, `c2c_gh200`, ...
+    pcie_generation: int  # Generation of its x16 slot.
+    pcie_bytes_per_s: float  # Rate of that slot, one direction.
+    target: Mapping[str, int | float]  # Further numbers for the compiler.
+    cpu_link: str = "pcie"  # Its own link to the CPU, a key of `cpu_links`: `pcie`, `c2c_gh200`, ...
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,30 @@ class Nic:
     key: str  # name in the catalog, `ib_ndr`
     bytes_per_s: float  # line rate of one port, one direction
     fabric: str  # `infiniband`, `roce` or `ethernet`
-    label: str  # what a report calls it, `infiniband_ndr`
+    label: str  # The name in reports, `infiniband_ndr`.
     achieved: float  # sustained fraction of the line rate
     latency_s: float  # one ring step of a large message (NCCL Simple)
     latency_small_s: float  # one ring step of a small message (NCCL LL)
-    pcie_generation: int  # newest that the adapter speaks; its slot has this or the host's, whichever is older
-    pcie_lanes: int  # of its slot
+    pcie_generation: int  # The newest that the adapter speaks; the older of this and the host's counts.
+    pcie_lanes: int  # Lanes of its slot.
     rdma: bool  # whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP
 
 
 @dataclass(frozen=True)
 class CpuLink:
-    """What connects one GPU with its host's CPU and memory."""
+    """The link between one GPU and its host's CPU and memory."""
 
     key: str  # name in the catalog, `c2c_gh200`
-    label: str  # what a report calls it, `nvlink_c2c`
+    label: str  # The name in reports, `nvlink_c2c`.
     bytes_per_s: float  # one GPU, one direction, peak
-    achieved: float  # sustained fraction of that
+    achieved: float  # Sustained fraction of the peak.
     nvlinks: int  # NVLinks of the GPU that it takes, which then lead to no other GPU
-    host_memory_bytes_per_s: float  # of the CPU memory behind it, one GPU's part, reads and writes together
+    host_memory_bytes_per_s: float  # The CPU memory behind it, one GPU's part, reads and writes together.
 
 
 @functools.cache
 def catalog() -> Mapping[str, Any]:
-    """The whole catalog as plain tables; a GPU that is `like` another has its numbers too, with their sources."""
+    """Return the whole catalog as plain tables; a GPU that is `like` another inherits its numbers and sources."""
     found = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
     for row in found["gpus"].values():
         if "like" in row:
@@ -86,23 +86,23 @@ def _inherit(row: dict[str, Any], base: Mapping[str, Any]) -> None:
 
 
 def gpu_keys() -> tuple[str, ...]:
-    """Every GPU of the catalog."""
+    """Return every GPU of the catalog."""
     return tuple(catalog()["gpus"])
 
 
 def nic_keys() -> tuple[str, ...]:
-    """Every NIC of the catalog."""
+    """Return every NIC of the catalog."""
     return tuple(catalog()["nics"])
 
 
 def cpu_link_keys() -> tuple[str, ...]:
-    """Every link between GPU and CPU: `pcie`, and those of the catalog that are no PCIe."""
+    """Return every link between GPU and CPU: `pcie`, and those of the catalog that are no PCIe."""
     return ("pcie", *catalog()["cpu_links"])
 
 
 @functools.cache
 def gpu(key: str) -> Gpu:
-    """The GPU of that key; KeyError if the catalog has none."""
+    """Return the GPU of that key; KeyError if the catalog has none."""
     row = _numbers("gpus", key)
     capability = row.pop("compute_capability", None)
     generation = row.pop("nvlink_generation", None)
@@ -118,13 +118,13 @@ def gpu(key: str) -> Gpu:
 
 @functools.cache
 def nic(key: str) -> Nic:
-    """The NIC of that key; KeyError if the catalog has none."""
+    """Return the NIC of that key; KeyError if the catalog has none."""
     return Nic(key=key, **_numbers("nics", key))
 
 
 @functools.cache
 def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
-    """The link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share.
+    """Return the link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share.
 
     Args:
         key: `pcie`, or one of the catalog's `cpu_links`, whose numbers do not depend on the other two.
@@ -142,24 +142,26 @@ def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
 
 
 def nvlink_bytes_per_s(generation: int) -> float:
-    """One NVLink of that generation, one direction."""
+    """Return one NVLink of that generation, one direction."""
     return catalog()["nvlink"][str(generation)]["bytes_per_s"]
 
 
 def nvswitch(nvlink_generation: int) -> Mapping[str, Any] | None:
-    """The NVSwitch that speaks that NVLink: generation, ports, whether it reduces and multicasts. None before it."""
+    """Return the NVSwitch that speaks that NVLink: generation, ports, whether it reduces and multicasts. None before
+    it.
+    """
     found = [row for row in catalog()["nvswitch"].values() if row["nvlink_generation"] == nvlink_generation]
     return found[0] if found else None
 
 
 def cube_mesh(nvlink_generation: int) -> list[list[int]] | None:
-    """Links between each two GPUs of an 8-GPU host without a switch, where these are not all the same; else None."""
+    """Return the links between each two GPUs of an 8-GPU host without a switch; None where all are the same."""
     row = catalog()["cube_mesh"].get(str(nvlink_generation))
     return row["links"] if row else None
 
 
 def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
-    """A slot, one direction.
+    """Return a slot, one direction.
 
     Args:
         generation: 3 to 6; KeyError for another.
@@ -172,22 +174,22 @@ def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
 
 
 def host_memory(pcie_generation: int) -> float:
-    """Bytes per second of a two-socket host's memory, by the generation of its slots; reads and writes together."""
+    """Return bytes per second of a two-socket host's memory by the generation of its slots, read and written."""
     return catalog()["host_memory_bytes_per_s"][str(pcie_generation)]
 
 
 def reserved() -> Mapping[str, int]:
-    """What a GPU's memory holds beside a program, in bytes and numbers of channels: context, NCCL, cuDNN, allocator."""
+    """Return what a GPU's memory holds besides a program, in bytes and channels: context, NCCL, cuDNN, allocator."""
     return {name: value for name, value in catalog()["reserved"].items() if name != "sources"}
 
 
 def failures() -> Mapping[str, Any]:
-    """How often hosts that train fail, what each failure costs, and how fast storage is where nobody says."""
+    """Return how often hosts that train fail, what each failure costs, and how fast storage is where nobody says."""
     return {name: value for name, value in catalog()["failures"].items() if name != "sources"}
 
 
 def published_failures_per_gpu_day() -> dict[str, float]:
-    """Failures of a GPU's share of its host in a day, by study; the first one is the default."""
+    """Return failures a GPU and day by study; the first one is the default."""
     row = failures()
     return {
         name: found["failures"] / found["hosts"] / row["gpus_per_host"] / (found["hours"] / 24)
@@ -196,22 +198,22 @@ def published_failures_per_gpu_day() -> dict[str, float]:
 
 
 def fabric(name: str) -> Mapping[str, float]:
-    """What a fabric has beyond its GPUs or NICs: latencies, sustained share: `nvlink`, `pcie`, `host_memory`, ..."""
+    """Return the latencies and the sustained share of a fabric: `nvlink`, `pcie`, `host_memory`, ..."""
     return catalog()["fabrics"][name]
 
 
 def _numbers(table: str, key: str) -> dict[str, Any]:
-    """A row without its sources."""
+    """Return a row without its sources."""
     return {name: value for name, value in catalog()[table][key].items() if name != "sources"}
 
 
 @functools.cache
 def measured_table(name: str) -> tuple[Mapping[str, str], ...]:
-    """The rows of a table of measured rates beside this module: matmuls.csv, attention_rates.csv"""
+    """Return the rows of a table of measured rates beside this module: matmuls.csv, attention_rates.csv"""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
 def kernels() -> Mapping[str, Any]:
-    """What holds for kernels of every GPU: the charts of fused attention, what NCCL takes, how GPUs differ."""
+    """Return the numbers of kernels on every GPU: charts of fused attention, NCCL's share, the spread of GPUs."""
     return catalog()["kernels"]

@@ -1,12 +1,12 @@
 """Cluster: the machines of an experiment, and the links between their GPUs.
 
-GPUs that are used are numbered domain by domain: `gpu_index = domain * gpus_used_per_domain + local`.
+The GPUs in use are numbered domain by domain: `gpu_index = domain * gpus_used_per_domain + local`.
 
-A path is as fast as the slowest thing on it: NIC, the NIC's slot, the GPU's slot, host memory where it must pass that.
-Which is the slowest is judged by sustained rates; the link then has that thing's peak and its sustained share.
+A path is as fast as its slowest hop: NIC, the NIC's slot, the GPU's slot, host memory where the path crosses it. Hops
+are compared by sustained rates; the link then has the peak and the sustained share of the slowest.
 """
 
-# What a file may leave out, or name, is there in a Cluster: the same keys of a narrower type.
+# A Cluster has a value for each key that a file may leave out or name, so its fields have narrower types.
 # pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
 
 _SHIPPED = Path(__file__).with_name("clusters")
 _NVSWITCH_GENERATION = 3  # earlier NVLink came without a switch on 8-GPU hosts
-_LARGEST_MESH = {True: 4, False: 8}  # GPUs wired to each other directly, from that generation on and before it
+# GPUs that are wired to each other without a switch, from that generation on and before it.
+_LARGEST_MESH = {True: 4, False: 8}
 
-# Reads and writes of host memory for each byte that a GPU sends through it: written, then read; and, where the same
-# GPU also receives at that rate, as every step of a collective does over a network, the same once more.
+# Reads and writes of host memory for each byte that a GPU sends through it: written once and read once. In a
+# collective over a network the GPU also receives at that rate, which doubles both.
 _PASSES_SCALE_UP = 2
 _PASSES_SCALE_OUT = 4
 
-# What a port speaks -> the NICs of the catalog that do, and what a report calls a port in its other mode: a ConnectX
+# A port's protocol -> prefix of the catalog's NICs, and the name of a port that runs in its other mode: a ConnectX
 # speaks InfiniBand and Ethernet.
 _NIC_PREFIX = {"roce": "roce_", "ethernet": "tcp_", "infiniband": "ib_"}
 _OTHER_MODE = {"roce": "roce", "ethernet": "tcp", "infiniband": "infiniband"}
@@ -49,29 +50,29 @@ Hop = tuple[float, float]  # peak bytes/s, sustained share
 
 @dataclass(frozen=True)
 class Link:
-    """What connects GPUs inside a domain or between domains, or a GPU and its CPU."""
+    """A link between GPUs inside a domain, between domains, or between a GPU and its CPU."""
 
     name: str  # `nvlink` (inside a domain), `infiniband` (between domains) or `cpu`
-    fabric: str  # what it really is: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ...
-    bytes_per_s: float  # peak per GPU, one direction; its part of its host's ports, oversubscription taken off
-    achieved: float  # sustained fraction of that
+    fabric: str  # The fabric behind it: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ...
+    bytes_per_s: float  # Peak per GPU, one direction: its part of its host's ports after oversubscription.
+    achieved: float  # Sustained fraction of the peak.
     latency_s: float  # one ring step of a large message (NCCL's Simple protocol)
     latency_small_s: float  # one ring step of a small message (NCCL's LL protocol)
 
 
 class Cluster(ClusterTable):
-    """The machines of an experiment: the keys of a cluster file, with what was left out filled in by `load`."""
+    """The machines of an experiment: the keys of a cluster file, where `load` has filled in what was left out."""
 
     name: str = "inline"  # the shipped name, or the stem of the file
     gpu: Gpu
     nvlink_domain_size: int = 1
     gpus_used_per_domain: int = 1  # the first of each domain
     nic: Nic | None = None  # None where hosts are not connected
-    nics_per_host: int = 0  # ports of a machine, which its GPUs share; also its rails. 0 without a NIC
+    nics_per_host: int = 0  # Ports of a host, which its GPUs share, and so the number of rails; 0 without a NIC.
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:
-        """A shipped cluster by name, one from a file, or one from a mapping of its keys; further keys override.
+        """Return a shipped cluster by name, one from a file, or one from a mapping of its keys; further keys override.
 
         A mapping may hold `name` (of a shipped cluster) or `file`, and keys that override it, or every key itself.
 
@@ -88,41 +89,44 @@ class Cluster(ClusterTable):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether its devices are virtual CPU devices."""
+        """Return whether its devices are virtual CPU devices."""
         return self.gpu.key == "cpu"
 
     @property
     def num_nvlink_domains(self) -> int:
-        """How many scale-up domains there are."""
+        """Return how many scale-up domains there are."""
         return self.hosts * self.gpus_per_host // self.nvlink_domain_size
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the job uses, over all domains."""
+        """Return GPUs that the job uses, over all domains."""
         return self.num_nvlink_domains * self.gpus_used_per_domain
 
     def domain_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
-        """The scale-up domain of a GPU, or of each of an array."""
+        """Return the scale-up domain of a GPU, or of each of an array."""
         return gpu_index // self.gpus_used_per_domain
 
     def host_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
-        """The host of a GPU, or of each of an array; the GPUs used are the first of each domain."""
+        """Return the host of a GPU, or of each of an array; the GPUs used are the first of each domain."""
         return self._among_all(gpu_index) // self.gpus_per_host
 
     def rail_of[T: (int, np.ndarray)](self, gpu_index: T) -> T | None:
-        """The port of its host that a GPU sends through; GPUs of one rail meet at one switch. None without a NIC."""
+        """Return the port of its host that a GPU sends through; GPUs of one rail meet at one switch. None without a
+        NIC.
+        """
         if not self.nics_per_host:
             return None
         return self._among_all(gpu_index) % self.gpus_per_host * self.nics_per_host // self.gpus_per_host
 
     def _among_all[T: (int, np.ndarray)](self, gpu_index: T) -> T:
-        """The number of a GPU among all of the cluster, used or not."""
+        """Return the number of a GPU among all of the cluster, used or not."""
         unused = self.nvlink_domain_size - self.gpus_used_per_domain
         return gpu_index + self.domain_of(gpu_index) * unused
 
     @property
     def has_nvswitch(self) -> bool:
-        """Whether NVLink goes through switches, so that any group of GPUs of a domain has all its links' bandwidth.
+        """Return whether NVLink goes through switches, so that any group of GPUs of a domain has all its links'
+        bandwidth.
 
         As the file says, else as hosts of that generation and size are built.
         """
@@ -135,10 +139,10 @@ class Cluster(ClusterTable):
 
     @property
     def checkpoint_bytes_per_s(self) -> float | None:
-        """Rate of a checkpoint over all hosts: what the storage takes, or what the GPUs' paths to it carry.
+        """Return the rate of a checkpoint over all hosts: the storage's, or that of the GPUs' paths to it.
 
-        None where `storage_bytes_per_s` is. With GPUDirect Storage (as with RDMA: `gpudirect_rdma`) a byte crosses the
-        GPU's slot only; without, it is written to host memory and read again.
+        None where `storage_bytes_per_s` is. With GPUDirect Storage (as with RDMA: `gpudirect_rdma`) a byte crosses only
+        the GPU's slot; without, it is written to host memory and read again.
         """
         if self.storage_bytes_per_s is None:
             return None
@@ -150,26 +154,26 @@ class Cluster(ClusterTable):
         return min(self.storage_bytes_per_s, self.num_gpus * peak * achieved)
 
     def link(self, name: str, *, gpus: int | None = None) -> Link:
-        """The link of that name.
+        """Return the link of that name.
 
         Args:
             name: `nvlink` (inside a domain) or `infiniband` (between domains).
-            gpus: members of a group inside one domain, neighbours in GPU order. NVLink of a group larger than a host is
-                what a GPU has beyond it (`nvlink_taper`), and without a switch a GPU has only its links to members: 2
-                is what one pair has. Default: all links of a GPU, which is what a ring or a reduction in the switches
+            gpus: members of a group inside one domain, neighbours in GPU order. A group larger than a host has the
+                NVLink bandwidth beyond the host (`nvlink_taper`). Without a switch a GPU has only its links to members:
+                with 2, the links of one pair. Default: all links of a GPU, which a ring or a reduction in the switches
                 uses, since little of either leaves a host. `infiniband` does not depend on it.
 
         Raises:
-            ConfigError: no such link.
+            ConfigError: there is no such link.
         """
         if name == "nvlink":
             return _nvlink(self, gpus) if self.scale_up == "nvlink" else _inside_host(self, name)
         if name == "infiniband":
             return _inside_host(self, name) if self.nic is None else _scale_out(self, self.nic)
-        raise ConfigError(f"there is no link '{name}'.", hint="nvlink or infiniband")
+        raise ConfigError(f"a cluster has no link '{name}'.", hint="nvlink or infiniband")
 
     def offload_link(self) -> Link:
-        """The link between one GPU and its host's memory, all GPUs of the host at once, one direction.
+        """Return the link between one GPU and its host's memory, all GPUs of the host at once, one direction.
 
         NVLink-C2C, NVLink of POWER hosts, PCIe elsewhere.
         """
@@ -180,10 +184,11 @@ class Cluster(ClusterTable):
         return Link("cpu", cpu.label, *_slowest(hops), latency["latency_s"], latency["latency_small_s"])
 
     def mesh_hops(self, gpus: int) -> float:
-        """NVLinks that a byte crosses between two members of a group of neighbours, on average over all pairs.
+        """Return how many NVLinks a byte crosses between two members of a group of neighbours, on average over all
+        pairs.
 
-        1 where any two GPUs meet directly or at a switch. In a cube mesh a byte for a GPU without a direct link is
-        relayed by one that has links to both (NCCL's NVB paths): two.
+        It is 1 where any two GPUs meet directly or at a switch. In a cube mesh, a byte for a GPU without a direct link
+        is relayed by one that has links to both (NCCL's NVB paths), which makes two.
 
         Args:
             gpus: members of the group, the first ones of a host.
@@ -198,7 +203,7 @@ class Cluster(ClusterTable):
         return sum(1 if table[a][b] else 2 for a, b in pairs) / len(pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every key with a plain value, None where unset; `Cluster.load` reads it back."""
+        """Return every key with a plain value, None where unset; `Cluster.load` reads it back."""
         table = {name: getattr(self, name) for name in ClusterTable.model_fields}
         own = {"gpu": self.gpu.key, "nic": self.nic.key if self.nic else None}
         return table | own | {"nics_per_host": self.nics_per_host or None}
@@ -206,12 +211,12 @@ class Cluster(ClusterTable):
 
 @functools.cache
 def shipped_clusters() -> tuple[str, ...]:
-    """Names of the clusters that come with meshkit."""
+    """Return names of the clusters that come with meshkit."""
     return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
 
 
 def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
-    """The cluster that a `cluster` value (a table) describes; relative paths are relative to `folder`."""
+    """Return the cluster that a `cluster` value (a table) describes; relative paths are relative to `folder`."""
     check_plain({"cluster": table})
     table, name = _resolve(dict(table), folder)
     checked = validate(ClusterTable, table, within=("cluster",))
@@ -219,7 +224,7 @@ def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
 
 
 def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ()) -> tuple[dict[str, Any], str]:
-    """The table with what `name` or `file` stand for merged in below it, and the cluster's name.
+    """Return the table with what `name` or `file` stand for merged in below it, and the cluster's name.
 
     Args:
         table: as it is written.
@@ -240,7 +245,7 @@ def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ())
 
 
 def _find_calibration(file: str, folder: Path) -> str:
-    """The absolute path of a calibration file, which must be there."""
+    """Return the absolute path of a calibration file, which must be there."""
     path = Path(absolute(file, folder))
     if not path.is_file():
         message = f"there is no calibration file '{_relative(path)}'."
@@ -249,7 +254,7 @@ def _find_calibration(file: str, folder: Path) -> str:
 
 
 def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
-    """The keys of a cluster file with those of `table` over them, and the cluster's name."""
+    """Return the keys of a cluster file with those of `table` over them, and the cluster's name."""
     if not isinstance(file, str):
         raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", 'file = "cluster.toml"')
     if "name" in table:
@@ -265,7 +270,7 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Pa
     document = TomlDocument.read(_relative(path), what="cluster file", root=("cluster",))
     try:
         check_plain({"cluster": document.table})
-        overridden = {"calibration"} & table.keys()  # a file that is not used need not be there
+        overridden = {"calibration"} & table.keys()  # A calibration file that is not used need not exist.
         own = {key: value for key, value in document.table.items() if key not in overridden}
         base, base_name = _resolve(own, path.parent, (*inside, document.path))
         validate(ClusterTable, base, within=("cluster",))
@@ -279,12 +284,12 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Pa
 
 
 def _relative(path: Path) -> str:
-    """A path as short as it reads from the working directory."""
+    """Return a path relative to the working directory where it lies in it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _build(table: ClusterTable, name: str) -> Cluster:
-    """The cluster of a checked table: what is left out filled in, what does not fit together refused."""
+    """Return the cluster of a checked table: what is left out filled in, what does not fit together refused."""
     _check_known("gpu", table.gpu, catalog.gpu_keys(), "GPU")
     if table.nic is not None:
         _check_known("nic", table.nic, catalog.nic_keys(), "NIC")
@@ -300,8 +305,8 @@ def _build(table: ClusterTable, name: str) -> Cluster:
         "fabric": (table.fabric or nic.fabric) if nic else None,
     }
     if gpu.key == "cpu" and "scale_up" not in table.model_fields_set:
-        filled["scale_up"] = "shared_memory"  # the only one that CPU devices have
-    cluster = Cluster.model_construct(**(table.model_dump() | filled))  # checked already
+        filled["scale_up"] = "shared_memory"  # CPU devices have no other.
+    cluster = Cluster.model_construct(**(table.model_dump() | filled))  # The table is checked already.
     _check_domains(cluster)
     _check_scale_up(cluster)
     _check_nvlink_switch(cluster)
@@ -311,19 +316,18 @@ def _build(table: ClusterTable, name: str) -> Cluster:
 
 
 def _refused(key: str, value: Any, message: str, hint: str) -> SpecError:
-    """An error about a key of the cluster."""
     return SpecError(message, key=("cluster", key), value=value, hint=hint)
 
 
 def _check_known(key: str, value: str, known: Sequence[str], what: str) -> None:
-    """Refuses a key that the catalog does not have."""
+    """Refuse a key that the catalog does not have."""
     if value not in known:
         hint = did_you_mean(value, known, what=f"a {what} of the catalog")
         raise _refused(key, value, f"the catalog has no {what} '{value}'.", hint)
 
 
 def _check_domains(cluster: Cluster) -> None:
-    """Refuses domains that hosts do not make, and more GPUs of one than it has."""
+    """Refuse domains that hosts cannot form, and more used GPUs than a domain has."""
     size, per_host, total = cluster.nvlink_domain_size, cluster.gpus_per_host, cluster.hosts * cluster.gpus_per_host
     key, used = "nvlink_domain_size", cluster.gpus_used_per_domain
     if size % per_host and per_host % size:
@@ -339,7 +343,7 @@ def _check_domains(cluster: Cluster) -> None:
 
 
 def _check_scale_up(cluster: Cluster) -> None:
-    """Refuses a fabric that the GPU does not have."""
+    """Refuse a fabric that the GPU does not have."""
     gpu, given = cluster.gpu, cluster.scale_up
     if cluster.is_cpu and given != "shared_memory":
         message = f"the scale-up fabric of gpu '{gpu.key}' cannot be '{given}'."
@@ -349,10 +353,10 @@ def _check_scale_up(cluster: Cluster) -> None:
 
 
 def _check_nvlink_switch(cluster: Cluster) -> None:
-    """Refuses a switch that nobody made, and GPUs that without one do not reach each other."""
+    """Refuse a switch that does not exist, and GPUs that cannot reach each other without one."""
     gpu, size, per_host = cluster.gpu, cluster.nvlink_domain_size, cluster.gpus_per_host
     key, value = "nvlink_switch", cluster.nvlink_switch
-    if value is None:  # what follows is then about the size of the domain
+    if value is None:  # The error is then about the size of the domain.
         key, value = "nvlink_domain_size", size
     generation = gpu.nvlink_generation or 0
     if cluster.scale_up != "nvlink":
@@ -373,7 +377,7 @@ def _check_nvlink_switch(cluster: Cluster) -> None:
 
 
 def _check_cpu_link(cluster: Cluster) -> None:
-    """Refuses a link that the GPU does not have towards its CPU."""
+    """Refuse a link that the GPU does not have towards its CPU."""
     given, gpu = cluster.cpu_link, cluster.gpu
     if given in (None, "pcie", gpu.cpu_link):
         return
@@ -388,7 +392,7 @@ def _check_cpu_link(cluster: Cluster) -> None:
 
 
 def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
-    """Refuses hosts that nothing connects, and what ports are said to be where there are none."""
+    """Refuse hosts without a network between them, and keys of ports where there are none."""
     if cluster.nic is not None:
         return
     hosts, per_host = cluster.hosts, cluster.gpus_per_host
@@ -402,14 +406,14 @@ def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
 
 
 def _cpu_link_of(cluster: Cluster) -> CpuLink:
-    """The catalog's link between a GPU and its CPU: as the file says, else what comes with the GPU."""
+    """Return the catalog's link between a GPU and its CPU: as the file says, else what comes with the GPU."""
     key = cluster.cpu_link or cluster.gpu.cpu_link
     generation = cluster.gpu.pcie_generation
     return catalog.cpu_link(key, pcie_generation=generation, gpus_per_host=cluster.gpus_per_host)
 
 
 def _scale_out(cluster: Cluster, port: Nic) -> Link:
-    """The link between domains, over the hosts' ports."""
+    """Return the link between domains, over the hosts' ports."""
     nic = _as_spoken(port, cluster.fabric)
     share = cluster.nics_per_host / cluster.gpus_per_host
     slot = catalog.pcie_bytes_per_s(min(nic.pcie_generation, cluster.gpu.pcie_generation), nic.pcie_lanes)
@@ -422,7 +426,7 @@ def _scale_out(cluster: Cluster, port: Nic) -> Link:
 
 
 def _nvlink(cluster: Cluster, gpus: int | None) -> Link:
-    """NVLink inside a domain, for a group of that many GPUs; None: all links of a GPU."""
+    """Return NVLink inside a domain for a group of that many GPUs; None: all links of a GPU."""
     gpu, latency = cluster.gpu, catalog.fabric("nvlink")
     rate = gpu.nvlink_bytes_per_s * (1 - _cpu_link_of(cluster).nvlinks / gpu.nvlink_links)
     if cluster.has_nvswitch:
@@ -438,13 +442,13 @@ def _nvlink(cluster: Cluster, gpus: int | None) -> Link:
 
 @functools.cache
 def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> float:
-    """Share of a GPU's NVLinks that lead to members of its group, where no switch lends it the others.
+    """Return the share of a GPU's NVLinks that lead to members of its group, where no switch lends it the others.
 
     Of m GPUs that are all wired to each other, each link leads to one of m - 1 peers: (g - 1) / (m - 1). A cube mesh
     has its own table; the group is taken as neighbours in GPU order, and the GPU with the fewest links sets the pace.
     """
     if domain == 1:
-        return 1.0  # links that nothing uses
+        return 1.0  # Nothing uses the links.
     gpus = max(2, min(gpus, domain))
     table = catalog.cube_mesh(generation) if gpus_per_host == 8 else None
     if table is None:
@@ -455,7 +459,7 @@ def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> 
 
 
 def _inside_host(cluster: Cluster, name: str) -> Link:
-    """GPUs of one host without NVLink: peer to peer over PCIe, or through pinned host memory; or CPU devices."""
+    """Return the link of GPUs of one host without NVLink (over PCIe, or through host memory), or of CPU devices."""
     if cluster.is_cpu:
         row = catalog.fabric("shared_memory")
         return Link(name, "shared_memory", row["bytes_per_s"], row["achieved"], *_latencies("shared_memory"))
@@ -470,10 +474,10 @@ def _inside_host(cluster: Cluster, name: str) -> Link:
 
 
 def _gpu_to_nic(cluster: Cluster, *, direct: bool) -> Iterable[Hop]:
-    """What a byte crosses between a GPU and its NIC's slot.
+    """Yield the hops between a GPU and its NIC's slot.
 
-    Without GPUDirect it goes up to host memory and down to the NIC. GPU and NIC of a server mostly sit below one PCIe
-    switch, whose way to the CPU then carries what the GPU sends and what the NIC receives: half for each.
+    Without GPUDirect a byte goes up to host memory and down to the NIC. GPU and NIC of a server mostly share one PCIe
+    switch, whose uplink then carries what the GPU sends and what the NIC receives: half for each.
     """
     cpu = _cpu_link_of(cluster)
     yield cpu.bytes_per_s, cpu.achieved
@@ -484,23 +488,24 @@ def _gpu_to_nic(cluster: Cluster, *, direct: bool) -> Iterable[Hop]:
 
 
 def _host_memory(cpu: CpuLink, *, passes: int) -> Hop:
-    """Host memory as a hop that each byte crosses so many times."""
+    """Return host memory as a hop that each byte crosses `passes` times."""
     return cpu.host_memory_bytes_per_s / passes, catalog.fabric("host_memory")["memory_achieved"]
 
 
 def _slowest(hops: Iterable[Hop]) -> Hop:
-    """The hop with the lowest sustained rate."""
     return min(hops, key=lambda hop: hop[0] * hop[1])
 
 
 def _latencies(fabric: str) -> tuple[float, float]:
-    """Seconds of one ring step of a large and of a small message."""
+    """Return seconds of one ring step of a large and of a small message."""
     row = catalog.fabric(fabric)
     return row["latency_s"], row["latency_small_s"]
 
 
 def _as_spoken(nic: Nic, fabric: str | None) -> Nic:
-    """The catalog's NIC of the same rate that speaks `fabric`, where a port runs in its other mode; else the same."""
+    """Return the catalog's NIC of the same rate that speaks `fabric`, where a port runs in its other mode; else the
+    same.
+    """
     if fabric in (None, nic.fabric):
         return nic
     others = (catalog.nic(key) for key in catalog.nic_keys() if key.startswith(_NIC_PREFIX[fabric]))
@@ -508,7 +513,7 @@ def _as_spoken(nic: Nic, fabric: str | None) -> Nic:
 
 
 def _label(nic: Nic, fabric: str | None) -> str:
-    """What a report calls the port."""
+    """Return the port's name in reports."""
     if fabric in (None, nic.fabric):
         return nic.label
     return f"{_OTHER_MODE[fabric]}_{round(nic.bytes_per_s * 8 / 1e9)}"

@@ -1,11 +1,11 @@
-"""Experiment: one file that says what machines, mesh, rules and model; every verb starts from it.
+"""Experiment: one file with machines, mesh, rules and model, from which every verb starts.
 
 `load()` reads the TOML, lays the overrides over it, validates every table, resolves the mesh on the cluster and checks
-what can be checked without jax: what fits no mesh, no rules, no other section. An error names file, line and key, and
-what to try.
+what can be checked without jax: what does not fit the mesh, the rules or another section. An error names file, line and
+key, and what to try.
 
-`[pipeline]` says enough to be rules: its axis cuts the layers of every stacked parameter, and with
-`head = "vocab_parallel"` the vocabulary as well, outside of the axes that cut it anyway. Nothing else may be cut by it.
+`[pipeline]` implies rules: its axis shards the layers of every stacked parameter, and with `head = "vocab_parallel"`
+the vocabulary as well, outside of the axes that shard it anyway. It may shard nothing else.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ from meshkit.errors import ConfigError
 from meshkit.redaction import has_credentials, is_secret_name
 
 __all__ = ["Experiment", "ProgramExperiment", "experiment_json_schema", "load", "load_any"]
-PROGRAMS = (".bin", ".mlir", ".pb")  # endings of files that hold a program, see meshkit.integrations.exported
+PROGRAMS = (".bin", ".mlir", ".pb")  # Endings of files that hold a program, see meshkit.integrations.exported.
 
-# Keys of [optimizer] that say something of AdamW alone.
+# Keys of [optimizer] that only AdamW has.
 ADAMW_KEYS = ("algorithm", "weight_decay", "dtype", "b1", "b2", "eps", "momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentFile:
-    """What every experiment file says: the machines, the mesh and what is checked, every default filled in."""
+    """The sections that every experiment file has, with every default filled in."""
 
     name: str
     cluster: Cluster
-    mesh: MeshSpec  # resolved on the cluster
+    mesh: MeshSpec  # The mesh resolved on the cluster.
     rules: ShardingRules
     profile: ProfileTable
     failures: FailuresTable
@@ -87,33 +87,33 @@ class ExperimentFile:
     document: TomlDocument | None = field(default=None, compare=False, repr=False)
 
     def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
-        """An error about a key (dotted), pointing at where it was written."""
+        """Return an error about a key (dotted), pointing at where it was written."""
         return self.places.error(key, message, hint)
 
     def where(self, key: str) -> str:
-        """Where a key (dotted) was written."""
+        """Return where a key (dotted) was written."""
         return self.places.where(key)
 
     @property
     def file(self) -> str:
-        """How a command line names it."""
+        """Return the name of the experiment for a command line."""
         return str(self.path or self.name)
 
     @property
     def placement(self) -> Placement:
-        """Where each partition of its mesh is in its cluster."""
+        """Return where each partition of its mesh is in its cluster."""
         return self.mesh.placement(self.cluster)
 
     @property
     def places(self) -> Places:
-        """Where its keys were written."""
+        """Return where its keys were written."""
         return Places(self.document)
 
     @property
     def search_paths(self) -> list[Path]:
-        """Where modules are looked for: the working directory, the folder of the file, and its parents but for `/`.
+        """Return the folders of modules: the working directory, the folder of the file, and its parents except `/`.
 
-        Of an experiment that lies in the package, the working directory alone.
+        An experiment inside the package has only the working directory.
         """
         found = [Path.cwd()]
         if self.path is None or Path(__file__).resolve().parents[1] in self.path.resolve().parents:
@@ -123,11 +123,11 @@ class ExperimentFile:
         return found + [folder for folder in folders if folder != found[0]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The tables of the resolved file."""
+        """Return the tables of the resolved file."""
         raise TypeError("a file is an Experiment or a ProgramExperiment")
 
     def to_toml(self) -> str:
-        """The resolved file; it loads back to an equal experiment."""
+        """Return the resolved file; it loads back to an equal experiment."""
         return to_toml(self.to_dict())
 
 
@@ -139,7 +139,7 @@ class ProgramExperiment(ExperimentFile):
     train: ProgramTrainTable
 
     def to_dict(self) -> dict[str, Any]:
-        """The tables of the resolved file."""
+        """Return the tables of the resolved file."""
         tables = {
             "name": self.name,
             "cluster": self.cluster.to_dict(),
@@ -156,7 +156,7 @@ class ProgramExperiment(ExperimentFile):
 
     @property
     def has_rules(self) -> bool:
-        """Whether the file says how its parameters are meant to lie."""
+        """Return whether the file says how its parameters are meant to lie."""
         return bool(self.rules.logical or self.rules.overrides)
 
 
@@ -177,7 +177,7 @@ class Experiment(ExperimentFile):
     pipeline: PipelineTable
 
     def to_dict(self) -> dict[str, Any]:
-        """The tables of the resolved file."""
+        """Return the tables of the resolved file."""
         axes = {key: getattr(self, key) for key in ("local_sgd", "compression", "pipeline")}
         own = self.optimizer.class_path is not None
         tables = {
@@ -197,7 +197,7 @@ class Experiment(ExperimentFile):
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment of a file, or a shipped one by its name, with `key=value` overrides laid over it.
+    """Return the experiment of a file, or a shipped one by its name, with `key=value` overrides laid over it.
 
     Raises:
         ConfigError: what the user wrote is wrong, or the file has a `[program]`; the message names file, line and key,
@@ -215,7 +215,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
 
 
 def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment | ProgramExperiment:
-    """As `load`, of a file with a `[program]`, or of a program that jax or XLA wrote, too."""
+    """Load any experiment: as `load`, but also a file with a `[program]`, or a program that jax or XLA wrote."""
     is_program = Path(path).suffix in PROGRAMS
     document = _program_file(Path(path), overrides) if is_program else TomlDocument.read(find_experiment(path))
     try:
@@ -243,7 +243,7 @@ def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
 
 
 def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
-    """The experiment of a document: every table checked, the mesh resolved, the rules made."""
+    """Return the experiment of a document: every table checked, the mesh resolved, the rules made."""
     check_plain(document.table)
     known = {**ExperimentTable.model_fields, **ProgramExperimentTable.model_fields}
     for section in sorted(document.table.keys() - known):
@@ -279,7 +279,7 @@ def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
 
 
 def _build_program(document: TomlDocument) -> ProgramExperiment:
-    """As `_build`, of a document with a `[program]`."""
+    """Build an experiment from a document with a `[program]`."""
     for section in ExperimentTable.model_fields:
         if section in document.table and section not in ProgramExperimentTable.model_fields:
             message = f"[{section}] is of meshkit's own training step, and [program] brings its own."
@@ -313,10 +313,10 @@ def _build_program(document: TomlDocument) -> ProgramExperiment:
 def _build_rules(
     table: RulesTable, pipeline: PipelineTable | None, mesh: MeshSpec, document: TomlDocument
 ) -> ShardingRules:
-    """The rules of the file over those of its preset, and those that a pipeline adds."""
+    """Return the rules of the file over those of its preset, and those that a pipeline adds."""
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
-    known = pipeline and pipeline.axis in mesh.axis_names  # else refused later, by its own key
+    known = pipeline and pipeline.axis in mesh.axis_names  # An unknown axis is refused later, by its own key.
     staged = pipeline_rules(pipeline, {**logical, **table.logical}) if known else {}
     rules = ShardingRules(
         {**logical, **table.logical, **staged},
@@ -333,22 +333,22 @@ def _build_rules(
 
 
 def _says_something(value: Any) -> bool:
-    """Whether a key or section belongs into the resolved file."""
+    """Return whether a key or section belongs in the resolved file."""
     return any(item is not None for item in value.values()) if isinstance(value, dict) else value is not None
 
 
 def _plain(section: TomlTable) -> dict[str, Any]:
-    """The keys of a section with the values that a file has."""
+    """Return the keys of a section with the values that a file has."""
     return {key: plain_value(getattr(section, name)) for name, key in _keys(section)}
 
 
 def _keys(section: TomlTable) -> Iterator[tuple[str, str]]:
-    """Name and key in the file of every field."""
+    """Return the name and the key in the file of every field."""
     return ((name, field.alias or name) for name, field in type(section).model_fields.items())
 
 
 def experiment_json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of an experiment file."""
+    """Return the JSON Schema (draft 2020-12) of an experiment file."""
     schema = ExperimentTable.model_json_schema(by_alias=True)
     other = ProgramExperimentTable.model_json_schema(by_alias=True)
     schema["$defs"] |= {name: one for name, one in other["$defs"].items() if name not in schema["$defs"]}
@@ -367,7 +367,7 @@ def experiment_json_schema() -> dict[str, Any]:
 
 
 def _cluster_schema() -> dict[str, Any]:
-    """A name, a path, or a table; a table with `name` or `file` needs no further key."""
+    """Return the schema of a name, a path, or a table; a table with `name` or `file` needs no further key."""
     table = ClusterTable.model_json_schema()
     properties = table["properties"]
     properties["gpu"]["enum"] = list(catalog.gpu_keys())
@@ -378,11 +378,11 @@ def _cluster_schema() -> dict[str, Any]:
 
 
 def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) -> None:
-    """Stops at a URL with a password, and at a text under a key of `[model]` whose name says that it is secret.
+    """Refuse a URL with a password, and a text under a key of `[model]` or `[program]` that is named like a secret.
 
     Args:
         table: of the experiment.
-        overrides: what was laid over it: by now a URL may look like a path there.
+        overrides: laid over it already, so that a URL there may look like a path.
 
     Raises:
         SpecError: which key, without its value.
@@ -406,18 +406,19 @@ def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) 
 
 
 def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> dict[str, Any]:
-    """The rules that a pipeline adds to those of `[rules.logical]`, or puts in their place.
+    """Return the rules that a pipeline adds to those of `[rules.logical]`, or puts in their place.
 
     Args:
         table: `[pipeline]`; None without one, which adds nothing.
         logical: logical axis -> mesh axes, those of the preset included.
 
     Returns:
-        `layers` -> mesh axes, and `vocab` where the head is cut too: the pipeline's axis first, which is the outermost.
+        `layers` -> mesh axes, and `vocab` where the head is sharded too: the pipeline's axis first, which is the
+        outermost.
 
     Raises:
-        ConfigError: `layers` is cut over something else, or the head's vocabulary over the pipeline without being
-            meant to.
+        ConfigError: `layers` is sharded over something else, or the head's vocabulary over the pipeline although the
+            head is replicated.
     """
     if table is None:
         return {}
@@ -444,15 +445,15 @@ def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> d
 
 
 def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules) -> None:
-    """Refuses what no model could make right.
+    """Refuse sections that are wrong for every model.
 
     Args:
         table: the file's sections.
         mesh: resolved.
-        rules: of the experiment, `pipeline_rules` included.
+        rules: of the experiment, with `pipeline_rules`.
 
     Raises:
-        SpecError: which key, and what would do.
+        SpecError: which key, and what to set.
     """
     sizes = mesh.sizes
     cut = rules.mapping("activations")
@@ -478,7 +479,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
 
 
 def _check_optimizer(table: OptimizerTable) -> None:
-    """Keys of AdamW without another class, options with one."""
+    """Refuse keys of AdamW with another class, and options without one."""
     if table.class_path is None and table.options is not None:
         message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
         raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
@@ -493,7 +494,7 @@ def _check_optimizer(table: OptimizerTable) -> None:
 
 
 def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:
-    """Refuse `train.pgle` beside an option that names other latencies."""
+    """Refuse `train.pgle` together with an option that names other latencies."""
     if (named := {PREDICTED: PGLE_OPTION, TABLE: TABLE_OPTION}.get(pgle)) in xla:
         message = f'train.pgle = "{pgle}" asks for predicted latencies, and xla.{named} names measured ones.'
         hint = "the measured ones alone: without train.pgle"
@@ -501,7 +502,7 @@ def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:
 
 
 def _check_captured_steps(table: ExperimentTable) -> None:
-    """Refuses steps that training does not have."""
+    """Refuse steps that training does not have."""
     if table.profile.steps is None:
         return
     (first, last), key = table.profile.steps, ("profile", "steps")
@@ -515,7 +516,7 @@ def _check_captured_steps(table: ExperimentTable) -> None:
 
 
 def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch: Sequence[str]) -> None:
-    """Refuses an axis that the mesh does not have, or that does not cut the batch."""
+    """Refuse an axis that the mesh does not have, or that does not shard the batch."""
     key = (section, "axis")
     if axis not in known:
         message = f"{section}.axis names mesh axis '{axis}', but the mesh has {', '.join(known)}."
@@ -527,7 +528,7 @@ def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch
 
 
 def _check_rounds(table: ExperimentTable) -> None:
-    """With local SGD everything happens between rounds: what counts steps must count whole ones."""
+    """Refuse counts of steps that are not whole rounds of local SGD, between which everything happens."""
     if table.local_sgd is None:
         return
     every = table.local_sgd.every
@@ -560,7 +561,7 @@ def _check_rounds(table: ExperimentTable) -> None:
 
 
 def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
-    """The dim that `[train]` sizes must divide over the mesh axes that shard it, and the batch over micro-batches."""
+    """Refuse a dim that the mesh axes which shard it, and the micro-batches, do not divide."""
     product = math.prod(ways.values())
     if value % product:
         parts = " x ".join(f"{name} {size}" for name, size in ways.items())
@@ -573,8 +574,9 @@ def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
 def _check_pipeline(
     table: ExperimentTable, pipeline: PipelineTable, rules: ShardingRules, sizes: Mapping[str, int]
 ) -> None:
-    """Refuses an axis that is not there, or that something else uses; sizes that a schedule cannot have; and what
-    exchanges gradients or weights in another way."""
+    """Refuse an unknown or used axis, sizes that a schedule cannot have, and sections that exchange gradients
+    otherwise.
+    """
     axis, count, accumulate = pipeline.axis or "", pipeline.microbatches, table.train.accumulate
     if axis not in sizes:
         message = f"pipeline.axis names mesh axis '{axis}', but the mesh has {', '.join(sizes)}."
@@ -592,7 +594,7 @@ def _check_pipeline(
 
 
 def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
-    """Refuses rules that cut something else over the pipeline's axis, and accumulators that no pipeline cuts."""
+    """Refuse rules that shard something else over the pipeline's axis, and sharded accumulators."""
     for table in ("logical", "compute", "gradients", "optimizer"):
         for logical, axes in (getattr(rules, table) or {}).items():
             if axis in axes and logical not in ("layers", "vocab"):
@@ -617,7 +619,7 @@ def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
 
 
 def _check_schedule(pipeline: PipelineTable, stages: int) -> None:
-    """Refuses virtual stages that the schedule does not have, or that the microbatches do not fill."""
+    """Refuse virtual stages that the schedule does not have, or that the microbatches do not fill."""
     chunks, microbatches = pipeline.virtual_stages, pipeline.microbatches
     if chunks == 1:
         return

@@ -1,10 +1,4 @@
-"""Files as they are read: any one within bounds, and a TOML one, which knows where each key was written.
-
-A capture, a bundle, a topology or a checkpoint travels between machines and people. Under any of their names there may
-be a pipe that nobody writes to, or a device without an end: regular files are read, and nothing else.
-
-    TomlDocument: file -> text, table -> paths made absolute -> `--set key=value` -> table, and `where()` for errors
-"""
+"""Reads files within bounds, and TOML files with the place where each key was written."""
 
 from __future__ import annotations
 
@@ -40,7 +34,7 @@ LARGEST_FILE_BYTES = 4 * 2**20
 PIECE_BYTES = 33 * 2**20
 # Programs and traces unpack to some 5 to 20 times their size; a bomb to 1000 times.
 MOST_TIMES = 100
-LEAST_ROOM_BYTES = 64 * 2**20  # may come of however few
+LEAST_ROOM_BYTES = 64 * 2**20  # Any file may unpack to so much, however small it is.
 _XZ_MEMORY_BYTES = 256 * 2**20  # xz -9 takes 65 MiB
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
 DEEPEST_KEY = 32
@@ -54,7 +48,7 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 STDLIB_SOURCE = "python-stdlib"
-# The keys of an experiment that may hold a path. A cluster may also be a name, a source also a function or the standard
+# The keys of an experiment that may hold a path. A cluster may also be a name, and a source a function or the standard
 # library.
 PATH_KEYS: tuple[Key, ...] = (
     ("cluster",),
@@ -65,16 +59,16 @@ PATH_KEYS: tuple[Key, ...] = (
 )
 _TOML_POSITION = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", re.DOTALL)
 _LONGEST_VALUE = 80
-_LARGEST_DOCUMENT_BYTES = 2**20  # what takes the parser some seconds, and no file that a person has written
+_LARGEST_DOCUMENT_BYTES = 2**20  # The parser takes some seconds for so much, and no person writes a larger file.
 _REMOVED = object()
 _STARTS_A_STRUCTURE = ("[", "{", '"', "'")
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file opened to read. Waits for nobody: a pipe is refused, also one that was put there a moment ago.
+    """Open a file to read, and refuse a pipe instead of waiting for it.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
         ValueError: a NUL byte in the path.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -88,7 +82,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES) -> bytes:
-    """The bytes of a regular file that is not larger than `largest`; no more than that is ever read.
+    """Return the bytes of a regular file that is not larger than `largest`; no more than that is ever read.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
@@ -102,7 +96,7 @@ def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file, which may be there. Waits for nobody: a pipe in its place that nobody reads is refused.
+    """Write a file, new or not, and refuse a pipe in its place that nobody reads instead of waiting.
 
     Raises:
         OSError: it cannot be written.
@@ -115,7 +109,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def find_deep_key(toml: str) -> int | None:
-    """The line of the first dotted key of more than 32 parts: parsing one takes memory by the square of its length."""
+    """Return the line of the first dotted key of over 32 parts, which takes memory by its length squared."""
     found = _DEEP_KEY.search(toml)
     return toml.count("\n", 0, found.start()) + 1 if found else None
 
@@ -126,17 +120,17 @@ def read_bounded(
     largest: int = LARGEST_FILE_BYTES,
     unfit: type[MeshkitError] = TraceError,
 ) -> bytes:
-    """The bytes of a file that is not larger than `largest`.
+    """Return the bytes of a file that is not larger than `largest`.
 
     Args:
         path: of the file; a pipe or a device in its place is refused.
-        what: it, in the messages: `topology`.
+        what: its name in the messages: `topology`.
         largest: bytes; 4 MiB by default.
-        unfit: raised where it is larger.
+        unfit: the error to raise where it is larger.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
-        TraceError: it is too large to be what it should be; or the error `unfit`.
+        TraceError: it is too large; or the error `unfit`.
     """
     at = os.fspath(path)
     try:
@@ -147,7 +141,7 @@ def read_bounded(
     except FileNotFoundError:
         hint = "a path that exists" + (", or `meshkit new` to write one" if what.startswith("experiment") else "")
         raise ConfigError(f"there is no such {what}.", at=at, hint=hint) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+    except (OSError, ValueError) as error:  # A NUL byte in the path raises ValueError.
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the {what} cannot be read: {reason}.", at=at, hint="a readable file") from None
     if len(data) > largest:
@@ -157,16 +151,16 @@ def read_bounded(
 
 
 def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceError) -> str:
-    """UTF-8 text, its lines ended by a line feed.
+    """Decode UTF-8 text, and end its lines with a line feed.
 
     Args:
         data: with or without a byte order mark, which is dropped.
-        what: it, in the message.
+        what: its name in the message.
         at: where the error points; the line is added.
-        unfit: raised where it is no UTF-8.
+        unfit: the error to raise where it is not UTF-8.
 
     Raises:
-        TraceError: it is something else; or the error `unfit`.
+        TraceError: it is not UTF-8; or the error `unfit`.
     """
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
@@ -177,19 +171,19 @@ def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceErr
 
 
 def integer(text: str | None) -> int | None:
-    """A non-negative integer of plain digits; None for anything else, such as `N/A`, or nothing."""
+    """Return a non-negative integer of plain digits; None for anything else, such as `N/A`, or nothing."""
     text = (text or "").strip()
     return int(text) if _SHORT_INTEGER.fullmatch(text) else None
 
 
 def short(text: str, length: int = 60) -> str:
-    """A piece of a file, printable and on one line, for an error message."""
+    """Return a piece of a file, printable and on one line, for an error message."""
     line = "".join(char if char.isprintable() else " " for char in text).strip()
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def gunzip(data: bytes, most_bytes: int) -> bytes:
-    """The content of gzip data (all of its members).
+    """Return the content of gzip data (all of its members).
 
     Raises:
         ValueError: it is damaged or incomplete, has more than `most_bytes`, or more than 64 MiB and 100 times its size;
@@ -199,7 +193,7 @@ def gunzip(data: bytes, most_bytes: int) -> bytes:
 
 
 def unxz(data: bytes, most_bytes: int) -> bytes:
-    """The content of xz data.
+    """Return the content of xz data.
 
     Raises:
         ValueError: as of `gunzip`.
@@ -218,7 +212,7 @@ def unxz(data: bytes, most_bytes: int) -> bytes:
 
 
 def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterator[bytes]:
-    """`gunzip` in pieces, each so large that its memory goes back to the system with it.
+    """Yield `gunzip` in pieces, each so large that its memory goes back to the system with it.
 
     Raises:
         ValueError: as of `gunzip`.
@@ -241,7 +235,7 @@ def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterato
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """The path of a file that a document in a folder names; None where it leads out of it, by `..`, `/` or a link."""
+    """Return the path of a file that a document in a folder names; None where `..`, `/` or a link leads out of it."""
     if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
         return None
     path = folder / name
@@ -258,10 +252,10 @@ class Override:
 
     @classmethod
     def parse(cls, raw: str) -> Override:
-        """The override of a text.
+        """Parse an override.
 
         Raises:
-            ConfigError: no `key=value`, or no key.
+            ConfigError: it is not `key=value`, or has no key.
         """
         key, equals, _ = raw.partition("=")
         hint = "--set mesh.tensor=8"
@@ -280,10 +274,10 @@ class Override:
         return cls(path, raw)
 
     def value(self) -> Any:
-        """The value: TOML; what is not is a string; `_REMOVED` where there is none.
+        """Return the value as TOML, or as a string where it is not TOML; `_REMOVED` where there is none.
 
         Raises:
-            ConfigError: it begins like TOML and is none, or is out of range.
+            ConfigError: it begins like TOML but is not, or it is out of range.
         """
         text = self.raw.partition("=")[2].strip()
         if not text:
@@ -304,7 +298,7 @@ class Override:
         return text
 
     def error(self, message: str, hint: str) -> ConfigError:
-        """An error that points at the override."""
+        """Return an error that points at the override."""
         return ConfigError(message, at=f"--set {self.raw}", hint=hint)
 
 
@@ -313,15 +307,15 @@ class TomlDocument:
     """A parsed TOML file."""
 
     path: Path  # absolute
-    display: str  # the file as the user named it
+    display: str  # The file as the user named it.
     text: str  # its content, lines ended by a line feed
-    table: dict[str, Any]  # the parsed content, with the overrides laid over it
-    root: Key = ()  # what leads to its keys for the reader: () of an experiment, ("cluster",) of a cluster file
-    overrides: tuple[Override, ...] = ()  # what was laid over it, in order
+    table: dict[str, Any]  # The parsed content, with the overrides laid over it.
+    root: Key = ()  # The prefix of its keys: () for an experiment, ("cluster",) for a cluster file.
+    overrides: tuple[Override, ...] = ()  # The overrides in order.
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> TomlDocument:
-        """The file at `path`.
+        """Return the file at `path`.
 
         Raises:
             ConfigError: it cannot be read, or is not TOML.
@@ -337,7 +331,7 @@ class TomlDocument:
         return cls(Path(path).resolve(), display, text, _parse(text, display, what), root)
 
     def with_overrides(self, raw: Sequence[str]) -> TomlDocument:
-        """The experiment with every `key=value` laid over it, in order, and its paths made absolute.
+        """Return the experiment with every `key=value` laid over it, in order, and its paths made absolute.
 
         An empty value removes the key. Relative paths in a value are relative to the working directory, unlike those in
         the file.
@@ -357,13 +351,15 @@ class TomlDocument:
         return replace(self, table=table, overrides=tuple(overrides))
 
     def where(self, key: Sequence[str]) -> str:
-        """Where a key was written: `file:line: key = value`, `--set key=value`, or the file that does not set it."""
+        """Return where a key was written: `file:line: key = value`, `--set key=value`, or the file that does not set
+        it.
+        """
         key = tuple(key)
         override = self._override_of(key)
         if override is not None:
             return f"--set {override.raw}"
         path = key[len(self.root) :]
-        for length in range(len(path), 0, -1):  # an unwritten key is in its table
+        for length in range(len(path), 0, -1):  # An unwritten key is looked for in its table.
             position = locate(self.text, path[:length])
             if position is not None:
                 statement = _statement(path[:length], position.value) + self._changes_inside(path, position.value)
@@ -373,17 +369,17 @@ class TomlDocument:
         return self.display if not path else f"{self.display}: {dotted(path)} is not set"
 
     def is_overridden(self, key: Key) -> bool:
-        """Whether an override set the key, or a table around it."""
+        """Return whether an override set the key, or a table around it."""
         return any(key[: len(override.key)] == override.key for override in self.overrides)
 
     def locate(self, error: SpecError) -> ConfigError:
-        """The error, pointing into this document unless it points elsewhere already."""
+        """Return the error, pointing into this document unless it points elsewhere already."""
         if error.located:
             return ConfigError(error.message, at=error.at, hint=error.hint)
         return ConfigError(error.message, at=self.where(error.key), hint=error.hint)
 
     def _override_of(self, key: Key) -> Override | None:
-        """The last override that set the key or a table around it; of a key that the file lacks, one inside it."""
+        """Return the last override that set the key, a table around it, or, where the file lacks it, one inside."""
         for override in reversed(self.overrides):
             if key[: len(override.key)] == override.key:
                 return override
@@ -393,13 +389,13 @@ class TomlDocument:
         return None
 
     def _changes_inside(self, table: Key, value: str | None) -> str:
-        """The overrides of keys inside a table section."""
+        """Return the overrides of keys inside a table section."""
         inside = [o.raw for o in self.overrides if o.key[: len(table)] == table] if value is None else []
         return f" with {' '.join(f'--set {raw}' for raw in inside)}" if inside else ""
 
 
 def _statement(path: Key, value: str | None) -> str:
-    """A key with its value as the file has it, on one line, cut where it is long."""
+    """Return a key with its value as the file has it, on one line, cut where it is long."""
     if value is None:
         return f"[{dotted(path)}]"
     value = " ".join(value.split())
@@ -407,7 +403,7 @@ def _statement(path: Key, value: str | None) -> str:
 
 
 def _parse(text: str, display: str, what: str) -> dict[str, Any]:
-    """The tables of a TOML text."""
+    """Return the tables of a TOML text."""
     if line := find_deep_key(text):
         message = f"a key of more than {DEEPEST_KEY} parts is no key of the {what}."
         raise ConfigError(message, at=f"{display}:{line}", hint="fewer dots")
@@ -417,14 +413,14 @@ def _parse(text: str, display: str, what: str) -> dict[str, Any]:
         raise _not_toml(text, display, what, str(error)) from None
     except RecursionError:
         raise ConfigError(f"the {what} is nested too deeply.", at=display, hint="fewer brackets") from None
-    except ValueError as error:  # an integer of thousands of digits, a date that does not exist
+    except ValueError as error:  # Such as an integer of thousands of digits, or a date that does not exist.
         raise ConfigError(
             f"the {what} holds a value out of range: {error}.", at=display, hint="a smaller one"
         ) from None
 
 
 def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
-    """What is wrong with a text that is no TOML: a key given twice, or what tomllib found on which line."""
+    """Say what is wrong with a text that is not TOML: a key given twice, or tomllib's error and its line."""
     duplicate = find_duplicate(text)
     if duplicate is not None:
         path, first, second = duplicate
@@ -448,7 +444,7 @@ def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
 
 
 def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
-    """Puts the value of an override into the table, or removes its key."""
+    """Put the value of an override into the table, or removes its key."""
     *parents, last = override.key
     holder: Any = table
     for depth, part in enumerate(parents):
@@ -468,7 +464,7 @@ def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
 
 
 def _step(holder: Any, part: str, override: Override, depth: int, *, create: bool) -> Any:
-    """The table or list one key deeper."""
+    """Return the table or list one key deeper."""
     if isinstance(holder, list):
         return holder[_index(holder, part, override)]
     if not isinstance(holder, dict):
@@ -479,7 +475,7 @@ def _step(holder: Any, part: str, override: Override, depth: int, *, create: boo
 
 
 def _index(holder: list[Any], part: str, override: Override) -> int:
-    """The place in a list that a part of a key names."""
+    """Return the index in a list that a part of a key names."""
     if part.isascii() and part.isdigit() and len(part) < 6 and int(part) < len(holder):
         return int(part)
     message = f"a list of {len(holder)} entries has no entry '{part}'."
@@ -487,13 +483,14 @@ def _index(holder: list[Any], part: str, override: Override) -> int:
 
 
 def _not_a_table(override: Override, depth: int) -> ConfigError:
-    """An error: a key leads through something that has no keys."""
+    """Return an error: a key leads through something that has no keys."""
     key = dotted(override.key[:depth])
     return override.error(f"{key} is not a table, so it has no key '{override.key[depth]}'.", f"--set {key}=...")
 
 
 def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
-    """The value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies tables.
+    """Return the value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies
+    tables.
 
     Args:
         key: path of the key from the root of the experiment; () for the whole of it.
@@ -514,17 +511,17 @@ def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
 
 
 def absolute(path: str, folder: Path) -> str:
-    """A path from `folder`, without following links; the home of nobody is a name like any other."""
+    """Return a path from `folder` without following links; an unknown user's home is a name like any other."""
     return str(folder.absolute() / os.path.expanduser(path))
 
 
 def is_path(text: str) -> bool:
-    """Whether a bare cluster string is a path rather than a name."""
+    """Return whether a bare cluster string is a path instead of a name."""
     return text.endswith(".toml") or "/" in text or "\\" in text
 
 
 def as_table(cluster: Any) -> dict[str, Any]:
-    """The table that a cluster's bare name or path stands for, or a copy of the mapping that it is."""
+    """Return the table that a cluster's bare name or path stands for, or a copy of a mapping."""
     if isinstance(cluster, Mapping):
         return dict(cluster)
     if not isinstance(cluster, str | Path):

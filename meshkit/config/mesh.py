@@ -1,4 +1,4 @@
-"""MeshSpec: named axes over the links of a cluster, and the order of GPUs that follows.
+"""MeshSpec: named axes over the links of a cluster, and the order of GPUs that follows from them.
 
 An axis of size `nvlink * infiniband` has index `ib_index * nvlink + nvlink_index`: neighbours share a domain. Axes are
 outermost first, in the same order inside a domain and across domains.
@@ -29,7 +29,7 @@ _LARGEST_FACTOR = 2**31
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """A mesh axis: how many ways inside an NVLink domain times how many domains; `fill` = what is left."""
+    """A mesh axis: its ways inside an NVLink domain times its number of domains; `fill` takes what is left."""
 
     name: str
     nvlink: Factor = 1
@@ -37,7 +37,7 @@ class MeshAxis:
 
     @property
     def size(self) -> int:
-        """Ways along the axis.
+        """Return ways along the axis.
 
         Raises:
             ConfigError: a factor is still `fill`.
@@ -45,7 +45,7 @@ class MeshAxis:
         return self.number("nvlink") * self.number("infiniband")
 
     def number(self, link: str) -> int:
-        """Ways along the axis on one link.
+        """Return ways along the axis on one link.
 
         Raises:
             ConfigError: it is still `fill`.
@@ -58,11 +58,11 @@ class MeshAxis:
         return factor
 
     def factor(self, link: str) -> Factor:
-        """Ways along the axis on one link, or `fill`."""
+        """Return ways along the axis on one link, or `fill`."""
         return self.nvlink if link == "nvlink" else self.infiniband
 
     def to_plain(self) -> Any:
-        """The shortest TOML value that says the same."""
+        """Return the shortest TOML value that says the same."""
         if self.infiniband == 1:
             return self.nvlink
         inside = {} if self.nvlink == 1 else {"nvlink": self.nvlink}
@@ -77,10 +77,10 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any]) -> MeshSpec:
-        """The axes of a `[mesh]` table.
+        """Return the axes of a `[mesh]` table.
 
         Raises:
-            ConfigError: a value that is no axis, two `fill` on one link, or the reserved name.
+            ConfigError: a value is not an axis, two axes `fill` one link, or a name is reserved.
         """
         if not isinstance(mapping, Mapping):
             raise SpecError(f"[mesh] must be a table, not {kind(mapping)}.", key=("mesh",), value=mapping)
@@ -93,30 +93,30 @@ class MeshSpec:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Names, outermost first."""
+        """Return names, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes, outermost first."""
+        """Return sizes, outermost first."""
         return tuple(axis.size for axis in self.axes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> its size, outermost first."""
+        """Map each axis to its size, outermost first."""
         return dict(zip(self.axis_names, self.shape))
 
     @property
     def size(self) -> int:
-        """Devices in the mesh."""
+        """Return devices in the mesh."""
         return math.prod(self.shape)
 
     def to_dict(self) -> dict[str, Any]:
-        """The `[mesh]` table that `parse` reads back."""
+        """Return the `[mesh]` table that `parse` reads back."""
         return {axis.name: axis.to_plain() for axis in self.axes}
 
     def resolve(self, cluster: Cluster) -> MeshSpec:
-        """The same axes with every `fill` replaced.
+        """Return the same axes with every `fill` replaced.
 
         Raises:
             ConfigError: the factors of a link do not multiply to the GPUs of a domain, or to the number of domains.
@@ -127,11 +127,11 @@ class MeshSpec:
         return MeshSpec(tuple(MeshAxis(axis.name, inside, across) for axis, inside, across in factors))
 
     def device_order(self, cluster: Cluster) -> np.ndarray:
-        """GPU indices of the cluster, in the shape of the mesh.
+        """Return the GPU indices of the cluster, in the shape of the mesh.
 
         With `d` the domain (row-major over the InfiniBand factors) and `l` the place inside it (row-major over the
-        NVLink factors), the GPU is `d * gpus_used_per_domain + l`. Innermost axes thus stay inside a host where a
-        domain spans several; and GPUs that differ in the domain alone have the same `l`, hence the same rail.
+        NVLink factors), the GPU is `d * gpus_used_per_domain + l`. So innermost axes stay inside a host where a domain
+        spans several, and GPUs that differ only in the domain have the same `l` and thus the same rail.
 
         Returns:
             Integers, [size of each axis]; each GPU of the cluster once.
@@ -147,21 +147,21 @@ class MeshSpec:
         return by_link.transpose(interleaved).reshape(spec.shape)
 
     def placement(self, cluster: Cluster) -> Placement:
-        """Which GPU, domain and host each partition of the mesh is on."""
+        """Return the GPU, domain and host of each partition of the mesh."""
         spec = self.resolve(cluster)
         return Placement.of_gpus(spec.axis_names, spec.shape, spec.device_order(cluster).reshape(-1), cluster)
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where each partition of a program runs; a partition's id is its row-major position in the mesh."""
+    """The GPU of each partition of a program; a partition's id is its row-major position in the mesh."""
 
-    axis_names: tuple[str, ...]  # of the mesh, outermost first
+    axis_names: tuple[str, ...]  # Names of the mesh axes, outermost first.
     shape: tuple[int, ...]
     gpus: np.ndarray  # [partitions] GPU index in the cluster
     domains: np.ndarray  # [partitions] NVLink domain
     hosts: np.ndarray  # [partitions]
-    fabric: Mapping[str, str]  # what each link is made of
+    fabric: Mapping[str, str]  # Link -> its fabric.
     # [partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain have the
     # same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None without ports,
     # or where the cluster is not known
@@ -169,11 +169,11 @@ class Placement:
 
     @property
     def num_partitions(self) -> int:
-        """Partitions of the program, one per device."""
+        """Return the number of partitions, one per device."""
         return math.prod(self.shape)
 
     def domains_along(self) -> dict[str, int]:
-        """Axis -> the most NVLink domains that a line along it crosses."""
+        """Map each axis to the most NVLink domains that a line along it crosses."""
         import numpy as np
 
         ordered = self.domains.reshape(self.shape)
@@ -182,13 +182,13 @@ class Placement:
 
     @classmethod
     def of_gpus(cls, axis_names: Sequence[str], shape: Sequence[int], gpus: np.ndarray, cluster: Cluster) -> Placement:
-        """Where the GPUs of a cluster are, given their indices in the order of the partitions.
+        """Return the placement of GPUs that are given by their indices in the order of the partitions.
 
         Args:
             axis_names: of the mesh, outermost first.
             shape: sizes of these axes.
             gpus: [partitions] GPU index in the cluster, by the row-major position in the mesh.
-            cluster: where they are.
+            cluster: the cluster of the GPUs.
         """
         links = LINKS if cluster.num_nvlink_domains > 1 else ("nvlink",)
         return cls(
@@ -205,7 +205,8 @@ class Placement:
     def from_shape(
         cls, axis_names: Sequence[str], shape: Sequence[int], *, gpus_per_domain: int | None = None
     ) -> Placement:
-        """Devices in order, `gpus_per_domain` to a domain (default all) and a domain to a host, of unknown fabric.
+        """Return devices in order, `gpus_per_domain` to a domain (default all) and a domain to a host, of unknown
+        fabric.
 
         Args:
             axis_names: of the mesh, outermost first.
@@ -220,7 +221,7 @@ class Placement:
 
 
 def _parse_axis(name: str, value: Any) -> MeshAxis:
-    """The axis of a key of `[mesh]`."""
+    """Return the axis of a key of `[mesh]`."""
     key = ("mesh", name)
     if name == RESERVED or not name:
         raise SpecError(
@@ -247,10 +248,10 @@ def _parse_axis(name: str, value: Any) -> MeshAxis:
 
 
 def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
-    """Ways on one link: a number, or `fill`."""
+    """Return ways on one link: a number, or `fill`."""
     if value == "fill":
         return "fill"
-    whole_axis = len(key) == 2  # mesh.tensor, and not mesh.tensor.nvlink
+    whole_axis = len(key) == 2  # The key is mesh.tensor, not mesh.tensor.nvlink.
     more = ', "fill", or a table of nvlink and infiniband' if whole_axis else ' or "fill"'
     forms = f"a positive integer{more}"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -263,7 +264,7 @@ def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
 
 
 def _check_one_fill(spec: MeshSpec, link: str) -> None:
-    """Refuses two axes that both take what is left of a link."""
+    """Refuse two axes that both fill one link."""
     names = [axis.name for axis in spec.axes if axis.factor(link) == "fill"]
     if len(names) > 1:
         raise SpecError(
@@ -274,7 +275,7 @@ def _check_one_fill(spec: MeshSpec, link: str) -> None:
 
 
 def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
-    """The factors of one link, in the order of the axes, which multiply to `total`."""
+    """Return the factors of one link, in the order of the axes, which multiply to `total`."""
     for axis in spec.axes:
         _check_axis_fits(axis, link, total)
     factors = [axis.factor(link) for axis in spec.axes]
@@ -287,7 +288,7 @@ def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
 
 
 def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
-    """Refuses an axis that alone is larger than what the link connects."""
+    """Refuse an axis that alone is larger than what the link connects."""
     ways = axis.factor(link)
     if isinstance(ways, str) or ways <= total:
         return
@@ -304,7 +305,7 @@ def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
 
 
 def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecError:
-    """An error: the factors on a link do not multiply to what it connects."""
+    """Return an error: the factors on a link do not multiply to what it connects."""
     parts = [f"{axis.name} {axis.factor(link)}" for axis in spec.axes if axis.factor(link) not in (1, "fill")]
     shown = f"{product} ({' x '.join(parts)})" if len(parts) > 1 else str(product)
     if link == "nvlink":
@@ -318,7 +319,7 @@ def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecE
 
 
 def _mend(spec: MeshSpec, link: str, total: int) -> str:
-    """A change of one axis that makes the product right: the outermost one that can, used axes first."""
+    """Return a change of one axis that makes the product right: the outermost one that can, used axes first."""
     for axis in sorted(spec.axes, key=lambda axis: axis.factor(link) == 1):
         others = [other.factor(link) for other in spec.axes if other is not axis]
         rest = math.prod(factor for factor in others if not isinstance(factor, str))
@@ -329,5 +330,4 @@ def _mend(spec: MeshSpec, link: str, total: int) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Names in words."""
     return " and ".join(f"'{name}'" for name in names)

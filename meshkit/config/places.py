@@ -1,8 +1,8 @@
-"""Where the keys of an experiment were written, and the code of a user's that they name, for messages.
+"""Locates the keys of an experiment, and the user's code that they name, for messages.
 
     Experiment -> planning.resolve -> UserCode, Places -> whatever runs the code, which knows no Experiment
 
-What a user's code raises is the user's to mend: `UserCode.calling` says it at the key that names the code.
+The user must fix what their code raises: `UserCode.calling` reports it at the key that names the code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshkit.redaction import redact
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-# Packages that a model or a trainer is made with: their lines say nothing of it.
+# Packages that models and trainers are built with: their lines say nothing about the user's code.
 TOOLS = "jax|jaxlib|flax|optax|chex|equinox|haiku|keras|einops|jaxtyping|beartype"
 _OF_TOOLS = re.compile(rf"^<|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:{TOOLS})/")
 _LONGEST_MESSAGE = 300
@@ -43,11 +43,11 @@ class Places:
     document: TomlDocument | None = field(default=None, repr=False)
 
     def where(self, key: str) -> str:
-        """Where a key (dotted) was written."""
+        """Return where a key (dotted) was written."""
         return self.document.where(split_key(key)) if self.document else key
 
     def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
-        """An error about a key (dotted), pointing at where it was written."""
+        """Return an error about a key (dotted), pointing at where it was written."""
         return SpecError(message, key=split_key(key), hint=hint, at=self.where(key))
 
 
@@ -68,12 +68,12 @@ class UserCode:
     places: Places
 
     def error(self, message: str, hint: str | None = None) -> ConfigError:
-        """An error about the code, pointing at the key that names it."""
+        """Return an error about the code, pointing at the key that names it."""
         return self.places.error(self.key, message, hint)
 
     @contextmanager
     def calling(self, what: str | None = None, hint: str | None = None) -> Iterator[None]:
-        """A block that runs the code: what it raises becomes a ConfigError at the key that names it.
+        """Turn what the code in this block raises into a ConfigError at the key that names it.
 
         Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
 
@@ -96,7 +96,7 @@ class UserCode:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception on one line: type, first line of its message, and the last line of the user's own that it passed."""
+    """Return an exception in one line: type, first line of its message, and the last line of the user's own code."""
     if isinstance(error, SyntaxError):
         message, place = error.msg, f"{Path(error.filename or '?').name}:{error.lineno}"
     else:
@@ -109,14 +109,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def raised_by_user(error: BaseException) -> str | None:
-    """`file:line` if the statement that raised is the user's own: a refusal, not an accident in some library."""
+    """Return `file:line` if a `raise` of the user's own code made the error; None for an accident in a library."""
     frames = traceback.extract_tb(error.__traceback__)
     refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
     return _user_line(error) if refuses else None
 
 
 def line_within(error: BaseException) -> str | None:
-    """Return `file:line` of the innermost frame of a program, installed or not; None where meshkit's are further in."""
+    """Return `file:line` of the innermost frame of a program, installed or not; None if meshkit's are further in."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             return None
@@ -126,7 +126,7 @@ def line_within(error: BaseException) -> str | None:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """`file:line` of the innermost frame that is neither meshkit's nor of an installed package."""
+    """Return `file:line` of the innermost frame that is neither meshkit's nor of an installed package."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_OURS, "<", *_INSTALLED)):
             return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -35,9 +35,9 @@ _FSDP = {"act_batch": _BATCH, "embed": "fsdp"}
 _CONTEXT = {"act_length": "context", "act_residual_length": ("context", "tensor")}
 _EXPERT = {"act_batch": (*_BATCH, "expert"), "experts": "expert", "act_experts": "expert"}
 
-# ZeRO-1 and 2 cut what the optimizer works on (fp32 parameters and moments) over `data` and gather the weights once a
-# step, in the compute dtype. They differ in the accumulators of gradients over micro-batches: whole on every GPU and
-# reduced once a step, or cut and reduced with every micro-batch.
+# ZeRO-1 and 2 shard the optimizer's work (fp32 parameters and moments) over `data` and gather the weights once a
+# step, in the compute dtype. They differ in the accumulators of gradients over micro-batches: whole on every GPU
+# and reduced once a step, or sharded and reduced with every micro-batch.
 _ZERO_1 = {"logical": {"act_batch": "data", "embed": "data"}, "compute": {"embed": "replicated"}}
 _ZERO_2 = {**_ZERO_1, "gradients": {"embed": "data"}}
 
@@ -62,10 +62,10 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class AutoRule:
-    """A rule for arrays without dim names: their largest dim that the axes divide is cut."""
+    """A rule for arrays without dim names: it shards their largest dim that the axes divide."""
 
     axes: Axes
-    min_bytes: int = 2**20  # arrays smaller than this, globally, stay whole
+    min_bytes: int = 2**20  # Smaller global arrays stay whole.
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ShardingRules:
 
     @classmethod
     def preset(cls, name: str, mesh_axes: Iterable[str] | None = None) -> ShardingRules:
-        """A named table of rules, without the axes that the mesh does not have.
+        """Return a named table of rules, without the axes that the mesh does not have.
 
         Raises:
             ConfigError: there is no such preset.
@@ -120,11 +120,11 @@ class ShardingRules:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Logical axes whose rule the user wrote."""
+        """Return the logical axes whose rule the user wrote."""
         return frozenset(self.logical) - self.from_preset
 
     def mapping(self, kind: str) -> dict[str, Axes]:
-        """Logical axis -> mesh axes, for `parameters`, `activations`, `compute`, `gradients` or `optimizer`."""
+        """Map logical axes to mesh axes for `parameters`, `activations`, `compute`, `gradients` or `optimizer`."""
         if kind not in KINDS:
             raise SpecError(f"there are no rules for '{kind}'.", key=("rules",), hint=did_you_mean(kind, KINDS))
         return {**self.logical, **self._own(kind)}
@@ -136,11 +136,11 @@ class ShardingRules:
         return ("rules", "logical", logical) if logical in self.explicit else None
 
     def _own(self, kind: str) -> dict[str, Axes]:
-        """What overrides `logical` for that kind."""
+        """Return the table that overrides `logical` for that kind."""
         return {} if kind in ("parameters", "activations") else getattr(self, kind)
 
     def spec_for(self, logical_axes: Sequence[str | None], *, kind: str = "parameters") -> Spec:
-        """Mesh axes for each dim of an array; () is replicated.
+        """Return the mesh axes for each dim of an array; () is replicated.
 
         Args:
             logical_axes: name of each dim; None for a dim that is replicated. So is one whose name has no rule.
@@ -199,7 +199,7 @@ class ShardingRules:
                     )
 
     def without(self, axes: Iterable[str]) -> ShardingRules:
-        """The rules as they are where these mesh axes cut nothing."""
+        """Return the rules for a mesh in which these axes shard nothing."""
         gone = set(axes)
 
         def strip(axes: Axes) -> Axes:
@@ -211,7 +211,7 @@ class ShardingRules:
         return replace(self, **tables, overrides=overrides, auto=auto)
 
     def to_dict(self) -> dict[str, Any]:
-        """The `[rules]` table that says the same, without a preset."""
+        """Return the `[rules]` table that says the same, without a preset."""
         table: dict[str, Any] = {
             name: {logical: _plain(axes) for logical, axes in getattr(self, name).items()} for name in _TABLES
         }
@@ -221,7 +221,7 @@ class ShardingRules:
         return {name: value for name, value in table.items() if value}
 
     def _all_axes(self) -> Iterable[tuple[tuple[str, ...], Axes]]:
-        """Every rule: its key in the file, and its mesh axes."""
+        """Yield every rule: its key in the file, and its mesh axes."""
         for name in _TABLES:
             for logical, axes in getattr(self, name).items():
                 yield ("rules", name, logical), axes
@@ -233,7 +233,7 @@ class ShardingRules:
     def _used_twice(
         self, axis: str, first: int, second: int, logical_axes: Sequence[str | None], kind: str
     ) -> SpecError:
-        """An error: one mesh axis would shard two dims."""
+        """Return an error: one mesh axis would shard two dims."""
         names = [f"dim {index} ('{logical_axes[index]}')" for index in (first, second)]
         pair = [str(logical_axes[index]) for index in (second, first)]
         key = next(filter(None, (self.written(name, kind) for name in pair)), ("rules", "logical", pair[0]))
@@ -249,7 +249,7 @@ class ShardingRules:
 
 
 def from_pairs(table: Any, key: tuple[str, ...]) -> Any:
-    """A table of rules from a list of pairs, as flax has them; anything else as it is.
+    """Return a table of rules from a list of pairs, as flax has them; anything else as it is.
 
     Raises:
         ConfigError: two rules for one name.
@@ -272,7 +272,8 @@ def from_pairs(table: Any, key: tuple[str, ...]) -> Any:
 
 
 def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str, dict[str, Axes]]:
-    """The tables of a preset (logical, compute, gradients, optimizer), without the axes that the mesh does not have.
+    """Return the tables of a preset (logical, compute, gradients, optimizer), without the axes that the mesh does not
+    have.
 
     Raises:
         ConfigError: there is no such preset.
@@ -291,13 +292,13 @@ def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str,
         for logical, value in PRESETS[name].get(table, {}).items():
             axes = _axes(("rules", "preset"), value)
             kept = tuple(axis for axis in axes if present is None or axis in present)
-            if kept or not axes:  # a row that says "replicated" stays, since it overrides
+            if kept or not axes:  # A "replicated" row stays, because it overrides.
                 tables[table][logical] = kept
     return tables
 
 
 def _axes(key: tuple[str, ...], value: Any) -> Axes:
-    """The mesh axes that a rule's value names."""
+    """Return the mesh axes that a rule's value names."""
     if value is None or value == _REPLICATED:
         return ()
     names = (value,) if isinstance(value, str) else value
@@ -317,7 +318,7 @@ def _axes(key: tuple[str, ...], value: Any) -> Axes:
 
 
 def _parse_override(index: int, path: Any, spec: Any) -> tuple[str, Spec]:
-    """The pattern and the axes of each dim of an override."""
+    """Return the pattern and the axes of each dim of an override."""
     key = ("rules", "override", str(index))
     if not isinstance(path, str) or not path:
         raise SpecError(
@@ -344,7 +345,7 @@ def _parse_override(index: int, path: Any, spec: Any) -> tuple[str, Spec]:
 
 
 def _first_repeated(spec: Spec) -> tuple[str, int, int] | None:
-    """The first mesh axis that shards two dims, and the two dims."""
+    """Return the first mesh axis that shards two dims, and the two dims."""
     seen: dict[str, int] = {}
     for dim, axes in enumerate(spec):
         for axis in axes:
@@ -355,14 +356,14 @@ def _first_repeated(spec: Spec) -> tuple[str, int, int] | None:
 
 
 def _plain(axes: Axes) -> Any:
-    """The value that a rule has in a file."""
+    """Return the value that a rule has in a file."""
     if not axes:
         return _REPLICATED
     return axes[0] if len(axes) == 1 else list(axes)
 
 
 def path_matches(glob: str, path: str) -> bool:
-    """Whether a path is one of a pattern's: `**` any segments (also none), `*` within a segment.
+    """Return whether a path is one of a pattern's: `**` any segments (also none), `*` within a segment.
 
     Takes time by the product of both lengths at the most, whatever the pattern: it goes from one piece to the next with
     all the places in the path that the pieces so far can end at.
@@ -391,5 +392,5 @@ def path_matches(glob: str, path: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _pieces(glob: str) -> tuple[str, ...]:
-    """A pattern's wildcards, equal ones in a row as one, and what is between them."""
+    """Return a pattern's wildcards, equal ones in a row as one, and what is between them."""
     return tuple(filter(None, re.split(r"((?:\*\*/)+|/\*\*$|(?:\*\*)+(?!/)|\*)", glob)))

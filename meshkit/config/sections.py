@@ -1,7 +1,7 @@
 """The sections of an experiment file and the keys of a cluster file, as frozen pydantic models.
 
-The one declaration of each key: its type, its default, what it means. They check what a file says, the rest of meshkit
-works with them, and `meshkit schema experiment` prints them.
+Each key is declared here once: its type, its default, its meaning. The models check files, the rest of meshkit works
+with them, and `meshkit schema experiment` prints them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshkit.config.toml import (
     unknown_key,
 )
 
-# The XLA options that name a profile or a table of collectives to schedule by; what `train.pgle` says instead of them.
+# XLA options that name a profile or a table of collectives to schedule by; `train.pgle` sets them in short.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 TABLE_OPTION = "xla_gpu_experimental_collective_perf_table_path"
 PREDICTED, TABLE = "predicted", "table"
@@ -33,13 +33,13 @@ PREDICTED, TABLE = "predicted", "table"
 
 @dataclass(frozen=True)
 class RematMix:
-    """`train.remat` as a table: names of values that the model marks, none in both."""
+    """`train.remat` as a table of names of values that the model marks; no name is in both lists."""
 
-    keep: tuple[str, ...]  # what waits for the backward pass on the GPU
-    offload: tuple[str, ...]  # what waits in host memory
+    keep: tuple[str, ...]  # Values that wait for the backward pass on the GPU.
+    offload: tuple[str, ...]  # Values that wait in host memory.
 
     def to_dict(self) -> dict[str, list[str]]:
-        """As the file has it, and as a model is given it."""
+        """Return the table as a file has it, and as a model is given it."""
         kept = {"keep": list(self.keep)} if self.keep else {}
         return {**kept, "offload": list(self.offload)}
 
@@ -53,7 +53,7 @@ Function = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Text = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-# The axis of a section that is about one: a file must name it, and None is the section that a file has not.
+# A file must name the axis of such a section; None stands for a section that a file does not have.
 SectionAxis = Annotated[Name | None, WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
 
 _FACTOR = {"oneOf": [{"type": "integer", "minimum": 1}, {"const": "fill"}]}
@@ -81,16 +81,15 @@ _REMAT = ("train", "remat")
 _REMAT_SCHEMA = {"anyOf": [_NAME_SCHEMA, _NAMES_SCHEMA, _MIX_SCHEMA]}
 _OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
 
-# Values with several forms are checked by the parsers that know them (MeshSpec.parse, ShardingRules); pydantic's
-# errors on unions name every branch, which helps nobody.
+# Values with several forms are checked by their own parsers (MeshSpec.parse, ShardingRules), because pydantic's errors
+# on unions name every branch.
 MeshAxisValue = Annotated[Any, WithJsonSchema(_AXIS_SCHEMA)]
 RuleValue = Annotated[Any, WithJsonSchema(_RULE_SCHEMA)]
 Option = Annotated[Any, WithJsonSchema(_OPTION_SCHEMA)]
 
 
 def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
-    """The name of a policy, a list of the names of what it keeps as a tuple, or lists of what it keeps and offloads;
-    which names there are, the model knows."""
+    """Parse the name of a policy, a list of names to keep, or lists of names to keep and to offload."""
     if isinstance(value, dict):
         return _mix(value)
     names = [value] if isinstance(value, str) else value
@@ -102,7 +101,7 @@ def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
 
 
 def _check_names(names: Sequence[Any]) -> None:
-    """Refuses what is no name, and a name that stands twice."""
+    """Refuse a value that is not a name, and a name that is given twice."""
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"holds {show(name)}, which is no name")
@@ -111,7 +110,7 @@ def _check_names(names: Sequence[Any]) -> None:
 
 
 def _mix(value: Mapping[str, Any]) -> RematMix:
-    """The table form of `train.remat`."""
+    """Return the table form of `train.remat`."""
     for key in value:
         if key not in _MIX_SCHEMA["properties"]:
             raise unknown_key(_MIX_SCHEMA["properties"], (*_REMAT, key), value[key])
@@ -132,14 +131,14 @@ def _mix(value: Mapping[str, Any]) -> RematMix:
 
 
 def plain_value(value: Any) -> Any:
-    """The value of a key as TOML has it."""
+    """Return the value of a key as TOML has it."""
     if isinstance(value, RematMix):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
 
 
 def _number_or_list(value: Any) -> Any:
-    """A number of processes, or a list of them."""
+    """Return a number of processes, or a list of them."""
     if isinstance(value, list):
         if value and all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in value):
             return value
@@ -260,7 +259,6 @@ class ModelTable(TomlTable):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The further keys."""
         return dict(self.model_extra or {})
 
 
@@ -335,7 +333,7 @@ class TrainTable(ProgramTrainTable):
 
     @property
     def offloads(self) -> bool:
-        """Whether activations wait for the backward pass in host memory."""
+        """Return whether activations wait for the backward pass in host memory."""
         return isinstance(self.remat, RematMix) or str(self.remat).startswith("offload")
 
 
@@ -373,7 +371,7 @@ class DataTable(TomlTable):
 
 
 def _verify_of(value: Any) -> Any:
-    """What `verify` means as earlier experiment files have it, a boolean."""
+    """Accept booleans for `verify`, as earlier experiment files have them."""
     return {True: "own", False: "off"}[value] if isinstance(value, bool) else value
 
 

@@ -7,8 +7,8 @@
     functions   = ["our_text"]    # installed packages whose functions it may name as a loss, a tokenizer and the like
 
 Without the roots an experiment may name any file, and code where `find_folder` finds it. An experiment file has no key
-for it, so it cannot widen what is declared; the variables can only narrow what the site's file says. This protects
-whoever runs somebody else's experiment; it does not confine code once it runs, nor a user who writes their own.
+for them, so it cannot widen what is declared; the variables can only narrow the site's file. This protects whoever runs
+somebody else's experiment. It does not confine code once it runs, nor users who write their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SITE_EXAMPLE = {**dict.fromkeys(_VARIABLES, '["/opt/models"]'), _FUNCTIONS: '["
 
 @dataclass(frozen=True)
 class Site:
-    """The declared folders, resolved; None where nothing is declared and any will do.
+    """The declared folders, resolved; None where any folder is allowed.
 
     Attributes:
         model_roots: that models, losses, data, metrics and hook functions may come from.
@@ -47,11 +47,11 @@ class Site:
 
 
 def read_site() -> Site:
-    """The site's file, narrowed by the variables.
+    """Read the site's file and narrow it by the environment variables.
 
     Raises:
-        ConfigError: the file can be changed by others, or says something else; a root is not absolute, or a variable
-            names one that the file does not allow.
+        ConfigError: others can change the file, or it cannot be understood; a root is not absolute, or a variable names
+            one that the file does not allow.
     """
     table = _read_file(SITE_FILE)
     declared = {key: _roots(table[key], str(SITE_FILE)) for key in _VARIABLES if key in table}
@@ -72,21 +72,20 @@ def read_site() -> Site:
 
 
 def is_under(path: str | Path, roots: Sequence[Path]) -> bool:
-    """Whether a path, with `..` and links resolved, is one of the roots or lies in one."""
+    """Return whether a path, with `..` and links resolved, is one of the roots or lies in one."""
     real = Path(os.path.realpath(path))
     return any(real == root or root in real.parents for root in roots)
 
 
 def listed(roots: Sequence[Path]) -> str:
-    """The roots in words."""
     return ", ".join(map(str, roots)) or "no folder at all"
 
 
 def check_files(table: Mapping[str, Any]) -> None:
-    """Stops where an experiment names a file outside of the declared folders; its paths are absolute by now.
+    """Refuse an experiment that names a file outside of the declared folders; its paths are absolute by now.
 
     Raises:
-        ConfigError: which key, and where it may lie.
+        ConfigError: which key, and where the file may lie.
     """
     roots = read_site().file_roots
     if roots is None:
@@ -95,7 +94,7 @@ def check_files(table: Mapping[str, Any]) -> None:
         value: Any = table
         for name in key:
             value = value.get(name) if isinstance(value, Mapping) else None
-        # what is no path: the name of a cluster, a function, the standard library
+        # Other values are not paths: the name of a cluster, a function, the standard library.
         if isinstance(value, str) and os.path.isabs(value) and not is_under(value, roots):
             raise SpecError(
                 f"{dotted(key)} is outside of the folders that this site allows.",
@@ -106,7 +105,7 @@ def check_files(table: Mapping[str, Any]) -> None:
 
 
 def _read_file(path: Path) -> dict[str, list[str]]:
-    """What the site's file declares; nothing without a file."""
+    """Return the site's file as a table; empty without a file."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -133,7 +132,7 @@ def _read_file(path: Path) -> dict[str, list[str]]:
 
 
 def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
-    """Absolute folders, with links resolved."""
+    """Return absolute folders, with links resolved."""
     for text in texts:
         if not os.path.isabs(text):
             raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")

@@ -1,14 +1,14 @@
-"""TOML: plain tables as text, where in a text each key stands, and what is wrong with a table, in our words.
+"""TOML: plain tables as text, the position of each key in a text, and errors of a table in our words.
 
-tomlkit writes documents. The one-line form is our own, since a hint shows any value, also one that is no TOML.
+tomlkit writes documents. The one-line form is our own, since a hint shows any value, even one that is not TOML.
 `None` has no TOML form: a key whose value is None is left out.
 
 `tomllib` parses values and gives no positions, so a scanner reads the same text for positions only. It trusts that the
-text is valid TOML (tomllib has said so); on invalid text it stops quietly at the first thing it does not know. A path
-is the keys from the root, with indices into arrays: `("rules", "override", "0", "path")`.
+text is valid TOML (tomllib has checked it); on invalid text it stops quietly. A path is the keys from the root, with
+indices into arrays: `("rules", "override", "0", "path")`.
 
-Tables are validated strictly, by pydantic. What parses them raises `SpecError` with the key's path; a loader that knows
-the document turns it into a `ConfigError` that points at file and line.
+pydantic validates tables strictly. Parsers raise `SpecError` with the key's path; a loader that knows the document
+turns it into a `ConfigError` that points at file and line.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _STRINGS = (
     re.compile(r'"(?:[^"\\\n]|\\.)*"'),
     re.compile(r"'[^'\n]*'"),
 )
-_LONGEST_VALUE = 400  # of a longer one the beginning
-_DEEPEST_KEY = 64  # of a longer dotted key only the first parts are positions: nobody asks for the others
+_LONGEST_VALUE = 400  # A longer value is cut.
+_DEEPEST_KEY = 64  # Only so many parts of a longer dotted key have positions, because nobody asks for the others.
 FUNCTION_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 NAME_PATTERN = r"^[A-Za-z_][\w-]*$"
 _FORMS = {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}
@@ -52,7 +52,8 @@ _MISSING = object()
 _LONGEST_SHOWN = 60
 _LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
 _DEEPEST_TABLE = 16
-_BY_TYPE = {"integer": 8, "number": 1.0, "boolean": True}  # of keys that declare neither an example nor a default
+# Examples for keys that declare neither an example nor a default.
+_BY_TYPE = {"integer": 8, "number": 1.0, "boolean": True}
 _QUOTED = {"an integer": r"-?\d+", "a number": r"-?\d+(\.\d+)?(e-?\d+)?", "true or false": "true|false"}
 _WANTED = {
     "int": "an integer",
@@ -67,11 +68,11 @@ _WANTED = {
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """A table as a TOML document: plain keys first, then one `[section]` for each table below."""
+    """Return a table as a TOML document: plain keys first, then one `[section]` for each table below."""
     import tomlkit  # takes longer to import than an experiment to load
 
     def fill(section: Any, table: Mapping[str, Any], sections: Sequence[str]) -> Any:
-        """A document or section of tomlkit with the keys of a table in it."""
+        """Return a document or section of tomlkit with the keys of a table in it."""
         for key, item in table.items():
             if key not in sections and item is not None:
                 section.append(tomlkit.key(key), tomlkit.value(inline(item)))
@@ -91,7 +92,7 @@ def to_toml(table: Mapping[str, Any]) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value as TOML on one line; tables become inline tables."""
+    """Return a value as TOML on one line; tables become inline tables."""
     if isinstance(value, Mapping):
         entries = (f"{key_text(key)} = {inline(item)}" for key, item in value.items() if item is not None)
         body = ", ".join(entries)
@@ -102,17 +103,17 @@ def inline(value: Any) -> str:
 
 
 def dotted(key: Sequence[str]) -> str:
-    """A key's path as TOML writes it: `mesh.tensor`, `model."odd name"`."""
+    """Return a key's path as TOML writes it: `mesh.tensor`, `model."odd name"`."""
     return ".".join(key_text(part) for part in key)
 
 
 def key_text(key: str) -> str:
-    """One part of a key, quoted where it must be."""
+    """Return one part of a key, quoted where it must be."""
     return key if _BARE_KEY.fullmatch(key) else string_text(key)
 
 
 def string_text(text: str) -> str:
-    """A basic TOML string."""
+    """Return a basic TOML string."""
     return '"' + "".join(_escape(char) for char in text) + '"'
 
 
@@ -123,7 +124,7 @@ def _escape(char: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """A value that is neither a table nor a list."""
+    """Return a value that is neither a table nor a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -136,35 +137,35 @@ def _scalar(value: Any) -> str:
 
 
 def _is_array_of_tables(value: Any) -> bool:
-    """Whether `[[sections]]` can say it."""
+    """Return whether `[[sections]]` can say it."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _is_small(value: Any) -> bool:
-    """A table that reads best on one line, such as `{ nvlink = 2, infiniband = 4 }`."""
+    """Return a table that reads best on one line, such as `{ nvlink = 2, infiniband = 4 }`."""
     nested = (Mapping, list, tuple)
     return isinstance(value, Mapping) and len(value) <= 3 and not any(isinstance(v, nested) for v in value.values())
 
 
 def _tables_at_the_end(table: Mapping[str, Any]) -> list[str]:
-    """The keys of tables; none where sections of their own would change the order, which means something."""
+    """Return the keys of tables; none where sections of their own would change the order, which means something."""
     keys = [key for key, item in table.items() if isinstance(item, Mapping) or _is_array_of_tables(item)]
     written_last = [key for key in table if table[key] is not None][-len(keys) :] if keys else []
     return keys if keys == written_last else []
 
 
 def _sections_of(table: Mapping[str, Any]) -> list[str]:
-    """The keys of a section that get one of their own."""
+    """Return the keys of a section that get one of their own."""
     keys = _tables_at_the_end(table)
     return [] if all(_is_small(table[key]) for key in keys) else keys
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a key stands; an element of an array, where its value does."""
+    """The place of a key; of an element of an array, that of its value."""
 
     line: int  # from 1
-    value: str | None  # the text of the value; None for a table header or an implied table
+    value: str | None  # The value's text; None for a table header or an implied table.
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,12 @@ class _Unexpected(Exception):
 
 
 def locate(text: str, key: Key) -> Position | None:
-    """The position of a key in a TOML text; None where it is not written."""
+    """Return the position of a key in a TOML text; None where it is not written."""
     return _positions(text).get(key)
 
 
 def find_duplicate(text: str) -> tuple[Key, int, int] | None:
-    """The first key that is defined twice, with both lines; tables count, elements of arrays do not."""
+    """Return the first key that is defined twice, with both lines; tables count, elements of arrays do not."""
     lines, seen = _line_starts(text), dict[Key, int]()
     for entry in entries(text):
         if not entry.defines:
@@ -199,7 +200,7 @@ def find_duplicate(text: str) -> tuple[Key, int, int] | None:
 
 
 def split_key(text: str) -> Key:
-    """The parts of a dotted key, which may be quoted: `a."b c".d`.
+    """Return the parts of a dotted key, which may be quoted: `a."b c".d`.
 
     Raises:
         ValueError: it is no key.
@@ -215,14 +216,14 @@ def split_key(text: str) -> Key:
 
 
 def entries(text: str) -> Iterator[WrittenKey]:
-    """Every key of the text in the order it is written; of a text that is no TOML, those before it goes wrong."""
+    """Yield every key of the text in the order it is written; of a text that is no TOML, those before it goes wrong."""
     with contextlib.suppress(_Unexpected, RecursionError):
         yield from _Scanner(text).document()
 
 
 @functools.lru_cache(maxsize=4)
 def _positions(text: str) -> Mapping[Key, Position]:
-    """Path of a key -> where it stands first."""
+    """Map the path of a key to its first position."""
     starts = _line_starts(text)
     positions: dict[Key, Position] = {}
     for entry in entries(text):
@@ -231,12 +232,12 @@ def _positions(text: str) -> Mapping[Key, Position]:
 
 
 def _line_starts(text: str) -> list[int]:
-    """Offsets at which lines begin."""
+    """Return offsets at which lines begin."""
     return [0, *(match.end() for match in re.finditer("\n", text))]
 
 
 def _line(starts: list[int], offset: int) -> int:
-    """The line of an offset, counted from 1."""
+    """Return the line of an offset, counted from 1."""
     return bisect.bisect_right(starts, offset)
 
 
@@ -246,10 +247,10 @@ class _Scanner:
     def __init__(self, text: str):
         self.text, self.position = text, 0
         self._table: Key = ()
-        self._arrays: dict[Key, int] = {}  # array of tables -> index of its last table
+        self._arrays: dict[Key, int] = {}  # Array of tables -> index of its last table.
 
     def document(self) -> Iterator[WrittenKey]:
-        """Every key of the document."""
+        """Yield every key of the document."""
         self._skip(_SPACE_AND_LINES)
         while self.position < len(self.text):
             if self._peek() == "[":
@@ -259,7 +260,7 @@ class _Scanner:
             self._skip(_SPACE_AND_LINES)
 
     def key(self) -> Key:
-        """A dotted key at the cursor."""
+        """Return a dotted key at the cursor."""
         parts = [self._key_part()]
         while True:
             after = self.position
@@ -272,7 +273,7 @@ class _Scanner:
             parts.append(self._key_part())
 
     def _header(self) -> Iterator[WrittenKey]:
-        """`[a.b]` or `[[a.b]]`, which begins a table."""
+        """Yield `[a.b]` or `[[a.b]]`, which begins a table."""
         start, brackets = self.position, 2 if self.text.startswith("[[", self.position) else 1
         self.position += brackets
         self._skip(_SPACE)
@@ -290,7 +291,7 @@ class _Scanner:
         yield WrittenKey(path, start, None, defines=True)
 
     def _inside_arrays(self, parts: Key) -> Key:
-        """The path of a table, with the index of the last table of each array on the way."""
+        """Return the path of a table, with the index of the last table of each array on the way."""
         path: Key = ()
         for part in parts:
             path = (*path, part)
@@ -299,12 +300,12 @@ class _Scanner:
         return path
 
     def _passing(self, path: Key, start: int, skip: int = 0) -> Iterator[WrittenKey]:
-        """The tables on the way to a key, which it implies."""
+        """Yield the tables on the way to a key, which it implies."""
         for length in range(skip + 1, min(len(path), _DEEPEST_KEY) + 1):
             yield WrittenKey(path[:length], start, None, defines=False)
 
     def _key_value(self, table: Key) -> Iterator[WrittenKey]:
-        """`a.b = value` inside a table."""
+        """Yield `a.b = value` inside a table."""
         start = self.position
         path = (*table, *self.key())
         self._skip(_SPACE)
@@ -314,7 +315,7 @@ class _Scanner:
         yield from self._value(path, start, defines=True)
 
     def _value(self, path: Key, start: int, *, defines: bool) -> Iterator[WrittenKey]:
-        """The value at the cursor: its own key, then those inside it."""
+        """Yield the value at the cursor: its own key, then those inside it."""
         begin, opening = self.position, self._peek()
         inner: list[WrittenKey] = []
         if opening == "[":
@@ -325,24 +326,24 @@ class _Scanner:
             self._string()
         else:
             self._skip(_SCALAR)
-        end = min(self.position, begin + _LONGEST_VALUE)  # of nested arrays each has a value
+        end = min(self.position, begin + _LONGEST_VALUE)  # Each of nested arrays has a value.
         yield WrittenKey(path, start, self.text[begin:end].rstrip(), defines)
         yield from inner
 
     def _array(self, path: Key) -> Iterator[WrittenKey]:
-        """The elements of an array."""
+        """Yield the elements of an array."""
         self.position += 1
         for index in self._until("]"):
             yield from self._value((*path, str(index)), self.position, defines=False)
 
     def _inline_table(self, path: Key) -> Iterator[WrittenKey]:
-        """The keys of an inline table."""
+        """Yield the keys of an inline table."""
         self.position += 1
         for _ in self._until("}"):
             yield from self._key_value(path)
 
     def _until(self, closing: str) -> Iterator[int]:
-        """Stands before each element of a comma list, and after its closing bracket at the end."""
+        """Yield before each element of a comma list, then move behind its closing bracket."""
         index = 0
         while True:
             self._skip(_SPACE_AND_LINES)
@@ -358,7 +359,7 @@ class _Scanner:
                 raise _Unexpected
 
     def _key_part(self) -> str:
-        """One part of a dotted key, bare or quoted."""
+        """Return one part of a dotted key, bare or quoted."""
         if self._peek() in ('"', "'"):
             raw = self._string()
             try:
@@ -372,7 +373,7 @@ class _Scanner:
         return match.group()
 
     def _string(self) -> str:
-        """A string in any of its four forms, with its quotes."""
+        """Return a string in any of its four forms, with its quotes."""
         for pattern in _STRINGS:
             match = pattern.match(self.text, self.position)
             if match is not None:
@@ -381,19 +382,19 @@ class _Scanner:
         raise _Unexpected
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
-        """Moves over what the pattern matches."""
+        """Move over what the pattern matches."""
         match = pattern.match(self.text, self.position)
-        assert match is not None  # every pattern given here matches the empty text
+        assert match is not None  # Every pattern given here matches the empty text.
         self.position = match.end()
 
     def _expect(self, text: str) -> None:
-        """Moves over a text that must stand here."""
+        """Move over a text that must stand here."""
         if not self.text.startswith(text, self.position):
             raise _Unexpected
         self.position += len(text)
 
     def _peek(self) -> str:
-        """The character at the cursor; nothing at the end."""
+        """Return the character at the cursor; nothing at the end."""
         return self.text[self.position : self.position + 1]
 
 
@@ -418,13 +419,13 @@ class SpecError(ConfigError):
 
 
 def show(value: Any) -> str:
-    """A value as the user would write it in TOML, on one line, cut where it is long."""
+    """Return a value as the user would write it in TOML, on one line, cut where it is long."""
     text = inline(value)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
 def kind(value: Any) -> str:
-    """What a TOML value is, in words, with the value: `the string "ten"`."""
+    """Describe a TOML value in words: `the string "ten"`."""
     if isinstance(value, bool):
         return f"the boolean {show(value)}"
     for types, word in ((str, "string"), (int, "integer"), (float, "number")):
@@ -436,14 +437,14 @@ def kind(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> str:
-    """A hint: the closest choice, or all of them where none is close.
+    """Return a hint: the closest choice, or all of them where none is close.
 
     Returns:
         The close one in quotes, or `one of: a, b` in alphabetical order.
     """
     names = [str(choice) for choice in choices]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if not close:  # case and separators are the usual slip
+    if not close:  # The usual slips are case and separators.
         plain = {name.replace("-", "_").lower(): name for name in names}
         close = [plain[word.replace("-", "_").lower()]] if word.replace("-", "_").lower() in plain else []
     return f"'{close[0]}'" if close else f"{what}: {', '.join(sorted(names)) or '(none)'}"
@@ -458,12 +459,12 @@ class TomlTable(BaseModel):
 
     @classmethod
     def fields_by_key(cls) -> dict[str, FieldInfo]:
-        """The fields by what the file calls them."""
+        """Return the fields by what the file calls them."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
     def table_at(cls, path: Sequence[str]) -> type[TomlTable]:
-        """The table that a path of keys leads to; the one around it where it leads to none."""
+        """Return the table that a path of keys leads to; the one around it where it leads to none."""
         found: type[TomlTable] = cls
         for part in path:
             field = found.fields_by_key().get(part)
@@ -475,7 +476,7 @@ class TomlTable(BaseModel):
 def check_plain(table: Mapping[str, Any]) -> None:
     """Refuse what TOML allows and no key of ours does: non-finite numbers, integers beyond 64 bits, deep nesting."""
     pending: list[tuple[Key, Any]] = [((), table)]
-    while pending:  # a loop, not recursion: dotted keys can nest deeper than the interpreter's stack
+    while pending:  # A loop, because dotted keys can nest deeper than the interpreter's stack.
         path, value = pending.pop()
         if len(path) > _DEEPEST_TABLE:
             raise SpecError(
@@ -494,7 +495,7 @@ def check_plain(table: Mapping[str, Any]) -> None:
 
 
 def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
-    """The table as `model`; the first thing that is wrong with it as a SpecError under the path `within`.
+    """Return the table as `model`; the first thing that is wrong with it as a SpecError under the path `within`.
 
     Raises:
         SpecError: `table` is no table, or pydantic refuses it; unknown keys are said first.
@@ -513,7 +514,9 @@ def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] 
 
 
 def _translate(model: type[TomlTable], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
-    """The first error of pydantic in our words: unknown keys first, often the misspelt form of a missing one."""
+    """Translate pydantic's first error; unknown keys come first, since they are often the misspelt form of a missing
+    one.
+    """
     problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     path = tuple(str(part) for part in problem["loc"])
     owner = model.table_at(path[:-1])
@@ -522,7 +525,7 @@ def _translate(model: type[TomlTable], table: Mapping[str, Any], error: Validati
     if problem["type"] == "missing":
         is_table = model.table_at(path) is not owner or path == ("mesh",)
         return _missing(path, within, owner.fields_by_key()[path[-1]], is_table=is_table)
-    while path[-1].isdigit():  # an entry: its list has the example
+    while path[-1].isdigit():  # An entry has its example at its list.
         path = path[:-1]
     field = model.table_at(path[:-1]).fields_by_key().get(path[-1])
     key = (*within, *(str(part) for part in problem["loc"]))
@@ -531,7 +534,7 @@ def _translate(model: type[TomlTable], table: Mapping[str, Any], error: Validati
 
 
 def unknown_key(known: Iterable[str], key: Key, value: Any) -> SpecError:
-    """An error: a key that its table does not have, with the one that was probably meant."""
+    """Return an error: a key that its table does not have, with the one that was probably meant."""
     return SpecError(
         f"unknown key '{key[-1]}' in {_section(key[:-1])}.",
         key=key,
@@ -541,7 +544,7 @@ def unknown_key(known: Iterable[str], key: Key, value: Any) -> SpecError:
 
 
 def _missing(path: Key, within: Key, field: FieldInfo, *, is_table: bool) -> SpecError:
-    """An error: a key that the table needs, or a table below it."""
+    """Return an error: a key that the table needs, or a table below it."""
     section, whole = (*within, *path[:-1]), dotted((*within, *path))
     where = f"below [{dotted(section)}]" if section else "at the top of the file"
     line = f"a line {_examples(path[-1], field)} {where}"
@@ -553,7 +556,7 @@ def _missing(path: Key, within: Key, field: FieldInfo, *, is_table: bool) -> Spe
 
 
 def _wrong_value(key: Key, problem: Any, example: str, field: FieldInfo | None) -> tuple[str, str]:
-    """Message and hint for a value of the wrong type, out of range or of the wrong form; `example` is a right line."""
+    """Return message and hint for a value of the wrong type, range or form; `example` is a correct line."""
     name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
     if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
         wanted = _WANTED.get(code.removesuffix("_type"), "another type")
@@ -578,7 +581,9 @@ def _wrong_value(key: Key, problem: Any, example: str, field: FieldInfo | None) 
 
 
 def _examples(name: str, field: FieldInfo | None) -> str:
-    """Lines with values that a key may have: its examples, its default, the form of its text, or one of its type."""
+    """Return lines with values that a key may have: its examples, its default, the form of its text, or one of its
+    type.
+    """
     if field is None:
         return f"{name} = ..."
     found = field.examples or ([field.default] if field.default not in (None, PydanticUndefined, []) else [])
@@ -608,7 +613,7 @@ def _example_of(schema: Mapping[str, Any]) -> Any:
 
 
 def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo | None) -> str:
-    """A value of the right type: the given one, where only its quotes are wrong."""
+    """Return a value of the right type: the given one, where only its quotes are wrong."""
     if isinstance(given, str) and re.fullmatch(_QUOTED.get(wanted, "(?!)"), given):
         with contextlib.suppress(tomllib.TOMLDecodeError, ValidationError):
             bare = tomllib.loads(f"value = {given}")["value"]
@@ -622,5 +627,5 @@ def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo |
 
 
 def _section(key: Sequence[str]) -> str:
-    """A table in words."""
+    """Return a table in words."""
     return f"[{dotted(key)}]" if key else "the experiment file"

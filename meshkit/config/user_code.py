@@ -1,18 +1,16 @@
-"""What an experiment names that lies elsewhere: the user's code, what meshkit ships, within what the site allows.
+"""Loads what an experiment names elsewhere: the user's code and what meshkit ships, within what the site allows.
 
-    "pkg.mod", folders -> find_folder -> its folder -> serve -> importlib imports pkg from there, through check_writers
+Each module comes from the one folder that holds it. A folder on `sys.path` would answer every import with whatever lies
+in it: jax looks for plugins in `jax_plugins`, packages for their entry points. Here a folder answers only for the
+module that an experiment names, and for what the code from there imports itself. Nobody else may be able to change
+these files, and cached byte code is not read.
 
-Each module comes from the one folder that holds it. A folder on `sys.path` answers whoever asks, with whatever lies in
-it: jax looks for plugins in `jax_plugins`, packages for their entry points. Here a folder answers for the module that
-an experiment names, and for what the code that came from there imports itself; everybody else is told that nothing is
-there. Nobody else may be able to change what is imported so, and its cached byte code is not read.
+meshkit ships models (`models.llama:Llama`) and experiments (`llama3_8b`). A clone has them at its top, in `models/` and
+`configs/experiments/`, the wheel below the package. No installed package is called `models`, and a user's own comes
+first.
 
-Shipped are models (`models.llama:Llama`) and experiments (`llama3_8b`). In a clone they lie at its top, `models/` and
-`configs/experiments/`; in the wheel below the package. No installed package is called `models`, and a user's own comes
-before.
-
-A loss, data, tokenizer, metrics function, hook or optimizer is the user's own code, of `FUNCTIONS`, of the site's list,
-or named on the command line: among all functions that are installed, some run what they are given.
+A loss, data, tokenizer, metrics function, hook or optimizer must be the user's own code, of `FUNCTIONS`, of the site's
+list, or named on the command line: some installed functions run what they are given.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from meshkit.errors import ConfigError, a_type
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 MODELS = "models"
-# The keys that name functions -> what an experiment file may name there of what is installed.
+# Keys that name functions -> the installed packages that an experiment file may name there.
 FUNCTIONS = {
     "train.loss": ("optax", "meshkit.step.loss"),
     "train.metrics": (),
@@ -62,22 +60,23 @@ _warned: set[Path] = set()
 def load_object(
     name: str, search_paths: Iterable[Path] = (), *, at: str | None = None, key: str = "", by_command: bool = False
 ) -> Any:
-    """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
+    """Import what `"pkg.mod:Name"` names, from an installed package or the first of the experiment's folders that has
+    it.
 
     The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
-    site declares roots of models, every module on the way lies in one of them, is a shipped model, or of the installed
-    packages that the key may name.
+    site declares roots of models, every module on the way lies in one of them, is a shipped model, or belongs to the
+    installed packages that the key may name.
 
     Args:
-        name: `package.module:Name`.
+        name: `pkg.mod:Name`.
         search_paths: folders of the experiment, the first one first.
         at: where the name was written, for errors.
-        key: the one that names it: those of `FUNCTIONS` may name few installed packages.
+        key: the key that names it: those of `FUNCTIONS` may name few installed packages.
         by_command: whether the command line names it, whose author may name any.
 
     Raises:
-        ConfigError: not of that form, a module of Python itself, no such module, one that fails to import or that
-            others may change, or no such name in it; or it is outside of what is allowed.
+        ConfigError: the name has another form, or is a module of Python itself, unknown, broken, writable by others, or
+            outside of what is allowed.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -126,12 +125,12 @@ def load_object(
 
 
 def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
-    """What a key of the experiment names, of any kind.
+    """Import what a key of the experiment names.
 
     Args:
         name: the key's value, `package.module:Name`.
         search_paths: folders of the experiment, the first one first.
-        key: the one that names it, `model.class`.
+        key: the key that names it, `model.class`.
         places: where keys were written.
 
     Raises:
@@ -143,7 +142,7 @@ def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places)
 
 
 def load_function(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
-    """The function that a key of the experiment names; arguments as of `load_code`.
+    """Return the function that a key of the experiment names; arguments as of `load_code`.
 
     Raises:
         ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.
@@ -154,7 +153,7 @@ def load_function(name: str, search_paths: Iterable[Path], key: str, places: Pla
 
 
 def check_function(code: UserCode) -> None:
-    """Stops where what a key names is no function of a module of the user's.
+    """Stop where what a key names is no function of a module of the user's.
 
     Raises:
         ConfigError: at that key.
@@ -167,12 +166,12 @@ def check_function(code: UserCode) -> None:
 
 
 def _is_listed(module_name: str, packages: Iterable[str]) -> bool:
-    """Whether a module is one of the packages, or in one."""
+    """Return whether a module is one of the packages, or in one."""
     return any(f"{module_name}.".startswith(f"{package}.") for package in packages)
 
 
 def _not_listed(name: str, module_name: str, key: str, packages: Sequence[str], at: str | None) -> ConfigError:
-    """The error about a function of an installed package that the experiment's file alone names."""
+    """Return the error about a function of an installed package that the experiment's file alone names."""
     return ConfigError(
         f"'{name}' is of the installed package '{module_name.partition('.')[0]}', and a file may name {key} of "
         f"{' or '.join([*packages, 'your own modules'])} alone.",
@@ -182,7 +181,7 @@ def _not_listed(name: str, module_name: str, key: str, packages: Sequence[str], 
 
 
 def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:
-    """Stops where a module is outside of the roots, before its code or that of a package around it runs.
+    """Stop where a module is outside of the roots, before its code or that of a package around it runs.
 
     Raises:
         ConfigError: it is, or is built into Python.
@@ -191,7 +190,7 @@ def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> Non
     parts = module_name.split(".")
     for i in range(1, len(parts) + 1):
         part = ".".join(parts[:i])
-        # finding a module imports the packages around it, which have been checked by then
+        # Finding a module imports the packages around it, which have been checked by then.
         spec = importlib.util.find_spec(part)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {part!r}", name=part)
@@ -209,12 +208,12 @@ def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> Non
 
 
 def is_of_python(module_name: str) -> bool:
-    """Whether a module is Python's own: its standard library, or built in."""
+    """Return whether a module is Python's own: its standard library, or built in."""
     return module_name.partition(".")[0] in _OF_PYTHON
 
 
 def defined_in(found: Any) -> str | None:
-    """The module whose Python code runs when something is called; None for what is no code of a module.
+    """Return the module whose Python code runs when something is called; None for what is no code of a module.
 
     Looks through partials, decorators and methods: what is called in the end counts.
     """
@@ -234,7 +233,7 @@ def defined_in(found: Any) -> str | None:
 
 
 def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
-    """The first of the folders that holds a module; None where Python itself finds it, or none of them does.
+    """Return the first of the folders that holds a module; None where Python itself finds it, or none of them does.
 
     What is installed comes first, so that no folder beside an experiment can stand for a package of its name.
     """
@@ -250,7 +249,7 @@ def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
 
 
 def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
-    """The Python file of a module that `find_folder` would find; nothing is imported."""
+    """Return the Python file of a module that `find_folder` would find; nothing is imported."""
     folders = list(folders)
     found = find_folder(module_name, folders)
     held = [found] if found is not None else [Path(p) for p in _parents(_installed(module_name.partition(".")[0]))]
@@ -259,15 +258,15 @@ def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
 
 
 def check_writers(module_name: str, file: str | Path, folder: Path, at: str | None) -> None:
-    """Stops where others may exchange a module: its file, or a folder or link on the way to it; says where a group may.
+    """Refuse a module that others may exchange: its file, or a folder or link on the way; warn where a group may.
 
-    Others are all but the user, root, and the owners of meshkit and of the declared roots. Of the folders above the one
-    that is searched only the mode counts, by which others could exchange what is in them; above a root, nothing.
+    Others are all but the user, root, and the owners of meshkit and of the declared roots. Of the folders above the
+    searched one only the mode counts, by which others could exchange what is in them; above a root, nothing counts.
 
     Args:
         module_name: the module.
         file: its file, or a package's folder.
-        folder: that is searched for it.
+        folder: the folder that is searched for it.
         at: where the code was named that imports it.
 
     Raises:
@@ -295,14 +294,14 @@ def check_writers(module_name: str, file: str | Path, folder: Path, at: str | No
         if problem:
             raise ConfigError(f"module '{module_name}' is not loaded: {problem}.", at=at, hint=hint)
         shared = not passed and mode & stat.S_IWGRP and not is_private_group(found.st_uid, found.st_gid)
-        if shared and folder not in _warned:  # one line, however many files
+        if shared and folder not in _warned:  # Warn once, however many files there are.
             _warned.add(folder)
             what = f"a group may write {path}, on the way to the module '{module_name}'"
             say(f"meshkit: {what}; chmod -R g-w {folder}")
 
 
 def _way(file: str | Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every folder, link and file on the way to a file, with what `lstat` says."""
+    """Yield every folder, link and file on the way to a file, with what `lstat` says."""
     here, left, links = Path("/"), [*reversed(Path.cwd().joinpath(file).parts[1:])], 0
     yield here, here.lstat()
     while left:
@@ -325,7 +324,7 @@ def _way(file: str | Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def serve(module_name: str, folder: Path, at: str | None) -> None:
-    """Lets importlib find a module in a folder, and what the code from there imports.
+    """Let importlib find a module in a folder, and what the code from there imports.
 
     Raises:
         ConfigError: another module of that name is loaded already.
@@ -357,13 +356,14 @@ class _Finder:
     """Finds modules in the folders that hold the user's code, for that code alone, where no others may write."""
 
     def __init__(self):
-        self.served: dict[str, Path] = {}  # top-level name -> folder
-        self.named: dict[Path, str | None] = {}  # folder -> where an experiment names code from it
+        self.served: dict[str, Path] = {}  # Top-level name -> folder.
+        self.named: dict[Path, str | None] = {}  # Folder -> where an experiment names code from it.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a named module, of one in its package, or of one that lies beside it and that its code imports.
+        """Return the spec of a named module, of one in its package, or of one that lies beside it and that its code
+        imports.
 
         Raises:
             ConfigError: others may change it.
@@ -383,7 +383,7 @@ class _Finder:
             return None
         if path is None:
             self.served[name] = folder
-            if spec.loader is None:  # a folder without __init__.py: it alone, not all of its name on sys.path
+            if spec.loader is None:  # A namespace package is only this folder, not all folders of its name on sys.path.
                 spec.submodule_search_locations = [str(folder / name)]
         if is_shipped_name(name) and folder == shipped_folder():
             return spec
@@ -399,8 +399,8 @@ FINDER: Any = _Finder()
 
 
 def _importer() -> str:
-    """The top-level name of the module whose code is importing; empty if there is none."""
-    frame: FrameType | None = sys._getframe(2)  # whoever asked the finder
+    """Return the top-level name of the module whose code is importing; empty if there is none."""
+    frame: FrameType | None = sys._getframe(2)  # The frame that asked the finder.
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
@@ -411,7 +411,7 @@ def _importer() -> str:
 
 
 def _installed(top: str) -> ModuleSpec | None:
-    """What Python finds under a top-level name without any folder of an experiment; nothing is imported."""
+    """Return the spec of a top-level name without any folder of an experiment; nothing is imported."""
     for finder in sys.meta_path:
         if finder is not FINDER and (spec := finder.find_spec(top, None)) is not None:
             return spec
@@ -419,7 +419,7 @@ def _installed(top: str) -> ModuleSpec | None:
 
 
 def _parents(spec: ModuleSpec | None) -> list[str]:
-    """The folders that hold a top-level module, by its spec: several for a package without __init__.py."""
+    """Return the folders that hold a top-level module, by its spec: several for a package without __init__.py."""
     if spec is None:
         return []
     places = list(spec.submodule_search_locations or ()) or ([spec.origin] if spec.has_location and spec.origin else [])
@@ -427,23 +427,23 @@ def _parents(spec: ModuleSpec | None) -> list[str]:
 
 
 def _is_of(spec: ModuleSpec | None, folder: Path) -> bool:
-    """Whether a top-level module lies in a folder, by its spec."""
+    """Return whether a top-level module lies in a folder, by its spec."""
     return os.path.realpath(folder) in map(os.path.realpath, _parents(spec))
 
 
 def _holds(folder: Path, module_name: str) -> bool:
-    """Whether a folder has the file of a module."""
+    """Return whether a folder has the file of a module."""
     return any(os.path.isfile(file) for file in _files(folder, module_name, all_suffixes()))
 
 
 def _files(folder: Path, module_name: str, suffixes: Iterable[str]) -> list[Path]:
-    """The files that a module of a folder may be."""
+    """Return the files that a module of a folder may be."""
     base, suffixes = folder.joinpath(*module_name.split(".")), list(suffixes)
     return [base.with_name(base.name + suffix) for suffix in suffixes] + [base / f"__init__{s}" for s in suffixes]
 
 
 def _home(module_name: str, folder: Path | None) -> tuple[Path | None, bool]:
-    """The folder that holds a module, and whether it is the user's own or a shipped model: nothing installed.
+    """Return the folder that holds a module, and whether it is the user's own or a shipped model: nothing installed.
 
     Args:
         module_name: the module.
@@ -463,14 +463,14 @@ def _home(module_name: str, folder: Path | None) -> tuple[Path | None, bool]:
 
 
 def _in_packages(file: str | Path) -> bool:
-    """Whether a file lies where pip installs, whose permissions are those of the installation."""
+    """Return whether a file lies where pip installs, whose permissions are those of the installation."""
     on_path = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     folders = {*site.getsitepackages(), site.getusersitepackages(), *on_path}
     return is_under(file, [Path(os.path.realpath(folder)) for folder in folders])
 
 
 def is_private_group(uid: int, gid: int) -> bool:
-    """Whether a group is the one that a user has alone, as many systems give every user."""
+    """Return whether a group is the one that a user has alone, as many systems give every user."""
     import grp
     import pwd
 
@@ -482,24 +482,24 @@ def is_private_group(uid: int, gid: int) -> bool:
 
 
 def shipped_folder() -> Path:
-    """The folder that holds `models/` and `configs/experiments/`."""
+    """Return the folder that holds `models/` and `configs/experiments/`."""
     inside = _PACKAGE / "_shipped"
     return inside if inside.is_dir() else _PACKAGE.parent
 
 
 def is_shipped_name(module_name: str) -> bool:
-    """Whether a module may be one of the shipped models, by its name."""
+    """Return whether a module may be one of the shipped models, by its name."""
     return module_name.partition(".")[0] == MODELS
 
 
 @cache
 def shipped_experiments() -> dict[str, Path]:
-    """Name -> file of every shipped experiment."""
+    """Map the name of every shipped experiment to its file."""
     return {file.stem: file for file in sorted((shipped_folder() / "configs" / "experiments").glob("*.toml"))}
 
 
 def find_experiment(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The file of an experiment: as given, or a shipped one by its name where no such file is.
+    """Return the file of an experiment: as given, or a shipped one by its name where no such file is.
 
     Raises:
         ConfigError: a bare name of which there is neither.

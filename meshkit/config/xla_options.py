@@ -11,7 +11,7 @@ from typing import Any
 
 from meshkit.config.toml import SpecError, inline, key_text
 
-# Fields of `xla.DebugOptions` (xla/xla.proto, in jaxlib 0.11.2 and 0.12.0.1) that are enums, which take names.
+# Enum fields of `xla.DebugOptions` (xla/xla.proto, in jaxlib 0.11.2 and 0.12.0.1), which take names.
 _ENUMS = """
     xla_autotuner_preferred_backend xla_cpu_experimental_onednn_fusion_type xla_cpu_experimental_xnn_fusion_type
     xla_cpu_experimental_xnn_graph_fusion_mode xla_cpu_experimental_ynn_fusion_type xla_cpu_opt_preset
@@ -29,7 +29,7 @@ _ENUMS = """
     xla_partitioning_algorithm xla_step_marker_location
 """
 ENUMS = frozenset(_ENUMS.split())
-# Strings among them that name no file or folder, and reach no program's arguments: passes, an instruction set, times.
+# String fields that name no file and reach no program's arguments: passes, an instruction set, times.
 _TEXTS = """
     xla_cpu_max_isa xla_disable_hlo_passes xla_enable_hlo_passes_only xla_gpu_device_execution_terminate_timeout
     xla_gpu_execution_terminate_timeout xla_run_hlo_passes_starting_from
@@ -38,14 +38,14 @@ TEXTS = frozenset(_TEXTS.split())
 
 
 def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = ()) -> None:
-    """Stops at a name that is no option of XLA, and at a text in a file that could name a file or a program.
+    """Refuse a name that is not an XLA option, and a text in a file that could name a file or a program.
 
     Args:
         options: `[xla]`.
-        by_command: names of those that the command line sets, whose author runs the command.
+        by_command: names of options that the command line sets, whose author runs the command.
 
     Raises:
-        SpecError: which key, and what would do.
+        SpecError: which key, and what to set.
     """
     for name, value in options.items():
         key = ("xla", name)
@@ -65,5 +65,5 @@ def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = 
 
 
 def as_overrides(options: Mapping[str, Any]) -> list[str]:
-    """The options that `check_xla_options` has let through, for `load` in another process: `xla.NAME=VALUE`."""
+    """Return the options that passed `check_xla_options`, for `load` in another process: `xla.NAME=VALUE`."""
     return [f"xla.{key_text(name)}={inline(value)}" for name, value in options.items()]

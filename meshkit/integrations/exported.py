@@ -92,7 +92,7 @@ def _deserialized(data: bytes, file: str) -> tuple[export.Exported, str]:
     try:
         found = export.deserialize(bytearray(data))
         return found, found.mlir_module()
-    except Exception as e:  # jax raises several types, by the byte that it cannot read
+    except Exception as e:  # jax raises several types, depending on the byte that it cannot read.
         first = (str(e).splitlines() or [type(e).__name__])[0][:200]
         raise ConfigError(
             f"{file} is no program that jax.export serialized: {first}.", hint="a file of .mlir"
@@ -115,7 +115,7 @@ def _from_hlo(data: bytes, file: str) -> str:
     instead = "the .mlir that JAX_DUMP_IR_TO=DIR writes, or jax.export.export(step)(*args).serialize()"
     try:
         inner = read_fields(data).get(1, [b""])[0]
-        if isinstance(inner, bytes) and 3 in _fields(inner):  # an HloProto, whose first field is the module
+        if isinstance(inner, bytes) and 3 in _fields(inner):  # It is an HloProto, whose first field is the module.
             data = inner
         opcodes = {i.opcode for i in HloModule(data).instructions.values()}
         if "fusion" in opcodes:

@@ -24,7 +24,7 @@ from meshkit.errors import ConfigError, a_type
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, absent_devices
 from meshkit.step.given import Program
 
-# Of its mesh, outermost first.
+# Names of its mesh axes, outermost first.
 AXES = ("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "context_autoregressive",
         "tensor", "tensor_sequence", "expert", "autoregressive")  # fmt: skip
 # MaxText writes what a run needs and a plan does not: checkpoints, data, a run's folder.

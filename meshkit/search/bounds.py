@@ -1,11 +1,11 @@
-"""What no variant can beat, in closed form: what it must hold, move and multiply.
+"""Lower bounds of a variant in closed form: what it must hold, move and multiply.
 
     memory   parameters + moments + max(gradients, what the layers keep for the backward pass)
     link     every weight gathered once and every gradient reduced once, in one collective each, at the model's rates
     compute  the model's matmuls at the GPU's peak
 
-Each is below what the compiled step will need, so that what they rule out is lost to nobody. `estimate_s` is a guess
-of the step from the same numbers, which only decides what is compiled first.
+The compiled step needs more than each of them, so that they never rule out a variant that would win. `estimate_s` is a
+guess of the step time from the same numbers, which only decides what is compiled first.
 """
 
 from __future__ import annotations
@@ -37,46 +37,47 @@ from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
 from meshkit.units import format_bytes
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2}  # of activations and gathered weights
+_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2}  # Bytes of activations and gathered weights.
 _RESIDUAL = "embed"
-# For the order of compiling alone: what of a weight's gather usually shows, in one micro-batch and in a loop of them;
-# what of an activation's exchange; what layers keep beside projections where they keep all. Of plans of llama3_70b on
-# 64 H100.
+# These only order the compiles: the exposed share of a weight's gather, in one micro-batch and in a loop of them,
+# the exposed share of an activation's exchange, and how much more than projections layers keep where they keep all.
+# They were fitted to plans of llama3_70b on 64 H100.
 _WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
-_GATHERED_TWICE = 1.5  # of a gather and a reduction: forward and backward pass gather each
-_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # slower each time that a micro-batch of one GPU halves
+_GATHERED_TWICE = 1.5  # The forward and the backward pass each gather, for one gather and one reduction.
+_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Matmuls slow down each time that a micro-batch of one GPU halves.
 _KEPT_OF_ALL = 2.5
-_LAYERS_IN_FLIGHT = 2  # whose values are on the way to host memory or back
-# Bytes of memory traffic for one weight in a micro-batch: gathered and read in bf16 forward and backward (8), its
-# gradient written, read (4), and added to an fp32 sum (8).
+_LAYERS_IN_FLIGHT = 2  # Values of so many layers are being copied to or from host memory.
+# Bytes of memory traffic for one weight in a micro-batch: it is gathered and read in bf16 forward and backward (8),
+# and its gradient is written, read (4) and added to an fp32 sum (8).
 _WEIGHT_TRAFFIC = 20
 
 _PLACES_KEPT = 8
-_ALL_TWICE = ("full", "nothing_saveable", "offload")  # policies that run all of a layer twice
-_INPUT, _ALL_PROJECTIONS, _FUSED = "layer_input", "projection", "attention"  # as `models.remat` calls them
+_ALL_TWICE = ("full", "nothing_saveable", "offload")  # Policies that run all of a layer twice.
+_INPUT, _ALL_PROJECTIONS, _FUSED = "layer_input", "projection", "attention"  # Names of `models.remat`.
 
 Where = Literal["keep", "offload", "drop"]
-Shape = tuple[int, int]  # GPUs of a group inside a domain, domains it spans
-CollectiveSeconds = Callable[[str, float, Shape], float]  # of a collective, its bytes and the shape of its groups
+Shape = tuple[int, int]  # GPUs of a group inside a domain, and domains it spans.
+# Arguments: a collective, its bytes and the shape of its groups.
+CollectiveSeconds = Callable[[str, float, Shape], float]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What one variant needs at least; see the module."""
+    """The least that one variant needs, as the module describes it."""
 
-    state_bytes: int  # parameters and moments on one GPU
-    needed_bytes: int  # with the lesser of what must be there beside them
+    state_bytes: int  # Parameters and moments on one GPU.
+    needed_bytes: int  # State, and the least that must be held with it.
     compute_s: float
     link_s: float
-    estimate_s: float  # a guess of the step
-    estimate_bytes: float  # a guess of its memory
-    host_bytes: float = 0.0  # of host memory for one GPU
-    host_s: float = 0.0  # of what is offloaded, one way over the host link
-    recomputed_share: float = 0.0  # of the layers' matmuls, which the backward pass runs again
+    estimate_s: float  # A guess of the step time.
+    estimate_bytes: float  # A guess of the step's memory.
+    host_bytes: float = 0.0  # Host memory for one GPU.
+    host_s: float = 0.0  # Time of the offloaded data, one way over the host link.
+    recomputed_share: float = 0.0  # Share of the layers' matmuls that the backward pass runs again.
 
     @property
     def time_s(self) -> float:
-        """Below which the step is not."""
+        """Return a lower bound of the step time."""
         return max(self.compute_s, self.link_s, self.host_s)
 
 
@@ -106,14 +107,14 @@ class Bounds:
 
     @property
     def logical_axes(self) -> set[str]:
-        """Logical axes of the model's parameters."""
+        """Return the logical axes of the model's parameters."""
         one = AbstractMesh((1,), ("one",))
         found = placements(self.model.params, one, ShardingRules({}))  # pyright: ignore[reportArgumentType]
         return {name for leaf in found for name in leaf.logical_axes or () if name}
 
     @property
-    def may_be_cut(self) -> bool:
-        """Whether the layers can become stages of a pipeline, with all else that the experiment asks for."""
+    def can_pipeline(self) -> bool:
+        """Return whether the layers can become pipeline stages, with all else that the experiment asks for."""
         experiment = self._experiment
         if experiment.pipeline.axis is not None:
             return True
@@ -125,10 +126,10 @@ class Bounds:
         return False
 
     def remats(self, policies: Sequence[Any]) -> list[Any]:
-        """Those that the model takes.
+        """Return the policies that the model takes.
 
         Args:
-            policies: values that `train.remat` could have; those that are left keep their order.
+            policies: values that `train.remat` could have; their order is kept.
         """
         if not self.model.takes_remat:
             return []
@@ -140,15 +141,15 @@ class Bounds:
                 found.append(policy)
         return found
 
-    def of(self, variant: Experiment) -> Bound:
-        """The bounds of a variant.
+    def bound(self, variant: Experiment) -> Bound:
+        """Return the bounds of a variant.
 
         Args:
             variant: with the model, cluster, precision, global batch and sequence length of the experiment; its mesh
-                resolved.
+                is resolved.
 
         Raises:
-            ConfigError: a dim that its mesh axes do not divide, or one mesh axis on two dims.
+            ConfigError: mesh axes do not divide a dim, or one mesh axis is on two dims.
         """
         mesh = _abstract(variant.mesh)
         places = self._places(variant, mesh)
@@ -170,17 +171,16 @@ class Bounds:
         recompute = (1 + kept.recomputed_share / 3) * self._places_over_layers(stages, variant.pipeline.virtual_stages)
         smaller = max(0.0, math.log2(_LARGE_TOKENS * pieces / tokens))
         work_s = flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
-        host_s = kept.host_bytes / self._host_bytes_per_s  # of one micro-batch
+        host_s = kept.host_bytes / self._host_bytes_per_s  # The time of one micro-batch.
+        # Layers whose activations are exchanged are not double-buffered, so the copies one way are exposed.
+        waiting_s = host_s if moved["activations"] else 0.0
         return Bound(
             state_bytes=int(state),
             needed_bytes=int(state + whole + max(held, kept.least_bytes)),
             compute_s=flops / self._peak,
             link_s=self._slowest_link_s(moved, variant.mesh),
             estimate_s=work_s
-            + pieces * _host_shows_s(host_s, flops / self._sustained / 3 / pieces, work_s / pieces)
-            + (
-                pieces * host_s if moved["activations"] else 0.0
-            )  # layers that wait are not double-buffered: one way shows
+            + pieces * (_host_shows_s(host_s, flops / self._sustained / 3 / pieces, work_s / pieces) + waiting_s)
             + self._communication_guess_s(moved, variant, deferred)
             + pieces * self._weights_pass_s(places["compute"], sizes, token_axes),
             estimate_bytes=state + whole + held + kept.guess_bytes + logits,
@@ -190,17 +190,17 @@ class Bounds:
         )
 
     def _places_over_layers(self, stages: int, chunks: int) -> float:
-        """How many layers a pipeline computes for each that there is: chunks are alike, with empty places in some."""
+        """Return how many layers a pipeline computes for each of the model's: chunks are alike, some with padding."""
         places = stages * chunks
         return places * -(-self._layers // places) / self._layers if self._layers else 1.0
 
     def _weights_pass_s(self, leaves: Sequence[Placed], sizes: Mapping[str, int], token_axes: Sequence[str]) -> float:
-        """Seconds in which the memory passes the weights of one micro-batch and their gradients, which are added up."""
+        """Return the seconds in which memory streams the weights of one micro-batch and their summed gradients."""
         elements = sum(_local(leaf, sizes, token_axes) for leaf in leaves)
         return _WEIGHT_TRAFFIC * elements / memory_bytes_per_s(self._cluster.gpu)
 
     def _slowest_link_s(self, moved: Mapping[str, Sequence[_Payload]], mesh: MeshSpec) -> float:
-        """Seconds of the busier link, if both could run at once."""
+        """Return the seconds of the busier link, if both could run at once."""
         links = {"nvlink": 0.0, "infiniband": 0.0}
         for payload in (*moved["weights"], *moved["activations"]):
             link = "infiniband" if group_shape(payload.axes, mesh)[1] > 1 else "nvlink"
@@ -210,18 +210,18 @@ class Bounds:
     def _communication_guess_s(
         self, moved: Mapping[str, Sequence[_Payload]], variant: Experiment, deferred: Sequence[str]
     ) -> float:
-        """What of the communication probably shows."""
+        """Guess the exposed communication."""
         seconds = _ACTIVATIONS_SHOW * sum(self._price(payload, variant.mesh) for payload in moved["activations"])
         for payload in moved["weights"]:
             times = 1 if set(payload.axes) <= set(deferred) else variant.train.accumulate
             shows = _WEIGHTS_SHOW if times == 1 else _WEIGHTS_SHOW_IN_LOOP
-            if variant.pipeline.axis is not None:  # once, before the first micro-batch and after the last
+            if variant.pipeline.axis is not None:  # Once, before the first micro-batch and after the last.
                 shows = 1.0
             seconds += _GATHERED_TWICE * self._price(payload, variant.mesh) * times * shows
         return seconds
 
     def _places(self, variant: Experiment, mesh: Any) -> Mapping[str, Sequence[Placed]]:
-        """Where the parameters go, by what of them it is; of the last few meshes, rules and stages kept."""
+        """Return the placements of the parameters by kind of state; those of the last few variants are kept."""
         stages = variant.pipeline
         key = variant.mesh, variant.rules, stages.axis, stages.virtual_stages, stages.layout
         found = next((placed for known, placed in self._placed if known == key), None)
@@ -234,13 +234,13 @@ class Bounds:
         return found
 
     def _kept(self, leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, tokens: float) -> _Kept:
-        """What scanned layers keep of one micro-batch for the backward pass, those of a pipeline of all in flight."""
+        """Return what scanned layers keep of one micro-batch for the backward pass; in a pipeline, of all in flight."""
         remat, stages = variant.train.remat, variant.pipeline
-        policy = _Policy.of(remat)
+        policy = _Policy.from_remat(remat)
         if not self._layers:
             return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
         width, inner, outer, work, kept_work, attended = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        away, away_outer = 0.0, 0  # of host memory
+        away, away_outer = 0.0, 0  # In host memory.
         for leaf in leaves:
             names = leaf.logical_axes or ()
             if "layers" not in names or len(names) < 3 or _RESIDUAL not in names:
@@ -250,20 +250,20 @@ class Bounds:
             first, *rest = [i for i, name in enumerate(names) if name != "layers"]
             made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
             if _FUSED in policy.named and "query" in leaf.path.split("/"):
-                attended = made  # what attention returns is as large as its queries
+                attended = made  # The output of attention is as large as its queries.
             if (where := policy.where(leaf.path)) == "drop":
                 continue
             kept_work += math.prod(leaf.shape)
             if names[first] == _RESIDUAL:
                 inner, away = (inner, away + made) if where == "offload" else (inner + made, away)
-            else:  # back into the residual stream, as wide as that
+            else:  # Back into the residual stream, which is as wide.
                 outer, away_outer = (outer, away_outer + 1) if where == "offload" else (outer + 1, away_outer)
         (residual,) = variant.rules.spec_for(("act_residual_length",), kind="activations")
         (length,) = variant.rules.spec_for(("act_length",), kind="activations")
         width /= math.prod(sizes[a] for a in residual if a not in length)
         each = tokens * self._layers * _BYTES[variant.train.precision]
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
-        # the gradient of the residual stream needs no output that ends in it: those are no part of the bound
+        # The gradient of the residual stream needs no output that ends in it, so the bound leaves them out.
         stays = 0 if policy.input_leaves else 1
         host = each * (away + width * (away_outer + 1 - stays))
         guess = each * (width * (stays + outer) + inner + attended) * everything
@@ -273,14 +273,14 @@ class Bounds:
             return _Kept(each * (width * stays + inner), guess, again, host)
         ways, chunks = sizes[stages.axis], stages.virtual_stages
         flying = min((chunks + 1) * ways - 1, 2 * chunks * stages.microbatches) / (ways * chunks)
-        if stages.residuals == "recompute":  # inputs of chunks, and all of the one that is run again
+        if stages.residuals == "recompute":  # Inputs of chunks are kept, and all of the chunk that is run again.
             return _Kept(0.0, each / self._layers * width * flying * ways * chunks + guess / (ways * chunks), 1 + again)
         return _Kept(0.0, guess * flying, again)
 
     def _moved(
         self, places: Mapping[str, Sequence[Placed]], variant: Experiment, token_axes: Sequence[str], tokens: float
     ) -> dict[str, list[_Payload]]:
-        """What a step moves at least: gathers and reductions of weights, and of activations over other axes."""
+        """Return the least that a step moves: gathers and reductions of weights, and of activations over other axes."""
         sizes = variant.mesh.sizes
         bytes_each = _BYTES[variant.train.precision]
         reduce_bytes = _BYTES[variant.train.reduce_precision]
@@ -311,28 +311,28 @@ class Bounds:
         width = next((leaf.shape[leaf.logical_axes.index(_RESIDUAL)] for leaf in places["parameters"]
                       if leaf.logical_axes and _RESIDUAL in leaf.logical_axes), 0)  # fmt: skip
         if axes and self._layers and width:
-            # Megatron's two sums of a layer forward and two backward, each a gather and a scatter
+            # Megatron's two sums of a layer forward and two backward are a gather and a scatter each.
             layers = self._layers / sizes.get(variant.pipeline.axis or "", 1)
             activations.append(_Payload("all-reduce", axes, 4 * layers * tokens * width * bytes_each))
         return {"weights": weights, "activations": activations}
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
-        """Seconds of one collective on a mesh."""
+        """Return the seconds of one collective on a mesh."""
         return self._seconds_of(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """What a recomputation policy does to the outputs of a layer's projections and of its attention."""
+    """How a recomputation policy treats the outputs of a layer's projections and of its attention."""
 
-    named: frozenset[str] = frozenset()  # that are kept on the GPU
-    offloaded: frozenset[str] = frozenset()  # that go to host memory
-    others: Where = "drop"  # what becomes of all else
-    input_leaves: bool = False  # whether the input of a layer waits in host memory
+    named: frozenset[str] = frozenset()  # These stay on the GPU.
+    offloaded: frozenset[str] = frozenset()  # These go to host memory.
+    others: Where = "drop"  # All other outputs.
+    input_leaves: bool = False  # The input of a layer waits in host memory.
 
     @classmethod
-    def of(cls, remat: str | Sequence[str] | RematMix | Any) -> _Policy:
-        """A policy of `train.remat`."""
+    def from_remat(cls, remat: str | Sequence[str] | RematMix | Any) -> _Policy:
+        """Make the policy from a value of `train.remat`."""
         if isinstance(remat, RematMix):
             return cls(frozenset(remat.keep), frozenset(remat.offload), "drop", _INPUT in remat.offload)
         if not isinstance(remat, str):
@@ -343,8 +343,8 @@ class _Policy:
         return cls(named, others="drop" if remat in _ALL_TWICE else "keep", input_leaves=remat == "offload")
 
     def where(self, path: str) -> Where:
-        """What becomes of the output of the projection whose parameter has this path."""
-        # A projection lies in a module of fused attention's name, by which its own output is not kept.
+        """Return what happens to the output of the projection whose parameter has this path."""
+        # A projection's path contains the name of fused attention, but that name does not keep the projection's output.
         parts = {*path.split("/"), _ALL_PROJECTIONS} - {_FUSED}
         if parts & self.offloaded:
             return "offload"
@@ -353,7 +353,7 @@ class _Policy:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Bytes that layers keep at least, a guess of them, and the share of their matmuls that runs twice."""
+    """The bytes that layers keep at least, a guess of them, and the share of their matmuls that runs twice."""
 
     least_bytes: float
     guess_bytes: float
@@ -363,7 +363,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Payload:
-    """A collective over whole mesh axes; `bytes` of its operand, of an all-gather its result."""
+    """A collective over whole mesh axes; `bytes` is its operand, or the result of an all-gather."""
 
     collective: str
     axes: tuple[str, ...]
@@ -371,12 +371,12 @@ class _Payload:
 
 
 def _abstract(mesh: MeshSpec) -> Any:
-    """A mesh without devices: what placements need to know of one."""
+    """Return a mesh without devices, for placements."""
     return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
 def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
-    """Layers that the model describes, and its FLOP of a step, attention's square halved."""
+    """Return the number of layers, and the model's FLOP of a step, with half of attention's square."""
     tokens = experiment.train.global_batch * experiment.train.sequence_length
     made = model.abstract_model()
     params = [leaf for leaf in jax.tree.leaves(model.params) if hasattr(leaf, "shape")]
@@ -386,19 +386,19 @@ def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
 
 
 def _token_axes(variant: Experiment) -> tuple[str, ...]:
-    """Mesh axes that share out the tokens."""
+    """Return the mesh axes that share out the tokens."""
     (batch,) = variant.rules.spec_for(("act_batch",), kind="activations")
     (length,) = variant.rules.spec_for(("act_length",), kind="activations")
     return (*batch, *length)
 
 
 def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) -> float:
-    """Elements of an array on one GPU, were it not cut over the axes in `without`."""
+    """Return the elements of an array on one GPU if the axes in `without` did not shard it."""
     return math.prod(leaf.shape) / math.prod(sizes[a] for axes in leaf.spec for a in axes if a not in without)
 
 
 def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
-    """Parameters and the moments of the optimizer on one GPU; what waits in host memory is none of it."""
+    """Return the bytes of parameters and optimizer moments on one GPU, without what waits in host memory."""
     optimizer = variant.optimizer
     unknown = optimizer.memory == "host" or optimizer.class_path is not None
     moments = 0 if unknown else 4 + _BYTES[optimizer.dtype]
@@ -409,7 +409,7 @@ def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int
 def _gradient_bytes(
     places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment, deferred: Sequence[str]
 ) -> float:
-    """fp32 accumulators of micro-batches; of a single batch in the dtype in which they are reduced."""
+    """Return the bytes of fp32 accumulators of micro-batches; a single batch has the dtype of the reduction."""
     if variant.train.accumulate == 1:
         each = _BYTES[variant.train.reduce_precision]
         return each * sum(_local(leaf, sizes) for leaf in places["optimizer"])
@@ -419,44 +419,43 @@ def _gradient_bytes(
 def _whole_weights_bytes(
     leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, deferred: Sequence[str]
 ) -> float:
-    """The gathered copy of weights that accumulation over deferred axes holds all through the step."""
+    """Return the bytes of the gathered weights that accumulation over deferred axes holds for the whole step."""
     cut = [leaf for leaf in leaves if any(a in deferred for axes in leaf.spec for a in axes)]
     return _BYTES[variant.train.precision] * sum(_local(leaf, sizes, deferred) for leaf in cut)
 
 
 def _vocabulary(leaves: Sequence[Placed], sizes: Mapping[str, int]) -> float:
-    """Width of one GPU's logits; 0 where no parameter has a vocabulary."""
+    """Return the width of one GPU's logits; 0 where no parameter has a vocabulary."""
     dims = (dim for leaf in leaves for dim in zip(leaf.logical_axes or (), leaf.shape, leaf.spec))
     return max((size / math.prod(sizes[a] for a in axes) for name, size, axes in dims if name == "vocab"), default=0.0)
 
 
 def _host_shows_s(host_s: float, forward_s: float, all_s: float) -> float:
-    """What of the copies to host memory and back probably shows: the excess over what computes beside each."""
+    """Guess the exposed copies to and from host memory: the excess over the compute that overlaps each."""
     return max(0.0, host_s - forward_s) + max(0.0, host_s - (all_s - forward_s))
 
 
 def pool_bytes(experiment: Experiment) -> int:
-    """What the program may take of a GPU's memory.
+    """Return what the program may take of a GPU's memory.
 
     Args:
-        experiment: its GPU's bytes times `train.memory_fraction`.
+        experiment: gives the GPU's bytes and `train.memory_fraction`.
     """
     return int(experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction)
 
 
 def host_pool_bytes(experiment: Experiment) -> float | None:
-    """One GPU's part of its host's memory; None where that is unknown."""
+    """Return one GPU's part of its host's memory; None where that is unknown."""
     cluster = experiment.cluster
     return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus
 
 
 def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
-    """Return the memory that is too small for an experiment, `memory` or `host_memory`, and a sentence with the
-    numbers; None where it may fit.
+    """Return which memory is too small, `memory` or `host_memory`, and a text with the numbers; None where it may fit.
 
     Args:
-        experiment: whose bound it is.
-        bound: from `Bounds.of`.
+        experiment: the experiment of the bound.
+        bound: its bound.
     """
     pool, there = pool_bytes(experiment), host_pool_bytes(experiment)
     if bound.needed_bytes > pool:
@@ -467,14 +466,14 @@ def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
 
 
 def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
-    """Seconds of one collective by the network model, each asked for once.
+    """Return a function that prices one collective by the network model, and caches the price.
 
     Args:
         cluster: its links and calibration price the collectives, as `collective_time_s` does.
 
     Returns:
-        A function of an HLO opcode, the bytes on one GPU (of the operand; of an all-gather, of the result) and the
-        shape of a group. It raises ConfigError for what the network model cannot price.
+        A function of an HLO opcode, the bytes on one GPU (the operand; for an all-gather the result) and the shape of a
+        group. It raises ConfigError for what the network model cannot price.
     """
 
     @functools.cache
@@ -488,10 +487,10 @@ def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
 
 
 def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
-    """The shape of groups that cover mesh axes whole.
+    """Return the shape of groups that cover mesh axes whole.
 
     Args:
-        axes: names; those that the mesh has not are left out.
+        axes: names; those that the mesh does not have are left out.
         mesh: resolved.
 
     Returns:

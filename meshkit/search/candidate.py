@@ -1,4 +1,4 @@
-"""A changed experiment and what became of it: what is changed, what that costs at least, what came out.
+"""A changed experiment, its bound and its outcome.
 
 changes of any kind -> Candidate(settings) -> bound (closed forms) -> outcome (a plan) -> fastest_first
 """
@@ -22,7 +22,7 @@ Status = Literal["fits", "does_not_fit", "error"]
 
 
 class OutcomeRow(Part):
-    """Communication of one kind over the same axes, link and shape of group: what of the step it is."""
+    """Communication of one kind over the same axes, link and shape of group, as a part of the step."""
 
     axes: tuple[str, ...]
     link: LinkName | None = None
@@ -36,19 +36,19 @@ class OutcomeRow(Part):
 
 
 class Outcome(Part):
-    """What a plan of one variant of an experiment said.
+    """The result of planning one variant of an experiment.
 
     Attributes:
-        settings: what to give to `--set`, in order, to have the variant; empty for the experiment as it is.
+        settings: values for `--set` that make the variant; empty for the experiment as it is.
         status: `fits`, `does_not_fit` (its times are those if it did), or `error`.
         mesh: axis -> its value in `[mesh]`, as TOML.
         stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (one choice away
             from the best so far).
-        peak_bytes: of the program.
-        host_bytes: of host memory for one GPU; None where nothing is there.
-        estimate_s: what the closed forms expected of the step.
+        peak_bytes: the program's peak memory.
+        host_bytes: host memory for one GPU; None where nothing is there.
+        estimate_s: the step time that the closed forms expected.
         rows: communication.
-        error: of a variant that could not be planned.
+        error: why a variant could not be planned.
     """
 
     settings: Settings
@@ -79,66 +79,59 @@ class Outcome(Part):
 
     @property
     def fits(self) -> bool:
-        """Whether it can run."""
         return self.status == "fits"
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A changed experiment, or step of somebody's, and what became of it."""
+    """A changed experiment, or a changed step of the user's, and its outcome."""
 
-    settings: Settings = ()
-    """What is changed, as `--set` takes it; nothing of the experiment as it is."""
-    variant: Variant | None = None
-    """The choices behind the settings, where they are of a `Space`."""
-    what: str = ""
-    """The change in words."""
-    group: str = ""
-    """The kind of change."""
-    parts: tuple[Candidate, ...] = ()
-    """Of two changes at once, each."""
-    bound: Bound | None = None
-    """What it costs at least, where closed forms know it."""
+    settings: Settings = ()  # What is changed, as `--set` takes it; nothing of the experiment as it is.
+    variant: Variant | None = None  # The choices behind the settings, where they are of a `Space`.
+    what: str = ""  # The change in words.
+    group: str = ""  # The kind of change.
+    parts: tuple[Candidate, ...] = ()  # Of two changes at once, each.
+    bound: Bound | None = None  # What it costs at least, where closed forms know it.
+    # Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit.
     guess_s: float | None = None
-    """Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit."""
-    stage: str | None = None
-    """Why it is planned, as in `Outcome`."""
-    outcome: Outcome | None = None
-    """What its plan said."""
+    stage: str | None = None  # Why it is planned, as in `Outcome`.
+    outcome: Outcome | None = None  # What its plan said.
 
     @property
     def time_s(self) -> float | None:
-        """Seconds of its step, once it is planned."""
+        """Return the seconds of its step, once it is planned."""
         return self.outcome.time_s if self.outcome else None
 
     @property
     def gpu_seconds(self) -> float:
-        """Of a step; 0 until it is planned."""
+        """Return the GPU seconds of its step; 0 until it is planned."""
         return (self.time_s or 0.0) * (self.outcome.num_gpus or 0 if self.outcome else 0)
 
     @property
     def fits(self) -> bool:
-        """Whether its plan found that it can run, and how fast."""
+        """Return whether its plan fits and has a step time."""
         return self.outcome is not None and self.outcome.fits and self.time_s is not None
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return those that fit, the fastest first."""
+    """Return the candidates that fit, the fastest first."""
     return sorted((c for c in candidates if c.fits), key=lambda c: (c.time_s or 0.0, c.settings))
 
 
-def outcome_of(report: Report, settings: Settings, mesh: dict[str, str], wall_s: float, host_bytes: int = 0) -> Outcome:
-    """The outcome that a plan's report holds.
+def make_outcome(
+    report: Report, settings: Settings, mesh: dict[str, str], wall_s: float, host_bytes: int = 0
+) -> Outcome:
+    """Return the outcome in a plan's report.
 
     Args:
         report: of `make_plan`, with its memory, compile and program parts.
         settings: the variant's, as `--set` takes them.
         mesh: axis -> its value in `[mesh]`, as TOML.
         wall_s: seconds of loading, compiling and simulating it.
-        host_bytes: of host memory that one GPU needs; 0 where nothing is offloaded.
+        host_bytes: host memory that one GPU needs; 0 where nothing is offloaded.
 
     Returns:
-        It fits if the GPU's memory and the host's both hold it.
+        The status is `fits` if the GPU's memory and the host's both hold the step.
     """
     fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
     return Outcome.from_sources(
@@ -157,7 +150,7 @@ def outcome_of(report: Report, settings: Settings, mesh: dict[str, str], wall_s:
 
 
 def mesh_text(outcome: Outcome) -> str:
-    """`fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
+    """Return `fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
     words = []
     for name, text in outcome.mesh.items():
         value = tomllib.loads(f"axis = {text}")["axis"]

@@ -1,8 +1,8 @@
-"""The change that the first lines of a plan's verdict name, and what the step would take with it.
+"""Finds the change that the first lines of a plan's verdict name, and its step time.
 
-A change that was compiled comes first: the fastest by which a step fits that does not, or faster options of XLA. Else
-the program at hand says what a change would give, as an estimate: keeping what is recomputed, where memory is free, or
-the axes on other links. How much more memory layers keep is by the closed forms of bounds.py.
+A compiled change comes first: the fastest one with which the step fits, or faster options of XLA. Otherwise the program
+at hand gives an estimate: of keeping what is recomputed, where memory is free, or of axes on other links. The closed
+forms of bounds.py say how much more memory the layers then keep.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from meshkit.search.proposals import propose
 from meshkit.search.variants import REMATS
 from meshkit.units import format_bytes, format_seconds
 
-_WORTH = 0.01  # of the step: a change that gives less is not named
-_LONG = 70  # characters of settings, from which a change is told in words
+_WORTH = 0.01  # A change that gives a smaller share of the step is not named.
+_LONG = 70  # Longer settings are described in words.
 
 
 def find_change(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Change | None:
@@ -31,7 +31,7 @@ def find_change(report: Report, experiment: Experiment | ProgramExperiment, plan
 
     Args:
         report: of the plan, with the remedies and the other options of XLA that were compiled since.
-        experiment: that was planned.
+        experiment: the planned experiment.
         planned: what the report was made from.
     """
     if report.verdict is None or not report.step.time_s:
@@ -40,7 +40,7 @@ def find_change(report: Report, experiment: Experiment | ProgramExperiment, plan
 
 
 def _recomputed_s(planned: Planned, kind: str) -> float:
-    """Return the seconds a step of kernels of a kind that the backward pass runs again: what keeping them may save."""
+    """Return the seconds a step of kernels of a kind that the backward pass runs again."""
     seconds, known = kernel_seconds_by_name(planned.simulation.timeline), planned.instructions
     again = (s for name, s in seconds.items() if name in known and known[name].kind == kind
              and recomputes(name, known[name]))  # fmt: skip
@@ -48,7 +48,7 @@ def _recomputed_s(planned: Planned, kind: str) -> float:
 
 
 def _changes(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Iterator[Change]:
-    """Give every change that is known, the surest first."""
+    """Yield every known change, the surest first."""
     time_s = report.step.time_s or 0.0
     for remedy in (report.memory.remedies or ())[:1]:
         yield Change(
@@ -73,14 +73,14 @@ def _in_short(settings: Settings, what: str) -> str:
 
 
 def _compile_it(settings: Settings) -> str:
-    """`meshkit plan` of the same with `--set ...`."""
+    """Say how to compile the same plan with `--set ...`."""
     return f"{' '.join(f"--set '{setting}'" for setting in settings)}, which `meshkit plan` then compiles"
 
 
 def _keep_more(
     report: Report, experiment: Experiment | ProgramExperiment, planned: Planned, finding: FindingPart
 ) -> Iterator[Change]:
-    """Give the change by which the backward pass recomputes least, of those for which memory is free."""
+    """Yield the change with the least recomputation for which memory is free."""
     time_s, free = report.step.time_s or 0.0, report.memory.margin_bytes or 0
     if isinstance(experiment, ProgramExperiment):
         kept = f"the step would take about {format_seconds(finding.step_s)} if all were kept"
@@ -92,10 +92,10 @@ def _keep_more(
         )
         return
     bounds, matmuls_s, attention_s = Bounds(experiment), *(_recomputed_s(planned, k) for k in ("matmul", "attention"))
-    now, again_s = bounds.of(experiment), finding.seconds or 0.0
+    now, again_s = bounds.bound(experiment), finding.seconds or 0.0
     found: list[tuple[float, float, object, Settings]] = []
     for policy, settings, changed in _keeping(experiment):
-        there = bounds.of(changed)
+        there = bounds.bound(changed)
         less = 1 - there.recomputed_share / now.recomputed_share if now.recomputed_share else 0.0
         saved_s = again_s if policy is None or policy == "none" else matmuls_s * less
         saved_s += attention_s if policy == "dots" else 0.0
@@ -112,7 +112,7 @@ def _keep_more(
 
 
 def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experiment]]:
-    """Give (policy of `train.remat`, settings, the experiment with them); the policy of a pipeline's stages is None."""
+    """Yield (policy of `train.remat`, settings, changed experiment); the policy of a pipeline's stages is None."""
     if experiment.pipeline.axis is not None:
         if experiment.pipeline.residuals == "recompute":
             pipeline = experiment.pipeline.model_copy(update={"residuals": "stash"})
@@ -126,7 +126,7 @@ def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experim
 
 
 def _place_axes(report: Report, experiment: Experiment | ProgramExperiment, finding: FindingPart) -> Iterator[Change]:
-    """Give the links on which the mesh's axes would communicate fastest."""
+    """Yield the links on which the mesh's axes would communicate fastest."""
     proposal = propose(report, experiment.mesh, experiment.cluster)
     if proposal.changed:
         now, then = format_seconds(proposal.seconds_now), format_seconds(proposal.seconds_proposed)

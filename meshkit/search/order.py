@@ -1,10 +1,10 @@
-"""Which candidates are planned, and in which order: what closed forms rule out, what they put first, what comes next.
+"""Decides which candidates are planned, and in which order.
 
-The experiment as it is comes first: what provably takes longer need not be compiled. Half of the budget then goes to
-the best guesses, few of any one mesh; the other half to neighbours of the best so far, which differ in one choice. What
-was compiled says by how much the guesses are wrong, of pipelines, of tensor parallelism and of accumulation apart.
+The experiment as it is comes first, so that what provably takes longer need not be compiled. Half of the budget then
+goes to the best estimates, few of any one mesh. The other half goes to neighbours of the best so far, which differ in
+one choice. Compiled candidates correct the estimates of their family (pipelines, tensor parallelism, accumulation).
 
-No closed form knows a step of anybody's: there, what differs least from the best so far is always next.
+A user's own step has no estimates: there, the candidate that differs least from the best so far is always next.
 """
 
 from __future__ import annotations
@@ -37,56 +37,56 @@ JOURNAL_FILE = "candidates.jsonl"
 _LARGEST_BYTES = 256 * 2**20
 _SCHEMA = "meshkit.candidates/1"
 
-# Of the first half of the budget: variants of one mesh.
+# Variants of one mesh in the first half of the budget.
 _PER_MESH = 3
-# A neighbour of the best is compiled before another good guess while its guess is no worse than this times the best.
+# A neighbour of the best is compiled before another candidate while its estimate is below this multiple of the best.
 _NEAR = 1.1
 
-# Whether layers are stages of a pipeline, whether an axis named `tensor` cuts them, whether a step accumulates, and
-# whether activations wait in host memory: candidates whose guesses are wrong in the same direction.
+# Whether layers are pipeline stages, whether an axis named `tensor` shards them, whether a step accumulates, and
+# whether activations wait in host memory. The estimates of such candidates are wrong in the same direction.
 Family = tuple[bool, bool, bool, bool]
 
 
 @dataclass
 class Pruned:
-    """How many variants there were, and how many of them each rule took away."""
+    """The number of variants, and how many of them each rule took away."""
 
     variants: int = 0
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, rule: str, settings: Callable[[], Settings], why: str) -> None:
-        """Counts a variant.
+        """Count a variant.
 
         Args:
             rule: a key of `RULE_WORDS`.
-            settings: called for the first variant of a rule alone, which becomes its example.
-            why: with the numbers.
+            settings: called only for the first variant of a rule, which becomes its example.
+            why: the reason with its numbers.
         """
         self.counts[rule] += 1
         if rule not in self.examples:
             self.examples[rule] = f"{' '.join(settings()) or 'the experiment'}: {why}"
 
     def parts(self) -> tuple[PrunedPart, ...]:
-        """For the report, in the order in which the rules are asked."""
+        """Return the counts for the report, in the order of the rules."""
         return tuple(PrunedPart(rule=r, count=self.counts[r], example=self.examples.get(r)) for r in RULE_WORDS)
 
 
 def candidates(
     path: str, overrides: Settings, space: Space, bounds: Bounds, pruned: Pruned, progress: Callable[[int], None]
 ) -> list[Candidate]:
-    """The variants that divide and may fit, the most promising first.
+    """Return the variants that divide and may fit, the most promising first.
 
     Args:
         path, overrides: the experiment.
-        space: whose variants are looked at, one by one.
+        space: yields the variants.
         bounds: of the experiment at the space's size of the cluster.
         pruned: counts all variants, and those that a rule takes away.
-        progress: hears the number of each variant, from 0.
+        progress: is called with the number of each variant, from 0.
 
     Returns:
-        In order of `guess_s`: the bound's `estimate_s`; where its `estimate_bytes` exceed the pool, times the fourth
-        power of their ratio.
+        Candidates in order of `guess_s`: the bound's `estimate_s`; where `estimate_bytes` exceeds the pool, times the
+        fourth power of their ratio.
     """
     found = []
     known: dict[tuple, tuple[Experiment, Bound] | ConfigError] = {}
@@ -115,13 +115,13 @@ def candidates(
 
 
 def _plainest(space: Space, variant: Variant) -> Variant:
-    """A variant of the same mesh that anything else can be laid over: one micro-batch, through a pipeline or not."""
+    """Return a variant of the same mesh with one micro-batch, which any other choices can be laid over."""
     stages = PipelineChoice(1, "1f1b") if variant.stages else None
     return replace(space.base, mesh=variant.mesh, accumulate=1, each_micro_batch=False, stages=stages)
 
 
 def _load(path: str, overrides: Settings) -> Experiment | ConfigError:
-    """A variant, or why it cannot be."""
+    """Return a variant, or the error that rules it out."""
     try:
         return load(path, overrides)
     except ConfigError as e:
@@ -131,28 +131,28 @@ def _load(path: str, overrides: Settings) -> Experiment | ConfigError:
 def _bound(
     space: Space, variant: Variant, loaded: Experiment | ConfigError, bounds: Bounds
 ) -> tuple[Experiment, Bound] | ConfigError:
-    """A variant with its bounds, or why it cannot be."""
+    """Return a variant with its bounds, or the error that rules it out."""
     if isinstance(loaded, ConfigError):
         return loaded
     try:
         experiment = space.changed(loaded, variant)
-        return experiment, bounds.of(experiment)
+        return experiment, bounds.bound(experiment)
     except ConfigError as e:
         return e
 
 
 class Journal:
-    """Outcomes of a search by settings, kept as lines of `candidates.jsonl`, so that one that was killed goes on.
+    """Outcomes of a search by settings, kept as lines of `candidates.jsonl`, so that a killed search resumes.
 
-    The first line says what was searched: a file of another experiment, or of other versions, is not read. A line is
-    written whole by one call and synced; the torn last line of a process that was killed is cut off.
+    The first line says what was searched: a file of another experiment, or of other versions, is refused. Each line is
+    written by one call and synced; the torn last line of a killed process is cut off.
 
     Args:
-        folder: of the search; None keeps them in memory.
-        experiment: of the search in a folder, as it is without settings.
+        folder: of the search; None keeps the outcomes in memory.
+        experiment: of the search, without settings.
 
     Raises:
-        ConfigError: the folder holds a search of something else, or a file that is none.
+        ConfigError: the folder holds another search, or a file that is not one.
     """
 
     def __init__(self, folder: Path | None = None, experiment: ExperimentFile | None = None):
@@ -167,12 +167,11 @@ class Journal:
             self._append(json.dumps(header))
 
     def add(self, outcome: Outcome) -> None:
-        """Keeps an outcome."""
         self.outcomes[outcome.settings] = outcome
         self._append(outcome.model_dump_json())
 
     def _append(self, line: str) -> None:
-        """Writes one line whole, and waits until it is on disk."""
+        """Write one line and wait until it is on disk."""
         if self._path is None:
             return
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -183,7 +182,7 @@ class Journal:
             os.close(descriptor)
 
     def _read(self, path: Path, header: Mapping[str, str]) -> None:
-        """Takes the outcomes of earlier runs, but for errors; cuts off a torn last line."""
+        """Read the outcomes of earlier runs except errors; cut off a torn last line."""
         content = read_regular(path, _LARGEST_BYTES)
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
@@ -197,7 +196,7 @@ class Journal:
             if found.get("schema") != _SCHEMA:
                 raise ValueError("no header")
         except (ValueError, AttributeError):
-            raise ConfigError("this file is no record of a search.", at=str(path), hint=hint) from None
+            raise ConfigError("this file is not the record of a search.", at=str(path), hint=hint) from None
         other = [name for name, value in header.items() if found.get(name) != value]
         if other:
             what = "another experiment" if "experiment" in other else f"another version ({', '.join(other)})"
@@ -206,13 +205,15 @@ class Journal:
             try:
                 outcome = Outcome.model_validate_json(line)
             except ValidationError:
-                raise ConfigError("this line is no outcome of a search.", at=f"{path}:{number}", hint=hint) from None
-            if outcome.status != "error":  # what went wrong may not do so again
+                raise ConfigError(
+                    "this line is not the outcome of a search.", at=f"{path}:{number}", hint=hint
+                ) from None
+            if outcome.status != "error":  # An error may not happen again.
                 self.outcomes[outcome.settings] = outcome
 
 
 def _header(experiment: ExperimentFile) -> dict[str, str]:
-    """What a journal is of: the resolved experiment, its calibration, and the versions that plan it."""
+    """Identify a search: the resolved experiment, its calibration, and the versions that plan it."""
     versions = {name: metadata.version(name) for name in ("meshkit", "jax", "jaxlib")}
     text = experiment.to_toml()
     if experiment.cluster.calibration is not None:
@@ -224,13 +225,13 @@ class Search:
     """One run of a search, at one size of the cluster.
 
     Args:
-        found: what may be planned; of a step of somebody's, without bounds.
-        base: what is changed, whose plan comes first where its settings are none.
-        budget: candidates to plan at most, those of earlier runs among them; what has no bound, and proves to be too
-            large or wrong before it is compiled, costs nothing.
+        found: what may be planned; candidates of a user's own step have no bounds.
+        base: the unchanged variant; its plan comes first where its settings are empty.
+        budget: candidates to plan at most, with those of earlier runs. A candidate without a bound that proves too
+            large or wrong before it is compiled costs nothing.
         journal: outcomes of this and of earlier runs.
-        pruned: takes those that the time rule drops.
-        wrong: by how much guesses were wrong at another size, by family.
+        pruned: counts what the time rule drops.
+        wrong: the errors of estimates at another size, by family.
     """
 
     def __init__(
@@ -254,31 +255,31 @@ class Search:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """What is known, in the order in which it was asked for."""
+        """Return the known outcomes, in the order in which they were asked for."""
         return tuple(c.outcome for c in self._asked if c.outcome is not None)
 
     @property
     def compiled(self) -> int:
-        """How many candidates cost something of the budget."""
+        """Return how many candidates were charged to the budget."""
         free = () if self._bounded else [c for c in self._asked if c.outcome is not None and c.time_s is None]
         return len(self._asked) - len(free)
 
     @property
     def left(self) -> int:
-        """Candidates that were neither tried nor ruled out."""
+        """Return how many candidates were neither tried nor ruled out."""
         return len(self._left)
 
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """Return the fastest candidate that fits."""
         return next(iter(fastest_first(self._asked)), None)
 
     def run(self, workers: Workers, report: Callable[[Candidate, bool], None], *, base_first: bool = True) -> None:
-        """Plans until the budget is spent or nothing is left.
+        """Plan candidates until the budget is spent or none is left.
 
         Args:
-            workers: that plan.
-            report: hears every candidate that is planned, and whether an earlier run had its outcome.
-            base_first: whether the experiment as it is begins: nothing that must be slower need be compiled.
+            workers: they plan.
+            report: is called with every planned candidate, and whether an earlier run had its outcome.
+            base_first: whether to begin with the experiment as it is, so that slower candidates need not be compiled.
         """
 
         def take(candidate: Candidate) -> None:
@@ -298,14 +299,14 @@ class Search:
 
         if base_first and not self._is_known(self._base, "base", report):
             first = iter([self._base])
-            workers.run(lambda: next(first, None), take)
+            workers.plan_chosen(lambda: next(first, None), take)
         for settings, outcome in self._journal.outcomes.items():
             if settings in self._left:
                 self._is_known(self._left[settings], outcome.stage or "estimate", report)
-        workers.run(choose, take)
+        workers.plan_chosen(choose, take)
 
     def _is_known(self, candidate: Candidate, stage: str, report: Callable[[Candidate, bool], None]) -> bool:
-        """Notes that a candidate is tried; whether an earlier run has its outcome, which is then kept."""
+        """Mark a candidate as tried; return whether an earlier run has its outcome, which is then kept."""
         self._asked.append(candidate)
         candidate.stage = stage
         self._left.pop(candidate.settings, None)
@@ -320,7 +321,7 @@ class Search:
         return True
 
     def _learn(self, candidate: Candidate) -> None:
-        """Notes how wrong a guess was; one that is the best so far rules out all that must be slower."""
+        """Note how wrong an estimate was; a new best candidate rules out all that must be slower."""
         if candidate.time_s and candidate.bound and candidate.bound.estimate_s:
             self.wrong[_family(candidate)].append(candidate.time_s / candidate.bound.estimate_s)
         time_s = candidate.time_s
@@ -333,7 +334,7 @@ class Search:
             self._pruned.add("time", lambda c=other: c.settings, why)
 
     def _choose(self) -> tuple[Candidate, str] | None:
-        """The next candidate, and why it is next."""
+        """Return the next candidate, and why it is next."""
         if not self._left:
             return None
         best = self.best()
@@ -354,19 +355,21 @@ class Search:
         return ranked[0], "estimate"
 
     def _wrong(self) -> Mapping[Family, float]:
-        """What a guess is to be multiplied by; an untried family's by the least, so that it is looked at soon."""
+        """Return the factor that corrects a family's estimates; an untried family gets the least, so that it is tried
+        soon.
+        """
         known = {family: statistics.median(ratios) for family, ratios in self.wrong.items()}
         untried = min(known.values(), default=1.0)
         return defaultdict(lambda: untried, known)
 
     def _neighbours(self, ranked: list[Candidate]) -> Iterator[Candidate]:
-        """Candidates one choice away from the best so far, then from the second best, ..."""
+        """Yield candidates one choice away from the best so far, then from the second best, and so on."""
         for planned in fastest_first(self._asked):
             yield from (c for c in ranked if _variant(c).differences(_variant(planned)) == 1)
 
 
 def _variant(candidate: Candidate) -> Variant:
-    """The choices of a candidate of a search, all of which are of a space."""
+    """Return the choices of a candidate, which in a search are always known."""
     assert candidate.variant is not None
     return candidate.variant
 

@@ -1,16 +1,15 @@
-"""What a plan proposes: which link each mesh axis belongs on, and what makes a step fit that does not.
+"""Changes that a plan proposes: other links for the mesh axes, remedies for a step that does not fit, XLA options.
 
-The sizes of the axes stay as they are, so the program stays the same; only their factors on NVLink and InfiniBand
-change, and with them which GPUs are neighbours. Every assignment that the cluster allows is priced with the network
-model, from the rows of a report.
+The sizes of the axes stay as they are, so the program stays the same. Only their factors on NVLink and InfiniBand
+change, and with them which GPUs are neighbours. The network model prices every assignment that the cluster allows, from
+the rows of a report.
 
-Remedies are changes of the experiment, each shown to fit by a compile. The changes that usually cost the least come
-first: recompute more, micro-batches, a longer fsdp axis, tensor and sequence parallelism, moments in bf16 or in host
-memory; where too few of them are enough, more recomputation together with another. Those that fit are ranked by the
-step they predict.
+Remedies are changes of the experiment, each shown to fit by a compile. The changes that usually cost least come first:
+more recomputation, micro-batches, a longer fsdp axis, tensor and sequence parallelism, moments in bf16 or in host
+memory. Where too few of them are enough, recomputation is combined with another. Those that fit are ranked by their
+predicted step.
 
-Other options of XLA, in the place of those that meshkit derives (compile/choices.py), are compiled where one asks what
-each is worth.
+On request, other options of XLA are compiled in place of those that meshkit derives (compile/choices.py).
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from meshkit.report.schema import RemedyPart, Report
 from meshkit.search.bounds import Bounds, CollectiveSeconds, Shape, collective_seconds, group_shape, ruled_out
 from meshkit.search.candidate import Candidate, Outcome, Settings, fastest_first
 from meshkit.search.variants import factorizations, make_space
-from meshkit.search.workers import open_workers, request_of_file
+from meshkit.search.workers import file_request, open_workers
 from meshkit.units import format_bytes, format_percent, format_seconds
 
-# A gain below this share of the communication is within what the network model gets wrong.
+# A smaller gain is within the error of the network model.
 _WORTH = 0.01
-# Remedies that are looked for, and compiles at most; what the closed forms rule out costs none.
+# Remedies that are looked for, and compiles at most; closed forms rule out others without a compile.
 WANTED = 3
 TRIES = 9
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# What XLA does of itself where meshkit chooses otherwise: in words, how the options' names begin and end, their value
+# XLA's own settings where meshkit chooses otherwise: in words, how the options' names begin and end, and their value
 # (sizes: kDefaultAllReduceCombineThreshold and its kin, xla/service/collective_utils.h).
 _XLAS_OWN = (
     ("collectives not pipelined over layers", "xla_gpu_pipeline_", "", "COLLECTIVE_PIPELINING_MODE_OFF"),
     ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
     ("messages combined up to 30 MiB", "xla_gpu_", "_combine_threshold_bytes", 30 * 2**20 + 7),
 )
-# Of a program, for which meshkit derives none: what it would choose for a loop over layers of its own.
+# Options for a `[program]`, for which meshkit derives none: what it would choose for its own loop over layers.
 _FOR_A_PROGRAM: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "collectives pipelined over layers",
@@ -65,48 +64,48 @@ _WORDS = {"full": "recompute every layer", "dots": "keep projections and attenti
 class Traffic:
     """Collectives of one kind over the same axes in a step, on one GPU."""
 
-    axes: tuple[str, ...]  # mesh axes that a group covers whole
-    collective: str  # HLO opcode
-    payload_bytes: float  # of one of them: the operand; of an all-gather, the result
-    count: float = 1  # how many a step
+    axes: tuple[str, ...]  # Mesh axes that a group covers whole.
+    collective: str  # The HLO opcode.
+    payload_bytes: float  # Bytes of one collective: the operand, or the result of an all-gather.
+    count: float = 1  # Collectives a step.
+    # Of the group, where it does not follow from whole axes: priced the same wherever the axes are.
     shape: Shape | None = None
-    """Of the group, where it does not follow from whole axes: priced the same wherever the axes are."""
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The best assignment of a mesh's axes to links."""
 
-    axes: tuple[MeshAxis, ...]  # the mesh's, with the proposed factors, in the same order
-    seconds_now: float  # communication of a step as the mesh is, if nothing of it overlaps
-    seconds_proposed: float  # the same with `axes`
-    reason: str  # one sentence
-    changed: tuple[str, ...] = ()  # axes whose factors are others than now; empty where the mesh is best as it is
+    axes: tuple[MeshAxis, ...]  # The mesh's axes in their order, with the proposed factors.
+    seconds_now: float  # Communication of a step on the mesh as it is, if nothing overlaps.
+    seconds_proposed: float  # The same with `axes`.
+    reason: str  # One sentence.
+    changed: tuple[str, ...] = ()  # Axes with new factors; empty where the mesh is best as it is.
 
     @property
     def mesh(self) -> MeshSpec:
-        """The proposed mesh."""
+        """Return the proposed mesh."""
         return MeshSpec(self.axes)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What to give to `--set` to have it: `mesh.tensor=8`, one per changed axis."""
+        """Return the values for `--set` that make the change: `mesh.tensor=8`, one per changed axis."""
         return tuple(f"mesh.{axis.name}={inline(axis.to_plain())}" for axis in self.axes if axis.name in self.changed)
 
 
 def propose(source: Report | Sequence[Traffic], mesh: MeshSpec, cluster: Cluster) -> Proposal:
-    """The fastest assignment of the axes' factors to NVLink and InfiniBand, and why.
+    """Return the fastest assignment of the axes' factors to NVLink and InfiniBand, and why it is faster.
 
     Args:
-        source: a report of that mesh, or what it moves.
-        mesh: with its axes' sizes, which stay.
+        source: a report of that mesh, or its traffic.
+        mesh: the sizes of its axes stay.
         cluster: its links price the collectives.
 
     Returns:
-        The present assignment unless another is more than 1 % faster; of equal ones that with the fewest changes.
+        The present assignment unless another is more than 1 % faster; among equal ones that with the fewest changes.
 
     Raises:
-        ConfigError: the mesh does not fit the cluster, or is not the one that the report or the traffic is about.
+        ConfigError: the mesh does not fit the cluster, or is not the one of the report or the traffic.
     """
     now = mesh.resolve(cluster)
     if isinstance(source, Report):
@@ -126,11 +125,11 @@ def propose(source: Report | Sequence[Traffic], mesh: MeshSpec, cluster: Cluster
 
 
 def traffic_of(report: Report) -> tuple[Traffic, ...]:
-    """The communication rows of a report; what covers no whole axis keeps the shape of its groups."""
+    """Return the communication rows of a report; a row that covers no whole axis keeps the shape of its groups."""
     rows = []
     for row in report.communication:
         if not row.collective or not row.group_size or not row.count:
-            continue  # communication that maps to no instruction: nothing is known of its shape
+            continue  # Communication without an instruction has no known shape.
         inside = row.gpus_per_domain or row.group_size
         whole = bool(row.axes) and row.axes_complete is not False
         shape = None if whole else (inside, max(1, row.group_size // inside))
@@ -139,11 +138,11 @@ def traffic_of(report: Report) -> tuple[Traffic, ...]:
 
 
 def assignments(mesh: MeshSpec, cluster: Cluster) -> Iterator[MeshSpec]:
-    """Every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one.
+    """Yield every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one.
 
     Args:
         mesh: resolved; the order and the sizes of its axes stay.
-        cluster: the one that the mesh fits.
+        cluster: the mesh fits it.
     """
     for inside in factorizations(cluster.gpus_used_per_domain, len(mesh.axes)):
         if not any(axis.size % n for axis, n in zip(mesh.axes, inside)):
@@ -151,34 +150,36 @@ def assignments(mesh: MeshSpec, cluster: Cluster) -> Iterator[MeshSpec]:
 
 
 def _check_mesh(report: Report, mesh: MeshSpec) -> None:
-    """Stops where a report is of another mesh; one without rows of its mesh is taken as it is."""
+    """Refuse a report of another mesh; a report without a mesh is accepted."""
     sizes = {axis.axis: axis.size for axis in report.mesh}
     expected = mesh.sizes
     if sizes and sizes != expected:
-        raise ConfigError(f"the report is of a mesh {sizes}, not of {expected}.", hint="a plan of the same experiment")
+        raise ConfigError(
+            f"the report is of the mesh {sizes}, not of {expected}.", hint="a plan of the same experiment"
+        )
 
 
 def _check_axes(rows: Sequence[Traffic], mesh: MeshSpec) -> None:
-    """Stops at traffic over an axis that the mesh has not."""
+    """Refuse traffic over an axis that the mesh does not have."""
     for name in {name for row in rows if row.shape is None for name in row.axes} - set(mesh.axis_names):
         raise ConfigError(
-            f"there is traffic over axis '{name}', which the mesh has not.", hint="the mesh of the report"
+            f"there is traffic over axis '{name}', which the mesh does not have.", hint="the mesh of the report"
         )
 
 
 def _row_seconds(row: Traffic, mesh: MeshSpec, seconds_of: CollectiveSeconds) -> float:
-    """Seconds of all collectives of a row, one after the other."""
+    """Return the seconds of all collectives of a row, one after the other."""
     shape = row.shape or group_shape(row.axes, mesh)
     return row.count * seconds_of(row.collective, row.payload_bytes, shape)
 
 
 def _changes(now: MeshSpec, other: MeshSpec) -> tuple[str, ...]:
-    """Names of the axes whose factors differ."""
+    """Return the names of the axes whose factors differ."""
     return tuple(old.name for old, new in zip(now.axes, other.axes) if old != new)
 
 
 def _why_not(assignments: int, seconds: float, cluster: Cluster) -> str:
-    """Why the mesh is best as it is, in one sentence."""
+    """Say in one sentence why the mesh is best as it is."""
     if assignments == 1:
         domains = cluster.num_nvlink_domains
         where = f"{domains} NVLink domain{'s' if domains > 1 else ''} of {cluster.gpus_used_per_domain} GPUs"
@@ -194,7 +195,7 @@ def _why_not(assignments: int, seconds: float, cluster: Cluster) -> str:
 def _why(
     rows: Sequence[Traffic], spent_now: Sequence[float], spent_best: Sequence[float], now: MeshSpec, best: MeshSpec
 ) -> str:
-    """One sentence about the axes that gain most."""
+    """Describe the axes that gain most, in one sentence."""
     gains: dict[tuple[str, ...], float] = {}
     for row, before, after in zip(rows, spent_now, spent_best):
         gains[row.axes] = gains.get(row.axes, 0.0) + before - after
@@ -215,7 +216,7 @@ def _why(
 
 
 def _where(before: Shape, after: Shape) -> str:
-    """How a group comes to lie, as words behind `would`."""
+    """Return the words after `would` for how a group moves."""
     if after[1] == 1 < before[1]:
         return f"stay inside an NVLink domain instead of crossing {before[1]}"
     if before[1] != after[1]:
@@ -232,20 +233,20 @@ def find_remedies(
     tries: int = TRIES,
     done: Callable[[Outcome], None] = lambda _: None,
 ) -> tuple[RemedyPart, ...]:
-    """The three cheapest changes with which an experiment fits, fewer where fewer do.
+    """Return up to three changes with which an experiment fits, the cheapest.
 
     Args:
         path, overrides: the experiment.
         step_s: what its step would take if it fit, to say what each change costs.
         jobs: planning processes at a time; None: one for each CPU.
         tries: compiles at most.
-        done: hears every outcome.
+        done: is called with every outcome.
 
     Returns:
         The fastest first; `cost_s` is None where `step_s` is. Empty where nothing that was tried fits.
 
     Raises:
-        ConfigError: no valid experiment.
+        ConfigError: the experiment is invalid.
     """
     experiment = load(path, overrides)
     bounds = Bounds(experiment)
@@ -256,7 +257,7 @@ def find_remedies(
 
     def choose() -> Candidate | None:
         found = sum(change.fits for change in asked)
-        maybe = found + sum(change.outcome is None for change in asked)  # those that are being compiled may fit, too
+        maybe = found + sum(change.outcome is None for change in asked)  # Those that are being compiled may fit too.
         if not waiting or len(asked) >= tries or found >= WANTED or maybe > WANTED:
             return None
         asked.append(next_change(waiting, asked))
@@ -266,12 +267,12 @@ def find_remedies(
         assert change.outcome is not None
         done(change.outcome)
         if change.fits:
-            waiting[:] = [c for c in waiting if c.group != change.group and not _needless(c, change, order)]
+            waiting[:] = [c for c in waiting if c.group != change.group and not _is_redundant(c, change, order)]
 
-    with open_workers(request_of_file(path, overrides), jobs) as workers:
-        workers.run(choose, take)
+    with open_workers(file_request(path, overrides), jobs) as workers:
+        workers.plan_chosen(choose, take)
     found = fastest_first(asked)
-    # a change is worth nothing beside a part of it that is as fast
+    # A change is useless if a part of it is as fast.
     found = [c for i, c in enumerate(found) if not any(set(b.settings) < set(c.settings) for b in found[:i])]
     return tuple(_part(change, step_s) for change in found[:WANTED])
 
@@ -279,7 +280,7 @@ def find_remedies(
 def find_alternatives(
     path: str | Path, overrides: Sequence[str], report: Report, *, jobs: int | None = None
 ) -> tuple[RemedyPart, ...]:
-    """What other options of XLA than those that meshkit derives would give, each compiled.
+    """Compile other XLA options than those that meshkit derives, and return what each would give.
 
     Args:
         path, overrides: the experiment.
@@ -290,20 +291,19 @@ def find_alternatives(
         The fastest first; without those that do not compile.
 
     Raises:
-        ConfigError: no valid experiment.
+        ConfigError: the experiment is invalid.
     """
     asked = list(other_options(load_any(path, overrides), report))
-    with open_workers(request_of_file(path, overrides), jobs) as workers:
+    with open_workers(file_request(path, overrides), jobs) as workers:
         workers.plan(asked)
     planned = sorted((c for c in asked if c.time_s), key=lambda c: c.time_s or 0.0)
     return tuple(_part(change, report.step.time_s) for change in planned)
 
 
 def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:
-    """Give XLA's own options in the place of derived ones, kind by kind and all at once, and other latencies.
+    """Yield XLA's own options in place of derived ones, kind by kind and all at once, and other latencies.
 
-    Of a `[program]`, for which none are derived: those that meshkit would choose, kind by kind and all at once, and
-    other latencies.
+    A `[program]` has no derived options: it gets those that meshkit would choose.
     """
     if isinstance(experiment, ProgramExperiment):
         yield from _options_of_a_program(experiment)
@@ -315,7 +315,7 @@ def other_options(experiment: Experiment | ProgramExperiment, report: Report) ->
 
 
 def _options_without_derived(experiment: Experiment, report: Report) -> Iterator[Candidate]:
-    """Give XLA's own options in the place of derived ones."""
+    """Yield XLA's own options in place of derived ones."""
     derived = [o.name for o in report.program.options or () if o.name not in experiment.xla]
     for what, begin, end, value in _XLAS_OWN:
         names = [name for name in derived if name.startswith(begin) and name.endswith(end)]
@@ -326,7 +326,7 @@ def _options_without_derived(experiment: Experiment, report: Report) -> Iterator
 
 
 def _options_of_a_program(experiment: ProgramExperiment) -> Iterator[Candidate]:
-    """Give the options that the file does not set itself."""
+    """Yield the options that the file does not set itself."""
     kinds = [
         (what, tuple(f"xla.{name}={inline(value)}" for name, value in options.items() if name not in experiment.xla))
         for what, options in _FOR_A_PROGRAM
@@ -339,13 +339,11 @@ def _options_of_a_program(experiment: ProgramExperiment) -> Iterator[Candidate]:
 
 
 def _change(group: str, what: str, settings: Settings, parts: tuple[Candidate, ...] = ()) -> Candidate:
-    """A change of a kind, of which the mildest that fits is kept; one of two parts is tried where too few are enough
-    alone."""
     return Candidate(settings, what=what, group=group, parts=parts)
 
 
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """What may make an experiment fit, the mildest of each kind first; then recomputation together with another.
+    """Yield the changes that may make an experiment fit, the mildest of each kind first, then pairs.
 
     Args:
         experiment: as it is, whether or not it fits.
@@ -353,7 +351,7 @@ def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
     """
     alone = list(_single_changes(experiment, bounds))
     yield from alone
-    # where one is not enough, the strongest of two come first
+    # Where one change is not enough, the strongest pairs come first.
     for second in reversed([c for c in alone if c.group in ("micro-batches", "fsdp", "tensor")]):
         for first in reversed([c for c in alone if c.group == "remat"]):
             both = f"{first.what}; {second.what}"
@@ -366,7 +364,7 @@ def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
 
 
 def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """Changes of one thing each, the mildest of each kind first."""
+    """Yield changes of one thing each, the mildest of each kind first."""
     optimizer = experiment.optimizer
     if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
         yield _change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
@@ -381,7 +379,7 @@ def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidat
 
 
 def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """More recomputation than now."""
+    """Yield more recomputation than now."""
     if not bounds.model.takes_remat:
         return
     now = experiment.train.remat
@@ -392,7 +390,7 @@ def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
 
 
 def _micro_batches(experiment: Experiment) -> Iterator[Candidate]:
-    """Two, four, eight times the micro-batches; gradients reduced with each, where that is what makes room."""
+    """Yield two, four, eight times the micro-batches; gradients are reduced with each where that saves memory."""
     train, pipeline = experiment.train, experiment.pipeline
     for times in (2, 4, 8):
         if pipeline.axis is not None:
@@ -410,11 +408,11 @@ def _micro_batches(experiment: Experiment) -> Iterator[Candidate]:
 
 
 def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
-    """Meshes that cut the state further: over `fsdp` what `data` has, and over `tensor` what either has."""
+    """Yield meshes that shard the state further: `fsdp` takes GPUs from `data`, and `tensor` from both."""
     now = {axis.name: axis.size for axis in experiment.mesh.axes}
-    for name, what in (("fsdp", "cut the state over more GPUs"), ("tensor", "tensor parallelism with sequences cut")):
+    for name, what in (("fsdp", "shard the state over more GPUs"), ("tensor", "tensor and sequence parallelism")):
         larger = [mesh for mesh in space.meshes if _grows_only(now, {a.name: a.size for a in mesh.axes}, name)]
-        # inside a domain as far as may be: an axis that crosses domains is slow
+        # An axis inside a domain is faster than one that crosses domains.
         larger.sort(key=lambda mesh: [(a.size, a.number("infiniband")) for a in mesh.axes if a.name == name])
         sizes = set()
         for mesh in larger:
@@ -427,23 +425,23 @@ def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
 
 
 def _grows_only(now: dict[str, int], then: dict[str, int], name: str) -> bool:
-    """Whether an axis grows by what the axes that it may take from lose, and all others stay."""
+    """Return whether an axis grows by GPUs of the axes that it may take from, and all others stay."""
     grown = then.get(name, 1) > now.get(name, 1)
     taken = ("data",) if name == "fsdp" else ("data", "fsdp")
     return grown and all(then.get(n, 1) == now.get(n, 1) for n in {*now, *then} - {name, *taken})
 
 
 def may_fit(path: str | Path, overrides: Sequence[str], change: Candidate, bounds: Bounds) -> bool:
-    """Whether the closed forms leave room for the experiment with a change; False also where it cannot be loaded."""
+    """Return whether the closed forms leave room for a change; False also where it cannot be loaded."""
     try:
         experiment = load(path, (*overrides, *change.settings))
-        return ruled_out(experiment, bounds.of(experiment)) is None
+        return ruled_out(experiment, bounds.bound(experiment)) is None
     except ConfigError:
         return False
 
 
-def _needless(change: Candidate, fits: Candidate, order: Sequence[Candidate]) -> bool:
-    """Whether a change of several holds one that is of the kind of one that fits alone, and at least as strong."""
+def _is_redundant(change: Candidate, fits: Candidate, order: Sequence[Candidate]) -> bool:
+    """Return whether a pair holds a change at least as strong as one of the same kind that fits alone."""
     return any(
         part == fits or (part.group == fits.group and part in order and order.index(part) > order.index(fits))
         for part in change.parts
@@ -451,7 +449,7 @@ def _needless(change: Candidate, fits: Candidate, order: Sequence[Candidate]) ->
 
 
 def next_change(waiting: list[Candidate], asked: Sequence[Candidate]) -> Candidate:
-    """The next change: of the kind that was asked the least often; two at once after all that are one."""
+    """Remove and return the next change: of the kind that was tried least often, pairs last."""
     counts = {c.group: sum(a.group == c.group for a in asked) for c in waiting}
     change = min(waiting, key=lambda c: (bool(c.parts), counts[c.group], waiting.index(c)))
     waiting.remove(change)
@@ -459,7 +457,7 @@ def next_change(waiting: list[Candidate], asked: Sequence[Candidate]) -> Candida
 
 
 def remedies_table(title: str, remedies: Sequence[RemedyPart]) -> Table:
-    """Changes, such as those with which a step fits, and the step that each predicts."""
+    """Return a table of changes, and the step that each predicts."""
     table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False)
     table.add_column("change", overflow="fold", ratio=1)
     for name in ("step", "cost", "peak", "to spare"):
@@ -472,7 +470,7 @@ def remedies_table(title: str, remedies: Sequence[RemedyPart]) -> Table:
 
 
 def cost_text(remedy: RemedyPart) -> str:
-    """`+12.3 %`: what a change adds to the step as it is."""
+    """Return such as `+12.3 %`, what a change adds to the step as it is."""
     if remedy.cost_s is None or not remedy.time_s:
         return "-"
     share = format_percent(remedy.cost_s / (remedy.time_s - remedy.cost_s))
@@ -480,6 +478,6 @@ def cost_text(remedy: RemedyPart) -> str:
 
 
 def _part(change: Candidate, step_s: float | None) -> RemedyPart:
-    """A change with what its compile has shown, for the report."""
+    """Return a change with the result of its compile, for the report."""
     cost_s = None if step_s is None or change.time_s is None else change.time_s - step_s
     return RemedyPart.from_sources(change.outcome, settings=change.settings, what=change.what, cost_s=cost_s)

@@ -1,8 +1,8 @@
-"""How a step changes with the number of hosts or GPUs: the same experiment planned at several sizes.
+"""Plans the same experiment at several sizes, to show how a step changes with the number of hosts or GPUs.
 
-Weak scaling gives every GPU the same part of a batch that grows; strong scaling divides the experiment's batch among
-more GPUs. The batch of a `[program]` is what its `make` returns for the mesh of each size. Efficiency is tokens per
-second per GPU relative to the smallest size.
+Weak scaling grows the batch with the GPUs; strong scaling divides the experiment's batch among more GPUs. The batch of
+a `[program]` is what its `make` returns for the mesh of each size. Efficiency is tokens per second per GPU relative to
+the smallest size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
 from meshkit.search.candidate import Candidate, Outcome
-from meshkit.search.workers import default_jobs, open_workers, request_of_file
+from meshkit.search.workers import default_jobs, file_request, open_workers
 
 SCALING_SCHEMA = "meshkit.scaling/1"
 SCALING_FILE = "scaling.json"
@@ -31,10 +31,10 @@ class ScalingPoint(Part):
     """The experiment at one size.
 
     Attributes:
-        global_batch: of the experiment; None of a `[program]`.
+        global_batch: of the experiment; None for a `[program]`.
         efficiency: tokens per second per GPU, relative to the smallest size that could be planned.
-        speedup: tokens per second, relative to it.
-        exposed_share: of the step.
+        speedup: tokens per second, relative to that size.
+        exposed_share: share of the step that is exposed communication.
     """
 
     hosts: int
@@ -62,42 +62,42 @@ class ScalingReport(Part):
 
 
 def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
-    """`hosts=1,2,4` as ("hosts", (1, 2, 4)), in ascending order.
+    """Return `hosts=1,2,4` as ("hosts", (1, 2, 4)), in ascending order.
 
     Raises:
-        ConfigError: another form.
+        ConfigError: the text has another form.
     """
     name, _, values = text.partition("=")
     parts = [part.strip() for part in values.split(",")]
     if name not in ("hosts", "gpus") or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         hint = "--sweep hosts=1,2,4,8, or --sweep gpus=1,2,4,8,16 to begin inside a host"
-        raise ConfigError(f"'{text}' is no sweep.", at="--sweep", hint=hint)
+        raise ConfigError(f"'{text}' is not a sweep.", at="--sweep", hint=hint)
     return name, tuple(sorted({int(part) for part in parts}))
 
 
-def sizes_of(
+def sweep_sizes(
     experiment: Experiment | ProgramExperiment, what: str, numbers: Sequence[int], kind: Kind
 ) -> tuple[str, tuple[Candidate, ...]]:
-    """The axis that grows, and the experiment at each size of a sweep.
+    """Return the axis that grows, and the experiment at each size of a sweep.
 
-    The axis whose factor is `"fill"` grows; without one, the outermost that crosses domains; on a cluster of one
-    domain, the outermost that cuts the batch, and of a `[program]` the outermost.
+    The axis whose factor is `"fill"` grows. Without one it is the outermost axis that crosses domains. On a cluster of
+    one domain it is the outermost that shards the batch, and in a `[program]` the outermost.
 
     Args:
         experiment: loaded; its own size need not be in the sweep.
-        what: `hosts` or `gpus`: what the numbers count.
+        what: `hosts` or `gpus`, the unit of the numbers.
         numbers: positive; the sizes come in their order.
         kind: `weak` scales the global batch with the GPUs, `strong` keeps it; `program`: `make` decides.
 
     Raises:
-        ConfigError: no axis can grow, or a size that the cluster, the mesh or the batch cannot have.
+        ConfigError: no axis can grow, or the cluster, the mesh or the batch cannot have a size.
     """
     axis = growing_axis(experiment)
     return axis.name, tuple(_size(experiment, axis, what, number, kind) for number in numbers)
 
 
 def growing_axis(experiment: Experiment | ProgramExperiment) -> MeshAxis:
-    """The axis of a mesh that a sweep changes.
+    """Return the axis of a mesh that a sweep changes.
 
     Args:
         experiment: `"fill"` is looked for in the mesh as its file and `--set` write it.
@@ -133,7 +133,7 @@ def growing_axis(experiment: Experiment | ProgramExperiment) -> MeshAxis:
 
 
 def _size(experiment: Experiment | ProgramExperiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Candidate:
-    """One size: the cluster, the mesh with its growing axis, and the batch."""
+    """Return the settings of one size: the cluster, the mesh with its growing axis, and the batch."""
     cluster = experiment.cluster
     target = _cluster_of(cluster, what, number)
     inside = _grown(experiment, axis, "nvlink", target.gpus_used_per_domain)
@@ -151,7 +151,6 @@ def _size(experiment: Experiment | ProgramExperiment, axis: MeshAxis, what: str,
 
 
 def _batch(experiment: Experiment, target: Cluster, kind: Kind) -> int:
-    """Return the global batch at one size."""
     batch, now = experiment.train.global_batch, experiment.cluster.num_gpus
     if kind == "strong":
         return batch
@@ -159,14 +158,14 @@ def _batch(experiment: Experiment, target: Cluster, kind: Kind) -> int:
     if rest:
         raise experiment.error(
             "train.global_batch",
-            f"{batch} sequences on {now} GPUs make no whole number on {target.num_gpus}.",
+            f"{batch} sequences on {now} GPUs are not a whole number of sequences on {target.num_gpus}.",
             hint="a global_batch that the GPUs divide, or --scaling strong",
         )
     return scaled
 
 
 def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
-    """The cluster with that many hosts, or GPUs: fewer than a domain's are the first of one."""
+    """Return the cluster with that many hosts or GPUs; fewer than a domain's are the first of one."""
     hosts_per_domain = max(1, cluster.nvlink_domain_size // cluster.gpus_per_host)
     used = cluster.gpus_used_per_domain
     domains, rest = divmod(number, used if what == "gpus" else hosts_per_domain)
@@ -176,12 +175,12 @@ def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
     gpus = number if what == "gpus" else number * cluster.gpus_per_host
     if domains or gpus > used:
         unit = f"{used} GPUs" if what == "gpus" else f"{hosts_per_domain} hosts"
-        raise ConfigError(f"{number} {what} are no whole NVLink domains of {unit}.", at="--sweep")
+        raise ConfigError(f"{number} {what} are not whole NVLink domains of {unit}.", at="--sweep")
     return Cluster.load(table, hosts=hosts_per_domain, gpus_used_per_domain=gpus)
 
 
 def _grown(experiment: Experiment | ProgramExperiment, axis: MeshAxis, link: str, total: int) -> int:
-    """The axis's factor on a link whose factors multiply to `total`; the other axes keep theirs."""
+    """Return the axis's factor on a link whose factors multiply to `total`; the other axes keep theirs."""
     others = 1
     for other in experiment.mesh.axes:
         others *= other.number(link) if other.name != axis.name else 1
@@ -204,16 +203,17 @@ def scale(
     *,
     jobs: int | None = None,
 ) -> ScalingReport:
-    """The plans of an experiment at several sizes.
+    """Plan an experiment at several sizes.
 
     Args:
         path, overrides: the experiment.
         sweep: `hosts=1,2,4` or `gpus=1,2,4`.
-        kind: `weak` (the default): the batch grows with the GPUs; `strong`: it stays. None of a `[program]`.
+        kind: `weak` (the default): the batch grows with the GPUs; `strong`: it stays. None for a `[program]`.
         jobs: planning processes at a time; None: one for each CPU.
 
     Raises:
-        ConfigError: no such sweep, a size that cannot be, or a kind of a `[program]`, whose `make` decides the batch.
+        ConfigError: the sweep is invalid, a size is impossible, or a `[program]`, whose `make` decides the batch, has a
+            kind.
     """
     experiment = load_any(path, overrides)
     if isinstance(experiment, ProgramExperiment):
@@ -226,10 +226,10 @@ def scale(
     if experiment.cluster.is_cpu:
         raise ConfigError(f"cluster '{experiment.cluster.name}' has no GPUs, and a sweep predicts GPUs.")
     what, numbers = parse_sweep(sweep)
-    axis, sizes = sizes_of(experiment, what, numbers, kind)
-    # what cannot be is said before anything is compiled
+    axis, sizes = sweep_sizes(experiment, what, numbers, kind)
+    # Impossible sizes fail before anything is compiled.
     experiments = [load_any(path, (*overrides, *size.settings)) for size in sizes]
-    with open_workers(request_of_file(path, overrides), min(jobs or default_jobs(), len(sizes))) as workers:
+    with open_workers(file_request(path, overrides), min(jobs or default_jobs(), len(sizes))) as workers:
         workers.plan(sizes)
     points = _points(experiments, [size.outcome for size in sizes if size.outcome])
     gpu = experiment.cluster.gpu.key
@@ -239,7 +239,7 @@ def scale(
 def _points(
     experiments: Sequence[Experiment | ProgramExperiment], outcomes: Sequence[Outcome]
 ) -> tuple[ScalingPoint, ...]:
-    """The sizes with their outcomes, held against the smallest that has one."""
+    """Return the sizes with their outcomes, relative to the smallest that has one."""
     batches = [e.train.global_batch if isinstance(e, Experiment) else None for e in experiments]
     sizes = [(e.cluster.hosts, e.cluster.num_gpus, batch) for e, batch in zip(experiments, batches)]
     rates = [

@@ -1,4 +1,4 @@
-"""What a search found, as `tune/1` and on a terminal: every outcome, the winner, and why it wins.
+"""The result of a search, as `tune/1` and on a terminal: every outcome, the winner, and why it wins.
 
 outcomes of the experiment as it is and of the winner -> differences -> sentences
 """
@@ -24,16 +24,16 @@ from meshkit.search.candidate import Candidate, Outcome, OutcomeRow, mesh_text
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 TUNE_SCHEMA = "meshkit.tune/1"
-# Differences below this share of the step are left out of what says why, but for the largest.
+# Smaller shares of the step are left out of the reasons, except for the largest.
 _NOTABLE = 0.005
-# A collective of which less than this share is still exposed went away.
+# A collective is gone once less than this share of it is still exposed.
 _GONE = 0.1
-# A collective that is exposed for less than this share of the step is no reason.
+# A collective that is exposed for a smaller share of the step is not a reason.
 _WORTH_NAMING = 1e-4
 
 
 class PrunedPart(Part):
-    """Variants that one closed form ruled out, and an example of why."""
+    """Variants that one closed form ruled out, with an example."""
 
     rule: str
     count: int
@@ -41,7 +41,7 @@ class PrunedPart(Part):
 
 
 class DifferencePart(Part):
-    """A quantity of the experiment as it is and of the winner, in seconds a step, and what was saved of it."""
+    """Seconds a step of the experiment as it is and of the winner, and what was saved."""
 
     name: str
     base_s: float | None
@@ -50,19 +50,20 @@ class DifferencePart(Part):
 
 
 class TuneReport(Printed, Part):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         num_gpus: of the experiment; an outcome of another size has its own.
+        global_batch: of the experiment; None for a step that a function builds.
         objective: of the winner, `time` (at the experiment's size) or `gpu_hours` (of any size).
         base: the experiment as it is.
         winner: the best that fits; None where none does.
-        why: one sentence each: what the winner has gained, and where.
+        why: sentences that say what the winner has gained, and where.
         differences: compute, and every row of communication, the largest saving first.
         pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
         space: variants before pruning.
         compiled: variants compiled, in this and in earlier runs; `reused` of them in earlier ones.
-        left: variants that nothing ruled out, and that were not compiled.
+        left: variants that were neither ruled out nor compiled.
         wall_s: of this run.
     """
 
@@ -70,7 +71,7 @@ class TuneReport(Printed, Part):
     experiment: str
     gpu: str
     num_gpus: int
-    global_batch: int | None = None  # None of what a function builds, whose settings are a mesh and its arguments
+    global_batch: int | None = None
     objective: str = "time"
     base: Outcome
     winner: Outcome | None
@@ -88,25 +89,25 @@ class TuneReport(Printed, Part):
     jobs: int
 
     def __rich__(self) -> RenderableType:
-        """Return its tables."""
         return render(self)
 
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """What hears how a search goes."""
+    """Callbacks that follow a search."""
 
-    pruning: Callable[[int], None]  # number of variants looked at so far
-    started: Callable[[int, int], None]  # candidates that were not ruled out; how many variants will be compiled
+    pruning: Callable[[int], None]  # Takes the number of variants looked at so far.
+    # Takes the candidates that were not ruled out, and how many variants will be compiled.
+    started: Callable[[int, int], None]
+    # What is planned, whether an earlier run had its outcome, and the best so far.
     done: Callable[[Candidate, bool, Candidate | None], None]
-    """What is planned, whether an earlier run had its outcome, and the best so far."""
 
 
 SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
 
 
-def report_of(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any) -> TuneReport:
-    """The report of a search, whose first outcome is the step as it is; `known`: its other fields.
+def make_tune_report(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any) -> TuneReport:
+    """Return the report of a search, whose first outcome is the step as it is.
 
     Args:
         outcomes: in the order in which they were asked for.
@@ -114,7 +115,7 @@ def report_of(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any)
         known: fields of `TuneReport` that do not follow from these.
 
     Raises:
-        RunError: not one variant could be planned.
+        RunError: no variant could be planned.
     """
     base = outcomes[0]
     if all(outcome.status == "error" for outcome in outcomes):
@@ -133,7 +134,9 @@ def report_of(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any)
 
 
 def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
-    """Indices of outcomes that fit and that no other beats in time, memory and GPUs at once; the fastest first."""
+    """Return the indices of outcomes that fit and that no other beats in time, memory and GPUs at once; the fastest
+    first.
+    """
     found: list[int] = []
     fitting = [i for i, o in enumerate(outcomes) if o.fits and o.time_s is not None]
     for i in sorted(fitting, key=lambda i: _costs(outcomes[i])):
@@ -143,12 +146,12 @@ def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
 
 
 def _costs(outcome: Outcome) -> tuple[float, int, int]:
-    """What an outcome is judged by, less of each being better: seconds, memory, GPUs."""
+    """Return the seconds, memory and GPUs of an outcome, each better if less."""
     return outcome.time_s or 0.0, outcome.peak_bytes or 0, outcome.num_gpus or 0
 
 
 def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
-    """Seconds of compute and of each row's exposed communication, the largest saving first.
+    """Return the seconds of compute and of each row's exposed communication, the largest saving first.
 
     Args:
         base: the step as it is; what could not be planned counts as 0 s.
@@ -174,11 +177,11 @@ def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
 
 
 def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) -> tuple[str, ...]:
-    """One sentence each: what the winner has gained, and where."""
+    """Say what the winner has gained, and where, one sentence each."""
     if winner is None:
-        return ("no variant that was compiled fits.",)
+        return ("no compiled variant fits.",)
     if not winner.settings:
-        return ("no variant that was compiled is faster than the experiment as it is.",)
+        return ("no compiled variant is faster than the experiment as it is.",)
     said = []
     if base.time_s is None:
         said.append(f"the experiment as it is could not be planned: {base.error}")
@@ -201,19 +204,19 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
 
 
 def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:
-    """Whether a difference is large, or an exposed collective that went away."""
+    """Return whether a difference is large, or an exposed collective that went away."""
     if abs(part.saved_s) >= min(_NOTABLE * step, largest):
         return True
     return _is_gone(part) and part.saved_s > _WORTH_NAMING * step
 
 
 def _is_gone(part: DifferencePart) -> bool:
-    """Whether a row of exposed communication is nearly nothing with the winner."""
+    """Return whether a row of exposed communication is nearly nothing with the winner."""
     return part.name.startswith("exposed") and (part.winner_s or 0.0) < _GONE * (part.base_s or 0.0)
 
 
 def _gpus(base: Outcome, winner: Outcome) -> str:
-    """How many GPUs the winner takes, and GPU seconds a step."""
+    """Say how many GPUs the winner takes, and how many GPU seconds a step."""
     seconds = [(o.time_s or 0.0) * (o.num_gpus or 0) for o in (winner, base)]
     return (
         f"{winner.num_gpus} GPUs instead of {base.num_gpus}: a step takes {seconds[0]:,.0f} GPU seconds instead of "
@@ -222,7 +225,7 @@ def _gpus(base: Outcome, winner: Outcome) -> str:
 
 
 def _recomputation(base: Outcome, winner: Outcome) -> list[str]:
-    """What is no longer computed beyond the model: of the FLOP that run, which HFU counts; the model's are the same."""
+    """Say how many FLOP are no longer recomputed; HFU counts them, and the model's own FLOP are the same."""
     if base.num_gpus != winner.num_gpus or not (base.hfu and winner.hfu and base.time_s and winner.time_s):
         return []
     fewer = 1 - winner.hfu * winner.time_s / (base.hfu * base.time_s)
@@ -233,7 +236,7 @@ def _recomputation(base: Outcome, winner: Outcome) -> list[str]:
 
 
 def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
-    """That no exposed collective went away, where none did."""
+    """Say that no exposed collective went away, where none did."""
     if named or base.exposed_s is None or winner.exposed_s is None:
         return []
     before, after = format_seconds(base.exposed_s), format_seconds(winner.exposed_s)
@@ -241,20 +244,20 @@ def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
 
 
 def _row_name(row: OutcomeRow) -> str:
-    """A row of exposed communication in words, which are its name in `differences`."""
+    """Return the name of a row of exposed communication in `differences`."""
     words = [word for word in (row.collective, row.dtype) if word]
     return f"exposed {' '.join(words)} over {axes_text(row.axes)} on {row.link or '-'}"
 
 
 def _rest(outcome: Outcome) -> float | None:
-    """Seconds of a step in which neither a kernel computes nor a collective is exposed."""
+    """Return the seconds of a step in which neither a kernel computes nor a collective is exposed."""
     if outcome.time_s is None or outcome.compute_s is None or outcome.exposed_s is None:
         return None
     return outcome.time_s - outcome.compute_s - outcome.exposed_s
 
 
 def _sentence(part: DifferencePart) -> str:
-    """What became of one quantity."""
+    """Say how one quantity changed."""
     before, after = format_seconds(part.base_s or 0.0), format_seconds(part.winner_s or 0.0)
     if not part.winner_s:
         return f"{part.name} went away: {before}."
@@ -276,7 +279,7 @@ RULE_WORDS = {
 
 
 def render(report: TuneReport) -> RenderableType:
-    """The whole search, for `rich.print`."""
+    """Return the whole search, for `rich.print`."""
     parts: list[RenderableType] = [_headline(report)]
     if report.winner is not None and not report.winner_is_base:
         parts += [heading("why it wins"), *listed(report.why), heading("the winner")]
@@ -292,13 +295,13 @@ def render(report: TuneReport) -> RenderableType:
 
 
 def best_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fit by time, then those that do not, then errors."""
+    """Sort outcomes: those that fit by time, then those that do not, then errors."""
     order = {"fits": 0, "does_not_fit": 1, "error": 2}
     return sorted(outcomes, key=lambda o: (order[o.status], o.time_s or 0.0, o.settings))
 
 
 def what_text(outcome: Outcome) -> str:
-    """The settings in words as short as a table needs."""
+    """Return the settings in words short enough for a table."""
     if not outcome.settings:
         return "as it is"
     words = []
@@ -320,7 +323,7 @@ def what_text(outcome: Outcome) -> str:
 
 
 def how_to_have(report: TuneReport) -> list[str]:
-    """What to write to have the winner: options of the command line, or what a function that builds a step takes."""
+    """Return the winner's options of the command line, or the arguments of the function that builds the step."""
     settings = report.winner.settings if report.winner is not None else ()
     if report.global_batch is not None:
         return [f"--set '{setting}'" for setting in settings]
@@ -329,7 +332,7 @@ def how_to_have(report: TuneReport) -> list[str]:
 
 
 def _remat_text(value: str) -> str:
-    """`offload gate up, keep key value`, or what else the setting says."""
+    """Return `offload gate up and keep key value`, or the setting as it is."""
     try:
         remat = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -342,7 +345,7 @@ def _remat_text(value: str) -> str:
 
 
 def variants_table(report: TuneReport, outcomes: Sequence[Outcome]) -> Table:
-    """Some of the variants that were compiled; the winner stands out."""
+    """Return some of the compiled variants; the winner stands out."""
     columns = number_columns("GPUs", "step", "GPU s", "compute", "exposed", "MFU", "memory", "")
     styles = ["bold" if report.winner and o.settings == report.winner.settings else "" for o in outcomes]
     return Table([*text_columns("variant"), *columns], [_cells(o) for o in outcomes], styles)

@@ -1,4 +1,4 @@
-"""tune: the fastest variant that fits of an experiment, or of a step of anybody's, and why it is faster.
+"""Searches for the fastest variant that fits of an experiment or of a user's own step, and says why it is faster.
 
 experiment -> variants -> bounds -> search (plans in parallel processes) -> TuneReport, winner.toml
 build(mesh, **choices), a mesh, a cluster -> every mesh x every choice -> search -> TuneReport
@@ -26,17 +26,17 @@ from meshkit.planning.planner import check_has_gpus
 from meshkit.search.bounds import Bounds
 from meshkit.search.candidate import Candidate
 from meshkit.search.order import Journal, Pruned, Search, candidates
-from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, report_of
+from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, make_tune_report
 from meshkit.search.variants import REMATS, Options, Space, Variant, make_space, meshes_over
 from meshkit.search.workers import (
     Build,
     Workers,
     WorkersHere,
     default_jobs,
-    name_of,
+    file_request,
+    import_name,
     open_workers,
-    request_of_file,
-    request_of_step,
+    step_request,
 )
 from meshkit.units import format_seconds
 
@@ -45,22 +45,22 @@ REPORT_FILE = "tune.json"
 LOG_FILE = "workers.log"
 _HEADER = "# Written by `meshkit tune`: the best variant that fits, every default filled in.\n"
 OBJECTIVES = ("time", "gpu_hours")
-_SHARE = 12  # one of so many variants goes to each other size, and two at least
+_SHARE = 12  # Each other size gets this fraction of the variants, and at least `_LEAST`.
 _LEAST = 2
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Other sizes of the cluster in a search, with the same model and global batch, and what decides between them.
+    """Further sizes of the cluster with the same model and global batch, and what decides between them.
 
-    The experiment's own size is searched first. Each other size then gets a small share of the budget: every mesh and
-    recomputation of its own, with the options of XLA of the best so far, and a pipeline only where that has one.
+    The experiment's own size is searched first. Each other size then gets a small share of the budget: all its meshes
+    and recomputation policies, with the XLA options of the best so far, and a pipeline only where the best has one.
     """
 
-    hosts: tuple[int, ...] = ()  # of the cluster, beside the experiment's own
+    hosts: tuple[int, ...] = ()  # Numbers of hosts, without the experiment's own.
+    # `time`: the winner is the fastest on as many GPUs as the experiment has; `gpu_hours`: the one that takes the
+    # fewest, of any size.
     objective: str = "time"
-    """`time`: the winner is the fastest on as many GPUs as the experiment has; `gpu_hours`: the one that takes the
-    fewest, of any size."""
 
 
 OWN_SIZE = Sizes()
@@ -78,30 +78,32 @@ def tune_experiment(
     vary: Sequence[str] = (),
     progress: SearchProgress = SILENT,
 ) -> TuneReport:
-    """The search's report; with `out` also `tune.json`, `winner.toml`, and what a later call resumes from.
+    """Return the search's report; with `out` also write `tune.json`, `winner.toml`, and what a later call resumes from.
 
     Args:
         experiment: the file.
         overrides: `key=value`, laid over it.
         out: a folder that exists.
-        budget: variants to compile at most, those of earlier calls with the same `out` among them.
-        jobs: planning processes at a time, or an executor that plans; None: one process for each CPU.
-        axes: names of mesh axes that may have a size; None: those that the rules know.
-        sizes: of the cluster to look at, and what decides between them.
+        budget: variants to compile at most, with those of earlier calls with the same `out`.
+        jobs: planning processes at a time, or an executor; None: one process for each CPU.
+        axes: mesh axes that may be larger than 1; None: those that the rules know.
+        sizes: of the cluster to search, and what decides between them.
         vary: `key=[values]` of a `[program]`: options of its function, or of XLA.
-        progress: hears how it goes.
+        progress: is told how the search goes.
 
     Raises:
-        ConfigError: no valid experiment, a cluster without GPUs, a size that cannot be, or a folder with another
-            search.
-        RunError: not even the experiment as it is could be planned, nor any variant of it.
+        ConfigError: the experiment is invalid, the cluster has no GPUs, a size is impossible, or the folder holds
+            another search.
+        RunError: neither the experiment nor any variant of it could be planned.
     """
-    asked = _Asked(str(experiment), tuple(overrides), out, budget, jobs, sizes, progress)
+    asked = _Request(str(experiment), tuple(overrides), out, budget, jobs, sizes, progress)
     loaded = load_any(asked.path, asked.overrides)
     if isinstance(loaded, ProgramExperiment):
         report = _tune_program(loaded, asked, _space_of_program(loaded, axes, vary))
     elif vary:
-        raise ConfigError("only a [program] says by --vary what is tried.", at="--vary", hint="--axes, or [xla]")
+        raise ConfigError(
+            "--vary is for a [program]; this experiment has a [model].", at="--vary", hint="--axes, or [xla]"
+        )
     else:
         report = _tune_own(loaded, asked, axes)
     if out is not None:
@@ -112,8 +114,8 @@ def tune_experiment(
     return report
 
 
-class _Asked(NamedTuple):
-    """What a search was asked for, see `tune_experiment`."""
+class _Request(NamedTuple):
+    """The arguments of `tune_experiment`."""
 
     path: str
     overrides: tuple[str, ...]
@@ -124,8 +126,8 @@ class _Asked(NamedTuple):
     progress: SearchProgress
 
 
-def _tune_own(experiment: Experiment, asked: _Asked, axes: Sequence[str] | None) -> TuneReport:
-    """Return the report of the search for an experiment with meshkit's own step, at every size that was asked for."""
+def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | None) -> TuneReport:
+    """Search an experiment with meshkit's own step, at every size that was asked for."""
     start = time.perf_counter()
     path, overrides, out, budget, jobs, sizes, progress = asked
     _check(experiment, budget, jobs, sizes.objective)
@@ -144,7 +146,7 @@ def _tune_own(experiment: Experiment, asked: _Asked, axes: Sequence[str] | None)
     progress.started(len(found), min(own_share, left + 1) + other_share * len(others))
     searches.append(Search(found, space.base, own_share, journal, pruned))
     log = out / LOG_FILE if out else None
-    with open_workers(request_of_file(path, overrides), jobs, log) as workers:
+    with open_workers(file_request(path, overrides), jobs, log) as workers:
         searches[0].run(workers, tell)
         for other, sized in at_sizes.items():
             best = searches[0].best()
@@ -168,8 +170,8 @@ def _tune_own(experiment: Experiment, asked: _Asked, axes: Sequence[str] | None)
     )
 
 
-def _tune_program(experiment: ProgramExperiment, asked: _Asked, space: Space) -> TuneReport:
-    """Return the report of the search for a `[program]`: every way to share its GPUs among the axes of its mesh."""
+def _tune_program(experiment: ProgramExperiment, asked: _Request, space: Space) -> TuneReport:
+    """Search a `[program]`: every way to share its GPUs among the axes of its mesh."""
     start = time.perf_counter()
     cluster, jobs = experiment.cluster, asked.jobs
     check_has_gpus(cluster, "tune")
@@ -177,8 +179,8 @@ def _tune_program(experiment: ProgramExperiment, asked: _Asked, space: Space) ->
         raise experiment.error(
             "program", "a [program] is tuned at the size of its cluster.", hint="--set cluster.hosts=4"
         )
-    workers = open_workers(request_of_file(asked.path, asked.overrides), jobs)
-    search = _searched(space, asked.budget, Journal(asked.out, experiment), workers, asked.progress)
+    workers = open_workers(file_request(asked.path, asked.overrides), jobs)
+    search = _run_search(space, asked.budget, Journal(asked.out, experiment), workers, asked.progress)
     return _report(
         [search],
         search.best(),
@@ -195,10 +197,10 @@ def _tune_program(experiment: ProgramExperiment, asked: _Asked, space: Space) ->
 def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None, vary: Sequence[str]) -> Space:
     """Return every mesh of the program's axes with every combination of the values of `--vary`.
 
-    What the file says of a key is tried first; of a key that it lacks, the function's own default.
+    The file's own value of a key is tried first; for a key that it lacks, the function's default.
 
     Raises:
-        ConfigError: an axis that the mesh has not, or what is no list of values of a key.
+        ConfigError: the mesh does not have an axis, or a `--vary` is not a list of values of a key.
     """
     names = experiment.mesh.axis_names
     if other := [name for name in axes or () if name not in names]:
@@ -227,19 +229,19 @@ def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None,
 
 
 def _varied(text: str) -> tuple[str, list[Any]]:
-    """Return the key and the values of one `--vary`."""
+    """Parse the key and the values of one `--vary`."""
     key, _, values = text.partition("=")
     found = None
     with contextlib.suppress(tomllib.TOMLDecodeError):
         found = tomllib.loads(f"values = {values}")["values"]
     if key.rpartition(".")[0] not in ("program.options", "xla") or not isinstance(found, list) or not found:
         hint = '--vary \'program.options.remat=["full", "none"]\', or a key of [xla]'
-        raise ConfigError(f"'{text}' is no list of values of an option.", at="--vary", hint=hint)
+        raise ConfigError(f"'{text}' is not a list of values of an option.", at="--vary", hint=hint)
     return key, found
 
 
-def _searched(space: Space, budget: int, journal: Journal, workers: Workers, progress: SearchProgress) -> Search:
-    """Return the search of a space without bounds, done."""
+def _run_search(space: Space, budget: int, journal: Journal, workers: Workers, progress: SearchProgress) -> Search:
+    """Search a space without bounds."""
     found = {(s := space.settings(variant)): Candidate(s, variant) for variant in space.variants()}
     search = Search([*found.values()], space.base, budget, journal, Pruned())
     progress.started(len(found), min(budget, len(found)))
@@ -251,9 +253,9 @@ def _searched(space: Space, budget: int, journal: Journal, workers: Workers, pro
 def _space(
     experiment: Experiment, axes: Sequence[str] | None, *, hosts: int | None = None, like: Variant | None = None
 ) -> tuple[Space, Bounds]:
-    """Variants of the experiment on one size of the cluster, and what bounds them.
+    """Return the variants of the experiment on one size of the cluster, and their bounds.
 
-    Of another size than the experiment's own: with the options of `like`, and with a pipeline only if that has one.
+    Another size than the experiment's own uses the options of `like`, and a pipeline only if that has one.
     """
     bounds = Bounds(experiment)
     space = make_space(
@@ -261,7 +263,7 @@ def _space(
         axes=axes,
         logical_axes=bounds.logical_axes,
         remats=bounds.remats(REMATS),
-        may_be_cut=bounds.may_be_cut,
+        can_pipeline=bounds.can_pipeline,
         hosts=hosts,
     )
     if like is not None:
@@ -270,48 +272,52 @@ def _space(
 
 
 def parse_hosts(text: str | None) -> tuple[int, ...]:
-    """`4,8,16` as numbers, each once.
+    """Return `4,8,16` as sorted numbers, each once.
 
     Raises:
-        ConfigError: another form.
+        ConfigError: the text has another form.
     """
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"'{text}' is no list of hosts.", at="--hosts", hint="--hosts 4,8,16")
+        raise ConfigError(f"'{text}' is not a list of hosts.", at="--hosts", hint="--hosts 4,8,16")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def shares(budget: int, others: int) -> tuple[int, int]:
-    """How many variants are compiled of the experiment's own size, and of each other.
+    """Return how many variants are compiled at the experiment's own size, and at each other.
 
     Args:
         budget: variants to compile at most, of all sizes.
-        others: how many sizes there are beside the experiment's own.
+        others: how many other sizes there are.
 
     Raises:
-        ConfigError: it is not enough for so many sizes.
+        ConfigError: the budget is too small for so many sizes.
     """
     if not others:
         return budget, 0
     other = max(_LEAST, budget // _SHARE)
     if budget - others * other < 1:
         hint = f"--candidates {1 + others * other} or more"
-        raise ConfigError(f"{budget} variants are too few for {others + 1} sizes.", at="--hosts", hint=hint)
+        raise ConfigError(
+            f"{budget} variants are too few for {others + 1} sizes of the cluster.", at="--hosts", hint=hint
+        )
     return budget - others * other, other
 
 
 def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -> Experiment:
-    """The experiment on so many hosts, its largest axis over all GPUs: what the size's own meshes are laid over.
+    """Return the experiment on so many hosts, with its largest axis over all GPUs, as a base for that size's meshes.
 
-    Its batch is the experiment's, whether or not that divides by this mesh, which need not be among those.
+    Its batch is the experiment's, whether or not this mesh divides it, because the mesh itself may never be tried.
 
     Raises:
-        ConfigError: the cluster cannot have so many hosts, or the mesh cannot be.
+        ConfigError: the cluster cannot have so many hosts, or the mesh is impossible.
     """
     try:
         cluster = Cluster.load(own.cluster.to_dict(), hosts=hosts)
     except ConfigError as error:
-        raise ConfigError(f"no cluster of {hosts} hosts: {error.message}", at="--hosts", hint=error.hint) from None
+        raise ConfigError(
+            f"the cluster cannot have {hosts} hosts: {error.message}", at="--hosts", hint=error.hint
+        ) from None
     largest = max(own.mesh.axes, key=lambda axis: axis.size)
     whole = MeshAxis(largest.name, cluster.gpus_used_per_domain, cluster.num_nvlink_domains)
     axes = {a.name: (whole if a.name == largest.name else MeshAxis(a.name, 1, 1)).to_plain() for a in own.mesh.axes}
@@ -322,16 +328,16 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
 
 
 def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, objective: str) -> None:
-    """Stops at an experiment, a budget or an objective that no search can have."""
+    """Refuse an experiment, a budget or an objective that no search can have."""
     check_has_gpus(experiment.cluster, "tune")
     if budget < 1 or (isinstance(jobs, int) and jobs < 1):
-        raise ConfigError("a search compiles one variant at least, in one process at least.", hint="--candidates 64")
+        raise ConfigError("a search needs at least one variant and one process.", hint="--candidates 64")
     if objective not in OBJECTIVES:
-        raise ConfigError(f"'{objective}' is no objective.", at="--objective", hint=" or ".join(OBJECTIVES))
+        raise ConfigError(f"'{objective}' is not an objective.", at="--objective", hint=" or ".join(OBJECTIVES))
 
 
 def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
-    """The fastest of the experiment's own size, or of all sizes the one that takes the fewest GPU hours."""
+    """Return the fastest at the experiment's own size, or of all sizes the one with the fewest GPU hours."""
     if objective == "time":
         return searches[0].best()
     found = [best for search in searches if (best := search.best()) is not None]
@@ -339,8 +345,8 @@ def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
 
 
 def _report(searches: Sequence[Search], best: Candidate | None, **known: Any) -> TuneReport:
-    """What all searches found, each at its own size of the cluster; `known`: what they do not."""
-    return report_of(
+    """Combine the results of all searches into a report; `known` has its other fields."""
+    return make_tune_report(
         [outcome for search in searches for outcome in search.outcomes],
         best.outcome if best else None,
         compiled=sum(search.compiled for search in searches),
@@ -360,7 +366,7 @@ def tune(
     budget: int = 64,
     jobs: int | Executor | None = None,
 ) -> TuneReport:
-    """The fastest variant that fits of a step on a cluster that is not there, and why it is faster.
+    """Search for the fastest variant of a step that fits on a cluster that is not there.
 
     Args:
         what: `build(mesh, **choices)`, which makes an `mk.Program`, or a step and its arguments, for a described mesh;
@@ -371,11 +377,11 @@ def tune(
         out: a folder for the search of an experiment, which a later call resumes from.
         budget: variants to compile at most.
         jobs: processes at a time, None for one of each CPU; or any `concurrent.futures.Executor`. A request names
-            `build`, a function of a module; one of a notebook or of `__main__` is planned in this process.
+            `build`, a function of a module; a function of a notebook or of `__main__` is planned in this process.
 
     Raises:
-        ConfigError: nothing that can be searched, or a function that an executor could not find.
-        RunError: not one variant could be planned.
+        ConfigError: this cannot be searched, or an executor could not find the function.
+        RunError: no variant could be planned.
     """
     if not callable(what):
         folder = Path(out) if out is not None else None
@@ -383,15 +389,15 @@ def tune(
             folder.mkdir(parents=True, exist_ok=True)
         return tune_experiment(what, out=folder, budget=budget, jobs=jobs, progress=_progress())
     if mesh is None or cluster is None:
-        raise ConfigError("a step is tuned on a mesh of a cluster.", hint="mk.tune(build, mesh, cluster)")
+        raise ConfigError("to tune a step, give a mesh and a cluster.", hint="mk.tune(build, mesh, cluster)")
     check_kinds(tune, mesh=mesh, cluster=cluster)
     check_has_gpus(cluster, "tune")
     if budget < 1:
-        raise ConfigError("a search compiles one variant at least.", hint="budget=64")
+        raise ConfigError("a search needs at least one variant.", hint="budget=64")
     start, base = time.perf_counter(), mesh.resolve(cluster)
     space = _space_of_step(base, cluster, choices or {})
-    workers = _workers(what, request_of_step(base, cluster, dict(space.base.options)), jobs)
-    search = _searched(space, budget, Journal(), workers, _progress())
+    workers = _workers(what, step_request(base, cluster, dict(space.base.options)), jobs)
+    search = _run_search(space, budget, Journal(), workers, _progress())
     return _report(
         [search],
         search.best(),
@@ -406,10 +412,10 @@ def tune(
 
 
 def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]]) -> Space:
-    """Every mesh of the axes of a step, and every combination of its choices, whose first values are the step's own.
+    """Return every mesh of the axes of a step with every combination of its choices, whose first values are its own.
 
     Raises:
-        ConfigError: values that a request cannot say.
+        ConfigError: a request cannot carry the values.
     """
     for name, values in choices.items():
         _check_choice(name, values)
@@ -421,10 +427,10 @@ def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Seque
 
 
 def _check_choice(name: str, values: Any) -> None:
-    """Stops at values that a request cannot say.
+    """Refuse values that a request cannot carry.
 
     Raises:
-        ConfigError: no list, or a value that TOML has not.
+        ConfigError: they are not a list, or TOML does not have such a value.
     """
     said = []
     with contextlib.suppress(Exception):
@@ -435,12 +441,12 @@ def _check_choice(name: str, values: Any) -> None:
 
 
 def _workers(build: Build, request: Mapping[str, Any], jobs: int | Executor | None) -> Workers:
-    """What plans: processes or an executor where the function has a name, else this process.
+    """Return processes or an executor where the function has a name, else workers in this process.
 
     Raises:
-        ConfigError: an executor that could not find the function.
+        ConfigError: an executor could not find the function.
     """
-    if (name := name_of(build)) is not None:
+    if (name := import_name(build)) is not None:
         return open_workers({"build": name, **request}, jobs)
     if isinstance(jobs, Executor):
         what = getattr(build, "__qualname__", type(build).__name__)
@@ -449,7 +455,7 @@ def _workers(build: Build, request: Mapping[str, Any], jobs: int | Executor | No
 
 
 def _progress() -> SearchProgress:
-    """What a notebook shows of a search while it runs."""
+    """Return progress for a line in a notebook."""
     show, count, total = notebook_line(), itertools.count(1), 0
 
     def started(_: int, compiled: int) -> None:

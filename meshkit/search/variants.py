@@ -1,4 +1,4 @@
-"""Variants of an experiment, as settings over its file: what each of its choices may be.
+"""Variants of an experiment, as settings over its file.
 
 A variant keeps machines, model and global batch, so that step times compare. It chooses the mesh (sizes of the axes and
 their places on the links), how often the step accumulates, the schedule of a pipeline and its microbatches, what the
@@ -23,15 +23,15 @@ from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_valu
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 
-# Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.
+# Presets that shard parameters over `fsdp` (or not at all) and tensors over `tensor`; "all" does so with more axes.
 _EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
 _WIDEST = "all"
-_PIPELINE = "pipeline"  # of an experiment that has none: asked for by name
+_PIPELINE = "pipeline"  # The name of an axis for pipelines in an experiment that has none.
 _CANONICAL = (_PIPELINE, "data", "fsdp", "expert", "context", "tensor")
-# From this length on a sequence is worth cutting.
+# A longer sequence is worth sharding.
 LONG_SEQUENCE = 16_384
-# What layers may keep, from all to nothing; a model takes those whose names it knows. The output of `down` is nowhere:
-# it ends in the next layer's input, which is kept anyway.
+# What layers may keep, from all to nothing; a model takes the policies whose names it knows. `down` is left out:
+# its output becomes the next layer's input, which is kept anyway.
 REMATS: tuple[Any, ...] = (
     "none",
     "dots",
@@ -51,7 +51,7 @@ REMATS: tuple[Any, ...] = (
     RematMix((), ("up",)),
 )
 
-# What a stage may keep from forward to backward: its input, or all that `train.remat` keeps.
+# A stage keeps from forward to backward either its input, or all that `train.remat` keeps.
 _RESIDUALS = ("recompute", "stash")
 
 Options = tuple[tuple[str, Any], ...]
@@ -59,7 +59,7 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """How a pipeline runs: `[pipeline]` but for its axis, head and layout."""
+    """How a pipeline runs: `[pipeline]` without its axis, head and layout."""
 
     microbatches: int
     schedule: str
@@ -71,14 +71,14 @@ class PipelineChoice:
 class Variant:
     """One choice for everything that a search varies."""
 
-    mesh: MeshSpec  # resolved
-    accumulate: int  # micro-batches of a step
+    mesh: MeshSpec  # The resolved mesh.
+    accumulate: int  # Micro-batches of a step.
+    # Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step.
     each_micro_batch: bool
-    """Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step."""
-    remat: Any  # as `train.remat`
+    remat: Any  # The value of `train.remat`.
+    # Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
+    # builds: its arguments.
     options: Options = ()
-    """Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
-    builds: its arguments."""
     stages: PipelineChoice | None = None
 
     def differences(self, other: Variant) -> int:
@@ -86,8 +86,7 @@ class Variant:
         return sum(getattr(self, f.name) != getattr(other, f.name) for f in dataclasses.fields(self))
 
     def distance(self, other: Variant) -> float:
-        """Return how far apart two are of the same axes and options: factors of two of the mesh that moved to another
-        axis or link, and options that differ."""
+        """Return how far apart two variants of the same axes are: factors of two that moved, and other options."""
         moved = 0.0
         for a, b in zip(self.mesh.axes, other.mesh.axes):
             moved += sum(abs(math.log2(a.number(link) / b.number(link))) for link in ("nvlink", "infiniband"))
@@ -96,22 +95,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Space:
-    """What each choice may be."""
+    """The values that each choice may have."""
 
-    base: Variant  # the experiment as it is
-    preset: str | None  # its preset of rules; None where every rule is written out
+    base: Variant  # The experiment as it is.
+    preset: str | None  # The experiment's preset of rules; None where every rule is written out.
     meshes: tuple[MeshSpec, ...]
     accumulates: tuple[int, ...]
     remats: tuple[Any, ...]
     options: tuple[Options, ...]
+    # Whether gradients may be reduced with every micro-batch: no rule of the experiment says when.
     vary_reduction: bool = False
-    """Whether gradients may be reduced with every micro-batch: no rule of the experiment says when."""
-    pipeline: str | None = None  # the mesh axis of pipelines
-    virtual_stages: tuple[int, ...] = ()  # chunks of layers that a stage of an interleaved pipeline may have
-    hosts: int | None = None  # of the cluster, where it is not the experiment's own size
+    pipeline: str | None = None  # The mesh axis of pipelines.
+    virtual_stages: tuple[int, ...] = ()  # Chunks of layers that a stage of an interleaved pipeline may have.
+    hosts: int | None = None  # Hosts of the cluster, where they are not the experiment's own.
 
     def variants(self) -> Iterator[Variant]:
-        """Every combination, the base among them or not."""
+        """Yield every combination; the base may be among them."""
         for mesh, each in itertools.product(self.meshes, (False, True)):
             if stages := list(self._stages(mesh)):
                 for stage, options in itertools.product([] if each else stages, self.options):
@@ -125,7 +124,7 @@ class Space:
                 yield Variant(mesh, accumulate, each, remat, options)
 
     def _stages(self, mesh: MeshSpec) -> Iterator[PipelineChoice]:
-        """Ways to run a pipeline over a mesh: none where it has no axis for it."""
+        """Yield the ways to run a pipeline over a mesh; none where it has no axis for it."""
         ways = next((axis.size for axis in mesh.axes if axis.name == self.pipeline), 1)
         if ways == 1:
             return
@@ -135,17 +134,19 @@ class Space:
                 yield PipelineChoice(microbatches, "interleaved_1f1b", chunks, residuals)
 
     def _remats_within(self, stage: PipelineChoice) -> Sequence[Any]:
-        """What layers of a stage may keep: of one that runs again as a whole, all; else it would run a third time."""
-        if stage.residuals == "stash":  # only a scan over layers moves what it offloads under other layers
+        """Return what the layers of a stage may keep; a stage that is recomputed keeps all, or a layer would run a
+        third time.
+        """
+        if stage.residuals == "stash":  # Only a scan over layers overlaps offloading with other layers.
             return [remat for remat in self.remats if not isinstance(remat, RematMix)]
         return ("none",) if "none" in self.remats else (self.base.remat,)
 
     def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
-        """An experiment that was loaded with a variant's mesh, with its other choices: what `settings` would load.
+        """Return an experiment of the variant's mesh with its other choices, as `settings` would load it.
 
         Args:
-            experiment: with the mesh of the variant, and one with a pipeline where the variant has one.
-            variant: its XLA options are not laid over: no closed form asks for them.
+            experiment: with the mesh of the variant, and with a pipeline where the variant has one.
+            variant: its XLA options are left out, because no closed form asks for them.
 
         Raises:
             ConfigError: the batch does not divide.
@@ -171,13 +172,13 @@ class Space:
         return dataclasses.replace(experiment, train=train, rules=rules, pipeline=pipeline)
 
     def settings(self, variant: Variant) -> tuple[str, ...]:
-        """What to give to `--set` to have a variant: nothing for what is as in the experiment."""
+        """Return the values for `--set` that make a variant; what is as in the experiment needs none."""
         base, found = self.base, []
         if self.hosts is not None:
             found.append(f"cluster.hosts={self.hosts}")
         if self.hosts is not None or variant.mesh != base.mesh:
             found.append(f"mesh={inline(variant.mesh.to_dict())}")
-        known = {*base.mesh.axis_names, *(axes_of(self.preset) if self.preset else ()), self.pipeline}
+        known = {*base.mesh.axis_names, *(preset_axes(self.preset) if self.preset else ()), self.pipeline}
         if self.preset and not set(variant.mesh.axis_names) <= known:
             found.append(f"rules.preset={_WIDEST}")
         if variant.each_micro_batch != base.each_micro_batch:
@@ -191,7 +192,7 @@ class Space:
         return (*found, *(f"{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
 
     def _pipeline_settings(self, variant: Variant) -> list[str]:
-        """What turns a pipeline on, changes it, or turns it off."""
+        """Return the settings that turn a pipeline on, change it, or turn it off."""
         now, before = variant.stages, self.base.stages
         if now == before:
             return []
@@ -207,24 +208,24 @@ def make_space(
     axes: Sequence[str] | None,
     logical_axes: set[str],
     remats: Sequence[Any],
-    may_be_cut: bool = False,
+    can_pipeline: bool = False,
     hosts: int | None = None,
 ) -> Space:
-    """The space around an experiment.
+    """Return the space around an experiment.
 
     Args:
         experiment: as it is.
-        axes: names of mesh axes that may have a size; None for those that its rules know.
+        axes: mesh axes that may be larger than 1; None for those that its rules know.
         logical_axes: of the model's parameters.
         remats: policies that the model takes.
-        may_be_cut: whether the model can be cut into the stages of a pipeline.
-        hosts: of the experiment, where its file has others.
+        can_pipeline: whether the model can be split into the stages of a pipeline.
+        hosts: number of hosts, where the experiment's file has another.
 
     Raises:
-        ConfigError: an axis that no rule knows.
+        ConfigError: no rule knows an axis.
     """
     preset = _preset(experiment)
-    names = _axis_names(experiment, preset, axes, logical_axes, may_be_cut)
+    names = _axis_names(experiment, preset, axes, logical_axes, can_pipeline)
     train = experiment.train
     pipeline, stages = experiment.pipeline, None
     if pipeline.axis is not None:
@@ -245,27 +246,27 @@ def make_space(
     )
 
 
-# What changes the program and is not decided by the plan itself: whose latencies XLA schedules by, and how many
-# collectives it may have in flight.
+# Options that change the program and that the plan does not decide: the latencies that XLA schedules by, and how
+# many collectives may be in flight.
 BY_PRICES: Options = (("train.pgle", PREDICTED),)
 TWO_AT_A_TIME: Options = (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
 OPTION_SETS: tuple[Options, ...] = (TWO_AT_A_TIME, BY_PRICES, (*BY_PRICES, *TWO_AT_A_TIME))
 
 
 @functools.cache
-def axes_of(preset: str) -> frozenset[str]:
-    """The mesh axes that a preset names."""
+def preset_axes(preset: str) -> frozenset[str]:
+    """Return the mesh axes that a preset names."""
     return frozenset(axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes)
 
 
 def _option_sets(experiment: Experiment) -> list[Options]:
-    """Those that change the experiment: it may go by prices already, or by a profile."""
+    """Return the option sets that change the experiment, which may use prices or a profile already."""
     given = experiment.train.pgle == PREDICTED or PGLE_OPTION in experiment.xla
     return [some for some in OPTION_SETS if not (given and BY_PRICES[0] in some)]
 
 
 def _preset(experiment: Experiment) -> str | None:
-    """The preset that the file's rules begin with; None where they name none."""
+    """Return the preset that the file's rules begin with; None where they name none."""
     rules = experiment.document.table.get("rules", {}) if experiment.document else {}
     name = rules.get("preset") if isinstance(rules, Mapping) else None
     return name if isinstance(name, str) and name in PRESETS else None
@@ -276,22 +277,22 @@ def _axis_names(
     preset: str | None,
     axes: Sequence[str] | None,
     logical_axes: set[str],
-    may_be_cut: bool,
+    can_pipeline: bool,
 ) -> tuple[str, ...]:
-    """Names of the axes that may have a size, outermost first: in the file's order, others where they belong."""
+    """Return the axes that may be larger than 1, outermost first: in the file's order, others where they belong."""
     present = experiment.mesh.axis_names
-    known = set(present) | (axes_of(preset) if preset else set())
+    known = set(present) | (preset_axes(preset) if preset else set())
     if preset in _EXTENDED or preset == _WIDEST:
         known |= {"data", "fsdp", "tensor"}
         known |= {"expert"} if "experts" in logical_axes else set()
         known |= {"context"} if experiment.train.sequence_length >= LONG_SEQUENCE else set()
-        known |= {_PIPELINE} if may_be_cut else set()
+        known |= {_PIPELINE} if can_pipeline else set()
     if "experts" not in logical_axes:
         known -= {"expert"} - set(present)
     if preset and experiment.train.sequence_length < LONG_SEQUENCE and "context" not in present:
         known -= {"context"}
     if axes is not None:
-        widest = axes_of(_WIDEST) | {_PIPELINE} if preset in _EXTENDED or preset == _WIDEST else known
+        widest = preset_axes(_WIDEST) | {_PIPELINE} if preset in _EXTENDED or preset == _WIDEST else known
         for name in axes:
             if name not in known | widest:
                 hint = f"of {', '.join(sorted(known | widest))}"
@@ -305,13 +306,13 @@ def _axis_names(
 
 
 def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) -> Iterator[MeshSpec]:
-    """Every way to share the GPUs of a domain, and the domains, among the axes.
+    """Yield every way to share the GPUs of a domain, and the domains, among the axes.
 
-    An axis of one GPU is left out unless it is present already: rules may name it.
+    An axis of one GPU is left out unless it is present already, because rules may name it.
 
     Args:
-        cluster: whose factors are shared out: GPUs used of a domain, and domains.
-        names: of the axes that may have a size, outermost first.
+        cluster: its GPUs used of a domain, and its domains, are shared out.
+        names: axes that may be larger than 1, outermost first.
         present: names of axes that stay even at size 1.
     """
     for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
@@ -321,11 +322,11 @@ def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) 
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write n as a product of that many factors.
+    """Yield every ordered way to write n as a product of that many factors.
 
     Args:
         n: 1 or more.
-        parts: factors of each tuple, any of them may be 1; with none there is one tuple for 1, and none for another n.
+        parts: factors of each tuple, which may be 1; with none there is one tuple for 1, and none for another n.
     """
     if parts < 2:
         yield from [(n,)] * parts or [()] * (n == 1)

@@ -1,15 +1,15 @@
-"""Processes that plan variants at the same time, each with a compiler of its own.
+"""Processes that plan variants at the same time, each with its own compiler.
 
-XLA can die of a program, and a machine can run out of memory: then the variant is lost, and a new process goes on.
+XLA can crash on a program, and a machine can run out of memory: then one variant is lost and a new process continues.
 
-A request is `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or of a step of somebody's `{"build":
+A request is `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or for a user's own step `{"build":
 "pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`; its answer is an Outcome. A user's
 executor gets the same as text.
 
     build(mesh, **choices) -> (step, args) -> plan -> Outcome
 
-A variant of a step of somebody's is settings, as it is of an experiment: `mesh={ fsdp = 8 }`, `remat="full"`. So a
-request for it names the function that builds it, and carries no code.
+Variants of a user's step are settings, as those of an experiment: `mesh={ fsdp = 8 }`, `remat="full"`. A request names
+the function that builds the step, and carries no code.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.config.toml import inline
 from meshkit.errors import MeshkitError
 from meshkit.planning.planner import plan_experiment, plan_program
-from meshkit.search.candidate import Candidate, Outcome, Settings, outcome_of
+from meshkit.search.candidate import Candidate, Outcome, Settings, make_outcome
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.given import as_program
 from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
 
-MODULE = "meshkit.search.workers"  # of the processes that plan
+MODULE = "meshkit.search.workers"  # The module that planning processes run.
 
-_IN_FLIGHT = 32  # requests at a time to an executor that does not say how many workers it has
+_IN_FLIGHT = 32  # Requests at a time to an executor that does not say how many workers it has.
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 
 
-def request_of_file(experiment: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the candidates of an experiment have in common.
+def file_request(experiment: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the request that all candidates of an experiment share.
 
     Args:
-        experiment: its file, made absolute where it is one, or a shipped experiment's name.
+        experiment: its file, made absolute if it exists, or the name of a shipped experiment.
         overrides: `key=value`, beneath the settings of every candidate.
     """
     path = Path(experiment).absolute() if Path(experiment).exists() else experiment
     return {"experiment": str(path), "overrides": list(overrides)}
 
 
-def request_of_step(mesh: MeshSpec, cluster: Cluster, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the candidates of a step of somebody's have in common, but for the function that `build`s it.
+def step_request(mesh: MeshSpec, cluster: Cluster, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request that all candidates of a user's step share, without the function that `build`s it.
 
     Args:
         mesh, choices: of the step as it is.
-        cluster: of all.
+        cluster: the same for all.
     """
     return {"cluster": cluster.to_dict(), "mesh": mesh.to_dict(), "choices": dict(choices)}
 
 
-def name_of(build: Any) -> str | None:
-    """Return the name by which another process finds a function, `pkg.mod:fn`; None where there is none."""
+def import_name(build: Any) -> str | None:
+    """Return the name by which another process can import a function, `pkg.mod:fn`; None where there is none."""
     name = f"{getattr(build, '__module__', None)}:{getattr(build, '__qualname__', '<')}"
     with contextlib.suppress(ImportError, AttributeError):
         if "<" not in name and not name.startswith("__main__:") and _named(name) is build:
@@ -79,23 +79,23 @@ def name_of(build: Any) -> str | None:
 
 
 def _named(name: str) -> Any:
-    """The function of that name, `pkg.mod:fn`; ImportError, AttributeError where there is none."""
+    """Import the function of that name, `pkg.mod:fn`."""
     module, _, path = name.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
 def default_jobs() -> int:
-    """One process for each CPU that this one may run on."""
+    """Return the number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers:
-    """What plans several candidates at a time, in processes of ours; an end of the block ends them.
+    """Plans several candidates at a time in processes, which end with the `with` block.
 
     Args:
-        request: what all candidates have in common.
-        jobs: how many processes; None: one for each CPU.
-        log: a file for what they say on stderr; None throws it away.
+        request: what all candidates share.
+        jobs: number of processes; None: one for each CPU.
+        log: a file for their stderr; None discards it.
     """
 
     def __init__(self, request: Mapping[str, Any], jobs: int | None = None, log: Path | None = None):
@@ -111,14 +111,16 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, choose: Callable[[], Candidate | None], take: Callable[[Candidate], None] = lambda _: None) -> None:
-        """Plans what `choose` asks for, as many candidates at a time as there are processes.
+    def plan_chosen(
+        self, choose: Callable[[], Candidate | None], take: Callable[[Candidate], None] = lambda _: None
+    ) -> None:
+        """Plan the candidates that `choose` returns, as many at a time as there are processes.
 
-        `choose` is asked whenever a process is free; it ends once that gives None and nothing is being planned.
+        `choose` is called whenever a process is free. The call returns once it gives None and nothing is being planned.
 
         Args:
-            choose: gives the next candidate, or None where there is none for now.
-            take: gets each with its outcome, in the order in which they are done.
+            choose: returns the next candidate, or None where there is none for now.
+            take: gets each candidate with its outcome, as they finish.
         """
         planned: dict[Settings, Candidate] = {}
         while True:
@@ -133,17 +135,16 @@ class Workers:
             take(candidate)
 
     def plan(self, candidates: Iterable[Candidate]) -> None:
-        """Plans all of some candidates."""
         waiting = iter(candidates)
-        self.run(lambda: next(waiting, None))
+        self.plan_chosen(lambda: next(waiting, None))
 
     def submit(self, settings: Settings) -> None:
-        """Asks for the outcome of the experiment with settings laid over it."""
+        """Ask for the outcome of the experiment with settings laid over it."""
         self._waiting.append(settings)
         self._start()
 
     def next(self) -> Outcome:
-        """The next outcome, whichever is done first; waits for it. A process that dies costs its variant alone."""
+        """Wait for the outcome that is ready first. A process that dies loses only its variant."""
         child = ready(list(self._busy))[0]
         settings = self._busy.pop(child)
         try:
@@ -157,12 +158,12 @@ class Workers:
         return outcome
 
     def close(self) -> None:
-        """Ends the processes, also in the middle of a variant."""
+        """End the processes, even in the middle of a variant."""
         for child in (*self._idle, *self._busy):
             child.close()
 
     def _start(self) -> None:
-        """Gives what waits to processes that are free."""
+        """Give waiting settings to free processes."""
         while self._waiting and len(self._busy) < self.jobs:
             child = self._idle.pop() if self._idle else Child(MODULE, log=self._log)
             self._busy[child] = settings = self._waiting.pop(0)
@@ -170,11 +171,11 @@ class Workers:
 
 
 class ExecutorWorkers(Workers):
-    """A pool of somebody else's: any `concurrent.futures.Executor`, which gets a text and gives one back.
+    """Plans candidates with a user's `concurrent.futures.Executor`, which takes and returns text.
 
     Args:
-        request: what all variants have in common.
-        executor: of this machine, or of a cluster whose processes have meshkit and see the same files.
+        request: what all variants share.
+        executor: on this machine, or on a cluster whose processes have meshkit and see the same files.
     """
 
     def __init__(self, request: Mapping[str, Any], executor: Executor):
@@ -183,11 +184,10 @@ class ExecutorWorkers(Workers):
         self._futures: dict[Future, Settings] = {}
 
     def submit(self, settings: Settings) -> None:
-        """Asks the executor."""
         self._futures[self._executor.submit(answer, json.dumps({**self._request, "settings": settings}))] = settings
 
     def next(self) -> Outcome:
-        """The next outcome; of those that are done, what was asked first."""
+        """Wait for an outcome; of several that are ready, return the one that was asked for first."""
         wait(self._futures, return_when=FIRST_COMPLETED)
         future = next(future for future in self._futures if future.done())
         settings = self._futures.pop(future)
@@ -197,19 +197,19 @@ class ExecutorWorkers(Workers):
             return Outcome(settings=settings, status="error", error=f"the executor failed: {type(e).__name__}: {e}")
 
     def close(self) -> None:
-        """Takes back what has not begun; the executor is the user's."""
+        """Cancel what has not begun; the executor belongs to the user and stays open."""
         for future in self._futures:
             future.cancel()
 
 
 class SubmititExecutor(Executor):
-    """SLURM by the package `submitit`: each request is a job of its own.
+    """Runs requests on SLURM with the package `submitit`, each as a job.
 
-    What submitit pickles is the name of a function of meshkit and the text of the request.
+    submitit pickles the name of a function of meshkit and the text of the request.
 
     Args:
         executor: `submitit.AutoExecutor(folder=...)`, with its parameters (partition, time, CPUs, memory) set.
-        jobs: in the queue at a time.
+        jobs: jobs in the queue at a time.
         poll_s: seconds between two looks at the queue.
     """
 
@@ -219,10 +219,10 @@ class SubmititExecutor(Executor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Queues a job.
+        """Queue a job.
 
         Args:
-            fn: what the job calls; submitit pickles it with its arguments.
+            fn: the function of the job; submitit pickles it with its arguments.
 
         Returns:
             A future that is done up to `poll_s` seconds after its job; cancelling it cancels the job.
@@ -236,7 +236,7 @@ class SubmititExecutor(Executor):
         return future
 
     def _watch(self) -> None:
-        """Hands over what is done, and cancels what is no longer wanted, until nothing is left."""
+        """Hand over finished jobs and cancel unwanted ones until none is left."""
         while True:
             with self._lock:
                 over = {future: job for future, job in self._jobs.items() if future.cancelled() or job.done()}
@@ -251,7 +251,7 @@ class SubmititExecutor(Executor):
 
 
 def _hand_over(job: Any, future: Future) -> None:
-    """What became of a job of submitit's; one that nobody waits for is ended."""
+    """Set a future to the result of its job; a cancelled future cancels the job."""
     if not future.set_running_or_notify_cancel():
         job.cancel()
         return
@@ -262,11 +262,11 @@ def _hand_over(job: Any, future: Future) -> None:
 
 
 class WorkersHere(Workers):
-    """Plans in this process, one candidate after the other, what a function builds that has no name.
+    """Plans candidates in this process, one after the other, for a function that cannot be imported by name.
 
     Args:
         build: see `plan_step`.
-        request: as of `request_of_step`.
+        request: from `step_request`.
     """
 
     def __init__(self, build: Build, request: Mapping[str, Any]):
@@ -274,11 +274,9 @@ class WorkersHere(Workers):
         self._build = build
 
     def submit(self, settings: Settings) -> None:
-        """Notes what is to be planned."""
         self._waiting.append(settings)
 
     def next(self) -> Outcome:
-        """Plans it."""
         return plan_step(self._build, {**self._request, "settings": self._waiting.pop(0)})
 
 
@@ -286,15 +284,15 @@ def open_workers(request: Mapping[str, Any], jobs: int | Executor | None = None,
     """Return workers for the candidates of a request, to be used in a `with` block.
 
     Args:
-        request: what all candidates have in common, as the module says: JSON without `settings`.
+        request: JSON that all candidates share, as the module describes it, without `settings`.
         jobs: planning processes, None for one of each CPU; or an executor, which is not shut down.
-        log: a file to which their stderr is added; None throws it away, and an executor does not use it.
+        log: a file to which their stderr is appended; None discards it, and an executor does not use it.
     """
     return ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)
 
 
 def answer(request: str) -> str:
-    """The outcome, as JSON, of a request of one candidate: what an executor is asked."""
+    """Return the outcome of a request as JSON; an executor calls this."""
     return _outcome(json.loads(request)).model_dump_json()
 
 
@@ -303,16 +301,15 @@ def _outcome(request: Mapping[str, Any]) -> Outcome:
 
 
 def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
-    """The outcome of one candidate of a step; what goes wrong is one, too. What has no room is not compiled.
+    """Return the outcome of one candidate of a step, also where it fails. A step that does not fit is not compiled.
 
     Args:
-        build: called with the candidate's mesh, described, and a value for every choice; gives a step and its
+        build: called with the candidate's mesh, described, and a value for every choice; returns a step and its
             arguments.
-        request: as of `request_of_step`, with the settings laid over it: each is TOML, `mesh = {...}` or `choice =
-            value`.
+        request: from `step_request`, with settings laid over it: each is TOML, `mesh = {...}` or `choice = value`.
 
     Raises:
-        ConfigError: a mesh that does not fit the cluster.
+        ConfigError: a mesh does not fit the cluster.
     """
     start, cluster, settings = time.perf_counter(), Cluster.load(request["cluster"]), tuple(request["settings"])
     changed = {key: value for setting in settings for key, value in tomllib.loads(setting).items()}
@@ -333,16 +330,16 @@ def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
         made = plan_program(program, mesh=absent, cluster=cluster)
     except MeshkitError as e:
         return not_planned("error", e.message)
-    except Exception as e:  # of the function's own, such as a batch that the mesh does not divide
+    except Exception as e:  # The user's function failed, such as on a batch that the mesh does not divide.
         return not_planned("error", f"{type(e).__name__}: {e}")
-    return outcome_of(made.report, settings, axes, time.perf_counter() - start, made.compiled.host_peak_bytes)
+    return make_outcome(made.report, settings, axes, time.perf_counter() - start, made.compiled.host_peak_bytes)
 
 
 def plan_file(request: Mapping[str, Any]) -> Outcome:
-    """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too.
+    """Return the outcome of an experiment file with overrides and settings laid over it, also where it fails.
 
     Args:
-        request: as of `request_of_file`, with the settings.
+        request: from `file_request`, with the settings.
     """
     start, settings = time.perf_counter(), tuple(request["settings"])
     mesh: dict[str, str] = {}
@@ -354,7 +351,7 @@ def plan_file(request: Mapping[str, Any]) -> Outcome:
         wall_s = time.perf_counter() - start
         return Outcome(settings=settings, status="error", mesh=mesh, error=e.message, wall_s=wall_s)
     wall_s = time.perf_counter() - start
-    return outcome_of(plan.report, settings, mesh, wall_s, plan.compiled.host_peak_bytes)
+    return make_outcome(plan.report, settings, mesh, wall_s, plan.compiled.host_peak_bytes)
 
 
 if __name__ == "__main__":

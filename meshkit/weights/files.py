@@ -47,11 +47,11 @@ from meshkit.weights.quantized import FP8, dequantized, fp8_values
 MAX_SHARD_BYTES = 5_000_000_000
 _WRITTEN = {"fp32": "F32", "bf16": "BF16"}
 _TORCH_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
-_ROWS = 4096  # compared at a time
+_ROWS = 4096  # Rows compared at a time.
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_LONGEST_INDEX, _LONGEST_CONFIG = 100_000_000, 10_000_000  # bytes
-_LONGEST_SHOWN = 120  # characters of a message
+_LONGEST_INDEX, _LONGEST_CONFIG = 100_000_000, 10_000_000  # The largest index and config.json that are read, in bytes.
+_LONGEST_SHOWN = 120  # Longest text in a message, in characters.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "the download or copy once more: the file is damaged, or it is no safetensors file"
 
@@ -60,27 +60,25 @@ _AGAIN = "the download or copy once more: the file is damaged, or it is no safet
 class Tensor:
     """One tensor of a file; what it is indexed with, slices of step 1, is read from a memory map."""
 
-    path: Path
-    """File that holds it."""
-    dtype: str
-    """As the format spells it."""
+    path: Path  # File that holds it.
+    dtype: str  # As the format spells it.
     shape: tuple[int, ...]
-    values: Any
-    """The library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays."""
+    values: Any  # The library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays.
 
 
 Files = Mapping[str, Tensor]
 
 
 def join_blocks(files: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with each pair of MXFP4 blocks and scales as one under the name of the blocks, see `weights.mxfp4`.
+    """Return the tensors with each pair of MXFP4 blocks and scales as one under the name of the blocks, see
+    `weights.mxfp4`.
 
     Raises:
         ConfigError: blocks without scales that fit them.
     """
     for name in [name for name in files if name.endswith(BLOCKS)]:
         blocks, scales = files[name], files.pop(name.removesuffix(BLOCKS) + SCALES, None)
-        values = Mxfp4.of(blocks, scales)
+        values = Mxfp4.from_blocks(blocks, scales)
         if values is None:
             found = f"scales {shown(scales.shape)} of {scales.dtype}" if scales else "no scales"
             message = f"{shown(name)} is {shown(blocks.shape)} of {blocks.dtype}, with {found}: no MXFP4 blocks."
@@ -90,7 +88,7 @@ def join_blocks(files: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """Name -> Tensor of one file.
+    """Map the names of one file to its tensors.
 
     Raises:
         ConfigError: it cannot be opened, or is not exactly what its header says.
@@ -118,7 +116,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
-    """Name -> Tensor of a folder with `model.safetensors`, or shards and their index.
+    """Map the names in a folder with `model.safetensors`, or shards and their index, to tensors.
 
     Raises:
         ConfigError: no such files, only pickles, an index that does not match its shards or points out of the folder.
@@ -137,7 +135,7 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json of a folder.
+    """Return the config.json of a folder.
 
     Raises:
         ConfigError: it is missing, or no JSON object.
@@ -156,7 +154,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value out of an untrusted file, printable and not long."""
+    """Return a value out of an untrusted file, printable and not long."""
     text = value if isinstance(value, str) else repr(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
@@ -177,7 +175,7 @@ def _nothing_in(folder: Path) -> ConfigError:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Map tensor names to file names."""
     try:
         files = _read_json(_inside(folder, INDEX), _LONGEST_INDEX)["weight_map"]
         if not isinstance(files, dict) or not files or not all(isinstance(f, str) for f in files.values()):
@@ -190,7 +188,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _open_shards(folder: Path, index: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of all shards, where index and shards agree on every name."""
+    """Return the tensors of all shards, where index and shards agree on every name."""
     at = str(folder / INDEX)
     shards = {}
     for name in sorted(set(index.values())):
@@ -217,7 +215,7 @@ def _open_shards(folder: Path, index: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file in the folder, unless it is no regular file or a link that leads elsewhere.
+    """Return the path of a file in the folder, unless it is no regular file or a link that leads elsewhere.
 
     A link into the `blobs` of the same repository is what the cache of huggingface_hub is made of.
     """
@@ -239,7 +237,7 @@ def _read_json(path: Path, longest: int) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ: parsers disagree on which of two equal ones counts."""
+    """Return a JSON object whose keys differ: parsers disagree on which of two equal ones counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -249,7 +247,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_weights(folder: str | os.PathLike[str], layout: Layout, abstract: Any) -> Any:
-    """The parameters that a folder of safetensors holds, as sharded arrays.
+    """Return the parameters that a folder of safetensors holds, as sharded arrays.
 
     Each process reads what its own devices hold, an array at a time, and casts it to the parameter's dtype.
 
@@ -285,7 +283,7 @@ def write_weights(
     dtype: str = "fp32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes the parameters as a folder of safetensors with its config.json, which exists as a whole or not at all.
+    """Write the parameters as a folder of safetensors with its config.json, which exists as a whole or not at all.
 
     All processes of a job call it; the first one writes.
 
@@ -325,7 +323,7 @@ def write_weights(
 
 
 def _whole(layout: Layout, row: Row, arrays: Mapping[str, jax.Array], index: tuple[int, ...]) -> np.ndarray:
-    """What one tensor is written from: a parameter at an index of its placeholders, or the stack of all its parts."""
+    """Return the source of one tensor: a parameter at an index of its placeholders, or the stack of all its parts."""
     if row.part is None:
         return fetch(arrays[row.path], index)
     parts = [r for r in layout.rows if r.name == row.name and r.every == row.every]
@@ -333,7 +331,7 @@ def _whole(layout: Layout, row: Row, arrays: Mapping[str, jax.Array], index: tup
 
 
 def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The parameters are those of the layout."""
+    """Refuse parameters that are not those of the layout."""
     known = {row.path: row.shape(layout.sizes) for row in layout.rows}
     for path in [*shapes, *known]:
         if shapes.get(path) != known.get(path):
@@ -343,7 +341,8 @@ def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _check_config(folder: Path, layout: Layout) -> None:
-    """config.json amounts to the model's own options: sizes, but also what no shape shows, such as rope_theta."""
+    """Refuse a config.json whose options differ from the model's: sizes, and what no shape shows, such as rope_theta.
+    """
     at = str(folder / CONFIG)
     try:
         theirs = layout.read_config(read_config(folder))
@@ -359,7 +358,7 @@ def _check_config(folder: Path, layout: Layout) -> None:
 
 
 def _check_tensors(folder: Path, layout: Layout, rows: Any, files: Files) -> None:
-    """All tensors of the rows are there as they should be, and no others."""
+    """Refuse missing, wrong or additional tensors."""
     known = set()
     for row in rows:
         shape = row.file_shape(layout.sizes)
@@ -394,7 +393,7 @@ def _check_tensor(tensor: Tensor, name: str, row: Row, shape: tuple[int, ...]) -
 
 
 def _check_copy(files: Files, name: str, original: str) -> None:
-    """A tensor that repeats another, such as the head of a tied model, says the same."""
+    """Refuse a tensor that should repeat another, such as the head of a tied model, and differs."""
     first, second = files[original], files[name]
     if (first.dtype, first.shape) != (second.dtype, second.shape) or not _equal_bytes(first, second):
         message = f"{name} must repeat {original}, since the model is tied, but differs from it."
@@ -407,7 +406,7 @@ def _equal_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _read_array(row: Row, sizes: Mapping[str, int], files: Files, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """One parameter; replicas on this host share what is read."""
+    """Return one parameter; replicas on this host share what is read."""
     pieces: dict[tuple[range, ...], np.ndarray] = {}
 
     def piece(index: Any) -> np.ndarray:
@@ -423,7 +422,7 @@ def _read_array(row: Row, sizes: Mapping[str, int], files: Files, like: jax.Shap
 def read_slice(
     row: Row, sizes: Mapping[str, int], files: Files, ranges: tuple[range, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """A block of a parameter, read from the tensors it touches and from no others.
+    """Return a block of a parameter, read from the tensors it touches and from no others.
 
     Args:
         ranges: of indices, one per dim of the parameter.
@@ -439,7 +438,7 @@ def read_slice(
 
 
 def _check_free(folder: Path) -> None:
-    """Stops every process where the first one sees something in the way."""
+    """Stop every process where the first one sees something in the way."""
     taken = jax.process_index() == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir())))
     if jax.process_count() > 1:
         taken = bool(multihost_utils.broadcast_one_to_all(taken))
@@ -455,7 +454,7 @@ def _write_folder(
     itemsize: int,
     max_shard_bytes: int,
 ) -> None:
-    """Writes under another name, a file at a time, then renames."""
+    """Write under another name, a file at a time, then renames."""
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -490,7 +489,7 @@ def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def _cut(tensors: list[tuple[str, tuple[int, ...]]], itemsize: int, most: int) -> list[list[str]]:
-    """The names of the tensors in order, in files of at most `most` bytes, each with one tensor at least."""
+    """Return the names of the tensors in order, in files of at most `most` bytes, each with one tensor at least."""
     shards, room = [], 0
     for name, shape in tensors:
         size = math.prod(shape) * itemsize
@@ -510,7 +509,7 @@ def _take(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
 
 
 def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
-    """x[index] on the host; of an array that spans processes, on every host."""
+    """Return x[index] on the host; an array that spans processes comes to every host."""
     if isinstance(x, np.ndarray):
         return x[index]
     piece = _take(x, index) if index else x
@@ -520,7 +519,8 @@ def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
 
 
 def first_state(program: TrainProgram, initial: str | None) -> TrainState:
-    """The state before the first step, on the program's shardings: initialized, or as `checkpoint.initial` has it.
+    """Return the state before the first step, on the program's shardings: initialized, or as `checkpoint.initial` has
+    it.
 
     Only the parameters come from the folder. Optimizer state starts at zero either way, and does not depend on them.
 
@@ -548,7 +548,7 @@ def first_state(program: TrainProgram, initial: str | None) -> TrainState:
 
 
 def layout_of(spec: StepSpec) -> Layout:
-    """What the model of a spec answers to `hf_layout()`.
+    """Return what the model of a spec answers to `hf_layout()`.
 
     Raises:
         ConfigError: it has no such method.

@@ -25,44 +25,39 @@ import numpy as np
 class Row:
     """A parameter, the tensors that hold it, and how their dims correspond."""
 
-    path: str
-    """Path of the parameter."""
-    name: str
-    """Name of the tensors, with a placeholder for each dim that is taken apart into tensors of their own."""
-    file: str
-    """Dims of such a tensor, those that are one dim there in parentheses."""
-    ours: str
-    """Dims of the parameter, those of the placeholders first."""
+    path: str  # Path of the parameter.
+    name: str  # Name of the tensors, with a placeholder for each dim that is taken apart into tensors of their own.
+    file: str  # Dims of such a tensor, those that are one dim there in parentheses.
+    ours: str  # Dims of the parameter, those of the placeholders first.
+    # (i, n): the file's dim `part` has n entries, of which the parameter is the i-th.
     part: tuple[int, int] | None = None
-    """(i, n): the file's dim `part` has n entries, of which the parameter is the i-th."""
-    every: tuple[int, int] = (0, 1)
-    """(i, n): the tensors' numbers at the first placeholder are i, n + i, 2 n + i, ..."""
+    every: tuple[int, int] = (0, 1)  # (i, n): the tensors' numbers at the first placeholder are i, n + i, 2 n + i, ...
 
     @property
     def stacked(self) -> list[str]:
-        """The dims that are placeholders."""
+        """Return the dims that are placeholders."""
         return re.findall(r"\{(\w+)\}", self.name)
 
     @property
     def groups(self) -> list[list[str]]:
-        """The file's dims, each a list of named ones."""
+        """Return the file's dims, each a list of named ones."""
         return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", self.file)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the parameter."""
+        """Return the shape of the parameter."""
         return tuple(sizes[dim] for dim in self.ours.split())
 
     def file_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of each tensor in the file."""
+        """Return the shape of each tensor in the file."""
         return tuple(math.prod(self._size(dim, sizes) for dim in group) for group in self.groups)
 
     def names(self, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """(indices of the placeholders, name) of every tensor."""
+        """Yield (indices of the placeholders, name) of every tensor."""
         for index in itertools.product(*(range(sizes[dim]) for dim in self.stacked)):
             yield index, self.name_at(index)
 
     def name_at(self, index: tuple[int, ...]) -> str:
-        """Name of the tensor at some indices of the placeholders.
+        """Return the tensor's name at some indices of the placeholders.
 
         Args:
             index: one for each of `stacked`, in its order.
@@ -75,7 +70,7 @@ class Row:
         return self.name.format(**dict(zip(self.stacked, numbers, strict=True)))
 
     def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
-        """A block of a tensor with the parameter's dims, less those of the placeholders.
+        """Return a block of a tensor with the parameter's dims, less those of the placeholders.
 
         Args:
             tensor: an array, or what reads the part of one that it is indexed with: no more is asked of it than the
@@ -100,7 +95,7 @@ class Row:
         return block.transpose([flat.index(dim) for dim in self._inner])
 
     def to_file(self, value: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A whole tensor of the file: the inverse of `to_ours`.
+        """Return a whole tensor of the file: the inverse of `to_ours`.
 
         Args:
             value: the parameter at one index of the placeholders, its other dims as `ours` has them; of a row with
@@ -126,27 +121,23 @@ class Row:
 class Layout:
     """The weights of one model as another library names them."""
 
-    rows: tuple[Row, ...]
-    """One per parameter; what is written, and what is read if the files have these names."""
-    sizes: Mapping[str, int]
-    """Size of each dim that the rows name."""
-    config: Mapping[str, Any]
-    """Contents of config.json, as written."""
+    rows: tuple[Row, ...]  # One per parameter; what is written, and what is read if the files have these names.
+    sizes: Mapping[str, int]  # Size of each dim that the rows name.
+    config: Mapping[str, Any]  # Contents of config.json, as written.
+    # What a config.json must amount to for the weights to mean the same, by the model's own names.
     options: Mapping[str, Any]
-    """What a config.json must amount to for the weights to mean the same, by the model's own names."""
+    # Config.json -> options; raises ConfigError for what the model cannot do.
     read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """Config.json -> options; raises ConfigError for what the model cannot do."""
+    # Option -> the key of config.json that says it, for messages.
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Option -> the key of config.json that says it, for messages."""
-    others: tuple[tuple[Row, ...], ...] = ()
-    """Tables to read by, if the files have no tensor of some row of `rows`."""
+    others: tuple[tuple[Row, ...], ...] = ()  # Tables to read by, if the files have no tensor of some row of `rows`.
+    # Tensors that may be there as well -> the tensor that they must be equal to.
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may be there as well -> the tensor that they must be equal to."""
+    # Pattern of names that may be there and are not read, since they follow from the config.
     computed: str | None = None
-    """Pattern of names that may be there and are not read, since they follow from the config."""
 
     def rows_for(self, names: Mapping[str, Any]) -> tuple[Row, ...]:
-        """The table that fits the names of some files best: the first whose tensors are all there, else `rows`.
+        """Return the table that fits the names of some files best: the first whose tensors are all there, else `rows`.
 
         Args:
             names: whose keys are the names of tensors, as `open_folder` gives them.

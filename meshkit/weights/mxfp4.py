@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-BLOCKS, SCALES = "_blocks", "_scales"  # how the names of the two tensors end
-BLOCK = 32  # numbers under one scale
-_BIAS = 127  # of a scale's exponent
-_NOT_A_NUMBER = 255  # a scale
+BLOCKS, SCALES = "_blocks", "_scales"  # The endings of the two tensors' names.
+BLOCK = 32  # Numbers that share one scale.
+_BIAS = 127  # The bias of a scale's exponent.
+_NOT_A_NUMBER = 255  # This scale stands for NaN.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array((*_POSITIVE, *(-x for x in _POSITIVE)), np.float32)
 
@@ -34,8 +34,8 @@ class Mxfp4:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, blocks: Any, scales: Any) -> Mxfp4 | None:
-        """The numbers of two tensors of a file; None where they are not blocks and their scales.
+    def from_blocks(cls, blocks: Any, scales: Any) -> Mxfp4 | None:
+        """Return the numbers of two tensors of a file; None where they are not blocks and their scales.
 
         Args:
             blocks, scales: with `dtype` as the format of the file spells it, `shape` and `values`; scales may be None.
@@ -47,7 +47,7 @@ class Mxfp4:
         return cls(blocks.values, scales.values, (*scales.shape[:-1], scales.shape[-1] * BLOCK))
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """The numbers of a part; index is one slice of step 1 for each dim, or for the first of them."""
+        """Return the numbers of a part; index is one slice of step 1 for each dim, or for the first of them."""
         index = index if isinstance(index, tuple) else (index,)
         index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
         *outer, last = index

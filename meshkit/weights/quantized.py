@@ -23,7 +23,7 @@ _SCALE = "_scale_inv"
 
 
 def fp8_values(path: Path, start: int, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of FP8 in a file, which is read where it is indexed.
+    """Return a tensor of FP8 in a file, which is read where it is indexed.
 
     numpy has no such type of its own, so that safetensors cannot slice one.
 
@@ -53,7 +53,8 @@ class BlockScaled:
 
 
 def dequantized(files: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of `open_folder`, those of fp8 with scales as the fp32 that they amount to; without the scales.
+    """Return the tensors of `open_folder`, those of fp8 with scales as the fp32 that they amount to; without the
+    scales.
 
     Args:
         files: name -> Tensor.

@@ -22,7 +22,7 @@ from meshkit.config.experiment import load
 from meshkit.config.user_code import load_function, load_object
 from meshkit.errors import ConfigError
 from meshkit.planning.resolved import find_tokenizer, functions_by_command
-from meshkit.search.workers import open_workers, request_of_file
+from meshkit.search.workers import file_request, open_workers
 from meshkit.verbs.train.hooks import find_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -298,7 +298,7 @@ def test_a_process_that_plans_finds_the_code_beside_the_experiment(tmp_path, mon
     ran = plant(files(shared, oc_mine=OWN))
     (shared / "e.toml").write_text(EXPERIMENT.read_text())
     monkeypatch.chdir(shared)
-    with open_workers(request_of_file(shared / "e.toml", ["cluster=dgx_h100"]), jobs=1, log=log) as workers:
+    with open_workers(file_request(shared / "e.toml", ["cluster=dgx_h100"]), jobs=1, log=log) as workers:
         workers.submit(("model.class=oc_mine:Missing",))
         workers.submit(("model.class=oc_mine:Mine",))
         first, second = workers.next(), workers.next()

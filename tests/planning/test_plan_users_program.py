@@ -178,8 +178,8 @@ def test_the_axes_that_may_have_a_size_and_the_options_to_try_are_the_users(file
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--vary", "train.steps=[1]"], "is no list of values of an option"),
-        (["--vary", "xla.xla_gpu_graph_level=3"], "is no list of values of an option"),
+        (["--vary", "train.steps=[1]"], "is not a list of values of an option"),
+        (["--vary", "xla.xla_gpu_graph_level=3"], "is not a list of values of an option"),
         (["--axes", "tensor"], "the mesh has no axis 'tensor'"),
     ],
 )

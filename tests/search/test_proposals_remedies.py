@@ -38,7 +38,7 @@ def test_layers_that_do_not_divide_among_the_stages_are_no_reason_to_rule_a_chan
     experiment = load(STAGES, TIGHT)
     bounds = Bounds(experiment)
     even = load(STAGES, (*TIGHT, "model.layers=8", 'pipeline.layout="2*4"'))
-    assert bounds.of(experiment).state_bytes == Bounds(even).of(even).state_bytes
+    assert bounds.bound(experiment).state_bytes == Bounds(even).bound(even).state_bytes
 
 
 class Answers:
@@ -50,7 +50,7 @@ class Answers:
     def __call__(self, *_):
         return nullcontext(self)
 
-    def run(self, choose, take=lambda _: None):
+    def plan_chosen(self, choose, take=lambda _: None):
         while (candidate := choose()) is not None:
             self.asked.append(candidate.settings)
             time_s = self.seconds.get(candidate.settings)
@@ -60,7 +60,7 @@ class Answers:
 
     def plan(self, candidates):
         waiting = iter(candidates)
-        self.run(lambda: next(waiting, None))
+        self.plan_chosen(lambda: next(waiting, None))
 
 
 def plan_of(program: ProgramPart) -> Report:

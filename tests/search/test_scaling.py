@@ -7,7 +7,7 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.search.candidate import Outcome
-from meshkit.search.scaling import growing_axis, parse_sweep, scale, sizes_of
+from meshkit.search.scaling import growing_axis, parse_sweep, scale, sweep_sizes
 from meshkit.verbs.plan.scaling_page import write_scaling_html
 from tests.search.made_up import MadeUpWorkers
 
@@ -17,7 +17,7 @@ HYBRID = (FOUR_HOSTS, "mesh={ data = { infiniband = 4 }, fsdp = 8 }", 'rules.pre
 
 
 def sizes(what, numbers, kind="weak", overrides=HYBRID):
-    axis, found = sizes_of(load(TINY, overrides), what, numbers, kind)
+    axis, found = sweep_sizes(load(TINY, overrides), what, numbers, kind)
     return axis, [load(TINY, (*overrides, *size.settings)) for size in found]
 
 
@@ -35,7 +35,7 @@ def test_a_sweep_is_read(text, expected):
 
 @pytest.mark.parametrize("text", ["hosts", "hosts=", "hosts=0", "nodes=1", "hosts=1;2", "hosts=-1"])
 def test_another_sweep_is_refused(text):
-    with pytest.raises(ConfigError, match="is no sweep"):
+    with pytest.raises(ConfigError, match="is not a sweep"):
         parse_sweep(text)
 
 
@@ -88,8 +88,8 @@ def test_a_sweep_may_begin_inside_a_host():
 @pytest.mark.parametrize(
     ("what", "numbers", "message"),
     [
-        ("gpus", (12,), "12 gpus are no whole NVLink domains of 8 GPUs"),
-        ("hosts", (1,), "3 sequences on 32 GPUs make no whole number on 8"),
+        ("gpus", (12,), "12 gpus are not whole NVLink domains of 8 GPUs"),
+        ("hosts", (1,), "3 sequences on 32 GPUs are not a whole number of sequences on 8"),
         ("gpus", (4,), r"axis 'data' grows in a sweep and the others stay \(fsdp 8\), but 8 do not divide 4 GPUs"),
     ],
 )

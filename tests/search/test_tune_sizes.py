@@ -10,7 +10,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
-from meshkit.search.candidate import OutcomeRow, outcome_of
+from meshkit.search.candidate import OutcomeRow, make_outcome
 from meshkit.search.tune_report import differences, why
 from meshkit.search.tuner import Sizes, parse_hosts, tune_experiment
 from tests.search.made_up import MadeUpWorkers
@@ -51,8 +51,8 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
     ("options", "message"),
     [
         ({"sizes": Sizes((1,)), "budget": 2}, "2 variants are too few for 2 sizes"),
-        ({"sizes": Sizes(objective="cost")}, "'cost' is no objective"),
-        ({"sizes": Sizes((0,))}, "no cluster of 0 hosts: .*hosts"),
+        ({"sizes": Sizes(objective="cost")}, "'cost' is not an objective"),
+        ({"sizes": Sizes((0,))}, "the cluster cannot have 0 hosts: .*hosts"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(options, message):
@@ -64,15 +64,15 @@ def test_a_size_that_cannot_be_is_refused(options, message):
 def test_hosts_are_a_list_of_numbers(text):
     assert parse_hosts("8, 4,8") == (4, 8)
     assert parse_hosts(None) == ()
-    with pytest.raises(ConfigError, match="is no list of hosts"):
+    with pytest.raises(ConfigError, match="is not a list of hosts"):
         parse_hosts(text)
 
 
 def test_a_plan_that_needs_more_host_memory_than_there_is_does_not_fit():
     parts = {"window": WindowPart(steps=1, devices=1), "step": StepPart()}
     report = Report(source="plan", warnings=(Warning_(code=HOST_MEMORY_EXCEEDED, message="too much"),), **parts)
-    assert outcome_of(report, (), {}, 1.0).status == "does_not_fit"
-    assert outcome_of(report.model_copy(update={"warnings": ()}), (), {}, 1.0).status == "fits"
+    assert make_outcome(report, (), {}, 1.0).status == "does_not_fit"
+    assert make_outcome(report.model_copy(update={"warnings": ()}), (), {}, 1.0).status == "fits"
 
 
 def test_the_reason_names_what_is_no_longer_computed_twice_and_small_collectives_that_went_away():

@@ -334,10 +334,10 @@ class Lane:
     kind: str  # One of `compute`, `communication`, `exposed`, `copies` and `idle`.
     spans: np.ndarray  # [n, 2] seconds from the start of the step.
     labels: Sequence[str]  # [n] one for each span.
+    # [k, 2] the parts of communication under which nothing computes.
     exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    """[k, 2] the parts of communication under which nothing computes."""
+    # [n] the share of each span in which something runs, where spans were joined to their neighbours.
     fill: np.ndarray | None = None
-    """[n] the share of each span in which something runs, where spans were joined to their neighbours."""
 
 
 def step_to_draw(timeline: Timeline) -> list[DeviceStep]:

@@ -43,8 +43,7 @@ class Value:
     value: float | bool | None
     text: str
     css: str = ""
-    style: str = ""
-    """On a terminal, as rich spells it."""
+    style: str = ""  # On a terminal, as rich spells it.
 
     def html(self) -> str:
         """Return a span with the text, and the rest as its data attributes."""
@@ -131,15 +130,11 @@ class Column:
     """A column of a table."""
 
     header: str = ""
-    words: bool = False
-    """Whether its cells stand to the left, and are folded where a terminal is too narrow."""
+    words: bool = False  # Whether its cells stand to the left, and are folded where a terminal is too narrow.
     unit: str = ""
-    short: str = ""
-    """The header on a terminal, where it differs."""
-    width: int | None = None
-    """On a terminal; None is as wide as its cells."""
-    clip: bool = False
-    """Whether a terminal cuts off what is longer than the width, and does not fold it."""
+    short: str = ""  # The header on a terminal, where it differs.
+    width: int | None = None  # On a terminal; None is as wide as its cells.
+    clip: bool = False  # Whether a terminal cuts off what is longer than the width, and does not fold it.
 
 
 def text_columns(*headers: str) -> list[Column]:

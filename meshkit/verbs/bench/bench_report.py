@@ -61,8 +61,8 @@ _FIT_COLUMNS = (
     Column("median error", short="error", width=7),
 )
 GOOD_FIT = 0.3
-_MOVED = 0.02  # of itself, for a constant to be shown
-# beyond the colours of the mesh axes, so that each of ten collectives has its own
+_MOVED = 0.02  # A constant that moved by a smaller share is not shown.
+# Colours beyond those of the mesh axes, so that each of ten collectives has its own.
 _COLORS = (*AXIS_COLORS, "#3f7cac", "#d1495b", "#6c757d")
 _POINTS_OF_A_LINE = 60
 
@@ -124,7 +124,7 @@ class BenchFit(Part):
     points: int
 
     def time_s(self, wire_bytes: float) -> float:
-        """Seconds of one collective that puts `wire_bytes` on the wire per GPU."""
+        """Return seconds of one collective that puts `wire_bytes` on the wire per GPU."""
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
@@ -179,14 +179,14 @@ class BenchReport(Part):
     warnings: tuple[BenchWarning, ...] = ()
 
     def write(self, folder: str | Path) -> Path:
-        """Writes `bench.json` into a folder and returns its path."""
+        """Write `bench.json` into a folder and returns its path."""
         path = Path(folder) / BENCH_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json() + "\n", encoding="utf-8")
         return path
 
     def calibration(self) -> Calibration:
-        """What a cluster file can name; without emulated collectives, which no program of XLA holds."""
+        """Return what a cluster file can name, without emulated collectives, which no XLA program has."""
         kept = [f for f in self.fits if f.emulated is None and f.collective in COLLECTIVES]
         fits = tuple(Fit(**{name: getattr(fit, name) for name in Fit.model_fields}) for fit in kept)
         machine = MeasuredOn(
@@ -206,7 +206,7 @@ class BenchReport(Part):
 
 
 def render(report: BenchReport, *, title: str | None = None, rows: bool = True) -> RenderableType:
-    """The whole benchmark for `rich.print`, 80 columns; `rows = False` leaves out the single sizes."""
+    """Return the whole benchmark for `rich.print`, 80 columns; `rows = False` leaves out the single sizes."""
     measured = f"{report.date}, in {format_seconds(report.wall_s)}"
     about = (("devices", machine(report)), ("mesh", mesh_text(report.cluster, report.mesh)), ("measured", measured))
     parts: list[RenderableType] = [Text(f"{title}, bench" if title else "bench", "bold underline"), labelled(about)]
@@ -228,7 +228,7 @@ def render(report: BenchReport, *, title: str | None = None, rows: bool = True) 
 
 
 def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None = None) -> Path:
-    """Writes the page, which opens offline, and returns its path.
+    """Write the page, which opens offline, and returns its path.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
@@ -244,9 +244,9 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
 
 
 def grouped(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
-    """Rows by axis and collective, in the order of measurement, sizes ascending."""
+    """Return rows by axis and collective, in the order of measurement, sizes ascending."""
     groups: dict[tuple, list[BenchRow]] = {}
-    for row in sorted(rows, key=lambda row: bool(row.axes)):  # copies first; the sort is stable
+    for row in sorted(rows, key=lambda row: bool(row.axes)):  # Copies come first; the sort is stable.
         groups.setdefault((row.axes, row.collective), []).append(row)
     order = {axes: i for i, axes in enumerate(dict.fromkeys(row.axes for row in rows))}
     return sorted(groups.values(), key=lambda group: order[group[0].axes])
@@ -267,7 +267,7 @@ def _row_cells(row: BenchRow) -> tuple[str, ...]:
 
 
 def group_words(row: BenchRow | BenchFit) -> str:
-    """`nvlink (nvlink4_nvswitch), 4 GPUs` or `infiniband (...), 2 domains x 4 GPUs`."""
+    """Return `nvlink (nvlink4_nvswitch), 4 GPUs` or `infiniband (...), 2 domains x 4 GPUs`."""
     if row.link is None:
         return "inside each device"
     gpus = f"{row.gpus_per_domain} GPUs"
@@ -276,12 +276,12 @@ def group_words(row: BenchRow | BenchFit) -> str:
 
 
 def collective_words(row: BenchRow | BenchFit) -> str:
-    """`all-reduce`; of one that XLA does not have, with what stands in for it."""
+    """Return `all-reduce`; of one that XLA does not have, with what stands in for it."""
     return row.collective if row.emulated is None else f"{row.collective} (emulated by {row.emulated})"
 
 
 def summary(report: BenchReport) -> str:
-    """One line: correctness and fit over everything."""
+    """Return one line: correctness and fit over everything."""
     checked = sum(row.checked for row in report.rows)
     wrong = "every result is numpy's" if report.wrong == 0 else f"{report.wrong} of them WRONG"
     fit = ""
@@ -292,7 +292,7 @@ def summary(report: BenchReport) -> str:
 
 
 def _rates(report: BenchReport) -> list[tuple[str, str]]:
-    """What one device sustains: the work, and its rate."""
+    """Return the work and the sustained rate of one device."""
     rates = report.rates
     lines = [(f"matmul {name}", _flops(rate)) for name, rate in rates.matmul_flops_per_s.items()]
     lines += [(f"attention {name}", _flops(rate)) for name, rate in rates.attention_flops_per_s.items()]
@@ -302,7 +302,7 @@ def _rates(report: BenchReport) -> list[tuple[str, str]]:
 
 
 def network_lines(network: NetworkPart) -> list[str]:
-    """What the network model's constants are here: its error before and after, and the constants that moved."""
+    """Describe the fitted constants of the network model: its error before and after, and the constants that moved."""
     before, after = format_percent(network.error_before), format_percent(network.error_after)
     lines = [f"{network.points} collectives: off by {before} at the median as shipped, by {after} with these"]
     moved = [one for one in network.constants if abs(one.value / one.shipped - 1) > _MOVED]
@@ -310,7 +310,7 @@ def network_lines(network: NetworkPart) -> list[str]:
 
 
 def machine(report: BenchReport) -> str:
-    """`8 x cpu in 2 processes, jax 0.12`."""
+    """Return `8 x cpu in 2 processes, jax 0.12`."""
     d = report.devices
     processes = f" in {d.processes} processes" if d.processes > 1 else ""
     return f"{d.count} x {d.kind}{processes}, jax {d.jax}, jaxlib {d.jaxlib}"
@@ -324,7 +324,7 @@ def _group_title(row: BenchRow) -> Text:
 
 
 def _fits(fits: Sequence[BenchFit]) -> RenderableType:
-    """The fits of each axis and shape of group below a title."""
+    """Return the fits of each axis and shape of group below a title."""
     if not fits:
         return Text("none: a fit needs two sizes", "dim")
     columns = (_COLLECTIVE, *_FIT_COLUMNS)
@@ -355,7 +355,7 @@ def _flops(flops_per_s: float) -> str:
 
 
 def bandwidth_chart(rows: Sequence[BenchRow], fits: Sequence[BenchFit]) -> dict:
-    """Bus bandwidth against size, one colour per collective: marks where measured, a dotted line where fitted."""
+    """Draw bus bandwidth against size, one colour per collective: marks where measured, a dotted line where fitted."""
     data = []
     measured = [group for group in grouped(rows) if group[0].bus_bandwidth_bytes_per_s is not None]
     for group, color in zip(measured, _COLORS * 2):
@@ -417,7 +417,7 @@ def _layout() -> dict:
 
 
 def _tick(size_bytes: int) -> str:
-    """`16 KiB`: sizes on the axis are whole numbers of their unit."""
+    """Return `16 KiB`: sizes on the axis are whole numbers of their unit."""
     number, unit = format_bytes(size_bytes).split(" ")
     return f"{float(number):g} {unit}"
 

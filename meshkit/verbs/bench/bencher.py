@@ -65,8 +65,8 @@ from meshkit.verbs.bench.measure import (
 HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4
 _FIT_ITERATIONS = 60
-_SMALLEST_ERROR = 1e-3  # an error below 0.1 % is none: it keeps the weights finite
-_FEWEST_PROGRAMS = 5  # that a case runs: for its result, to be warm, and three for its time
+_SMALLEST_ERROR = 1e-3  # A floor of the error keeps the weights finite.
+_FEWEST_PROGRAMS = 5  # Programs that a case runs: one for its result, one to warm up, three for its time.
 
 
 def bench(
@@ -79,7 +79,7 @@ def bench(
     rates: bool = True,
     console: Console | None = None,
 ) -> BenchReport:
-    """Measures the experiment's mesh on the attached devices.
+    """Measure the experiment's mesh on the attached devices.
 
     Args:
         experiment: its cluster and mesh count; the model does not.
@@ -96,7 +96,7 @@ def bench(
         RunError: the other processes cannot be reached, or a size does not fit the devices' memory.
     """
     if not jax.distributed.is_initialized() and join_gang()[1] > 1:
-        prepare_platform(experiment.cluster)  # each process has its part of virtual CPU devices
+        prepare_platform(experiment.cluster)  # Each process has its part of virtual CPU devices.
     began = time.perf_counter()
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
@@ -115,9 +115,10 @@ def bench(
 
 
 def _mesh(experiment: Experiment) -> jax.sharding.Mesh:
-    """The experiment's mesh on attached devices, of which every process of the job has some."""
+    """Return the experiment's mesh on attached devices, of which every process of the job has some."""
     if jax.distributed.is_initialized():
-        jax.devices()  # with as many CPU devices as the launcher gave this process, not as many as the cluster has
+        # Start with as many CPU devices as the launcher gave this process, not as many as the cluster has.
+        jax.devices()
     mesh = cast(jax.sharding.Mesh, build_mesh(experiment.mesh, experiment.cluster))
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
@@ -141,7 +142,7 @@ def _sizes(sizes: Sequence[int] | None, mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def _available_bytes() -> int | None:
-    """Memory of this machine that programs may take, file cache included; None where it is not known."""
+    """Return the memory that programs may take, file cache included; None where it is not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -164,11 +165,11 @@ class _Bench:
     warnings: list[BenchWarning] = field(default_factory=list)
 
     def execute(self, console: Console) -> None:
-        """Small sizes first, so that what the budget cuts off is the same for all: the largest."""
+        """Measure small sizes first, so that the budget cuts off only the largest."""
         cases = list(self._cases())
         columns = (TextColumn("bench"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
         show = console.is_terminal and jax.process_index() == 0
-        next_s: dict[tuple[str | None, str], float] = {}  # of the next size
+        next_s: dict[tuple[str | None, str], float] = {}  # Time of the next size.
         left_out: set[int] = set()
         with Progress(
             *columns, TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=not show
@@ -196,12 +197,12 @@ class _Bench:
                         yield size, axis, make_case(kind, axis.name, axis.size, size)
 
     def _is_spent(self, next_s: float) -> bool:
-        """Whether the next case would go beyond the budget, as the first process says."""
+        """Return whether the next case would go beyond the budget, as the first process says."""
         elapsed = time.perf_counter() - self.began
         return bool(gather([float(elapsed + next_s > self.budget_s)])[0, 0])
 
     def _row(self, case: Case, axis: MeshAxis | None, found: CaseTiming) -> BenchRow:
-        # the slowest that a group along the axis crosses
+        # The slowest link that a group along the axis crosses.
         link = None if axis is None else "infiniband" if axis.number("infiniband") > 1 else "nvlink"
         factor = case.kind.bus_factor(case.group_size)
         algorithm = case.size_bytes / found.time_s if factor is not None else None
@@ -228,7 +229,7 @@ class _Bench:
         )
 
     def report(self, rates: RatesPart) -> BenchReport:
-        """Everything, with the fits."""
+        """Return all results, with the fits."""
         fits, rows = fit_rows(self.rows)
         errors = [abs(r.fitted_time_s / r.time_s - 1) for r in rows if r.fitted_time_s is not None]
         median, p90 = (float(q) for q in np.quantile(errors, [0.5, 0.9])) if errors else (None, None)
@@ -270,7 +271,7 @@ class _Bench:
 
 
 def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | None:
-    """The network model's constants by what was measured; None where that is too little."""
+    """Return the network model's constants by what was measured; None where that is too little."""
     found = network_constants([row for row in rows if row.axes and row.emulated is None], cluster)
     if found is None:
         return None
@@ -280,7 +281,8 @@ def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | No
 
 
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
-    """A fit per link, collective and group shape, over all axes of that shape; and the rows with their fitted times.
+    """Return a fit per link, collective and group shape, over all axes of that shape; and the rows with their fitted
+    times.
 
     Args:
         rows: of all sizes; a copy or a barrier, and a shape that has one size only, gets no fit.
@@ -324,15 +326,13 @@ class FittedLine(NamedTuple):
 
     latency_s: float
     bytes_per_s: float
-    residual_median: float
-    """The median of |fitted / measured - 1|."""
+    residual_median: float  # The median of |fitted / measured - 1|.
     residual_p90: float
-    points: int
-    """How many it is fitted to."""
+    points: int  # How many it is fitted to.
 
 
 def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLine | None:
-    """The line through measured points; None for fewer than two sizes.
+    """Return the line through measured points; None for fewer than two sizes.
 
     Least squares of relative errors, so that 10 us count at 1 KiB as 10 ms do at 1 GiB, made robust by iterated weights
     (1 / |error|: the sum of absolute errors is least, and one disturbed size does not bend the line). Both terms are
@@ -362,7 +362,7 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
 
 
 def _not_negative(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted least squares to ones, with both unknowns >= 0: the best of the corners where the free one is not."""
+    """Fit by weighted least squares with both unknowns >= 0; where the free fit violates that, take the best corner."""
     scale = np.sqrt(weights)
     rows, target = design * scale[:, None], scale
     size = np.abs(rows).max(0)  # the columns differ by ten orders of magnitude

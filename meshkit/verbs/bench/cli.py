@@ -50,12 +50,12 @@ def bench(
 
 
 def byte_sizes(text: str | None) -> list[int] | None:
-    """`1024,4096` as numbers; None as it is.
+    """Return `1024,4096` as numbers; None as it is.
 
     Raises:
         ConfigError: not positive whole numbers.
     """
-    from meshkit.config.files import integer  # with pydantic
+    from meshkit.config.files import integer  # This imports pydantic.
 
     if text is None:
         return None

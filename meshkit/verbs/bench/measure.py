@@ -35,8 +35,8 @@ from meshkit.predict.algorithms import wire_factor
 from meshkit.units import GIB, MIB
 from meshkit.verbs.bench.bench_report import RatesPart
 
-# Operands repeat a table of a prime length, so that no two pieces of a buffer are alike; every rank starts elsewhere in
-# it. Small integers: a sum over any number of GPUs is exact in float32, and results are compared for equality.
+# Operands repeat a table of a prime length, so that no two pieces of a buffer are alike; every rank starts elsewhere
+# in it. The integers are small: a sum over any number of GPUs is exact in float32, and results can be compared.
 _PERIOD = 8191
 _RANK_SHIFT = 577
 _TABLE = np.random.default_rng(0).integers(-30, 31, _PERIOD).astype(np.float32)
@@ -57,42 +57,32 @@ _FEWEST_RUNS = 6
 class Place:
     """Where one device stands in its group."""
 
-    members: np.ndarray
-    """Ranks of the group, in the order of the axis."""
-    place: int
-    """Position of the device among them."""
-    piece: int
-    """Elements of a piece."""
+    members: np.ndarray  # Ranks of the group, in the order of the axis.
+    place: int  # Position of the device among them.
+    piece: int  # Elements of a piece.
 
 
 @dataclass(frozen=True)
 class Kind:
     """One collective."""
 
-    name: str
-    """HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective."""
+    name: str  # HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective.
+    # Maps (operand of one device, mesh axis, group size) to its result.
     run: Callable[[jax.Array, str, int], jax.Array]
-    """Maps (operand of one device, mesh axis, group size) to its result."""
-    expected: Callable[[Place, np.ndarray], np.ndarray]
-    """Maps (place, index array) to the result at these indices."""
-    is_split: bool = False
-    """Whether the size is that of n pieces."""
-    gives: str = "whole"
-    """The operand of one device, where cut: `whole` (n pieces) or `piece`."""
-    takes: str = "whole"
-    """The result of one device."""
-    emulated: str | None = None
-    """The collective that stands in for it; None where XLA has it."""
-    root_only: bool = False
-    """Whether only the first member's result means anything."""
+    expected: Callable[[Place, np.ndarray], np.ndarray]  # Maps (place, index array) to the result at these indices.
+    is_split: bool = False  # Whether the size is that of n pieces.
+    gives: str = "whole"  # The operand of one device, where cut: `whole` (n pieces) or `piece`.
+    takes: str = "whole"  # The result of one device.
+    emulated: str | None = None  # The collective that stands in for it; None where XLA has it.
+    root_only: bool = False  # Whether only the first member's result means anything.
 
     @property
     def is_barrier(self) -> bool:
-        """Whether it moves nothing: one element, whatever the size."""
+        """Return whether it moves nothing: one element, whatever the size."""
         return self.name == BARRIER
 
     def bus_factor(self, n: int) -> float | None:
-        """Bus bandwidth over algorithm bandwidth, as nccl-tests has it; None where neither means anything.
+        """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it; None where neither means anything.
 
         Args:
             n: GPUs of a group.
@@ -103,7 +93,7 @@ class Kind:
 
 
 def operand_values(rank: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The operand of a rank at these indices, with numpy.
+    """Return the operand of a rank at these indices, with numpy.
 
     Args:
         rank: one, or an array that broadcasts against `index`.
@@ -116,7 +106,7 @@ def operand_values(rank: int | np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def make_operand(rank: jax.Array, elements: int) -> jax.Array:
-    """The same, of one device, made there: large operands never pass through the host.
+    """Return the same, of one device, made there: large operands never pass through the host.
 
     Args:
         rank: a scalar of int32, of the device.
@@ -130,7 +120,7 @@ def make_operand(rank: jax.Array, elements: int) -> jax.Array:
 
 
 def kinds(platform: str) -> tuple[Kind, ...]:
-    """Every collective over a mesh axis, as this platform (`cpu`, `gpu`) runs it."""
+    """Return every collective over a mesh axis, as this platform (`cpu`, `gpu`) runs it."""
     if platform == "gpu":
         return _KINDS
     by_sum = replace(_BROADCAST, run=_broadcast_by_sum, emulated="all-reduce")
@@ -208,26 +198,23 @@ class Case:
     """A collective of one size over one axis."""
 
     kind: Kind
-    axis: str | None
-    """The mesh axis; None for a copy, which stays on its device."""
-    group_size: int
-    """GPUs of a group."""
-    size_bytes: int
-    """Size as nccl-tests has it: a whole number of elements, and of pieces."""
+    axis: str | None  # The mesh axis; None for a copy, which stays on its device.
+    group_size: int  # GPUs of a group.
+    size_bytes: int  # Size as nccl-tests has it: a whole number of elements, and of pieces.
 
     @property
     def count(self) -> int:
-        """Elements as nccl-tests counts them: of a piece where the buffer is cut."""
+        """Return the elements as nccl-tests counts them: those of a piece where the buffer is split."""
         return self.size_bytes // ITEM_BYTES // (self.group_size if self.kind.is_split else 1)
 
     @property
     def operand_elements(self) -> int:
-        """Elements that one device gives."""
+        """Return the elements that one device gives."""
         return self._elements(self.kind.gives)
 
     @property
     def result_elements(self) -> int:
-        """Elements that one device takes."""
+        """Return the elements that one device gets."""
         return self._elements(self.kind.takes)
 
     def _elements(self, part: str) -> int:
@@ -245,7 +232,7 @@ class CaseTiming:
 
 
 def make_case(kind: Kind, axis: str | None, group_size: int, size_bytes: int) -> Case:
-    """The case nearest to a size: rounded down to whole pieces, one element at least.
+    """Return the case nearest to a size: rounded down to whole pieces, one element at least.
 
     Args:
         kind: of `kinds`, or COPY_KIND.
@@ -259,7 +246,7 @@ def make_case(kind: Kind, axis: str | None, group_size: int, size_bytes: int) ->
 
 
 def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTiming:
-    """Runs a case for about `budget_s`; its time is the median of the runs, on virtual CPU devices the shortest one.
+    """Run a case for about `budget_s`; its time is the median of the runs, on virtual CPU devices the shortest one.
 
     Every process of the job must call it with the same arguments.
 
@@ -290,17 +277,18 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
 
 
 def _typical_s(times_s: list[float], platform: str) -> float:
-    """The median on GPUs. Virtual CPU devices share cores with all else on the machine, which can only add time."""
+    """Return the median on GPUs. Virtual CPU devices share cores with all else on the machine, which can only add time.
+    """
     return float(np.min(times_s) if platform == "cpu" else np.median(times_s))
 
 
 def platform_of(device: Any) -> str:
-    """`cpu` or `gpu`."""
+    """Return `cpu` or `gpu`."""
     return "cpu" if device.platform == "cpu" else "gpu"
 
 
 def gather(values: list[float]) -> np.ndarray:
-    """[processes, values] what each process has.
+    """Return [processes, values] of all processes.
 
     Args:
         values: as many on every process, all of which must call it; float32 is what travels.
@@ -314,7 +302,7 @@ def gather(values: list[float]) -> np.ndarray:
 
 
 def operand(mesh: jax.sharding.Mesh, elements: int) -> jax.Array:
-    """Every device's operand as one array, sharded over all axes.
+    """Return every device's operand as one array, sharded over all axes.
 
     Args:
         mesh: of attached devices.
@@ -341,7 +329,9 @@ def _loops(case: Case, mesh: jax.sharding.Mesh) -> int:
 
 
 def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:
-    """(operand, buffer) -> result, written into the buffer: memory is neither allocated nor first touched in it."""
+    """Return (operand, buffer) -> result, which writes into the buffer, so that no memory is allocated or first
+    touched.
+    """
 
     def again(_, carry):
         # the operand waits for the last result, so that the compiler can neither drop nor merge nor hoist a repetition
@@ -358,14 +348,14 @@ def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:
 
 
 def _run_s(program: Program, x: jax.Array, buffer: jax.Array) -> tuple[jax.Array, float]:
-    """The result, and the seconds it took."""
+    """Return the result, and the seconds it took."""
     began = time.perf_counter()
     result = jax.block_until_ready(program(x, buffer))
     return result, time.perf_counter() - began
 
 
 def _verify(mesh: jax.sharding.Mesh, case: Case, result: jax.Array) -> tuple[int, int]:
-    """(wrong, checked) elements of this process's devices."""
+    """Return (wrong, checked) elements of this process's devices."""
     ranks = np.arange(mesh.size).reshape(mesh.devices.shape)
     rank_of = {device.id: rank for rank, device in enumerate(mesh.devices.flat)}
     wrong = checked = 0
@@ -390,14 +380,14 @@ def _place(mesh: jax.sharding.Mesh, case: Case, ranks: np.ndarray, rank: int) ->
 
 
 def _sample(data: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and values of a result: all of it, or every k-th of a large one, with k odd so as to meet every lane."""
+    """Return indices and values of a result: all, or every k-th of a large one, with k odd so as to meet every lane."""
     step = -(-data.size // _MOST_CHECKED) | 1
     index = np.arange(0, data.size, step)
     return index, np.asarray(data if step == 1 else data[::step])
 
 
 def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None) -> int:
-    """The largest size that fits: operand, result, and as much again for what XLA and NCCL need.
+    """Return the largest size that fits: operand, result, and as much again for what XLA and NCCL need.
 
     On CPUs it ends at 64 MiB: virtual devices share the caches and memory of one machine, and are past saturation.
 
@@ -428,8 +418,7 @@ class RateSizes:
     """How large the work is, by platform, and how long each rate is measured."""
 
     matmul: int
-    attention: tuple[int, int, int, int]
-    """Batch, length, heads, head_dim."""
+    attention: tuple[int, int, int, int]  # Batch, length, heads, head_dim.
     copy_bytes: int
     seconds: float
 
@@ -441,7 +430,7 @@ _SIZES = {
 
 
 def measure_rates(device: Any) -> RatesPart:
-    """The rates of one device, alone: matmul by precision, causal attention forward and backward, a copy.
+    """Return the rates of one device, alone: matmul by precision, causal attention forward and backward, a copy.
 
     Args:
         device: one of this process's; which precisions it multiplies in follows from its compute capability.
@@ -472,7 +461,7 @@ def _capability(device: Any) -> tuple[int, ...]:
 
 
 def _matmul_flops_per_s(precision: str, sizes: RateSizes) -> float:
-    """The rate of a matmul as large as the catalog's `achieved.matmul` refers to: no shape could be faster."""
+    """Return the rate of a matmul as large as the catalog's `achieved.matmul` refers to: no shape could be faster."""
     n = sizes.matmul
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(precision, jnp.float32)
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in range(2))
@@ -506,7 +495,7 @@ def _memory_bytes_per_s(sizes: RateSizes) -> float:
 
 
 def _seconds_each(work: Callable, operands, seconds: float) -> float:
-    """Median seconds of one call, over the second half of `seconds` of calls."""
+    """Return the median seconds of one call, over the second half of `seconds` of calls."""
 
     def repeated(operands):
         def again(_, carry):

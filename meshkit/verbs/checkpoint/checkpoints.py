@@ -35,24 +35,18 @@ _FOLDER = "checkpoints"
 class Saved:
     """One checkpoint of a run."""
 
-    step: int
-    """After which it was saved."""
-    folder: Path
-    """Where it is."""
-    size_bytes: int
-    """Bytes of its files."""
-    arrays: int | None
-    """How many it holds; None where its manifest cannot be read."""
-    corruption: str | None
-    """What is wrong with it; None if nothing was found."""
+    step: int  # After which it was saved.
+    folder: Path  # Where it is.
+    size_bytes: int  # Bytes of its files.
+    arrays: int | None  # How many it holds; None where its manifest cannot be read.
+    corruption: str | None  # What is wrong with it; None if nothing was found.
+    # Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents.
     unreadable: dict[str, Any] | None
-    """Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents."""
-    set_aside: bool
-    """Whether a run has found it corrupt and passed it over."""
+    set_aside: bool  # Whether a run has found it corrupt and passed it over.
 
 
 def find(run: Path, *, contents: bool = False) -> list[Saved]:
-    """The checkpoints of a run folder, oldest first.
+    """Return the checkpoints of a run folder, oldest first.
 
     Args:
         run: the run folder, or its folder of checkpoints.
@@ -84,7 +78,7 @@ def export(
     dtype: str = "fp32",
     max_shard_bytes: int = 5 << 30,
 ) -> int:
-    """Writes the parameters of a checkpoint as a folder of safetensors, in the layout of the model's `hf_layout()`.
+    """Write the parameters of a checkpoint as a folder of safetensors, in the layout of the model's `hf_layout()`.
 
     Args:
         run: the run folder.
@@ -139,7 +133,7 @@ def _look(path: Path, *, contents: bool, chain: bool = False) -> tuple[str | Non
 
 
 def _read_params(folder: Path) -> Any:
-    """The parameters of a saved state as numpy arrays, nested as the model has them; nothing else is read."""
+    """Return the parameters of a saved state as numpy arrays, nested as the model has them; nothing else is read."""
     handler, at = ocp.PyTreeCheckpointHandler(), epath.Path(folder)
     metadata = handler.metadata(at)
     tree = getattr(metadata, "tree", metadata)["params"]

@@ -59,7 +59,7 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def is_absent(error: OSError) -> bool:
-    """Whether an error says that no such file is there, which storage that answers has said."""
+    """Return whether an error says that no such file is there, which storage that answers has said."""
     return error.errno in _ABSENT
 
 
@@ -103,7 +103,7 @@ def describe_failure(problem: BaseException) -> dict[str, Any]:
 
 
 def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitError:
-    """The error that ends a command because of what `describe_failure` has found.
+    """Return the error that ends a command because of what `describe_failure` has found.
 
     Args:
         what: how the message begins, `checkpoint 120`.
@@ -131,15 +131,14 @@ def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitErro
 class Manifest:
     """What a checkpoint says of itself."""
 
+    # The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
+    # what the run added (`experiment`, `data`, `run`).
     record: Mapping[str, Any]
-    """The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
-    what the run added (`experiment`, `data`, `run`)."""
-    seal: str
-    """Sha256 of the manifest itself."""
+    seal: str  # Sha256 of the manifest itself.
 
     @property
     def step(self) -> int:
-        """The training step after which it was saved."""
+        """Return the training step after which it was saved."""
         return int(self.record["step"])
 
     @property
@@ -192,7 +191,7 @@ def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
 
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes the manifest, sealed with its own sha256, and has it and the names of all files on disk.
+    """Write the manifest, sealed with its own sha256, and has it and the names of all files on disk.
 
     Args:
         folder: of a checkpoint whose files are all there.
@@ -223,7 +222,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint's folder.
+    """Return the manifest of a checkpoint's folder.
 
     Raises:
         ValueError: there is none, it was changed, or another version wrote it; the message is for people.
@@ -337,7 +336,7 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
 
 
 def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """The i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them.
+    """Return the i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them.
 
     Args:
         sizes: name of a file -> its bytes.
@@ -388,13 +387,13 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays below the folder: a seal says that nothing has changed, not who wrote it."""
+    """Return whether a name stays below the folder: a seal says that nothing has changed, not who wrote it."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
 
 
 def _tail(body: str) -> str:
-    """The end of a manifest: the sha256 of all that is before it."""
+    """Return the end of a manifest: the sha256 of all that is before it."""
     return f'{_SEAL}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
@@ -419,7 +418,7 @@ def _reason(error: Exception) -> str:
 
 
 def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[int]:
-    """The newest `keep` steps, and those that `keep_every` divides (0: none).
+    """Return the newest `keep` steps, and those that `keep_every` divides (0: none).
 
     Args:
         steps: in any order; read twice, so no iterator.
@@ -431,7 +430,7 @@ def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[i
 
 
 def step_folder(path: Path) -> tuple[int, bool] | None:
-    """The step of a checkpoint's folder, and whether it was set aside; None for anything else."""
+    """Return the step of a checkpoint's folder, and whether it was set aside; None for anything else."""
     number, _, rest = path.name.partition(".")
     step = _step(number)
     if step is None or rest.partition("-")[0] not in ("", _CORRUPT):
@@ -441,7 +440,7 @@ def step_folder(path: Path) -> tuple[int, bool] | None:
 
 
 def _step(name: str) -> int | None:
-    """The step that a name is, as it is written here: of plain digits, with no zero before them."""
+    """Return the step that a name is, as it is written here: of plain digits, with no zero before them."""
     step = integer(name)
     return step if str(step) == name else None
 
@@ -470,7 +469,7 @@ def _step_folders(folder: Path) -> list[tuple[int, bool]]:
 
 
 def set_aside(folder: Path, step: int) -> Path:
-    """Renames a damaged checkpoint, never over an earlier one of the same step.
+    """Rename a damaged checkpoint, never over an earlier one of the same step.
 
     Returns:
         Where it is now.
@@ -487,7 +486,7 @@ def set_aside(folder: Path, step: int) -> Path:
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Removes a checkpoint. One that is killed on the way leaves no half checkpoint under the name of a whole one.
+    """Remove a checkpoint. One that is killed on the way leaves no half checkpoint under the name of a whole one.
 
     Raises:
         OSError: it cannot be renamed.
@@ -498,7 +497,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what processes that are gone left half written or half removed.
+    """Remove what processes that are gone left half written or half removed.
 
     By another name first: one that was only taken to be gone can then no longer give it the name of a whole one.
 

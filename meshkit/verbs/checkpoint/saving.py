@@ -47,14 +47,10 @@ _VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minut
 class SaveOutcome:
     """How a save ended, the same on every process."""
 
-    step: int
-    """Training step of the state."""
-    seconds: float
-    """From the call to the end, on this process."""
-    error: str | None
-    """Why there is no checkpoint of this step; None if there is."""
-    notes: tuple[str, ...] = ()
-    """What else there is to say."""
+    step: int  # Training step of the state.
+    seconds: float  # From the call to the end, on this process.
+    error: str | None  # Why there is no checkpoint of this step; None if there is.
+    notes: tuple[str, ...] = ()  # What else there is to say.
 
 
 class Saving:
@@ -93,23 +89,23 @@ class Saving:
         self._thread = threading.Thread(target=self._run, name=f"meshkit-save-{self.step}", daemon=True)
 
     def start(self, state: TrainState) -> None:
-        """Begins; returns when the state is in host memory, so that the next step may change it."""
+        """Begin; returns when the state is in host memory, so that the next step may change it."""
         self._state, self._began = state, time.monotonic()
         self._thread.start()
         self._copied.wait()
 
     @property
     def ended(self) -> bool:
-        """Whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self._outcome is not None
 
     @property
     def partial(self) -> Path:
-        """The folder that it writes, until it is whole."""
+        """Return the folder that it writes, until it is whole."""
         return self._partial
 
     def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
-        """The outcome, once it is known; None when the time is over first."""
+        """Return the outcome, once it is known; None when the time is over first."""
         self._thread.join(timeout_s)
         return self._outcome
 
@@ -145,7 +141,7 @@ class Saving:
             self._copied.set()
 
     def _commit(self, parts: list[dict[str, Any]]) -> str | None:
-        """Makes the checkpoint whole on process 0, or removes it; why it failed, if it did."""
+        """Make the checkpoint whole on process 0, or removes it; why it failed, if it did."""
         errors = [f"process {rank}: {p['error']}" for rank, p in enumerate(parts) if "error" in p]
         error = parts[0].get("error") if len(parts) == 1 else next(iter(errors), None)
         try:
@@ -179,7 +175,7 @@ class Saving:
         sync_folder(self._target.parent)
 
     def _see(self, hashed: Mapping[str, tuple[int, str]]) -> None:
-        """Waits until this process sees what the others wrote: orbax would leave out what it does not see."""
+        """Wait until this process sees what the others wrote: orbax would leave out what it does not see."""
         ends = time.monotonic() + _VISIBLE_S
         while unseen := [name for name, (size, _) in hashed.items() if _size(self._partial / name) != size]:
             if time.monotonic() > ends:
@@ -200,7 +196,7 @@ def wait_for_all(futures: Sequence[Any]) -> None:
 
 
 def remove_failed(folder: Path) -> None:
-    """Removes a folder in which threads of a failed save may still make files for a moment, the folder itself too."""
+    """Remove a folder in which threads of a failed save may still make files for a moment, the folder itself too."""
     ends, gone_since = time.monotonic() + _REMOVE_S, time.monotonic()
     while time.monotonic() < min(ends, gone_since + QUIET_S):
         if folder.exists():
@@ -221,7 +217,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def silence_orbax() -> None:
-    """Keeps off the terminal what orbax says of its work, from now on; a second call changes nothing.
+    """Keep off the terminal what orbax says of its work, from now on; a second call changes nothing.
 
     orbax logs every step of every save. Where one write of many fails, it stops waiting for the rest, each of which
     then leaves a traceback as it ends: of an event loop that is closed, or of a coroutine, task or future that nobody
@@ -242,7 +238,9 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_of_a_save(record: logging.LogRecord) -> bool:
-    """Whether what asyncio says is of somebody else's work: neither of orbax's code nor of a file that it writes."""
+    """Return whether what asyncio says is of somebody else's work: neither of orbax's code nor of a file that it
+    writes.
+    """
     text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
     frames = traceback.walk_tb(error.__traceback__ if error else None)
     files = (frame.f_code.co_filename for frame, _ in frames)

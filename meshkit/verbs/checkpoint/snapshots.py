@@ -57,7 +57,7 @@ class Snapshots:
             say("note: no snapshots are taken: `meshkit launch local` keeps those of checkpoint.snapshot_every.")
 
     def take(self, state: TrainState) -> None:
-        """Copies the state; returns when the next step may change it. Waits for an earlier snapshot to be whole."""
+        """Copy the state; returns when the next step may change it. Waits for an earlier snapshot to be whole."""
         if not self.enabled:
             return
         self.close()
@@ -76,7 +76,7 @@ class Snapshots:
         self._thread.start()
 
     def _seal(self, slot: Slot, data: memoryview | None, record: dict[str, Any], problem: str) -> None:
-        """Makes it whole, and waits until it is so on all processes. Where it fails on one, none takes another."""
+        """Make it whole, and waits until it is so on all processes. Where it fails on one, none takes another."""
         try:
             if data is not None:
                 slot.seal(data, record)
@@ -89,7 +89,7 @@ class Snapshots:
                 self._say(f"warning: no further snapshots are taken: {said}.")
 
     def restore(self, abstract: TrainState, *, after: int) -> TrainState | None:
-        """The newest state that all processes have whole, on the shardings of `abstract`; None without one.
+        """Return the newest state that all processes have whole, on the shardings of `abstract`; None without one.
 
         Args:
             abstract: ShapeDtypeStructs with shardings.
@@ -122,19 +122,19 @@ class Snapshots:
             slot.reserve(0)
 
     def close(self) -> None:
-        """Returns when nothing is being written."""
+        """Return when nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
 def _first(every: list[str]) -> str:
-    """The first problem that any process has; empty for none."""
+    """Return the first problem that any process has; empty for none."""
     return next(filter(None, every), "")
 
 
 def _newest_of_all(every: list[list[int]]) -> int:
-    """The newest step that every process has; 0 for none."""
+    """Return the newest step that every process has; 0 for none."""
     return max(set(every[0]).intersection(*every[1:]), default=0)
 
 
@@ -145,12 +145,12 @@ def _indices(leaf: Any) -> dict[Any, Index]:
 
 
 def _kept(leaf: Any) -> list[Index]:
-    """The parts of an array that this process keeps, each once, in order."""
+    """Return the parts of an array that this process keeps, each once, in order."""
     return sorted(set(_indices(leaf).values()))
 
 
 def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
-    """Those parts as host arrays."""
+    """Return those parts as host arrays."""
     indices, shards = _indices(leaf), {shard.device: shard.data for shard in leaf.addressable_shards}
     held = {index: shards[device] for device, index in indices.items()}
     for data in held.values():
@@ -159,7 +159,7 @@ def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
 
 
 def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
-    """Copies arrays behind each other. Not one may be left a view: the next step changes what it shows."""
+    """Copy arrays behind each other. Not one may be left a view: the next step changes what it shows."""
     at = 0
     for block in blocks:
         flat = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
@@ -168,14 +168,14 @@ def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
 
 
 def _layout(state: TrainState) -> str:
-    """A hash of every array's name, dtype, shape, and the parts of it that this process keeps."""
+    """Return a hash of every array's name, dtype, shape, and the parts of it that this process keeps."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     told = [(path_name(path), str(leaf.dtype), leaf.shape, _kept(leaf)) for path, leaf in leaves]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _state_of(abstract: TrainState, data: np.ndarray) -> TrainState:
-    """The state whose parts stand behind each other in `data`."""
+    """Return the state whose parts stand behind each other in `data`."""
     at = 0
 
     def place(leaf: Any) -> jax.Array:

@@ -113,7 +113,7 @@ class CheckpointStore:
             )
 
     def _open(self) -> tuple[list[int], str | None, dict[str, Any] | None]:
-        """The steps that have a checkpoint, as process 0 finds them; why the folder cannot be written, or read."""
+        """Return the steps that have a checkpoint, as process 0 finds them; why the folder cannot be written, or read."""
         unwritable = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ class CheckpointStore:
             return [], unwritable, describe_failure(error)
 
     def save(self, state: TrainState) -> None:
-        """Starts writing the state; returns when it is copied to host memory. Waits for an earlier save to end.
+        """Start writing the state; returns when it is copied to host memory. Waits for an earlier save to end.
 
         A step that has a checkpoint is not written again. How it ends, `check` and `wait` say.
 
@@ -165,12 +165,12 @@ class CheckpointStore:
         self.saving.start(state)
 
     def check(self) -> None:
-        """Says what became of a save in the background, once it has ended; cheap enough for every step."""
+        """Say what became of a save in the background, once it has ended; cheap enough for every step."""
         if self.saving is not None and self.saving.ended:
             self._settle()
 
     def wait(self) -> None:
-        """Returns when nothing is being written.
+        """Return when nothing is being written.
 
         Raises:
             RunError: the last save failed.
@@ -185,7 +185,7 @@ class CheckpointStore:
             )
 
     def close(self) -> None:
-        """Lets a save in the background end. After a failure the others may be gone, so several processes wait little.
+        """Let a save in the background end. After a failure the others may be gone, so several processes wait little.
 
         Never raises: a run that ends well has called `wait`.
         """
@@ -205,7 +205,7 @@ class CheckpointStore:
         return list(self._steps)
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
-        """The newest state that is intact, on the shardings of `abstract`; None when there is no checkpoint.
+        """Return the newest state that is intact, on the shardings of `abstract`; None when there is no checkpoint.
 
         All processes restore the same step. A corrupt checkpoint is passed over with a warning, and set aside
         (`120.corrupt`) once one before it is restored. Where none is intact nothing is touched, and every further
@@ -291,7 +291,7 @@ class CheckpointStore:
         return corruption, manifest
 
     def _check_fits(self, step: int, manifest: Manifest, abstract: TrainState) -> None:
-        """Stops where the checkpoint is of another run: orbax would cast a dtype without a word."""
+        """Stop where the checkpoint is of another run: orbax would cast a dtype without a word."""
         self._check_run(step, manifest.record.get("run"))
         saved, wanted, at = manifest.arrays, _describe(abstract), str(self.folder / str(step))
         for path in [*wanted, *(p for p in saved if p not in wanted)]:
@@ -311,7 +311,7 @@ class CheckpointStore:
             )
 
     def _check_run(self, step: int, run: Any) -> None:
-        """Stops where the checkpoint says that it is of another run, or does not follow the one that lies before it."""
+        """Stop where the checkpoint says that it is of another run, or does not follow the one that lies before it."""
         if self._owner is None:
             return
         at = str(self.folder / str(step))
@@ -333,7 +333,7 @@ class CheckpointStore:
             self._say_first(f"note: {what}")
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Renames corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""
+        """Rename corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""
 
         def rename(_: Any) -> list[str]:
             refused = []
@@ -356,7 +356,7 @@ class CheckpointStore:
         return self.agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
 
     def _settle(self, *, say: bool = True) -> None:
-        """Waits for the save in the background, and takes in its outcome; says so if it failed."""
+        """Wait for the save in the background, and takes in its outcome; says so if it failed."""
         if self.saving is None:
             return
         saving, self.saving = self.saving, None
@@ -394,13 +394,13 @@ class CheckpointStore:
                 remove_failed(partial)
 
     def _say_first(self, line: str) -> None:
-        """Prints on process 0 alone what every process has come to know."""
+        """Print on process 0 alone what every process has come to know."""
         if self.agreement.rank == 0:
             self._say(line)
 
 
 def write_limit_s(state_bytes: int) -> float:
-    """How long the processes of a job may take for a checkpoint: as storage of 20 MB/s, from 10 min to an hour.
+    """Return how long the processes of a job may take for a checkpoint: as storage of 20 MB/s, from 10 min to an hour.
 
     Args:
         state_bytes: of the whole state, over all processes.
@@ -420,7 +420,7 @@ def open_store(
     data: Data,
     say: Callable[[str], None],
 ) -> CheckpointStore:
-    """The checkpoints of an experiment's run folder, as its `[checkpoint]` says.
+    """Return the checkpoints of an experiment's run folder, as its `[checkpoint]` says.
 
     Args:
         experiment: its text, batch and seed go into the manifests.
@@ -445,7 +445,7 @@ def open_store(
 
 
 def run_of_checkpoints(folder: Path) -> str | None:
-    """The run that all checkpoints of a run folder say they are of; None where they do not, or differ.
+    """Return the run that all checkpoints of a run folder say they are of; None where they do not, or differ.
 
     Raises:
         ConfigError, RunError: one cannot be read.
@@ -461,7 +461,7 @@ def run_of_checkpoints(folder: Path) -> str | None:
 
 
 def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, dict[str, Any]]:
-    """The state in a checkpoint; the `failure` to read it, or the `corruption` that was read."""
+    """Return the state in a checkpoint; the `failure` to read it, or the `corruption` that was read."""
     try:
         handler = ocp.StandardCheckpointHandler()
         state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
@@ -476,7 +476,8 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
 
 
 def first_problem(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
-    """The first corruption that any process has read, or the first failure to read, or other manifests than the first.
+    """Return the first corruption that any process has read, or the first failure to read, or other manifests than the
+    first.
 
     Args:
         every: what each process says: `corruption`, `failure`, the manifest's `seal`.

@@ -42,7 +42,7 @@ from meshkit.step.given import Program
 from meshkit.step.program import NO_FACTS
 from meshkit.units import format_bytes
 
-_LONGEST_ROW = 62  # columns that an activation takes of a terminal
+_LONGEST_ROW = 62  # Columns of a terminal for an activation.
 
 
 class PlacedPart(Part):
@@ -103,7 +103,7 @@ class Explanation(Printed, Part):
 
     @property
     def failing(self) -> tuple[Finding, ...]:
-        """Findings that `--strict` does not pass."""
+        """Return the findings that fail `--strict`."""
         return tuple(f for f in self.findings if f.severity != "note")
 
     def __rich__(self) -> RenderableType:
@@ -112,7 +112,7 @@ class Explanation(Printed, Part):
 
 
 def explain(experiment: Experiment | ProgramExperiment, *, compile: bool = True) -> Explanation:
-    """Resolves the experiment's rules against its model, lints them, and checks the compiled step's collectives.
+    """Resolve the experiment's rules against its model, lints them, and checks the compiled step's collectives.
 
     Args:
         experiment: loaded from a file.
@@ -139,12 +139,12 @@ def explain(experiment: Experiment | ProgramExperiment, *, compile: bool = True)
 
 
 def _explain_program(experiment: ProgramExperiment, note: str | None) -> Explanation:
-    """As `explain`, of a `[program]`; `note` says why nothing is compiled."""
+    """Explain a `[program]`; `note` says why nothing is compiled."""
     cluster = experiment.cluster
     with absent_program(experiment) as (program, mesh):
         examined = examine_program(experiment, program, mesh)
         made = plan_program(program, mesh=mesh, cluster=cluster, examined=examined) if note is None else None
-    found = made.facts if made else NO_FACTS  # the compiler knows where it put what has no sharding
+    found = made.facts if made else NO_FACTS  # The compiler knows where it placed what has no sharding.
     held = (
         found.parameters_bytes or examined.parameters_bytes,
         found.optimizer_bytes or examined.optimizer_bytes,
@@ -162,7 +162,7 @@ def explain_step(
     accumulate: int = 1,
     compile: bool = True,
 ) -> Explanation:
-    """Where every parameter and activation of a step of anybody's goes, what looks wrong, and why it communicates.
+    """Explain a user's step: where every parameter and activation goes, what looks wrong, why it communicates.
 
     Parameters are the `nnx.Param`s of modules and what lies under `params` in the arguments; where there are none of
     these, the arrays of floats in the first argument. An activation shows where the step constrains it.
@@ -199,7 +199,9 @@ def explain_step(
 def _explanation(
     name: str, examined: Examined, cluster: Cluster, *, made: Plan | None, note: str | None, held: tuple[int, int]
 ) -> Explanation:
-    """What was examined, with the collectives where the step was planned; `held`: bytes of parameters and optimizer."""
+    """Return the examination, with the collectives where the step was planned; `held`: bytes of parameters and
+    optimizer.
+    """
     subject = examined.subject
     lint = (made.lint if made else None) or examined.lint()
     return Explanation(
@@ -224,7 +226,7 @@ def _explanation(
 
 
 def why_not_compiled(cluster: Cluster) -> str | None:
-    """Why no step for a cluster can be compiled here; None if it can."""
+    """Say why no step for a cluster can be compiled here; None if it can."""
     if cluster.is_cpu:
         return f"cluster '{cluster.name}' has no GPUs"
     try:
@@ -235,7 +237,7 @@ def why_not_compiled(cluster: Cluster) -> str | None:
 
 
 def rules_toml(experiment: ExperimentFile) -> str:
-    """The resolved [rules] table of an experiment: what its preset and its own rows come to."""
+    """Return the resolved [rules] table of an experiment: what its preset and its own rows come to."""
     return to_toml({"rules": experiment.rules.to_dict()})
 
 
@@ -245,20 +247,20 @@ def _collective(row: Explained) -> CollectivePart:
 
 
 def _placement(made: Plan, mesh: MeshSpec, cluster: Cluster) -> PlacementPart:
-    """The best assignment of the mesh's axes to links, by what the planned step moves."""
+    """Return the best assignment of the mesh's axes to links, by what the planned step moves."""
     best = propose(made.report, mesh, cluster)
     seconds = {"communication_now_s": best.seconds_now, "communication_proposed_s": best.seconds_proposed}
     return PlacementPart.from_sources(best, **seconds)
 
 
 def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
-    """One array as explain lists it."""
+    """Return one array as explain lists it."""
     shards = subject.pieces(array.axes)
     return PlacedPart.from_sources(array, path=path, rule=rule, shards=shards, bytes_per_gpu=array.bytes // shards)
 
 
 def render(explanation: Explanation) -> RenderableType:
-    """What is wrong first, then tables of at most 80 columns."""
+    """Return the findings first, then tables of at most 80 columns."""
     parts: list[RenderableType] = [_headline(explanation)]
     parts += [line for f in explanation.findings for line in finding_lines(f)]
     parts += [Text(f"allowed {f.code} at {f.path}: {f.reason}", "dim") for f in explanation.allowed]
@@ -293,7 +295,7 @@ def _headline(explanation: Explanation) -> Text:
 
 
 def _placement_lines(placement: PlacementPart, of_file: bool) -> Iterator[RenderableType]:
-    """The answer, and why."""
+    """Yield the answer, and why."""
     yield Text(f"placement on links: {'better with' if placement.settings else 'best as it is'}")
     option = "  --set '{}'" if of_file else "  {}"
     yield from (Text(option.format(s)) for s in placement.settings)
@@ -301,7 +303,7 @@ def _placement_lines(placement: PlacementPart, of_file: bool) -> Iterator[Render
 
 
 def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
-    """Most bytes first; scalars and norms, of whatever axes, in one row."""
+    """Return the collectives, most bytes first; scalars and norms of all axes share one row."""
     small = [row for row in rows if row.explanation == SCALARS]
     cells: list[Sequence[Cell]] = []
     for row in rows:
@@ -319,7 +321,7 @@ def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
 
 
 def _placed_table(title: str, placed: tuple[PlacedPart, ...], device: str) -> RenderableType:
-    """Each array with its mesh axes, into how many pieces it is cut, and what one device holds.
+    """Return each array with its mesh axes, its number of shards, and what one device holds.
 
     A parameter has a path, an activation names of its dims. The dtype that most arrays have is said once, in the title.
     """

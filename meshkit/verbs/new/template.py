@@ -99,7 +99,7 @@ _SEQUENCE = '# act_residual_length = "tensor"            # sequence parallelism\
 _COMMENT_COLUMN = 44
 _WIDTH = 120
 _SECTIONS = ExperimentTable.fields_by_key()
-_GIVEN = ("self", "rngs", "parent", "name")  # by meshkit, or by linen
+_GIVEN = ("self", "rngs", "parent", "name")  # meshkit or linen passes these.
 
 
 def new_experiment(
@@ -111,7 +111,7 @@ def new_experiment(
     hosts: int | None = None,
     file: Path | None = None,
 ) -> str:
-    """The text of a commented experiment file that loads as it is.
+    """Return the text of a commented experiment file that loads as it is.
 
     Args:
         name: of the experiment.
@@ -184,7 +184,7 @@ def maxtext_experiment(
 
 
 def _commented(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with what a section or a key means behind those that say nothing yet."""
+    """Yield the lines, with what a section or a key means behind those that say nothing yet."""
     keys: Mapping[str, FieldInfo] = {}
     for line in lines:
         header = re.fullmatch(r"(?:# )?\[(\w+)\]", line)
@@ -198,7 +198,7 @@ def _commented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _with_comment(line: str, field: FieldInfo) -> Iterator[str]:
-    """The line and what the field means, with the values it may have where these are few."""
+    """Yield the line and what the field means, with the values it may have where these are few."""
     choices = ", ".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
     comment = f"{choices}: {field.description}" if choices else field.description or ""
     for part in textwrap.wrap(comment, _WIDTH - _COMMENT_COLUMN - len("# ")):
@@ -207,7 +207,7 @@ def _with_comment(line: str, field: FieldInfo) -> Iterator[str]:
 
 
 def _mesh(cluster: Cluster, inner: str | None) -> str:
-    """A mesh for any cluster: two ways of an inner axis where the domain is even, and the rest fully sharded."""
+    """Return a mesh for any cluster: two ways of an inner axis where the domain is even, and the rest fully sharded."""
     ways = 2 if cluster.gpus_used_per_domain % 2 == 0 else 1
     domains = cluster.num_nvlink_domains
     fsdp = inline({"nvlink": "fill", "infiniband": "fill"}) if domains > 1 else '"fill"'
@@ -215,7 +215,7 @@ def _mesh(cluster: Cluster, inner: str | None) -> str:
 
 
 def _commands(file: str, cluster: Cluster) -> str:
-    """The commands that work on the file, as comments."""
+    """Return the commands that work on the file, as comments."""
     if cluster.is_cpu:
         return (
             f"# `meshkit explain {file}` checks it, `meshkit train {file}` runs it,\n"
@@ -228,7 +228,8 @@ def _commands(file: str, cluster: Cluster) -> str:
 
 
 def _options(model: str, preset: str | None, example: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Lines of `[model]`: the options of its example, or what its source says that it takes; nothing is imported."""
+    """Yield lines of `[model]`: the options of its example, or what its source says that it takes; nothing is imported.
+    """
     taken = read_signature(model, [Path.cwd(), folder])
     own = {key: value for key, value in example.items() if key != "class"}
     if preset is None and not own and taken is not None and "preset" in taken.names:
@@ -246,7 +247,7 @@ def _options(model: str, preset: str | None, example: Mapping[str, Any], folder:
 
 
 def _preset_rows(preset: str) -> str:
-    """The rules of the preset that the file names, as comments."""
+    """Return the rules of the preset that the file names, as comments."""
     rules = ShardingRules.preset(preset).to_dict()["logical"]
     return "\n".join(f"# {logical} = {inline(axes)}" for logical, axes in rules.items())
 
@@ -261,7 +262,7 @@ class Signature:
 
 
 def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
-    """The options of `"pkg.mod:Name"`; None where its source is not found or says nothing.
+    """Return the options of `"pkg.mod:Name"`; None where its source is not found or says nothing.
 
     Args:
         model: import path of a class, whose `__init__` or fields are read, or of a function.
@@ -291,7 +292,7 @@ def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
 
 
 def _arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str | None]]:
-    """Name and annotation of each argument; None for one that has a default."""
+    """Return name and annotation of each argument; None for one that has a default."""
     given = function.args
     places = [*given.posonlyargs, *given.args]
     defaults = [None] * (len(places) - len(given.defaults)) + list(given.defaults)
@@ -300,7 +301,7 @@ def _arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str | None]]:
 
 
 def _fields(made: ast.ClassDef) -> Iterator[tuple[str, str | None]]:
-    """Name and annotation of each field, as of a dataclass; None for one that has a default."""
+    """Return name and annotation of each field, as of a dataclass; None for one that has a default."""
     for node in made.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, None if node.value is not None else _text(node.annotation)
@@ -311,7 +312,7 @@ def _text(annotation: ast.expr | None) -> str:
 
 
 def _presets(tree: ast.Module) -> list[str]:
-    """Keys of the module's `PRESETS`."""
+    """Return keys of the module's `PRESETS`."""
     tables = (node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
     named = (n.value for n in tables if any(isinstance(t, ast.Name) and t.id == "PRESETS" for t in n.targets))
     keys = next((table.keys for table in named if isinstance(table, ast.Dict)), [])
@@ -319,21 +320,23 @@ def _presets(tree: ast.Module) -> list[str]:
 
 
 def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
-    """The tables of a shipped experiment with that model: the one of its preset, else one on a CPU; empty if none."""
+    """Return the tables of a shipped experiment with that model: the one of its preset, else one on a CPU; empty if
+    none.
+    """
     examples = _examples(model)
     same = (table for table in examples if table["model"].get("preset") == preset)
     return next(same, None) or next((table for table in examples if table["cluster"] == "cpu8"), {})
 
 
 def _examples(model: str = "") -> list[dict[str, Any]]:
-    """The shipped experiments with a model, or all."""
+    """Return the shipped experiments with a model, or all."""
     texts = (file.read_text(encoding="utf-8") for file in shipped_experiments().values())
-    tables = (tomllib.loads(text) for text in texts if model in text)  # parsing takes as long as all else here
+    tables = (tomllib.loads(text) for text in texts if model in text)  # Parsing takes as long as all else here.
     return [table for table in tables if model in ("", table["model"]["class"])]
 
 
 def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
-    """Copies a shipped model, and the modules that it imports, to `models/` in a folder; overwrites nothing.
+    """Copy a shipped model, and the modules that it imports, to `models/` in a folder; overwrites nothing.
 
     Returns:
         Import path of the model, and the files that were written.
@@ -359,7 +362,7 @@ def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
 
 
 def _closure(folder: Path, name: str) -> list[str]:
-    """A model's module and those of its package that it imports, and what they import."""
+    """Return a model's module and those of its package that it imports, and what they import."""
     found, pending = set(), [name]
     while pending:
         module = pending.pop()

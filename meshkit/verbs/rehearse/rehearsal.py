@@ -65,24 +65,24 @@ from meshkit.trace.reader import COMMAND_BUFFERS_FLAG
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 LOG_FILE = "logs/rehearsal.log"
-MODULE = "meshkit.verbs.rehearse.rehearsal"  # of the process on the GPU
+MODULE = "meshkit.verbs.rehearse.rehearsal"  # The module that the process on the GPU runs.
 FLAGS = (
-    COMMAND_BUFFERS_FLAG,  # in a CUDA graph a trace names no instruction
-    "--xla_gpu_shard_autotuning=false",  # else XLA waits a day for the kernels that others of the job would time
-    # Else a ragged all-to-all asks for its communicator before it runs, and a mocked NCCL has none.
+    COMMAND_BUFFERS_FLAG,  # Inside a CUDA graph a trace names no instruction.
+    "--xla_gpu_shard_autotuning=false",  # XLA would wait a day for kernels that other processes of the job would time.
+    # A ragged all-to-all would ask for its communicator before it runs, and a mocked NCCL has none.
     "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=false",
 )
-# Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
+# A smaller share of the kernels' seconds without a name is not worth a warning.
 NOTABLE = 0.01
-# What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
+# Notes of a trace that are true of every rehearsal: it has one process, whose collectives run no kernel.
 _EXPECTED = ("process_subset", "collective_counts")
 
 
 WARM_UP = 2
-IDS_FILE = "ids.json"  # of a run folder: which ids the steps had
-# Values repeat after so many: drawing gigabytes of random numbers would take longer than the rehearsal.
+IDS_FILE = "ids.json"  # The file of a run folder with the ids that the steps had.
+# Values repeat after so many, because drawing gigabytes of random numbers would take longer than the rehearsal.
 _BLOCK = 1 << 20
-_SCALE = 0.02  # of weights, as models draw them: zeros would keep the GPU cooler than it will be
+_SCALE = 0.02  # Weights have the size that models give them, because zeros would keep the GPU cooler.
 _SMALLEST_VOCABULARY = 256
 
 
@@ -90,13 +90,13 @@ _SMALLEST_VOCABULARY = 256
 class Rehearsed:
     """A rehearsal, read."""
 
-    report: Report  # with source `rehearse`
-    timeline: Timeline  # the simulated step, for pictures
-    calibration: Path  # the file with the rates of its kernels
+    report: Report  # Its source is `rehearse`.
+    timeline: Timeline  # The simulated step, for pictures.
+    calibration: Path  # The file with the rates of its kernels.
 
 
 def check_gpu() -> None:
-    """Stops where there is no GPU to rehearse on.
+    """Stop where there is no GPU to rehearse on.
 
     Raises:
         ConfigError: no NVIDIA driver finds a GPU.
@@ -109,13 +109,13 @@ def check_gpu() -> None:
 
 
 def gpus_here() -> int:
-    """NVIDIA GPUs that this machine's driver knows; 0 without one."""
+    """Return the number of NVIDIA GPUs that this machine's driver knows; 0 without one."""
     found = read_nvml()
     return 0 if isinstance(found, str) else len(found["gpus"])
 
 
 def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int) -> None:
-    """Runs one process's part of an experiment on this machine's first GPU, and captures it into a run folder.
+    """Run one process's part of an experiment on this machine's first GPU, and captures it into a run folder.
 
     Args:
         experiment: its cluster is mocked but for one GPU.
@@ -159,7 +159,7 @@ def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int)
 
 
 def gpu_environment(experiment: Experiment | ProgramExperiment, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the process on the GPU, made of this process's.
+    """Return the environment of the process on the GPU, made of this process's.
 
     One GPU of the machine is visible.
 
@@ -179,7 +179,7 @@ def gpu_environment(experiment: Experiment | ProgramExperiment, environment: Map
 
 
 def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehearsed:
-    """The report of a rehearsal's capture; writes the rates of its kernels as a calibration.
+    """Return the report of a rehearsal's capture; writes the rates of its kernels as a calibration.
 
     Args:
         experiment: the one that was rehearsed.
@@ -228,7 +228,7 @@ def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehears
 
 
 def _check_same(experiment: ExperimentFile, captured: Captured) -> None:
-    """Stops where the capture is of another mesh than the experiment."""
+    """Stop where the capture is of another mesh than the experiment."""
     sizes = dict(zip(captured.record.mesh.axes, captured.record.mesh.shape))
     found, expected = ([(n, s) for n, s in each.items() if s > 1] for each in (sizes, experiment.mesh.sizes))
     if found != expected:
@@ -240,7 +240,7 @@ def _check_same(experiment: ExperimentFile, captured: Captured) -> None:
 
 
 def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibration:
-    """The rates of the kernels, and where they were measured."""
+    """Return the rates of the kernels, and where they were measured."""
     record = captured.record
     file = captured.folder / f"capture-p{record.process}.json"
     date = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
@@ -252,7 +252,9 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
 
 
 def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, reserved: Reserved) -> MemoryPart:
-    """The allocator's peak, judged by the cluster's memory; it holds cuDNN's workspace and what was lost to packing."""
+    """Return the allocator's peak, judged by the cluster's memory; it holds cuDNN's workspace and what was lost to
+    packing.
+    """
     capacity = int(experiment.cluster.gpu.memory_bytes)
     pool = int(capacity * experiment.train.memory_fraction)
     peak = captured.record.memory.peak_bytes
@@ -272,13 +274,13 @@ def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, rese
 
 
 def _gpu_of(captured: Captured) -> str | None:
-    """The catalog's key of the GPU that a capture was made on, or the vendor's name of one that it lacks."""
+    """Return the catalog's key of the GPU that a capture was made on, or the vendor's name of one that it lacks."""
     kind = captured.record.device_kind
     return next((key for key in catalog.gpu_keys() if catalog.gpu(key).name == kind), kind)
 
 
 def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
-    """That the kernels ran on another GPU than the cluster has."""
+    """Warn that the kernels ran on another GPU than the cluster has."""
     gpu = _gpu_of(captured)
     if gpu is None or captured.record.platform == "cpu" or gpu == cluster.gpu.key:
         return []
@@ -290,7 +292,7 @@ def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
 
 
 def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Warning_]:
-    """What a reader must not take for measured."""
+    """Warn of what the rehearsal does not measure."""
     messages = {
         "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
         "rehearsal_contention": "no collective ran beside the kernels, so they are faster than where NCCL takes "
@@ -308,7 +310,7 @@ def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Wa
 
 
 def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> Warning_:
-    """What a training's values add to matmuls and attention: they draw the power that a mocked step does not."""
+    """Warn that a training's values draw more power in matmuls and attention than a mocked step."""
     free = Assumptions(contention=False, slowest=False, full_clock=True)
     pricers = [step_pricer(schedule, cluster, each) for each in (free, replace(free, full_clock=False))]
     measured, planned = 0.0, [0.0, 0.0]
@@ -328,7 +330,7 @@ def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> 
 
 
 def _unnamed(price: MeasuredKernels) -> list[Warning_]:
-    """That some kernels were priced, as the trace lacks them."""
+    """Warn that some kernels were priced, because the trace lacks them."""
     missing, known = sum(price.missing.values()), price.known_s
     if not missing or missing < NOTABLE * (missing + known):
         return []
@@ -341,7 +343,7 @@ def _unnamed(price: MeasuredKernels) -> list[Warning_]:
 def _against_plan(
     experiment: Experiment | ProgramExperiment, captured: Captured, schedule: Schedule
 ) -> Iterator[Warning_]:
-    """Whether the rehearsed program communicates what the planned one does, and how much memory each takes."""
+    """Yield whether the rehearsed program communicates what the planned one does, and how much memory each takes."""
     try:
         planned = planned_program(experiment)
     except MeshkitError as e:
@@ -370,7 +372,7 @@ def _against_plan(
 
 
 def _differences(planned: CompiledProgram, record: CaptureRecord) -> str:
-    """What of the compilation differs between the plan that is made here and what a GPU's machine compiled."""
+    """Say what differs between the plan that is compiled here and the compilation on a GPU's machine."""
     here, theirs, chosen = version_of("jaxlib"), record.jaxlib, record.options or {}
     found = [f"compiled by jaxlib {theirs}, and the plan's by {here}"] if theirs != here else []
     if record.options is not None:
@@ -381,7 +383,7 @@ def _differences(planned: CompiledProgram, record: CaptureRecord) -> str:
 
 
 def _communicated(schedule: Schedule) -> Counter:
-    """How often a program communicates what: (collective, axes, dtype, bytes) -> count, loops multiplied out."""
+    """Return how often a program communicates what: (collective, axes, dtype, bytes) -> count, loops multiplied out."""
     found: Counter = Counter()
     for i, times in schedule.walk():
         if (c := i.collective) is not None:
@@ -390,13 +392,13 @@ def _communicated(schedule: Schedule) -> Counter:
 
 
 def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
-    """A kind of collective for a reader."""
+    """Return a kind of collective for a reader."""
     collective, axes, dtype, payload = key
     return f"{collective} {dtype} over {' + '.join(axes) or 'no axis'} of {format_bytes(payload)}"
 
 
 def planned_program(experiment: Experiment | ProgramExperiment) -> CompiledProgram:
-    """The experiment's step, compiled for GPUs that are not there, as plan does it.
+    """Return the experiment's step, compiled for GPUs that are not there, as plan does it.
 
     Raises:
         ConfigError: the experiment does not fit its cluster, or no compiler is installed.
@@ -412,7 +414,7 @@ def planned_program(experiment: Experiment | ProgramExperiment) -> CompiledProgr
 
 
 def main(request: dict[str, Any]) -> None:
-    """Compiles, runs and captures the experiment of a request; its code is beside the file that the user named.
+    """Compile, runs and captures the experiment of a request; its code is beside the file that the user named.
 
     Args:
         request: as `run` writes it: `experiment` (a file of all keys), `overrides` (of keys that a file may not set),
@@ -427,16 +429,16 @@ def main(request: dict[str, Any]) -> None:
 
 
 def mock(cluster: Cluster) -> None:
-    """Tells jax, before it starts, of the cluster's GPUs, and to do nothing where they would communicate.
+    """Make jax, before it starts, see the cluster's GPUs and do nothing where they would communicate.
 
     It reads this from no environment. A process for each GPU, since only one GPU is real.
     """
-    topology = f"{cluster.num_nvlink_domains}x{cluster.gpus_used_per_domain}x1"  # domains x processes x GPUs
+    topology = f"{cluster.num_nvlink_domains}x{cluster.gpus_used_per_domain}x1"  # Domains x processes x GPUs.
     jax.config.update("jax_mock_gpu_topology", topology)
 
 
 def rehearse(experiment: Experiment | ProgramExperiment, devices: list[Any], folder: Path, steps: int) -> None:
-    """Runs the experiment's step on what of the devices is this process's, and captures `steps` of it.
+    """Run the experiment's step on what of the devices is this process's, and captures `steps` of it.
 
     Args:
         experiment: the job.
@@ -465,8 +467,9 @@ class _Ready:
 
     step: CapturedStep
     args: tuple[Any, ...]
-    following: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]  # a call's arguments, what it returned -> the next's
-    ids: dict[str, dict[str, int]]  # see `ids_of`
+    # Takes a call's arguments and results, and returns the next call's arguments.
+    following: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
+    ids: dict[str, dict[str, int]]  # From `count_ids`.
 
 
 def _ready(experiment: Experiment, mesh: Any) -> _Ready:
@@ -504,12 +507,13 @@ def _program_ready(experiment: ProgramExperiment, mesh: Any) -> _Ready:
     layouts = tree.flatten_up_to(compiled.program.input_shardings)
     leaves = jax.tree.leaves(given)
     weights = {id(array_of(leaf)) for leaf in groups.parameters.values()}
-    aligned = len(leaves) == len(infos)  # else some arguments are static
+    aligned = len(leaves) == len(infos)  # Otherwise some arguments are static.
     random = np.random.default_rng(0)
 
     def fill(number: int) -> jax.Array:
         info, layout = infos[number], layouts[number]
-        layout = NamedSharding(mesh, PartitionSpec()) if layout is None else layout  # the step does not read it
+        # The step does not read an argument without a layout.
+        layout = NamedSharding(mesh, PartitionSpec()) if layout is None else layout
         abstract = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=layout)
         return _filled(abstract, random, signed=aligned and id(array_of(leaves[number])) in weights)
 
@@ -556,9 +560,9 @@ def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
     """
     random = np.random.default_rng(0)
     state = program.abstract_state
-    # Signs decide how many bits change from one number to the next, and so what power a matmul takes.
+    # Signs decide how many bits change from one number to the next, and so how much power a matmul takes.
     weights = jax.tree.map(lambda leaf: _filled(leaf, random, signed=True), state.params)
-    # second moments must not be negative
+    # Second moments must not be negative.
     others = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), replace(state, params=()))
     return replace(others, params=weights), first_batch(program, experiment)
 
@@ -584,7 +588,7 @@ def first_batch(program: TrainProgram, experiment: Experiment) -> Any:
 
 
 def ids_of(batch: Any) -> dict[str, dict[str, int]]:
-    """Of each array of integers: how many this process holds, how many different ones, the most of one."""
+    """Return for each array of integers: how many this process holds, how many different ones, the most of one."""
     found = {}
     for name, array in batch.items():
         if np.issubdtype(array.dtype, np.integer):
@@ -597,7 +601,7 @@ def ids_of(batch: Any) -> dict[str, dict[str, int]]:
 def _filled(
     leaf: jax.ShapeDtypeStruct, random: np.random.Generator, *, signed: bool, ids: int = _SMALLEST_VOCABULARY
 ) -> jax.Array:
-    """An array of the leaf's shape and layout, of which only this process's shards hold anything.
+    """Return an array of the leaf's shape and layout, of which only this process's shards hold anything.
 
     Floats are normally distributed, or their absolute values are; integers are so many ids, each as often.
     """

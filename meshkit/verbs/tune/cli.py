@@ -1,4 +1,4 @@
-"""`meshkit tune`."""
+"""The command `meshkit tune`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `meshkit tune` shows beside the terminal's tables: the page of a search, and how far it is while it runs."""
+"""The page of a search, and its progress on a terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from meshkit.search.tune_report import (
 )
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 
-_OFTEN = 50  # variants between two signs of the progress
-_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # of sizes, the experiment's own first
+_OFTEN = 50  # Variants between two updates of the progress.
+_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # Symbols of sizes, the experiment's own first.
 _FITS, _TOO_LARGE, _WINNER, _BASE = "#3f7cac", "#d1495b", "#4c9f70", "#28323c"
 
 
 def write_tune_html(report: TuneReport, path: str | Path) -> Path:
-    """Writes the page, which opens offline, and returns its path.
+    """Write the page, which opens offline, and return its path.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
@@ -41,8 +41,8 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
     )
     page = Page(f"{report.experiment}: {report.compiled} variants", sub)
     note = (
-        "Each point is a compiled variant, its form says on how many GPUs. The line joins those that no other of the "
-        "same size beats in both; what lies right of the dashed line does not fit."
+        "Each point is a compiled variant; its symbol shows the number of GPUs. The line joins those that no other of "
+        "the same size beats in both. Right of the dashed line a variant does not fit."
     )
     drawn = page.chart("pareto", pareto_chart(report))
     page.add(_cards(report), _why(report), section("Step time against memory", note, drawn))
@@ -52,7 +52,7 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
 
 
 def pareto_chart(report: TuneReport) -> dict:
-    """Time against memory of what was compiled, and the front."""
+    """Draw time against memory of the compiled variants, and the front."""
     drawn = [o for o in report.outcomes if o.time_s is not None and o.peak_bytes is not None]
     sizes = sorted({o.num_gpus or 0 for o in drawn}, key=lambda n: (n != report.num_gpus, n))
     fitting = [(n, [o for o in drawn if o.fits and (o.num_gpus or 0) == n]) for n in sizes]
@@ -72,7 +72,7 @@ def pareto_chart(report: TuneReport) -> dict:
 
 
 def _front(report: TuneReport, gpus: int) -> dict | None:
-    """The line through those of one size that no other beats; None where there is none of them."""
+    """Return the line through the outcomes of one size that no other beats; None without any."""
     front = [report.outcomes[i] for i in report.pareto if (report.outcomes[i].num_gpus or 0) == gpus]
     front.sort(key=lambda o: o.peak_bytes or 0)
     if not front:
@@ -135,7 +135,7 @@ def _pruned(report: TuneReport) -> str:
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[SearchProgress]:
-    """What to tell a search; where there is no terminal, one line for every variant."""
+    """Yield the callbacks of a progress bar; without a terminal they print one line for every variant."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
