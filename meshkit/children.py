@@ -42,11 +42,11 @@ from meshkit.private import MARK
 
 PREFIX = "meshkit-scratch-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_REMOVE_S = 5.0  # for processes that were killed to be gone; what is left then goes at the next start
-_LAST_S = 1.0  # between the end of a child's answers and its own
-_KEPT_S = 60.0  # that a child waits for its next request
-_KEPT_BYTES = 2 * 2**30  # a process that has used more gives it back
-_FIRST_OF_ALL = "1000"  # of oom_score_adj, see proc(5)
+_REMOVE_S = 5.0  # Killed processes have so long to end; what is left then goes at the next start.
+_LAST_S = 1.0  # From the end of a child's answers to its own end.
+_KEPT_S = 60.0  # A child waits so long for its next request.
+_KEPT_BYTES = 2 * 2**30  # A process that has used more memory is replaced, which returns it.
+_FIRST_OF_ALL = "1000"  # A value of oom_score_adj, see proc(5).
 
 
 class ChildFailed(Exception):
@@ -96,7 +96,8 @@ class Child:
         own = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "TMPDIR": str(self.folder)}
         try:
             with _changing, self._log.open("ab") as stderr:
-                if self._scratch.folder not in _made:  # nothing starts once `_remove` has ended what was there
+                # Nothing starts once `_remove` has ended this folder's processes.
+                if self._scratch.folder not in _made:
                     raise ProcessLookupError("this process is ending")
                 self._scratch.process = self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(os.getpid())],
@@ -131,7 +132,7 @@ class Child:
     def send(self, request: Any) -> None:
         """Send a request, whose answer `receive` waits for."""
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # of one that has died, `receive` says so
+        with suppress(OSError, ValueError):  # `receive` reports a child that has died.
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
@@ -144,7 +145,7 @@ class Child:
                 self.close()
                 raise TimeoutError
             line = self._process.stdout.readline()
-        except ValueError:  # closed by another thread
+        except ValueError:  # Another thread closed it.
             pass
         if not line.endswith("\n"):
             with suppress(subprocess.TimeoutExpired):
@@ -171,7 +172,7 @@ class Child:
         return self._process.poll() is not None
 
     def tidy(self) -> None:
-        """Empty its log and its folder, between two requests."""
+        """Empty the log and the folder between two requests."""
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -185,10 +186,10 @@ class Child:
         return self._process.stdout.fileno()
 
     def close(self) -> None:
-        """End the process, whatever it is doing, and removes its folder."""
+        """End the process, whatever it is doing, and remove its folder."""
         _remove(self._scratch)
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what was written last may have nobody to read it
+            with suppress(OSError):  # Nobody may be left to read the last request.
                 if pipe is not None:
                     pipe.close()
 
@@ -204,13 +205,13 @@ class KeptChild:
     def __init__(self, module: str, deciding: Callable[[Mapping[str, str]], Mapping[str, str]] = dict):
         self._module, self._deciding, self._using = module, deciding, threading.Lock()
         self._child: Child | None = None
-        self._like: tuple[Any, ...] = ()  # what it was started with: the process first
+        self._like: tuple[Any, ...] = ()  # What it was started with, the process first.
         self._starter: ThreadPoolExecutor | None = None
         self._idle: threading.Timer | None = None
 
     @contextmanager
     def use(self, environment: Mapping[str, str]) -> Iterator[Child]:
-        """Lend the child for one request, started anew where there is none of this environment; its log is empty.
+        """Lend the child for one request, with an empty log; start a new one where none has this environment.
 
         Whoever comes while it is lent gets one of his own. An exception in the block ends it.
         """
@@ -260,14 +261,15 @@ class KeptChild:
 
 def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:
     """Return those whose `receive` need not wait, once there is one; none where that takes longer than the timeout."""
-    with selectors.PollSelector() as selector:  # epoll forgets what another thread closes, and waits for ever
+    # epoll forgets a descriptor that another thread closes, and would wait forever.
+    with selectors.PollSelector() as selector:
         for child in children:
             selector.register(child, selectors.EVENT_READ, child)
         return [key.data for key, _ in selector.select(timeout_s)]
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answers the requests of the process that started this one until there are no more, or that process is gone.
+    """Answer the requests of the parent process until there are no more, or the parent is gone.
 
     Args:
         answer: gives the answer to a request. Both are JSON; what it raises is the answer, too. All that anything
@@ -275,9 +277,9 @@ def serve(answer: Callable[[Any], Any]) -> None:
     """
     _die_with_parent()
     _serving.set()
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # The parent gets these signals, and decides.
         signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError):  # there is no such file but on Linux
+    with suppress(OSError):  # Only Linux has this file.
         Path("/proc/self/oom_score_adj").write_text(_FIRST_OF_ALL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -287,7 +289,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
             said = {"answer": answer(json.loads(line))}
         except MeshkitError as error:
             said = {"error": error.message}
-        except Exception as error:  # a bug, or what XLA raises: the parent gets a line, and the log the rest
+        except Exception as error:  # A bug, or an error of XLA: the parent gets one line, the log the rest.
             traceback.print_exc()
             said = {"error": f"{type(error).__name__}: {error}"}
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -314,7 +316,7 @@ def peak_rss_bytes() -> int:
 def _die_with_parent() -> None:
     """Ask Linux to end this process with the one that started it, which is the last argument; now if it is gone."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # linux/prctl.h
+        pr_set_pdeathsig = 1  # From linux/prctl.h.
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != int(sys.argv[-1]):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -325,20 +327,20 @@ class _Scratch:
     """A folder that this process has made."""
 
     folder: Path
-    lock: int  # descriptor; also of the process that works in it
+    lock: int  # A descriptor that the process working in the folder holds too.
     process: subprocess.Popen | None = None
-    maker: int = field(default_factory=os.getpid)  # a fork of it removes nothing
+    maker: int = field(default_factory=os.getpid)  # A fork of this process removes nothing.
 
 
 _made: dict[Path, _Scratch] = {}
 _changing = threading.Lock()
-_ends = threading.Event()  # the interpreter does
-_serving = threading.Event()  # this process is a child itself: what it starts is of its group, and ends with that
+_ends = threading.Event()  # The interpreter ends.
+_serving = threading.Event()  # This process is a child itself; what it starts is in its group and ends with it.
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder, removed with the block.
+    """Make a temporary folder that is removed after the block.
 
     Raises:
         OSError: it cannot be made.
@@ -354,7 +356,7 @@ def scratch_folder() -> Iterator[Path]:
 def sweep() -> None:
     """Remove the scratch folders of this user that no living process holds; one without our mark is not ours."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # held, of another user, or gone by now
+        with suppress(OSError):  # It is held, belongs to another user, or is gone by now.
             lock = os.open(path, _FOLDER)
             try:
                 if os.fstat(lock).st_uid == os.geteuid() and (path / MARK).is_file():
@@ -366,12 +368,12 @@ def sweep() -> None:
 
 def _make() -> _Scratch:
     """Make a folder, lock it, then mark it: what has the mark and is not locked is left over."""
-    with _changing:  # whole before the interpreter ends
+    with _changing:  # Finish before the interpreter ends.
         if _ends.is_set():
             raise ProcessLookupError("this process is ending")
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         lock = os.open(folder, _FOLDER)
-        with suppress(OSError):  # a file system without locks, where nothing is swept either
+        with suppress(OSError):  # A file system without locks; nothing is swept there either.
             fcntl.flock(lock, fcntl.LOCK_SH)
         (folder / MARK).touch(mode=0o600)
         _made[folder] = _Scratch(folder, lock)
@@ -379,7 +381,7 @@ def _make() -> _Scratch:
 
 
 def _remove(scratch: _Scratch) -> None:
-    """End the process that works in a folder, then removes that; does nothing the second time."""
+    """End the process that works in a folder, then remove the folder; do nothing the second time."""
     with _changing:
         if _made.pop(scratch.folder, None) is None:
             return
@@ -388,7 +390,7 @@ def _remove(scratch: _Scratch) -> None:
         _kill(scratch.process)
         with suppress(subprocess.TimeoutExpired):
             scratch.process.wait(_REMOVE_S)
-    while scratch.folder.exists() and time.monotonic() < ends:  # what it has started may write for a moment
+    while scratch.folder.exists() and time.monotonic() < ends:  # Its own children may write for a moment.
         shutil.rmtree(scratch.folder, ignore_errors=True)
         if scratch.folder.exists():
             time.sleep(0.02)
@@ -396,7 +398,7 @@ def _remove(scratch: _Scratch) -> None:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a process, and all of its group where it leads one."""
+    """Kill a process, and its group where it leads one."""
     with suppress(ProcessLookupError):
         if process.poll() is None and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)
@@ -406,7 +408,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 @atexit.register
 def end_all() -> None:
-    """End all processes and remove all folders, as where a thread that nobody waits for is still in a block."""
+    """End all processes and remove all folders, for a block whose thread nobody waits for."""
     with _changing:
         _ends.set()
     for scratch in list(_made.values()):

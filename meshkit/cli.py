@@ -43,11 +43,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_GRACE_S = 1.0  # that an interrupted verb has to stop by itself
+_GRACE_S = 1.0  # An interrupted verb has so long to stop by itself.
 _interrupted, _ending = threading.Event(), threading.Lock()
 # Of the machine, and not of what was asked for: a full disk, quota or table of open files, or a device that failed.
 _OUT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-_FEW_ADDRESSES = 8 * 2**30  # bytes; a step on eight CPU devices takes 4 GB of them, one on GPUs more than their memory
+_FEW_ADDRESSES = 8 * 2**30  # A step on eight CPU devices takes 4 GB of addresses, one on GPUs more than their memory.
 
 app.add_typer(launch_app, name="launch")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -71,7 +71,7 @@ for _verb, _example in _EXAMPLES.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata  # takes longer than all else here
+        from importlib import metadata  # This takes longer to import than the rest of the module.
 
         output(", ".join(f"{name} {metadata.version(name)}" for name in ("meshkit", "jax", "jaxlib")))
         raise typer.Exit()
@@ -83,7 +83,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
-    """Options before the verb."""
+    """Handle the options before the verb."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = INTERRUPTED
     if code == INTERRUPTED or _interrupted.is_set():
         _end_at_once()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The verb has finished.
     return code
 
 
 def _hear_interrupts() -> None:
-    """End with 130 within two seconds of Ctrl-C, whatever code it meets; verbs that stop in order hear it themselves.
+    """Exit with 130 within two seconds of Ctrl-C, whatever code runs; verbs that stop in order handle it themselves.
 
     Python raises KeyboardInterrupt in whatever runs. Some callbacks of C++ swallow it, and an interpreter that is torn
     down under a thread of XLA's crashes.
@@ -116,22 +116,22 @@ def _hear_interrupts() -> None:
 
     def interrupted(number: int, frame: Any) -> None:
         _interrupted.set()
-        sys.unraisablehook = lambda _: None  # which would print where the exception was swallowed
+        sys.unraisablehook = lambda _: None  # Errors in destructors would print where the exception was swallowed.
         late = threading.Timer(_GRACE_S, _end_at_once)
         late.daemon = True
         late.start()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Leave a signal that is ignored, as under nohup.
         signal.signal(signal.SIGINT, interrupted)
 
 
 def _end_at_once() -> None:
-    """End this process with 130, its children and folders first, without tearing the interpreter down."""
+    """End the children and their folders, then this process with 130, without tearing the interpreter down."""
     from meshkit.children import end_all
 
     _interrupted.set()
-    _ending.acquire()  # the first who comes does it
+    _ending.acquire()  # Only the first caller proceeds.
     end_all()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -143,12 +143,12 @@ def _main(argv: Sequence[str] | None) -> int:
     """Run the command line as `main` does."""
     # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    if sys.stdout is None or sys.stderr is None:  # the next file that is opened would get what is printed
+    if sys.stdout is None or sys.stderr is None:  # The next opened file would get the output.
         _tell(f"standard {'output' if sys.stdout is None else 'error'} is closed.\n  try /dev/null in its place")
         return USER_ERROR
     redact_streams()
     _warn_of_limits()
-    code = _run(argv)
+    code = _run_verb(argv)
     if _fails(sys.stdout) or _fails(sys.stderr):
         code = code or RUN_FAILED
     if argv is None:
@@ -156,7 +156,7 @@ def _main(argv: Sequence[str] | None) -> int:
     return code
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run_verb(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=list(argv) if argv is not None else None, standalone_mode=False)
         sys.stdout.flush()
@@ -182,16 +182,16 @@ def _run(argv: Sequence[str] | None) -> int:
         _tell("this process gets no more memory.\n  try a higher limit (`ulimit -v`, the container's), or less input")
         return RUN_FAILED
     except SystemExit as e:
-        if isinstance(e.__context__, BrokenPipeError):  # the command-line library turned the closed pipe into an exit
+        if isinstance(e.__context__, BrokenPipeError):  # The command-line library turned the closed pipe into an exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return DONE
         return e.code if isinstance(e.code, int) else 1
     except Exception as e:
-        if hasattr(e, "show") and hasattr(e, "format_message"):  # a usage error of the command-line library
+        if hasattr(e, "show") and hasattr(e, "format_message"):  # The command-line library's usage error.
             with suppress(OSError):
                 e.show()  # pyright: ignore[reportAttributeAccessIssue]
             return USER_ERROR
-        if "surrogates not allowed" in str(e):  # of an encoder, whatever library it is of
+        if "surrogates not allowed" in str(e):  # Any encoder's error, whatever library raised it.
             _tell(f"the name of a file is not UTF-8 text, and what is written is: {e}.\n  try another name")
             return USER_ERROR
         return say_lost_process(e) or _bug()
@@ -212,14 +212,14 @@ def _fails(stream: TextIO) -> bool:
     try:
         stream.flush()
     except OSError as e:
-        with suppress(OSError):  # a stream of somebody's own has no descriptor
+        with suppress(OSError):  # A stream that a user installed has no descriptor.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return not isinstance(e, BrokenPipeError)
     return False
 
 
 def _warn_of_limits() -> None:
-    """XLA aborts where it gets no thread or memory, and no message of ours can follow."""
+    """Warn of limits on threads or memory, because XLA would abort without a message of ours."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < _FEW_ADDRESSES:
         _tell(

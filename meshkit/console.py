@@ -1,7 +1,4 @@
-"""What every verb needs of the terminal: where text goes, how wide it is, and run folders.
-
-All that meshkit prints goes through here: terminal escapes in a name from a file are written out.
-"""
+"""The terminal for every verb: where text goes, how wide it is, and run folders."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _NOTEBOOK_WIDTH = 100
-_LONGEST_TEXT = 2**13  # of a table's cell or a paragraph; documents are printed as they are
+_LONGEST_TEXT = 2**13  # A longer cell of a table or paragraph is cut; documents are printed whole.
 
 
 def run_folder(folder: Path) -> Path:
@@ -32,7 +29,7 @@ def run_folder(folder: Path) -> Path:
     Raises:
         ConfigError: it cannot be made or written to.
     """
-    import tempfile  # takes longer to import than all else here
+    import tempfile  # This takes longer to import than the rest of the module.
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +41,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def width() -> int | None:
-    """80 columns where the output is no terminal, so that logs read the same everywhere."""
+    """Return the width; 80 columns where the output is not a terminal, so that logs read the same everywhere."""
     return None if sys.stdout.isatty() else 80
 
 
@@ -103,7 +100,7 @@ def status(text: str) -> Any:
 
 
 def notebook_line() -> Callable[[str], None]:
-    """Show a text in the notebook that runs this, each in the place of the one before; nothing anywhere else."""
+    """Return a function that shows a text in a notebook, in place of the one before; elsewhere it does nothing."""
     ipython = sys.modules.get("IPython")
     if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return lambda text: None
@@ -121,11 +118,12 @@ def notebook_line() -> Callable[[str], None]:
 
 
 def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:
-    """What a terminal of that width would show, as plain text or as HTML with its colours."""
+    """Return what a terminal of that width would show, as plain text or as HTML with its colours."""
     file = io.StringIO()
+    # a kernel would be shown it at once
     console = _console_type()(
         file=file, width=width, markup=False, record=html, force_terminal=False, force_jupyter=False
-    )  # a kernel would be shown it at once
+    )
     console.print(renderable)
     if not html:
         return file.getvalue().rstrip("\n")
@@ -133,7 +131,7 @@ def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False)
 
 
 class Printed:
-    """What Python shows as the command line prints it: at a prompt, by `print` and in a notebook."""
+    """A result that Python shows as the command line prints it: at a prompt, by `print` and in a notebook."""
 
     def __str__(self) -> str:
         """Return the tables that the command line prints."""
@@ -146,7 +144,7 @@ class Printed:
         return rendered(self.__rich__(), width=_NOTEBOOK_WIDTH, html=True)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """The same for a shell of IPython."""
+        """Print the same in IPython."""
         printer.text(str(self))
 
     @abstractmethod
@@ -156,7 +154,7 @@ class Printed:
 
 @dataclass(frozen=True, repr=False)
 class Rendered(Printed):
-    """What a function has drawn for a terminal: rich prints it, and so does Python."""
+    """A drawing for a terminal; rich prints it, and so does Python."""
 
     drawn: RenderableType
 

@@ -50,7 +50,7 @@ class MeshkitError(Exception):
 
 
 class ConfigError(MeshkitError):
-    """What the user wrote is wrong, or something it needs is missing."""
+    """The user's input is wrong, or something it needs is missing."""
 
 
 class TraceError(MeshkitError):

@@ -16,7 +16,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-MARK = ".meshkit"  # an empty file
+MARK = ".meshkit"  # An empty file.
 
 
 class NotPrivate(Exception):

@@ -93,7 +93,7 @@ def recorded_environment(environment: Mapping[str, str] | None = None) -> dict[s
 
 
 def redact_streams() -> None:
-    """From here on sys.stdout and sys.stderr show no secret of the environment; nothing changes where there is none."""
+    """Mask secrets of the environment in sys.stdout and sys.stderr from here on; do nothing where there are none."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Redacted) and _secrets(tuple(os.environ.items())):
@@ -109,14 +109,14 @@ def _is_assignment(name: str, sign: str) -> bool:
 class _Secrets:
     """The values to take out, in every form that they are written in."""
 
-    forms: Sequence[str]  # in order
-    inner: Sequence[int]  # of each form, the place of the longest other one that it begins with; -1 where none
-    longest: int  # characters
-    anchors: Collection[str]  # the first six characters of each
-    begins: re.Pattern[str]  # the first character of any six of which each is in its place in one of them
+    forms: Sequence[str]  # The forms in order.
+    inner: Sequence[int]  # For each form the index of the longest other form that it begins with; -1 where none.
+    longest: int  # Length of the longest form in characters.
+    anchors: Collection[str]  # The first six characters of each form.
+    begins: re.Pattern[str]  # Matches the first of six characters that each occur in their place in one of the anchors.
 
     @classmethod
-    def of(cls, values: Iterable[str]) -> _Secrets:
+    def from_values(cls, values: Iterable[str]) -> _Secrets:
         """Return the secrets of values that are not empty."""
         forms = sorted({form for value in values for form in _written(value)})
         inner, around = [], []
@@ -145,7 +145,7 @@ class _Secrets:
         return "".join([*said, text[done:]]) if said else text
 
     def _length(self, text: str) -> int:
-        """Characters of the longest form that a text begins with; 0 where there is none.
+        """Return the length of the longest form that a text begins with; 0 where there is none.
 
         The last form that is not behind the text in order is it, or begins with it.
         """
@@ -161,19 +161,20 @@ def _secrets(environment: tuple[tuple[str, str], ...]) -> _Secrets | None:
     values = set()
     for name, value in environment:
         if is_secret_name(name):
-            values |= {value.strip(), *(line.strip() for line in value.splitlines())}  # a key in several lines
+            # A secret may have several lines.
+            values |= {value.strip(), *(line.strip() for line in value.splitlines())}
         if "://" in value:
             for url in _URL.finditer(value):
                 values |= {url["password"], unquote(url["password"])}
     found = {v for v in values if len(v) >= _SHORTEST and not v.replace(".", "").isdecimal()}
-    return _Secrets.of(found) if found else None
+    return _Secrets.from_values(found) if found else None
 
 
 def _written(value: str) -> Iterator[str]:
     """Yield a value as it is, and as repr, JSON, a shell and a URL write it, without their outer quotes."""
     yield value
     yield repr(value)[1:-1]
-    yield repr(value + "'\"")[1:-4]  # as in a text with both quotes
+    yield repr(value + "'\"")[1:-4]  # In a text with both quotes.
     yield ascii(value)[1:-1]
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
@@ -200,7 +201,7 @@ class _Redacted:
 
     @property
     def buffer(self) -> _RedactedBytes:
-        """What bytes are written to."""
+        """Return the stream of bytes."""
         return _RedactedBytes(self._stream.buffer)
 
     def __getattr__(self, name: str) -> Any:

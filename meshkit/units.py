@@ -6,11 +6,11 @@ import math
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 _DECIMAL = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
-_ROUNDS_UP = 0.9995  # of a unit, in three digits
+_ROUNDS_UP = 0.9995  # Fraction of a unit that three digits round up to the next.
 
 
 def format_bytes(n: float | None) -> str:
-    """Binary bytes with three significant digits: `1.50 GiB`; `-` for unknown."""
+    """Return binary bytes with three significant digits: `1.50 GiB`; `-` for unknown."""
     if n is None:
         return "-"
     for size, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
@@ -34,12 +34,12 @@ def format_seconds(t: float | None) -> str:
 
 
 def format_rate(bytes_per_s: float | None) -> str:
-    """Decimal bytes per second, as vendors and nccl-tests print them: `361 GB/s`."""
+    """Return decimal bytes per second, as vendors and nccl-tests print them: `361 GB/s`."""
     return "-" if bytes_per_s is None else f"{format_count(bytes_per_s)}B/s"
 
 
 def format_flops(flops: float | None) -> str:
-    """Floating-point operations: `4.00 PFLOP`."""
+    """Return floating-point operations: `4.00 PFLOP`."""
     if flops is None:
         return "-"
     if abs(flops) >= 1e15 * _ROUNDS_UP:
@@ -66,5 +66,5 @@ def _digits(x: float) -> str:
     if x == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(x))))
-    x = float(f"{x:.9g}")  # one text for what sums of floats in any order would be
+    x = float(f"{x:.9g}")  # Sums of floats in any order print the same text.
     return f"{x:.{min(decimals, 2)}f}"

@@ -131,10 +131,10 @@ class Calibration:
 
 
 def load(path: str | os.PathLike[str]) -> Calibration:
-    """Return the calibration of a file.
+    """Read the calibration of a file.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or is no calibration; the message names file, line and key.
+        ConfigError: the file cannot be read, or is not TOML or not a calibration; the message names file, line and key.
     """
     document = TomlDocument.read(path, what="calibration file")
     try:

@@ -170,7 +170,7 @@ class Cluster(ClusterTable):
             return _nvlink(self, gpus) if self.scale_up == "nvlink" else _inside_host(self, name)
         if name == "infiniband":
             return _inside_host(self, name) if self.nic is None else _scale_out(self, self.nic)
-        raise ConfigError(f"a cluster has no link '{name}'.", hint="nvlink or infiniband")
+        raise ConfigError(f"there is no link '{name}'.", hint="nvlink or infiniband")
 
     def offload_link(self) -> Link:
         """Return the link between one GPU and its host's memory, all GPUs of the host at once, one direction.

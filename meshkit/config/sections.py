@@ -263,7 +263,7 @@ class ModelTable(TomlTable):
 
 
 class ProgramTrainTable(TomlTable):
-    """What is known of a training whose step is the user's own."""
+    """The training around a step of the user's own."""
 
     steps: Count = Field(default=100, description="how many")
     tokens_total: Annotated[int, Field(gt=0)] | None = Field(
@@ -486,7 +486,7 @@ class PipelineTable(TomlTable):
 
 
 class AllowTable(TomlTable):
-    """A finding that is meant."""
+    """A finding that is intended."""
 
     code: Name = Field(description="of the finding")
     path: Text = Field(default="**", description="of what it is about; ** is any depth, * one segment")
@@ -494,7 +494,7 @@ class AllowTable(TomlTable):
 
 
 class LintTable(TomlTable):
-    """What the lint shall not report."""
+    """The findings that the lint does not report."""
 
     allow: list[AllowTable] = Field(
         default=[], examples=[[{"code": "idle_axis", "reason": "..."}]], description="findings that are meant"

@@ -1,4 +1,4 @@
-"""What a site lets experiments name: folders of code and of files, and installed packages.
+"""Defines what a site lets experiments name: folders of code and of files, and installed packages.
 
     /etc/meshkit/site.toml, MESHKIT_MODEL_ROOTS, MESHKIT_FILE_ROOTS -> Site -> load_object, check_writers, load
 

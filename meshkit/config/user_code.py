@@ -142,10 +142,10 @@ def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places)
 
 
 def load_function(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
-    """Return the function that a key of the experiment names; arguments as of `load_code`.
+    """Import the function that a key of the experiment names; arguments as of `load_code`.
 
     Raises:
-        ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.
+        ConfigError: at that key; see `load_object`, or it is not a function of a module of the user's.
     """
     code = load_code(name, search_paths, key, places)
     check_function(code)
@@ -153,7 +153,7 @@ def load_function(name: str, search_paths: Iterable[Path], key: str, places: Pla
 
 
 def check_function(code: UserCode) -> None:
-    """Stop where what a key names is no function of a module of the user's.
+    """Refuse a key that does not name a function of a module of the user's.
 
     Raises:
         ConfigError: at that key.
@@ -213,9 +213,9 @@ def is_of_python(module_name: str) -> bool:
 
 
 def defined_in(found: Any) -> str | None:
-    """Return the module whose Python code runs when something is called; None for what is no code of a module.
+    """Return the module whose Python code runs when something is called; None where no module's code does.
 
-    Looks through partials, decorators and methods: what is called in the end counts.
+    Partials, decorators and methods are followed to the function that is called in the end.
     """
     inner = found
     for _ in range(_MOST_WRAPPERS):
@@ -235,7 +235,7 @@ def defined_in(found: Any) -> str | None:
 def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
     """Return the first of the folders that holds a module; None where Python itself finds it, or none of them does.
 
-    What is installed comes first, so that no folder beside an experiment can stand for a package of its name.
+    Installed packages come first, so that no folder can replace one of its name.
     """
     top, folders = module_name.partition(".")[0], list(folders)
     spec = _installed(top)

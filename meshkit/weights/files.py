@@ -83,7 +83,7 @@ def join_blocks(files: dict[str, Tensor]) -> dict[str, Tensor]:
             found = f"scales {shown(scales.shape)} of {scales.dtype}" if scales else "no scales"
             message = f"{shown(name)} is {shown(blocks.shape)} of {blocks.dtype}, with {found}: no MXFP4 blocks."
             raise ConfigError(message, at=str(blocks.path), hint=_AGAIN)
-        files[name] = Tensor(blocks.path, "BF16", values.shape, values)  # which holds all values of the format
+        files[name] = Tensor(blocks.path, "BF16", values.shape, values)  # BF16 holds all values of the format.
     return files
 
 
@@ -304,7 +304,7 @@ def write_weights(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
     _check_free(folder)
-    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # the first part brings the others
+    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # The first part brings the others.
     tensors = [(row, index, name) for row in rows for index, name in row.names(layout.sizes)]
     written = DTYPES[_WRITTEN[dtype]]
     values = (
@@ -316,7 +316,7 @@ def write_weights(
         config = {**layout.config, "torch_dtype": _TORCH_DTYPE[dtype]}
         _write_folder(folder, config, shapes, values, written.itemsize, max_shard_bytes)
     else:
-        for _ in values:  # every process takes part in gathering each tensor
+        for _ in values:  # Every process takes part in gathering each tensor.
             pass
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("meshkit.write_weights")
@@ -341,8 +341,7 @@ def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _check_config(folder: Path, layout: Layout) -> None:
-    """Refuse a config.json whose options differ from the model's: sizes, and what no shape shows, such as rope_theta.
-    """
+    """Refuse a config.json whose options differ from the model's: sizes, and values without a shape (rope_theta)."""
     at = str(folder / CONFIG)
     try:
         theirs = layout.read_config(read_config(folder))
@@ -482,8 +481,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers refuses a file without it
-    shutil.copymode(path.with_name(CONFIG), path)  # the library makes files that nobody else may read
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers refuses a file without this entry.
+    shutil.copymode(path.with_name(CONFIG), path)  # The library makes files that only their owner may read.
     with open(path, "rb") as f:
         os.fsync(f.fileno())
 
@@ -535,7 +534,7 @@ def first_state(program: TrainProgram, initial: str | None) -> TrainState:
     if initial is None:
         return state
     layout = layout_of(program.spec)
-    state = replace(state, params=None)  # lets go of the random weights before others take their place
+    state = replace(state, params=None)  # The random weights are freed before others take their place.
     arrangement, wanted = program.arrangement, program.abstract_state.params
     params = read_weights(Path(initial), layout, arrangement.saved.params if arrangement else wanted)
     params = arrangement.params_from_saved(params) if arrangement else params

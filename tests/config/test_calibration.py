@@ -135,7 +135,7 @@ def test_the_network_model_reads_it_through_the_cluster(tmp_path):
     ("old", "new", "match"),
     [
         ("meshkit.calibration/1", "meshkit.calibration/9", r"calibration\.toml:1: schema.*\n.*meshkit\.calibration/1"),
-        ('schema = "meshkit.calibration/1"', "", "no calibration file that this version reads"),
+        ('schema = "meshkit.calibration/1"', "", "this version does not read this calibration file"),
         ("[[fit]]", "[[fits]]", r"unknown key 'fits'.*\n.*\n.*'fit'"),
         ("latency_s = 1e-5", "latency = 1e-5", r"unknown key 'latency'.*\n.*calibration\.toml:20.*\n.*'latency_s'"),
         ("latency_s = 1e-5", "", "has no 'latency_s'"),

@@ -1,4 +1,4 @@
-"""What `meshkit bench` says: pydantic models (`meshkit.bench/1`), a terminal, a page.
+"""The result of `meshkit bench`: pydantic models (`meshkit.bench/1`), a terminal, a page.
 
 SI units, named in the key; a key that holds no value is None (`null`). Bandwidths are nccl-tests': algorithm bandwidth
 = size / time, bus bandwidth = that times the collective's factor, both per GPU and one direction. To read there is
@@ -68,7 +68,7 @@ _POINTS_OF_A_LINE = 60
 
 
 class DevicesPart(Part):
-    """What it ran on, and with what."""
+    """The devices and software that were measured."""
 
     platform: str
     kind: str
@@ -137,7 +137,7 @@ class ConstantPart(Part):
 
 
 class NetworkPart(Part):
-    """What the network model's constants are here; errors are medians of |predicted / measured - 1|."""
+    """The constants of the network model here; errors are medians of |predicted / measured - 1|."""
 
     constants: tuple[ConstantPart, ...]
     points: int
@@ -154,7 +154,7 @@ class RatesPart(Part):
 
 
 class BenchWarning(Part):
-    """What a reader should know before the numbers."""
+    """A reason to read the numbers with care."""
 
     code: str
     message: str
@@ -179,7 +179,7 @@ class BenchReport(Part):
     warnings: tuple[BenchWarning, ...] = ()
 
     def write(self, folder: str | Path) -> Path:
-        """Write `bench.json` into a folder and returns its path."""
+        """Write `bench.json` into a folder and return its path."""
         path = Path(folder) / BENCH_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json() + "\n", encoding="utf-8")
@@ -228,7 +228,7 @@ def render(report: BenchReport, *, title: str | None = None, rows: bool = True) 
 
 
 def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None = None) -> Path:
-    """Write the page, which opens offline, and returns its path.
+    """Write the page, which opens offline, and return its path.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.

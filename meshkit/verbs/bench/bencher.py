@@ -346,7 +346,7 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:
         return None
-    # latency * (1 / t) + slope * (wire / t) = 1, with the errors of both sides relative ones
+    # latency * (1 / t) + slope * (wire / t) = 1, so that the errors of both sides are relative ones.
     design = np.stack([1 / times, wire / times], axis=1)
     weights = np.ones(len(times))
     solution = np.zeros(2)
@@ -365,7 +365,7 @@ def _not_negative(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Fit by weighted least squares with both unknowns >= 0; where the free fit violates that, take the best corner."""
     scale = np.sqrt(weights)
     rows, target = design * scale[:, None], scale
-    size = np.abs(rows).max(0)  # the columns differ by ten orders of magnitude
+    size = np.abs(rows).max(0)  # The columns differ by ten orders of magnitude.
     free = np.linalg.lstsq(rows / size, target, rcond=None)[0] / size
     if (free >= 0).all():
         return free

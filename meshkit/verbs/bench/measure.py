@@ -45,11 +45,11 @@ COPY, BARRIER = "copy", "barrier"
 DTYPE = "float32"
 ITEM_BYTES = 4
 _MOST_LOOPS = 32
-_LOOP_BYTES = {"cpu": 2 * MIB, "gpu": 512 * MIB}  # a program shall move about this much
-_MOST_CHECKED = 2**20  # elements of a device's result; of a larger one every k-th
-_ROUND, _MOST_RUNS = 3, 21  # runs between two looks at the clock, and in all
+_LOOP_BYTES = {"cpu": 2 * MIB, "gpu": 512 * MIB}  # A program moves about this much.
+_MOST_CHECKED = 2**20  # So many elements of a device's result are checked, every k-th of a larger one.
+_ROUND, _MOST_RUNS = 3, 21  # Runs between two looks at the clock, and in all.
 Program = Callable[[jax.Array, jax.Array], jax.Array]
-_REPEATS = 8  # inside one program
+_REPEATS = 8  # Repetitions inside one program.
 _FEWEST_RUNS = 6
 
 
@@ -223,7 +223,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseTiming:
-    """What a case came to: seconds of one collective, and the check of its result over all devices."""
+    """The result of a case: seconds of one collective, and the check of its result over all devices."""
 
     time_s: float
     runs: int
@@ -263,22 +263,21 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
     x = operand(mesh, case.operand_elements)
     result = jax.block_until_ready(program(x, operand(mesh, case.result_elements)))
     wrong, checked = _verify(mesh, case, result)
-    result, _ = _run_s(program, x, result)  # warm
+    result, _ = _run_s(program, x, result)  # Warm up.
     times_s: list[float] = []
     enough = False
     while not enough:
         for _ in range(_ROUND):
             result, time_s = _run_s(program, x, result)
             times_s.append(time_s)
-        # all processes must run the same number of times, else they wait for each other for ever: the first one says it
+        # All processes must run equally often, or they wait for each other forever: the first one decides.
         enough = bool(gather([float(sum(times_s) >= budget_s or len(times_s) >= _MOST_RUNS)])[0, 0])
     found = gather([_typical_s(times_s, platform_of(mesh.devices.flat[0])) / loops, wrong, checked])
     return CaseTiming(float(found[:, 0].max()), len(times_s), int(found[:, 1].sum()), int(found[:, 2].sum()))
 
 
 def _typical_s(times_s: list[float], platform: str) -> float:
-    """Return the median on GPUs. Virtual CPU devices share cores with all else on the machine, which can only add time.
-    """
+    """Return the median on GPUs, the minimum on CPU devices: they share cores with all else, which only adds time."""
     return float(np.min(times_s) if platform == "cpu" else np.median(times_s))
 
 
@@ -334,7 +333,7 @@ def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:
     """
 
     def again(_, carry):
-        # the operand waits for the last result, so that the compiler can neither drop nor merge nor hoist a repetition
+        # The operand waits for the last result, so that the compiler can neither drop, merge nor hoist a repetition.
         x, _ = lax.optimization_barrier(carry)
         return x, case.kind.run(x, case.axis or "", case.group_size)
 
@@ -402,13 +401,13 @@ def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None
     """
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if local[0].platform == "cpu":
-        # the processes of a job on CPUs are as a rule on one machine
+        # The processes of a job on CPUs usually share one machine.
         free = (host_available_bytes or GIB) / mesh.size / 2
         most = 64 * MIB
     else:
         stats = [d.memory_stats() or {} for d in local]
         free = min(s.get("bytes_limit", 0) - s.get("bytes_in_use", 0) for s in stats)
-        most = 4096 * MIB  # 2^30 elements: indices stay in 32 bits
+        most = 4096 * MIB  # With 2^30 elements, indices fit in 32 bits.
     fits = min(most, free / 4)
     return int(gather([max(fits, 1024.0)])[:, 0].min())
 
@@ -465,7 +464,7 @@ def _matmul_flops_per_s(precision: str, sizes: RateSizes) -> float:
     n = sizes.matmul
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(precision, jnp.float32)
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in range(2))
-    # fp32 operands run as TF32 on GPUs unless the highest precision is asked for; fp8 results leave in bf16
+    # fp32 operands run as TF32 on GPUs unless the highest precision is asked for; fp8 results leave in bf16.
     asked = lax.Precision.HIGHEST if precision == "fp32" else lax.Precision.DEFAULT
     out = jnp.bfloat16 if precision == "fp8" else dtype
     multiply = functools.partial(jnp.matmul, precision=asked, preferred_element_type=out)
@@ -479,12 +478,12 @@ def _attention_flops_per_s(sizes: RateSizes, device: Any, platform: str) -> dict
     qkv = tuple(jax.random.normal(jax.random.key(i), shape, dtype) for i in range(3))
     name = "cudnn" if fused else "xla"
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
-    # two matmuls, of which the causal mask leaves half
+    # Two matmuls, of which the causal mask leaves half.
     forward_flops = 2 * batch * heads * length**2 * head_dim
     forward_s = _seconds_each(lambda x: attend(*x), qkv, sizes.seconds)
     gradient = jax.grad(lambda x: attend(*x).astype(jnp.float32).sum())
     both_s = _seconds_each(gradient, qkv, sizes.seconds)
-    # five matmuls where the forward pass has two
+    # Five matmuls, where the forward pass has two.
     backward_s = max(both_s - forward_s, forward_s / 10)
     return {"forward": forward_flops / forward_s, "backward": 2.5 * forward_flops / backward_s}
 
@@ -499,7 +498,7 @@ def _seconds_each(work: Callable, operands, seconds: float) -> float:
 
     def repeated(operands):
         def again(_, carry):
-            operands, _ = lax.optimization_barrier(carry)  # as in _program
+            operands, _ = lax.optimization_barrier(carry)  # As in _program.
             return operands, work(operands)
 
         return lax.fori_loop(0, _REPEATS - 1, again, (operands, work(operands)))[1]

@@ -122,7 +122,7 @@ def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
 
 
 def _look(path: Path, *, contents: bool, chain: bool = False) -> tuple[str | None, dict[str, Any] | None]:
-    """What is wrong with a checkpoint, or why that cannot be told."""
+    """Say what is wrong with a checkpoint, or why that is unknown."""
     try:
         corruption = find_corruption(path, contents=contents)
         if corruption is None and chain and (problem := find_break(path.parent, int(path.name))):

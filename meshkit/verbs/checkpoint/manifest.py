@@ -50,8 +50,8 @@ _SEAL = '"sha256": "'
 _CORRUPT = "corrupt"
 # Also what orbax calls a checkpoint that it has not finished.
 _UNFINISHED = ("partial", "deleting", "orbax-checkpoint-tmp")
-_THREADS = 4  # hashing leaves the interpreter's lock; more of them than disks read at once gain nothing
-PAUSES_S = (0.5, 2.0, 8.0)  # between attempts to read what cannot be read
+_THREADS = 4  # Hashing releases the interpreter's lock; more threads than disks read at once gain nothing.
+PAUSES_S = (0.5, 2.0, 8.0)  # Pauses between attempts to read a file.
 # Also a pipe or a device in the file's place (ENXIO), and far too many bytes (EFBIG): see meshkit.config.files.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
@@ -64,7 +64,7 @@ def is_absent(error: OSError) -> bool:
 
 
 def retried[T](read: Callable[[], T]) -> T:
-    """What `read` gives; where storage or memory fails it, it is called again after each of PAUSES_S.
+    """Return what `read` gives; where storage or memory fails, call it again after each of PAUSES_S.
 
     Raises:
         OSError: there is no such file, it may not be read, or it still cannot be read.
@@ -83,19 +83,19 @@ def retried[T](read: Callable[[], T]) -> T:
 
 
 def explain(problem: BaseException) -> str:
-    """What went wrong with a file, in one line: the system's words, without the calls that met it."""
+    """Return the system's error of a file in one line, without the calls around it."""
     for error in (problem, problem.__cause__, problem.__context__):
         if isinstance(error, OSError) and error.strerror:
             return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = str(problem)
-    if found := _OS_ERROR.search(text):  # as tensorstore ends a message of a dozen lines
+    if found := _OS_ERROR.search(text):  # tensorstore ends a long message with the system's error.
         return os.strerror(int(found[1]))
     lines = [line for line in text.splitlines() if line.strip()]
     return (lines[0] if lines else type(problem).__name__)[:300]
 
 
 def describe_failure(problem: BaseException) -> dict[str, Any]:
-    """Why something could not be read, as JSON: `reason`, and whether it is `forbidden`."""
+    """Return why something could not be read, as JSON: `reason`, and whether it is `forbidden`."""
     chain = (problem, problem.__cause__, problem.__context__)
     numbers = {error.errno for error in chain if isinstance(error, OSError)}
     numbers |= {int(number) for number in _OS_ERROR.findall(str(problem))}
@@ -129,7 +129,7 @@ def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitErro
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The contents of a checkpoint's manifest."""
 
     # The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
     # what the run added (`experiment`, `data`, `run`).
@@ -143,17 +143,17 @@ class Manifest:
 
     @property
     def arrays(self) -> Mapping[str, str]:
-        """Path -> `float32[128, 256]` of every array."""
+        """Map the path of every array to `float32[128, 256]`."""
         return self.record["arrays"]
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """Name -> size in bytes and sha256 of every file but the manifest."""
+        """Map the name of every file but the manifest to its size in bytes and sha256."""
         return {name: (int(size), str(digest)) for name, (size, digest) in self.record["files"].items()}
 
 
 def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> dict[str, tuple[int, str]]:
-    """Name below the folder -> size in bytes and sha256, of several files at a time.
+    """Map names below the folder to size in bytes and sha256; several files are hashed at a time.
 
     Args:
         folder: of the checkpoint.
@@ -175,7 +175,7 @@ def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> 
 
 
 def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file.
+    """Return the size in bytes and the sha256 of a file.
 
     Args:
         path: of a regular file.
@@ -213,7 +213,7 @@ def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Has the names in a folder on disk."""
+    """Wait until the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _sync(descriptor)
@@ -230,7 +230,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     try:
         read = functools.partial(read_regular, checkpoint / MANIFEST, _LARGEST_BYTES)
-        text = retried(read).decode()  # with its line ends as they are
+        text = retried(read).decode()  # Line ends stay as they are.
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and not is_absent(error):
             raise
@@ -254,7 +254,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
-    """What a checkpoint of this step follows: step and seal of the newest whole one before it; None if there is none.
+    """Return step and seal of the newest whole checkpoint before this step; None if there is none.
 
     Args:
         folder: of all checkpoints of a run.
@@ -270,13 +270,13 @@ def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
     if before is None:
         return None
     found: dict[str, Any] = {"step": before, "sha256": None}
-    with contextlib.suppress(ValueError):  # it is damaged, which is found when somebody wants it
+    with contextlib.suppress(ValueError):  # A damaged one is found when it is needed.
         found["sha256"] = read_manifest(folder / str(before)).seal
     return found
 
 
 def find_break(folder: Path, step: int) -> str | None:
-    """Why a checkpoint is not one that this folder's run has made after those that lie before it; None if it may be.
+    """Say why this folder's run cannot have made a checkpoint after those before it; None if it may have.
 
     What an earlier version wrote says nothing of it, and one whose predecessor is gone cannot be compared.
 
@@ -301,7 +301,7 @@ def find_break(folder: Path, step: int) -> str | None:
 
 
 def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-    """What differs between a checkpoint folder and its manifest, or None.
+    """Say what differs between a checkpoint folder and its manifest; None if nothing does.
 
     Args:
         checkpoint: the folder of one step, or of one set aside.
@@ -349,14 +349,14 @@ def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str
     loads, mine = [0] * count, []
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         least = loads.index(min(loads))
-        loads[least] += sizes[name] + 1  # empty files are spread as well
+        loads[least] += sizes[name] + 1  # The 1 spreads empty files as well.
         if least == index:
             mine.append(name)
     return mine
 
 
 def _sync(descriptor: int) -> None:
-    """fsync; some network file systems know none for a folder, or for a file that is open to read."""
+    """Call fsync, which some network file systems lack for a folder, or for a file that is open to read."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -373,7 +373,7 @@ def _find_changed(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) 
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """What the system says of a path; None if there is nothing. Not `Path.is_file`, to which errors may mean the same.
+    """Return the stat of a path; None if there is nothing. `Path.is_file` would hide errors.
 
     Raises:
         OSError: the system does not say.
@@ -398,7 +398,7 @@ def _tail(body: str) -> str:
 
 
 def _unsealed(text: str) -> str:
-    """Why a manifest is not as it was written."""
+    """Say why a manifest is not as it was written."""
     try:
         schema = json.loads(text)["schema"]
         if schema != _SCHEMA:
@@ -446,7 +446,7 @@ def _step(name: str) -> int | None:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint which is not set aside, newest first.
+    """Return the steps whose checkpoint is not set aside, newest first.
 
     Raises:
         OSError: the folder cannot be read.
@@ -455,7 +455,7 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def steps_aside(folder: Path) -> list[int]:
-    """Steps of the checkpoints that were set aside.
+    """Return the steps of the checkpoints that were set aside.
 
     Raises:
         OSError: the folder cannot be read.
@@ -508,6 +508,6 @@ def remove_unfinished(folder: Path) -> None:
         number, _, rest = path.name.partition(".")
         if _step(number) is not None and rest.startswith(_UNFINISHED):
             gone = folder / f"{number}.deleting-{uuid.uuid4().hex}"
-            with contextlib.suppress(OSError):  # somebody else removes it, or nobody can
+            with contextlib.suppress(OSError):  # Somebody else removes it, or nobody can.
                 os.replace(path, gone)
             shutil.rmtree(gone, ignore_errors=True)

@@ -39,8 +39,8 @@ from meshkit.verbs.checkpoint.manifest import (
 )
 
 STATE = "state"
-_REMOVE_S, QUIET_S = 5.0, 0.5  # what is left, or made again, after that goes with the next save, or at the end
-_VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minute
+_REMOVE_S, QUIET_S = 5.0, 0.5  # What is left or created again after these goes with the next save, or at the end.
+_VISIBLE_S = 90.0  # NFS clients keep the names in a folder for up to a minute.
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class Saving:
     ):
         self.superseded = tuple(superseded)
         self.step = int(record["step"])
-        mine = number if owner is None else f"{owner.token}-{number}"  # no two owners write into one folder
+        mine = number if owner is None else f"{owner.token}-{number}"  # No two owners write into one folder.
         self._target, self._partial = folder / str(self.step), folder / f"{self.step}.partial-{mine}"
         self._check_owner = owner.check if owner is not None else lambda: None
         self._number, self._record, self._agreement, self._limit_s = number, record, agreement, limit_s
         self._handler = ocp.StandardCheckpointHandler()
         self._copied = threading.Event()
         self._outcome: SaveOutcome | None = None
-        self._thread = threading.Thread(target=self._run, name=f"meshkit-save-{self.step}", daemon=True)
+        self._thread = threading.Thread(target=self._save, name=f"meshkit-save-{self.step}", daemon=True)
 
     def start(self, state: TrainState) -> None:
-        """Begin; returns when the state is in host memory, so that the next step may change it."""
+        """Begin the save; return once the state is in host memory, so that the next step may change it."""
         self._state, self._began = state, time.monotonic()
         self._thread.start()
         self._copied.wait()
@@ -109,8 +109,8 @@ class Saving:
         self._thread.join(timeout_s)
         return self._outcome
 
-    def _run(self) -> None:
-        """Never raises: what goes wrong, here or on another process, is the outcome."""
+    def _save(self) -> None:
+        """Run the save without raising: an error, here or on another process, becomes the outcome."""
         try:
             mine = self._write()
             error = self._agreement.reach(f"save/{self._number}", mine, self._commit, timeout_s=self._limit_s)
@@ -120,7 +120,7 @@ class Saving:
         self._outcome = SaveOutcome(self.step, time.monotonic() - self._began, error, tuple(notes))
 
     def _write(self) -> dict[str, Any]:
-        """This process's part: `files`, or `error`."""
+        """Write this process's part; return `files`, or `error`."""
         into = self._partial / STATE
         try:
             into.mkdir(parents=True, exist_ok=True)
@@ -129,10 +129,11 @@ class Saving:
             self._state = None
             self._copied.set()
             wait_for_all(futures or ())
-            shards = into / f"ocdbt.process_{self._agreement.rank}"  # nobody else writes there, also not the merge
+            # Neither another process nor the merge writes there.
+            shards = into / f"ocdbt.process_{self._agreement.rank}"
             files = fingerprints(self._partial, _files(shards), sync=True)
             if self._agreement.size > 1 and (took_s := time.monotonic() - self._began) > self._limit_s:
-                # the others wait no longer, so it is none for anybody
+                # The others no longer wait, so this save has failed for all.
                 raise OSError(f"its part took {took_s:.0f} s to write, but a save may take {self._limit_s:.0f} s")
             return {"files": files}
         except BaseException as problem:
@@ -149,7 +150,7 @@ class Saving:
                 self._finish({name: found for part in parts for name, found in part["files"].items()})
         except BaseException as problem:
             error = explain(problem)
-        if error is not None:  # what it takes of a full disk is needed for the next one
+        if error is not None:  # The next save needs the space on a full disk.
             remove_failed(self._partial)
         return error
 
@@ -170,7 +171,7 @@ class Saving:
         rest = fingerprints(self._partial, [path for name, path in every.items() if name not in hashed], sync=True)
         previous = previous_of(self._target.parent, self.step)
         write_manifest(self._partial, {**self._record, "previous": previous, "files": {**hashed, **rest}})
-        self._check_owner()  # who takes the folder over removes this one first: between the two nothing gets through
+        self._check_owner()  # A new owner removes this folder first, so nothing can be committed in between.
         os.replace(self._partial, self._target)
         sync_folder(self._target.parent)
 
@@ -184,7 +185,7 @@ class Saving:
 
 
 def wait_for_all(futures: Sequence[Any]) -> None:
-    """The first error, once no other array is being written any more."""
+    """Wait until no array is being written any more; return the first error."""
     problems = []
     for future in futures:
         try:

@@ -30,9 +30,9 @@ from meshkit.sharding.resolve import path_name
 from meshkit.step.state import TrainState
 from meshkit.units import format_bytes
 
-Index = tuple[tuple[int, int], ...]  # first and end of a shard in each dim
-_LIMIT_S = 600.0  # for all processes to seal, or to say what they have
-_made = itertools.count()  # in the same order by every process
+Index = tuple[tuple[int, int], ...]  # First and end index of a shard in each dim.
+_LIMIT_S = 600.0  # Time for all processes to seal, or to say what they have.
+_made = itertools.count()  # Every process makes them in the same order.
 
 
 class Snapshots:
@@ -57,7 +57,7 @@ class Snapshots:
             say("note: no snapshots are taken: `meshkit launch local` keeps those of checkpoint.snapshot_every.")
 
     def take(self, state: TrainState) -> None:
-        """Copy the state; returns when the next step may change it. Waits for an earlier snapshot to be whole."""
+        """Copy the state; return when the next step may change it. Wait for an earlier snapshot first."""
         if not self.enabled:
             return
         self.close()
@@ -76,7 +76,7 @@ class Snapshots:
         self._thread.start()
 
     def _seal(self, slot: Slot, data: memoryview | None, record: dict[str, Any], problem: str) -> None:
-        """Make it whole, and waits until it is so on all processes. Where it fails on one, none takes another."""
+        """Seal the snapshot, and wait until all processes have. Where it fails on one, none takes another."""
         try:
             if data is not None:
                 slot.seal(data, record)
@@ -139,7 +139,7 @@ def _newest_of_all(every: list[list[int]]) -> int:
 
 
 def _indices(leaf: Any) -> dict[Any, Index]:
-    """Device of this process -> which part of the array it holds."""
+    """Map each device of this process to the part of the array that it holds."""
     found = leaf.sharding.addressable_devices_indices_map(leaf.shape)
     return {device: tuple(s.indices(size)[:2] for s, size in zip(parts, leaf.shape)) for device, parts in found.items()}
 

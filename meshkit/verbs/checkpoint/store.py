@@ -55,12 +55,12 @@ from meshkit.verbs.checkpoint.manifest import (
 )
 from meshkit.verbs.checkpoint.saving import STATE, Saving, remove_failed, silence_orbax
 
-_stores = itertools.count()  # made in the same order by every process
+_stores = itertools.count()  # Every process makes its stores in the same order.
 # For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.
 _READ_S = 3600.0
-_LEAST_WRITE_S, _SLOWEST_BYTES_PER_S = 600.0, 20e6  # of all processes together
-_ABANDON_S = 5.0  # to let a save of several processes end after one of them has failed
-SAID_AFTER_S = 1.0  # of waiting for an earlier save
+_LEAST_WRITE_S, _SLOWEST_BYTES_PER_S = 600.0, 20e6  # For all processes together.
+_ABANDON_S = 5.0  # A save of several processes has so long to end after one of them has failed.
+SAID_AFTER_S = 1.0  # Waiting longer than this for an earlier save is reported.
 
 
 class CheckpointStore:
@@ -96,14 +96,14 @@ class CheckpointStore:
         self._facts: dict[str, Any] = dict(facts or {}) | ({"run": owner.run} if owner else {})
         self._say = say or _warn
         self._numbers, self.saving, self._failed = itertools.count(), None, None
-        self._removed: list[Path] = []  # of failed saves; threads of orbax may make them again
+        self._removed: list[Path] = []  # Folders of failed saves, which threads of orbax may create again.
         self._news: dict[str, Any] = {}
         self._said_slow = False
         silence_orbax()
         self.agreement = Agreement(f"checkpoints/{next(_stores)}")
         opened = self.agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
         self._steps, unwritable, unreadable = opened
-        if unreadable:  # not a folder without checkpoints
+        if unreadable:  # A folder without checkpoints is no error.
             raise unreadable_error("the folder of checkpoints", unreadable, str(self.folder))
         if self.table.every and unwritable:
             raise ConfigError(
@@ -113,13 +113,16 @@ class CheckpointStore:
             )
 
     def _open(self) -> tuple[list[int], str | None, dict[str, Any] | None]:
-        """Return the steps that have a checkpoint, as process 0 finds them; why the folder cannot be written, or read."""
+        """Return the steps that have a checkpoint, as process 0 finds them, and why the folder is unwritable or
+        unreadable.
+        """
         unwritable = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._owner is not None:
                 self._owner.check()
-            if self._owner is not None or not is_owned(self.folder.parent):  # else what somebody is writing
+            # Otherwise somebody else may be writing it.
+            if self._owner is not None or not is_owned(self.folder.parent):
                 remove_unfinished(self.folder)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
@@ -131,7 +134,7 @@ class CheckpointStore:
             return [], unwritable, describe_failure(error)
 
     def save(self, state: TrainState) -> None:
-        """Start writing the state; returns when it is copied to host memory. Waits for an earlier save to end.
+        """Start writing the state; return when it is copied to host memory. Wait for an earlier save first.
 
         A step that has a checkpoint is not written again. How it ends, `check` and `wait` say.
 
@@ -185,7 +188,8 @@ class CheckpointStore:
             )
 
     def close(self) -> None:
-        """Let a save in the background end. After a failure the others may be gone, so several processes wait little.
+        """Let a save in the background end. After a failure the others may be gone, so several processes wait only
+        briefly.
 
         Never raises: a run that ends well has called `wait`.
         """
@@ -194,14 +198,16 @@ class CheckpointStore:
         self._remove_again()
 
     def news(self) -> dict[str, Any]:
-        """What happened since the last call, for the metrics: `checkpoint_step` and `checkpoint_s` of a save, or
-        `checkpoint_error`; `checkpoint_wait_s` that training waited for one; `checkpoint_corrupt` that was passed over.
+        """Return what happened since the last call, for the metrics.
+
+        `checkpoint_step` and `checkpoint_s` are of a save, or `checkpoint_error`; `checkpoint_wait_s` is how long
+        training waited for one; `checkpoint_corrupt` is a checkpoint that was passed over.
         """
         news, self._news = self._news, {}
         return news
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, newest first."""
+        """Return the steps that have a checkpoint, newest first."""
         return list(self._steps)
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
@@ -242,7 +248,7 @@ class CheckpointStore:
         return None
 
     def _try(self, step: int, abstract: TrainState) -> tuple[str | None, TrainState | None]:
-        """What is wrong with a checkpoint, the same on every process, and its state where nothing is.
+        """Return what is wrong with a checkpoint, the same on every process, and its state where nothing is.
 
         Raises:
             ConfigError, RunError: nothing is known to be wrong with it, but it cannot be restored; on every process.
@@ -253,7 +259,8 @@ class CheckpointStore:
         assert manifest is not None
         saved = self.arrangement.saved if self.arrangement else abstract
         self._check_fits(step, manifest, saved)
-        for pause_s in (None, *PAUSES_S):  # all of them again: orbax's processes may wait for each other
+        # All processes try again together, because orbax's processes may wait for each other.
+        for pause_s in (None, *PAUSES_S):
             if pause_s is not None:
                 time.sleep(pause_s)
             state, found = _read(self.folder / str(step), saved, step)
@@ -268,7 +275,7 @@ class CheckpointStore:
         raise unreadable_error(f"checkpoint {step}", failure, str(self.folder / str(step)))
 
     def _verify(self, step: int, *, contents: bool) -> tuple[str | None, Manifest | None]:
-        """What differs from the manifest, the same on every process, and the manifest.
+        """Return what differs from the manifest, the same on every process, and the manifest.
 
         Raises:
             ConfigError, RunError: it cannot be read.
@@ -281,7 +288,7 @@ class CheckpointStore:
             if found["corruption"] is None:
                 manifest = read_manifest(checkpoint)
                 found["seal"] = manifest.seal
-        except ValueError as error:  # changed since
+        except ValueError as error:  # The file changed since.
             found["corruption"] = str(error)
         except OSError as error:
             found["failure"] = describe_failure(error)
@@ -333,7 +340,7 @@ class CheckpointStore:
             self._say_first(f"note: {what}")
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Rename corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""
+        """Rename corrupt checkpoints on process 0; the others wait, so that none of them saves that step earlier."""
 
         def rename(_: Any) -> list[str]:
             refused = []
@@ -356,7 +363,7 @@ class CheckpointStore:
         return self.agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
 
     def _settle(self, *, say: bool = True) -> None:
-        """Wait for the save in the background, and takes in its outcome; says so if it failed."""
+        """Wait for the save in the background and record its outcome; report a failure."""
         if self.saving is None:
             return
         saving, self.saving = self.saving, None
@@ -466,7 +473,7 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
         handler = ocp.StandardCheckpointHandler()
         state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
         found = int(state.step)
-    except Exception as error:  # whatever orbax and tensorstore raise for files that they cannot read
+    except Exception as error:  # orbax and tensorstore raise many types for files that they cannot read.
         return None, {"failure": describe_failure(error)}
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(state, saved)
@@ -500,13 +507,13 @@ def _warn(line: str) -> None:
 
 
 def _describe(state: TrainState) -> dict[str, str]:
-    """Path -> `float32[128, 256]` of every array."""
+    """Map the path of every array to `float32[128, 256]`."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 def _mesh_of(state: TrainState) -> dict[str, int]:
-    """Axis -> size of the mesh that the arrays lie on; empty for one device."""
+    """Map each axis of the arrays' mesh to its size; empty for one device."""
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf.sharding, NamedSharding):
             return {str(name): int(size) for name, size in leaf.sharding.mesh.shape.items()}

@@ -98,8 +98,7 @@ class Explanation(Printed, Part):
     placement: PlacementPart | None
     of_file: bool = Field(default=True, exclude=True)
     device: str = Field(default="GPU", exclude=True)
-    links: tuple[str, str] = Field(default=("nvlink", "infiniband"), exclude=True)
-    """What connects devices inside a domain, and domains."""
+    links: tuple[str, str] = Field(default=("nvlink", "infiniband"), exclude=True)  # Inside a domain, between domains.
 
     @property
     def failing(self) -> tuple[Finding, ...]:
@@ -112,7 +111,7 @@ class Explanation(Printed, Part):
 
 
 def explain(experiment: Experiment | ProgramExperiment, *, compile: bool = True) -> Explanation:
-    """Resolve the experiment's rules against its model, lints them, and checks the compiled step's collectives.
+    """Resolve the experiment's rules against its model, lint them, and check the compiled step's collectives.
 
     Args:
         experiment: loaded from a file.

@@ -228,8 +228,7 @@ def _commands(file: str, cluster: Cluster) -> str:
 
 
 def _options(model: str, preset: str | None, example: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield lines of `[model]`: the options of its example, or what its source says that it takes; nothing is imported.
-    """
+    """Yield lines of `[model]`: the options of its example, or those that its source takes; nothing is imported."""
     taken = read_signature(model, [Path.cwd(), folder])
     own = {key: value for key, value in example.items() if key != "class"}
     if preset is None and not own and taken is not None and "preset" in taken.names:

@@ -115,7 +115,7 @@ def gpus_here() -> int:
 
 
 def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int) -> None:
-    """Run one process's part of an experiment on this machine's first GPU, and captures it into a run folder.
+    """Run one process's part of an experiment on this machine's first GPU, and capture it into a run folder.
 
     Args:
         experiment: its cluster is mocked but for one GPU.
@@ -295,7 +295,7 @@ def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Wa
     """Warn of what the rehearsal does not measure."""
     messages = {
         "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
-        "rehearsal_contention": "no collective ran beside the kernels, so they are faster than where NCCL takes "
+        "rehearsal_contention": "no collective overlapped the kernels, so they are faster than where NCCL takes "
         "multiprocessors and memory bandwidth; stragglers are none",
         "rehearsal_nccl_memory": f"NCCL allocated nothing; {format_bytes(reserved.nccl)} for {reserved.communicators} "
         "communicators is the memory model's",
@@ -414,7 +414,7 @@ def planned_program(experiment: Experiment | ProgramExperiment) -> CompiledProgr
 
 
 def main(request: dict[str, Any]) -> None:
-    """Compile, runs and captures the experiment of a request; its code is beside the file that the user named.
+    """Compile, run and capture the experiment of a request; its code is in the folder of the user's file.
 
     Args:
         request: as `run` writes it: `experiment` (a file of all keys), `overrides` (of keys that a file may not set),
@@ -438,7 +438,7 @@ def mock(cluster: Cluster) -> None:
 
 
 def rehearse(experiment: Experiment | ProgramExperiment, devices: list[Any], folder: Path, steps: int) -> None:
-    """Run the experiment's step on what of the devices is this process's, and captures `steps` of it.
+    """Run the experiment's step on this process's devices, and capture `steps` of it.
 
     Args:
         experiment: the job.
