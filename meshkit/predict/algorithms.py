@@ -274,14 +274,12 @@ def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algor
 
 
 def _ll_bytes_per_s(links: Links) -> float:
-    """Return the bus bandwidth that LL does not exceed, as NCCL has it."""
     if links.inside != "nvlink" and links.k == 1:
         return math.inf
     return nccl_constants()["tuner"][links.column]["ll"][min(links.k, 3) - 1]
 
 
 def _channels(ports: int) -> int:
-    """Return the channels over the network of a group with so many ports in a domain."""
     net = nccl_constants()["net"]
     return min(net["max_channels"], net["channels_per_gpu"] * ports)
 
@@ -532,7 +530,6 @@ def _neighbours(payload: float, links: Links) -> Algorithm:
 
 
 def _first_channels(links: Links) -> int:
-    """Return the channels that a message to one peer of a domain starts on."""
     return max(1, 1 << max(0, (nccl_constants()["p2p"]["channels"] // links.ranks).bit_length() - 1))
 
 

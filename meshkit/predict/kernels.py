@@ -385,7 +385,6 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
 
 def _clocks_s(clocks: float, gpu: Gpu) -> float:
-    """Return the seconds of so many clocks of one multiprocessor, shared by all."""
     return clocks / (gpu.sms * gpu.clock_hz) if clocks else 0.0
 
 
@@ -508,7 +507,6 @@ def _measured_gpu(gpu: Gpu, precision: str) -> str | None:
 
 @functools.cache
 def _rows() -> dict[tuple[str, str, str], list[Mapping[str, str]]]:
-    """Return the rows of matmuls.csv by GPU, precision and library."""
     rows: dict[tuple[str, str, str], list[Mapping[str, str]]] = {}
     for row in catalog.measured_table("matmuls.csv"):
         rows.setdefault((row["gpu"], row["precision"], row["library"].partition(" ")[0]), []).append(row)

@@ -107,7 +107,6 @@ def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
 
 
 def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
-    """Return the collectives by communicator: one for each way to group the GPUs."""
     groups: dict[tuple, list[Collective]] = {}
     for c in used:
         if c.group_size > 1:

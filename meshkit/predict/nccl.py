@@ -328,7 +328,6 @@ def _share_of_nics(cluster: Cluster, net: Link, busy: float) -> float:
 
 
 def _port_bytes_per_s(cluster: Cluster) -> float:
-    """Return the bytes per second that one GPU can send through one port; 0 without a network."""
     return min(cluster.nic.bytes_per_s, cluster.gpu.pcie_bytes_per_s) if cluster.nic else 0.0
 
 
