@@ -189,7 +189,7 @@ def failures() -> Mapping[str, Any]:
 
 
 def published_failures_per_gpu_day() -> dict[str, float]:
-    """Return failures a GPU and day by study; the first one is the default."""
+    """Return study -> failures a day for each GPU of a host; the first study is the default."""
     row = failures()
     return {
         name: found["failures"] / found["hosts"] / row["gpus_per_host"] / (found["hours"] / 24)

@@ -1,4 +1,4 @@
-"""What failures leave of a planned training: goodput, the best intervals between saves, what spare hosts are worth.
+"""Predict a planned training's goodput under failures, its best intervals between saves and the use of spare hosts.
 
 Report, StepFacts, Cluster, [failures] -> Costs -> closed form, simulator -> FailuresPart
 """
@@ -30,13 +30,13 @@ from meshkit.report.schema import FailuresPart, Report, SparesPart
 from meshkit.step.program import StepFacts
 
 _SEED = 20261127
-_PLAYED = 4000  # failures of a simulated run: goodput within 1 / sqrt(4000) of what it lacks
-_MOST_SPARES, _ENOUGH = 16, 1e-3  # rows of spares, up to one with which goodput lacks a tenth of a point
-_SNAPSHOT_COPIES = 2  # a new one is written beside the last whole one
+_PLAYED = 4000  # Goodput is then off by at most 1 / sqrt(4000) of what it lacks.
+_MOST_SPARES, _ENOUGH = 16, 1e-3  # The rows of spares end where goodput lacks less than a tenth of a point.
+_SNAPSHOT_COPIES = 2  # A snapshot is written beside the last whole one.
 
 
 class _Known(NamedTuple):
-    """`[failures]` with what it leaves out as the catalog has it; the rate is another matter."""
+    """Values of `[failures]`; the catalog fills in what the table leaves out. The failure rate is handled apart."""
 
     host_share: float
     detection_s: float
@@ -44,20 +44,20 @@ class _Known(NamedTuple):
     repair_hours: float
 
     @classmethod
-    def of(cls, given: FailuresTable) -> _Known:
+    def read(cls, given: FailuresTable) -> _Known:
         row = catalog.failures()
         return cls(*(row[name] if getattr(given, name) is None else getattr(given, name) for name in cls._fields))
 
 
 def _hosts(cluster: Cluster) -> int:
-    """Hosts with a GPU that trains: of a domain that spans hosts the first ones."""
+    """Return the number of hosts with a GPU that trains; in a domain that spans hosts these are the first ones."""
     if cluster.nvlink_domain_size < cluster.gpus_per_host:
         return cluster.hosts
     return cluster.num_nvlink_domains * math.ceil(cluster.gpus_used_per_domain / cluster.gpus_per_host)
 
 
 def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | ProgramExperiment) -> FailuresPart:
-    """Return what failures leave of the training that the report plans.
+    """Return the goodput that failures leave of the planned training, and where the rest of the time goes.
 
     Args:
         report: of the plan; its step time, and bytes of the state of one GPU.
@@ -70,12 +70,10 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
     cluster, given = experiment.cluster, experiment.failures
     step_s, state_bytes = report.step.time_s, facts.state_bytes
     if not step_s or not state_bytes:
-        what = "a step time" if state_bytes else "the bytes of parameters and optimizer state"
-        hint = "without --failures, or a [model] with meshkit's own step, whose state is known"
-        raise ConfigError(
-            f"what failures cost needs {what}, which this plan does not have.", at="--failures", hint=hint
-        )
-    known, hosts = _Known.of(given), _hosts(cluster)
+        missing = "a step time" if state_bytes else "the bytes of parameters and optimizer state"
+        hint = "leaving out --failures, or planning a [model] with meshkit's own step, whose state is known"
+        raise ConfigError(f"--failures needs {missing}, which this plan does not have.", at="--failures", hint=hint)
+    known, hosts = _Known.read(given), _hosts(cluster)
     rates = {name: rate * cluster.gpus_per_host for name, rate in catalog.published_failures_per_gpu_day().items()}
     default, rate = next(iter(rates.items()))
     rate, source = (given.per_host_day, "given") if given.per_host_day is not None else (rate, default)
@@ -110,15 +108,15 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
         snapshot_write_s=memory.write_s,
         snapshot_host_bytes=held,
         spares=tuple(_spares(disk, every or best, between_s, known, cluster)),
-        published={name: _at_rate(disk, every, DAY_S / (rate * hosts)) for name, rate in rates.items()},
+        published={name: _goodput_at(disk, every, DAY_S / (rate * hosts)) for name, rate in rates.items()},
     )
 
 
 def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float) -> tuple[Costs, float]:
-    """Costs of checkpoints on disk, and the storage's bytes per second.
+    """Return the costs of checkpoints on disk, and the storage's bandwidth in bytes per second.
 
-    A save blocks while the state leaves the GPUs, all at once, each its own shards. What nobody says of the storage is
-    taken to be as fast, for each GPU, as Llama 3's.
+    A save blocks the steps while every GPU copies its shards to its host, all GPUs at once. A cluster file without a
+    storage bandwidth is taken to have as much for each GPU as Llama 3's.
     """
     assert facts.state_bytes is not None
     storage = cluster.checkpoint_bytes_per_s or cluster.num_gpus * catalog.failures()["storage_bytes_per_gpu_s"]
@@ -129,10 +127,10 @@ def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float
 
 
 def _memory_costs(known: _Known, cluster: Cluster, hosts: int, facts: StepFacts, step_s: float) -> tuple[Costs, float]:
-    """Costs of snapshots in host memory with a copy at a neighbour, and the bytes that they take of a host's memory.
+    """Return the costs of snapshots in host memory with a copy on another host, and the bytes that they take of a host.
 
-    A snapshot blocks as a checkpoint does, since the next step may change the state; the copy to the neighbour crosses
-    the scale-out fabric under the following steps. A lost host's share comes back the same way.
+    A snapshot blocks as a checkpoint does, since the next step may change the state. The copy to the other host crosses
+    the scale-out fabric during the following steps, and a lost host's share comes back the same way.
     """
     assert facts.state_bytes is not None
     disk, _ = _disk_costs(known, cluster, facts, step_s)
@@ -142,14 +140,14 @@ def _memory_costs(known: _Known, cluster: Cluster, hosts: int, facts: StepFacts,
     return costs, share * _SNAPSHOT_COPIES * (2 if hosts > 1 else 1)
 
 
-def _at_rate(costs: Costs, every: int | None, between_s: float) -> float:
+def _goodput_at(costs: Costs, every: int | None, between_s: float) -> float:
     return expected_goodput(costs, every or best_interval(costs, between_s), between_s)
 
 
 def _spares(costs: Costs, every: int, between_s: float, known: _Known, cluster: Cluster) -> Iterator[SparesPart]:
-    """What goodput is with 0, 1, ... spare hosts, until another one gives nothing.
+    """Yield the goodput with 0, 1, ... spare hosts, until another one gives nothing.
 
-    A host of an NVLink domain that spans hosts is replaced by one of the same domain alone, so each has its own.
+    Only a host of the same NVLink domain can replace a host of a domain that spans hosts, so each domain has its own.
     """
     in_domain = cluster.nvlink_domain_size > cluster.gpus_per_host
     pools = cluster.num_nvlink_domains if in_domain else 1

@@ -1,4 +1,4 @@
-"""plan: what a training step would do on GPUs that are not there.
+"""Plan: predict what a training step would do on GPUs that are not there.
 
 step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeline -> Report.
 """
@@ -58,13 +58,19 @@ class Plan:
     """A plan and what it was made from."""
 
     report: Report
-    timeline: Timeline  # the simulated step, for pictures
-    compiled: CompiledProgram  # its memory and its compile times
-    schedule: Schedule  # the program as read
+    timeline: Timeline
+    """The simulated step."""
+    compiled: CompiledProgram
+    """The compiled program, with its memory analysis and compile times."""
+    schedule: Schedule
+    """The program as it was read."""
     facts: StepFacts
-    planned: Planned  # what the report's verdict is made from
-    examined: Examined | None = None  # what was checked, of an experiment's own step
-    lint: Lint | None = None  # what that found
+    planned: Planned
+    """The inputs of the report's verdict."""
+    examined: Examined | None = None
+    """The examined step; None where nothing was examined before the compiler."""
+    lint: Lint | None = None
+    """The lint's findings on it."""
 
 
 def plan(
@@ -78,9 +84,9 @@ def plan(
     options: Mapping[str, object] | None = None,
     memory_fraction: float = 0.92,
 ) -> Report:
-    """The predicted report of any jitted function or closure on a cluster that is not there.
+    """Return the predicted report of any jitted function or closure on a cluster that is not there.
 
-    Needs no GPU, and works in a process that has already used jax.
+    It needs no GPU, and works in a process that has already used jax.
 
     Args:
         step: under `jax.jit` or `nnx.jit`, or plain; or an `mk.Program`, which brings its arguments. What one that is
@@ -118,13 +124,13 @@ def plan_program(
     training_steps: int | None = None,
     imbalance: float = 1.0,
 ) -> Plan:
-    """Return the plan of a step that somebody gives; see `plan` and `make_plan`.
+    """Return the plan of a step that the caller brings.
 
-    What its arguments are for, its tokens and its model FLOP are found where the program does not say them.
+    The roles of its arguments, its tokens and its model FLOP are inferred where the program does not state them.
 
     Args:
-        program, mesh, cluster, choices, examined, imbalance: as those take them.
-        training_steps: of the whole training, for its time and cost.
+        program, mesh, cluster, choices, examined, imbalance: as `plan` and `make_plan` take them.
+        training_steps: steps of the whole training, for its time and cost.
     """
     groups = group_arguments(program.args, program.names)
     mesh = mesh_of_arguments(groups, DescribedMesh) or mesh
@@ -144,31 +150,34 @@ def plan_program(
 
 
 def mesh_of_arguments[T](groups: Groups, kind: type[T]) -> T | None:
-    """Return the mesh of a kind that a program's arguments lie on, which a trainer may have made itself."""
+    """Return the mesh of type `kind` on which a program's arguments lie, if any; a trainer may have made it itself."""
     arrays = map(array_of, (*groups.of_state, *groups.batch.values()))
     meshes = (getattr(getattr(array, "sharding", None), "mesh", None) for array in arrays)
     return next((mesh for mesh in meshes if isinstance(mesh, kind)), None)
 
 
 def plan_experiment(experiment: Experiment | ProgramExperiment, *, imbalance: float = 1.0) -> Plan:
-    """The plan of an experiment's training step: the one that `train` runs, or that its `[program]` makes.
+    """Return the plan of an experiment's training step: the one that `train` runs, or that its `[program]` makes.
 
     Args:
-        experiment: its cluster has GPUs; none of them need be here.
+        experiment: an experiment whose cluster has GPUs; none of them need be attached.
         imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
 
     Raises:
-        ConfigError: a cluster of CPUs, a model or rules that do not fit, no compiler, or an imbalance below 1.
+        ConfigError: the cluster has only CPUs, a model or rules do not fit, no compiler is installed, or the imbalance
+            is below 1.
+
         ProgramError: XLA refuses the step.
     """
     if not 1.0 <= imbalance < math.inf:
-        message = f"an imbalance of {imbalance:g} makes no sense: the busiest GPU has an average one's rows or more."
+        message = f"an imbalance of {imbalance:g} is not possible: the busiest GPU has at least an average GPU's rows."
+
         raise ConfigError(message, hint="1 for an even load, 1.5")
     return on_own_stack(functools.partial(_plan_experiment, experiment, imbalance))
 
 
 def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: float) -> Plan:
-    """The work of `plan_experiment`, without a frame of its caller below it."""
+    """Run `plan_experiment` on a stack of its own, without a frame of its caller below it."""
     check_has_gpus(experiment.cluster)
     if isinstance(experiment, ProgramExperiment):
         return _plan_users_program(experiment, imbalance)
@@ -185,14 +194,13 @@ def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: floa
     )
     if not experiment.checkpoint.snapshot_every:
         return made
-    leaves = jax.tree.leaves(program.abstract_state)  # wherever they lie: a snapshot holds them all
+    leaves = jax.tree.leaves(program.abstract_state)  # A snapshot holds all of them, wherever they lie.
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     told = snapshot_warnings(held, made.compiled, experiment.cluster)
     return replace(made, report=made.report.model_copy(update={"warnings": (*made.report.warnings, *told)}))
 
 
 def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan:
-    """As `_plan_experiment`, of a `[program]`."""
     with absent_program(experiment) as (program, mesh):
         facts = group_arguments(program.args, program.names).facts()
         return plan_program(
@@ -207,11 +215,11 @@ def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan
 
 
 def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
-    """Return the steps of the whole training; None where the file says neither them nor its tokens.
+    """Return the steps of the whole training; None where the file states neither them nor the total tokens.
 
     Args:
-        experiment: whose `train.tokens_total`, or `train.steps`, it is.
-        tokens: of a step.
+        experiment: its `train.tokens_total` comes first, then `train.steps`.
+        tokens: tokens of one step.
     """
     train = experiment.train
     if train.tokens_total and tokens:
@@ -220,11 +228,12 @@ def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
 
 
 def choices_of(experiment: ProgramExperiment) -> CompileChoices:
-    """Return what a `[program]` is compiled with: its `[xla]`, `train.memory_fraction` and `train.pgle`; meshkit
-    derives nothing.
+    """Return the compiler options of a `[program]`: its `[xla]`, `train.memory_fraction` and `train.pgle`.
+
+    meshkit derives no options for it, since the step is the user's.
 
     Raises:
-        ConfigError: an option of XLA names what is no file to read.
+        ConfigError: an option of XLA names a file that cannot be read.
     """
     options = readable_options(experiment.xla, experiment.places)
     train = experiment.train
@@ -233,10 +242,12 @@ def choices_of(experiment: ProgramExperiment) -> CompileChoices:
 
 @contextmanager
 def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, DescribedMesh]]:
-    """Give what `program.make` makes for absent GPUs, and their mesh; jax's devices are these inside.
+    """Give the program that `program.make` builds for absent GPUs, and their mesh.
+
+    Inside the block, jax's devices are the absent GPUs.
 
     Raises:
-        ConfigError: see `make_program`; or what the step raised that the block traced.
+        ConfigError: see `make_program`; or the step raised an error while the block traced it.
     """
     use_no_accelerator()
     cluster = experiment.cluster
@@ -256,13 +267,12 @@ def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, Des
 
 
 def absent_step(experiment: Experiment) -> TrainProgram:
-    """The experiment's own training step, for the GPUs that its cluster describes.
+    """Return the experiment's own training step for the GPUs that its cluster describes.
 
-    Returns:
-        Its `mesh` is a described one; if jax has not started, tracing and lowering take the CPU alone.
+    Its `mesh` is a described one. If jax has not started, tracing and lowering use the CPU alone.
 
     Raises:
-        ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
+        ConfigError: a model or loss cannot be imported or does not take its options, or the rules do not fit the model.
     """
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
@@ -281,18 +291,18 @@ def make_plan(
     groups: Groups | None = None,
     imbalance: float = 1.0,
 ) -> Plan:
-    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
+    """Compile, simulate and summarize a step, and check the compiled step against what was examined before.
 
     Args:
         step, args, mesh, cluster: as `plan` takes them.
-        facts: of one step; what they leave out (FLOP, tokens, bytes of the state) the report does, too.
-        choices: of the compiler; its `memory_fraction` is that of the report's pool.
-        examined: the step as the lint saw it before the compiler; without it findings are of the compiled one alone.
-        groups: what its arguments are for, of a step whose facts are read from what was traced and compiled.
+        facts: facts of one step; the report leaves out what they leave out (FLOP, tokens, bytes of the state).
+        choices: compiler options; their `memory_fraction` is that of the report's pool.
+        examined: the lint's examination before the compiler; without it, findings come from the compiled step alone.
+        groups: roles of the arguments; given for a step whose facts are read from the traced and compiled program.
         imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
 
     Raises:
-        ConfigError: a cluster of CPUs, a mesh of another size than the cluster, or no compiler installed.
+        ConfigError: the cluster has only CPUs, the mesh has another size than the cluster, or no compiler is installed.
         ProgramError: XLA refuses the program.
     """
     check_has_gpus(cluster)
@@ -334,7 +344,7 @@ def make_plan(
 
 
 def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> StepFacts:
-    """Return the facts with what the traced and the compiled step say: model FLOP, and bytes of the arguments.
+    """Return the facts completed by the traced and the compiled step: model FLOP, and bytes of the arguments.
 
     The compiled step knows where XLA put an argument that had no sharding of its own.
     """
@@ -354,9 +364,9 @@ def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled:
 
 
 def _paths_of_state(groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> dict[int, str]:
-    """Return number -> path of the arrays that have a place and that a training step gives back.
+    """Return number -> path of the placed arrays that a training step takes and gives back.
 
-    A step trains that gives back an optimizer's state, or an array that it may overwrite.
+    A step counts as training if it gives back an optimizer's state, or an array that it may overwrite.
     """
     state = {id(array_of(leaf)): path for path, leaf in {**groups.parameters, **groups.others}.items()}
     moments = {id(array_of(leaf)): path for path, leaf in groups.optimizer.items()}
@@ -371,7 +381,6 @@ def _paths_of_state(groups: Groups, given: Sequence[Any], compiled: CompiledProg
 
 
 def _program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
-    """What is known of a program that was compiled for GPUs that are not there."""
     options = tuple(map(OptionPart.from_sources, compiled.chosen))
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return ProgramPart.from_sources(schedule, compiled, options=options, **versions)
@@ -386,15 +395,15 @@ def memory_part(
     memory_fraction: float,
     facts: StepFacts = NO_FACTS,
 ) -> MemoryPart:
-    """Whether a program fits, and what its peak is made of.
+    """Return whether a program fits into the GPU's memory, and what its peak consists of.
 
-    The parts of a training step add up to the peak: what is none of the others is temporary.
+    The parts of a training step add up to the peak, and whatever belongs to none of them is temporary.
 
     Args:
         compiled, module, schedule: the program.
-        cluster: the GPU, and what connects it.
+        cluster: the GPU, and the links between GPUs.
         memory_fraction: share of the GPU's memory that the client may take.
-        facts: the bytes of parameters, optimizer and gradients.
+        facts: bytes of parameters, optimizer and gradients.
     """
     capacity = int(cluster.gpu.memory_bytes)
     pool = int(capacity * memory_fraction)
@@ -407,7 +416,7 @@ def memory_part(
     gradients, activations = _split(compiled, facts.gradients_bytes)
     named = sum(part or 0 for part in (gradients, activations))
     temporary = compiled.memory["temp"] - compiled.symmetric_bytes - named
-    if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's
+    if parameters_bytes is not None:  # The batch is an argument, too, and has no part of its own.
         temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
     return MemoryPart(
         capacity_bytes=capacity,
@@ -430,11 +439,11 @@ def memory_part(
 
 
 def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None, int | None]:
-    """Gradients and activations among the temporaries at the peak.
+    """Return the bytes of gradients and of activations among the temporaries at the peak.
 
-    What is alive at the peak says what made it. Activations are what the forward pass made: what it keeps for the
-    backward pass. Gradients are told apart where their closed form fits into what neither pass made by itself (loops
-    carry them); what was recomputed or gathered, and what packing loses, stays temporary.
+    The operation that made a live buffer tells what it is. Activations are what the forward pass keeps for the backward
+    pass. Loops carry the gradients, so that neither pass made them by itself; they count where their closed form fits
+    into the rest. What was recomputed or gathered, and what packing loses, stays temporary.
     """
     temp, live = compiled.memory["temp"], compiled.live
     if live is None:
@@ -445,17 +454,17 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
 
 
 def check_has_gpus(cluster: Cluster, verb: str = "plan") -> None:
-    """Stops where there is nothing to predict.
+    """Raise an error where the cluster has no GPUs to predict.
 
     Args:
-        cluster: any, loaded.
+        cluster: a loaded cluster.
         verb: the command that the message names.
 
     Raises:
-        ConfigError: a cluster of CPUs.
+        ConfigError: the cluster has only CPUs.
     """
     if cluster.is_cpu:
         raise ConfigError(
-            f"cluster '{cluster.name}' has no GPUs, and {verb} predicts GPUs.",
-            hint="--set cluster=dgx_h100 (or any shipped cluster), with --set mesh... to match it",
+            f"cluster '{cluster.name}' has no GPUs, and {verb} only predicts GPUs.",
+            hint="--set cluster=dgx_h100 or another shipped cluster, and --set mesh=... to match it",
         )

@@ -27,10 +27,10 @@ from meshkit.step.train_step import build_train_step
 
 
 def resolve(experiment: Experiment) -> StepSpec:
-    """Return what the experiment's training step is made of, the user's code among it.
+    """Return the parts of the experiment's training step, with the user's code imported.
 
     Raises:
-        ConfigError: a class or function that is not there, or whose module cannot be imported.
+        ConfigError: a class or function does not exist, or its module cannot be imported.
     """
     model, train, optimizer, data = experiment.model, experiment.train, experiment.optimizer, experiment.data
     own = optimizer.class_path
@@ -51,10 +51,10 @@ def resolve(experiment: Experiment) -> StepSpec:
 
 
 def make_program(experiment: ProgramExperiment, mesh: AnyMesh) -> Program:
-    """Return the training step that `program.make` makes for a mesh.
+    """Return the training step that the function `program.make` builds for a mesh.
 
     Raises:
-        ConfigError: no such function, what it raised, or that it returned no `mk.Program`.
+        ConfigError: the function does not exist, raised an error, or returned no `mk.Program`.
     """
     table = experiment.program
     code = _function(experiment, "program.make", table.make)
@@ -67,20 +67,20 @@ def make_program(experiment: ProgramExperiment, mesh: AnyMesh) -> Program:
 
 
 def find_tokenizer(experiment: Experiment) -> UserCode | None:
-    """Return what `data.tokenizer` names; None without one.
+    """Return the function that `data.tokenizer` names; None without one.
 
     Raises:
-        ConfigError: it is not there, or its module cannot be imported.
+        ConfigError: it does not exist, or its module cannot be imported.
     """
     name = experiment.data.tokenizer
     return _function(experiment, "data.tokenizer", name) if name else None
 
 
 def find_sinks(experiment: Experiment) -> SinkCode:
-    """Return what the sinks of `train.metrics` and `train.tensorboard` call.
+    """Return the functions that receive metrics, by `train.metrics` and `train.tensorboard`.
 
     Raises:
-        ConfigError: a function that is not there, or no TensorBoard where it is asked for.
+        ConfigError: a function does not exist, or TensorBoard is asked for and not installed.
     """
     train = experiment.train
     return SinkCode(
@@ -90,7 +90,10 @@ def find_sinks(experiment: Experiment) -> SinkCode:
 
 
 def functions_by_command(experiment: ExperimentFile) -> list[str]:
-    """Return what the command line set of `FUNCTIONS`, for `load` in another process: `data.tokenizer="pkg.mod:fn"`."""
+    """Return the user's functions that the command line set, as overrides for `load` in another process.
+
+    Each is written as `data.tokenizer="pkg.mod:fn"`.
+    """
     document, table = experiment.document, experiment.to_dict()
     keys = [split_key(key) for key in FUNCTIONS]
     by_command = [key for key in keys if document is not None and document.is_overridden(key)]
@@ -98,30 +101,30 @@ def functions_by_command(experiment: ExperimentFile) -> list[str]:
 
 
 def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
-    """The experiment's training step on a mesh, attached or described.
+    """Return the experiment's training step on a mesh, attached or described.
 
     Args:
-        experiment: names the model, loss, optimizer and precision.
-        mesh: its axes must be those that the rules name.
-        rules: in place of the experiment's own.
+        experiment: the experiment that names the model, loss, optimizer and precision.
+        mesh: a mesh with the axes that the rules name.
+        rules: sharding rules that replace the experiment's own.
 
     Raises:
-        ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
+        ConfigError: a model or loss cannot be imported or does not take its options, or the rules do not fit the model.
     """
     return build_train_step(resolve(experiment), mesh, rules or experiment.rules)
 
 
 def examine_experiment(experiment: Experiment, program: TrainProgram) -> Examined:
-    """Return the experiment's step as the lint sees it before the compiler."""
+    """Return the lint's examination of the experiment's step before it is compiled."""
     document = experiment.document
     written = document.table.get("rules", {}) if document is not None else None
     return examine(program, experiment.cluster, experiment.mesh, allow=experiment.lint.allow, written=written)
 
 
 def examine_program(experiment: ProgramExperiment, program: Program, mesh: AnyMesh) -> Examined:
-    """Return a step of the user's own as the lint sees it before the compiler.
+    """Return the lint's examination of a user's own step before it is compiled.
 
-    Without `[rules]` the parameters are meant to lie where the arguments have them.
+    Without `[rules]`, the placement that the arguments have counts as intended.
     """
     rules = experiment.rules if experiment.has_rules else None
     return examine_step(
@@ -137,10 +140,8 @@ def examine_program(experiment: ProgramExperiment, program: Program, mesh: AnyMe
 
 
 def _code(experiment: ExperimentFile, key: str, name: str) -> UserCode:
-    """Return the class or function that a key names."""
     return load_code(name, experiment.search_paths, key, experiment.places)
 
 
 def _function(experiment: ExperimentFile, key: str, name: str) -> UserCode:
-    """Return the function that a key names."""
     return load_function(name, experiment.search_paths, key, experiment.places)

@@ -1,4 +1,4 @@
-"""Write the warnings of a plan: texts of what was assumed, what the compiler said, and what does not fit."""
+"""Write the warnings of a plan: assumptions, messages of the compiler, and steps that do not fit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshkit.report.schema import MemoryPart, Warning_
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
-HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: offloaded arrays do not fit into host memory
-# Of the step: below, the least that kernels take changes no number that anybody acts on.
+HOST_MEMORY_EXCEEDED = "host_memory_exceeded"
+# A share of the step below which the least time of a kernel changes no number that anybody acts on.
 _NOTABLE = 0.05
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
@@ -45,14 +45,14 @@ def plan_warnings(
     findings: Sequence[Finding],
     facts: StepFacts = NO_FACTS,
 ) -> list[Warning_]:
-    """Everything there is to warn of, what changes the meaning of all numbers first.
+    """Return all warnings of a plan, those that change the meaning of every number first.
 
     Args:
-        compiled, schedule, simulation: of the step.
-        memory: of its report.
-        cluster: it is planned for.
-        findings: of the lint.
-        facts: the precision of a training step, and how many one call of the program makes.
+        compiled, schedule, simulation: the planned step.
+        memory: the memory part of its report.
+        cluster: the cluster that it is planned for.
+        findings: findings of the lint.
+        facts: precision of a training step, and training steps in one call of the program.
     """
     steps, measured = facts.steps_per_call, calibration_note(cluster)
     return [
@@ -72,14 +72,13 @@ def plan_warnings(
 
 
 def _finding_warning(finding: Finding) -> Warning_:
-    """A finding of the lint as a warning of the report."""
     hint = f"; {finding.hint}" if finding.hint else ""
     message = f"{finding.severity}: {finding.message}{hint}"
     return Warning_(code=finding.code, message=message, seconds=finding.seconds)
 
 
 def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_]:
-    """That the GPU does not multiply in the precision that was asked for."""
+    """Warn that the GPU does not multiply in the precision that was asked for."""
     if precision is None or cluster.gpu.compute_capability is None:
         return []
     runs_as = precision_of(cluster.gpu, COMPUTE_DTYPE[precision])
@@ -87,43 +86,42 @@ def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_
         return []
     instead = "bf16" if runs_as == "bf16" else "fp32"
     message = (
-        f"{cluster.gpu.name} has no fp8 matmuls: they run in {runs_as}, and the casts to fp8 come on top; "
-        f'train.precision = "{instead}" saves them, and MFU refers to the peak of {runs_as}'
+        f"{cluster.gpu.name} has no fp8 matmuls: they run in {runs_as}, and casting to fp8 costs extra time; "
+        f'train.precision = "{instead}" avoids the casts. MFU refers to the peak of {runs_as}'
     )
     return [Warning_(code="precision", message=message)]
 
 
 def _block_scaling_warning(compiled: CompiledProgram, schedule: Schedule, cluster: Cluster) -> list[Warning_]:
-    """That block-scaled matmuls run in wider types."""
     wanted = (compiled.traced_flops.block_scaled if compiled.traced_flops else 0.0) / cluster.num_gpus
     note = coverage.dequantized_note(schedule, cluster.gpu, wanted)
     return [] if note is None else [Warning_(code="precision", message=note)]
 
 
 def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
-    """That the step drops the parameters that it computes, so that half of it is not planned."""
+    """Warn that the step drops the parameters that it computes, so that half of it is not planned."""
     dead = compiled.dead_updates
     if not dead:
         return []
     more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
     message = (
-        f"the step makes {', '.join(dead[:3])}{more} anew and returns no array of a parameter's shape: its update is "
-        "dead code, which XLA leaves out, and so does this plan; try returning the new parameters and optimizer state, "
-        "or giving the nnx.jit'ed step itself, with its modules as arguments"
+        f"the step computes new values of {', '.join(dead[:3])}{more} but returns no array of their shape: its update "
+        "is dead code, which XLA removes, so this plan does not contain it; try returning the new parameters and "
+        "optimizer state, or passing the nnx.jit'ed step itself, with its modules as arguments"
     )
     return [Warning_(code="dead_update", message=message)]
 
 
 def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Warning_]:
-    """Return that the model FLOP which a program states are not those of its traced step, whole or causal."""
+    """Warn that the model FLOP that a program states differ from those of its traced step, whole or causal."""
     traced, given = compiled.traced_flops, facts.model_flops
     if facts.flops_source != "given" or not given or traced is None or traced.model <= 0:
         return []
     if traced.model_causal * (1 - _NOTABLE) <= given <= traced.model * (1 + _NOTABLE):
         return []
     message = (
-        f"the program states {given:.4g} model FLOP a step, and its traced step without recomputation has "
-        f"{traced.model:.4g} ({given / traced.model - 1:+.0%}); MFU is by the stated ones"
+        f"the program states {given:.4g} model FLOP a step, but its traced step without recomputation has "
+        f"{traced.model:.4g} ({given / traced.model - 1:+.0%}); MFU uses the stated FLOP"
     )
     return [Warning_(code="given_flops", message=message)]
 
@@ -131,7 +129,7 @@ def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Wa
 def _flop_warning(
     compiled: CompiledProgram, schedule: Schedule, simulation: Simulation, cluster: Cluster, steps: int
 ) -> list[Warning_]:
-    """That the compiled program does other work than the traced one, where it does, and what more of it takes."""
+    """Warn that the compiled program does other work than the traced one, and say how long the extra work takes."""
     start, end = simulation.timeline.steps[0].window
     note = coverage.flop_note(
         schedule,
@@ -151,43 +149,43 @@ def _flop_warning(
 def _rematerialization_warning(
     compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, steps: int
 ) -> list[Warning_]:
-    """What XLA computes twice because it counts more memory than the step may take, and what to try."""
+    """Warn of what XLA computes twice because it counts more memory than the step may take, and say what to try."""
     found = coverage.rematerialized(simulation, compiled.log)
     if not found.kernels:
         return []
     seconds = found.seconds / steps
     counted = "" if found.counted_bytes is None else f" (it counts {format_bytes(found.counted_bytes)})"
     message = (
-        f"XLA recomputes {found.kernels} kernels, {format_seconds(seconds)} a step, to keep within the "
+        f"XLA recomputes {found.kernels} kernels ({format_seconds(seconds)} a step) to stay within the "
         f"memory{counted}; the compiled step needs {format_bytes(memory.peak_bytes)}"
     )
     tried = any(o.name == LIMIT and o.why != "[xla]" for o in compiled.chosen)
     if memory.fits and not tried:
-        way = f"it may fit without: try the XLA option {LIMIT} = {NO_LIMIT}"
+        way = f"it may fit without recomputation: try the XLA option {LIMIT} = {NO_LIMIT}"
     else:
         way = "try more recomputation in the layers (train.remat), where it costs less, or more micro-batches"
     return [Warning_(code=coverage.REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
 
 
 def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
-    """What lies outside of the pool, where collectives keep memory there or `memory_fraction` leaves too little."""
+    """Warn of memory outside the pool that collectives take, or for which `memory_fraction` leaves too little."""
     capacity, context, nccl = memory.capacity_bytes or 0, memory.context_bytes or 0, memory.nccl_bytes or 0
     outside, left = context + nccl + symmetric, capacity - (memory.pool_bytes or 0)
     if not symmetric and outside <= left:
         return []
     message = (
-        f"outside of the pool lie {format_bytes(context)} of CUDA's, {format_bytes(nccl)} of NCCL's at most and "
-        f"{format_bytes(symmetric)} of collectives in symmetric memory, whose prices are derived; "
+        f"outside the memory pool, CUDA takes {format_bytes(context)}, NCCL at most {format_bytes(nccl)}, and "
+        f"collectives in symmetric memory {format_bytes(symmetric)} (their prices are derived, not measured); "
         f"train.memory_fraction leaves {format_bytes(left)}"
     )
     if outside > left and memory.fits:
         most = math.floor(1000 * (capacity - outside) / capacity) / 1000
-        message += f": the plan counts with train.memory_fraction = {most:g}, which a run needs, too"
+        message += f": the plan assumes train.memory_fraction = {most:g}, and a run must set it"
     return [Warning_(code="outside_pool", message=message)]
 
 
 def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, steps: int) -> list[Warning_]:
-    """What an uneven load of the experts was taken to change, where one was asked for."""
+    """Return the warning of what an uneven load of the experts changes, where one was asked for."""
     factor = assumptions.imbalance
     if factor == 1.0:
         return []
@@ -197,41 +195,42 @@ def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumpt
     whole = [i.collective.room for i, _ in ragged if i.collective and i.collective.axes and i.collective.axes_complete]
     message = (
         f"the busiest GPU of an expert axis has {factor:g} times an average one's rows: ragged all-to-alls take "
-        f"{format_seconds(seconds)} longer, alone; matmuls of experts have static shapes and take as long for any load"
+        f"{format_seconds(seconds)} longer if they run alone; matmuls of experts have static shapes, and take the same "
+        "time for any load"
     )
     if whole and (room := min(whole)) < factor:
         dropped = 1 - room / factor
         message += (
-            f"; its buffer has room for {room:.3g} times them, so that it drops {format_percent(dropped)} of its rows"
+            f"; its buffer has room for {room:.3g} times as many, so it drops {format_percent(dropped)} of its rows"
         )
     if not ragged:
         message += (
-            "; there are none: with a capacity the exchanges have static shapes, too, and rows beyond are dropped"
+            "; this step has none: with a capacity the exchanges have static shapes, too, and excess rows are dropped"
         )
     return [Warning_(code="imbalance", message=message, seconds=seconds)]
 
 
 def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
-    """That the step is mostly kernels too small for their price to hold."""
+    """Warn that the step consists mostly of kernels that are too small for their price to hold."""
     found = coverage.short_kernels(simulation)
     start, end = simulation.timeline.steps[0].window
     if found.seconds < _NOTABLE * (end - start):
         return []
     seconds = found.seconds / steps
     message = (
-        f"{found.kernels // steps} kernels a step are priced below what any kernel takes: the step is bound by "
-        f"launches, and on a GPU up to {format_seconds(seconds)} longer"
+        f"{found.kernels // steps} kernels a step are priced below the least time of any kernel: the step is bound by "
+        f"launches, and on a GPU it may take up to {format_seconds(seconds)} longer"
     )
     return [Warning_(code=coverage.LAUNCH_BOUND, message=message, seconds=seconds)]
 
 
 def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Cluster) -> list[Warning_]:
-    """Say what snapshots take of a host's memory, beside what is offloaded.
+    """Return the warnings of the host memory that snapshots take, in addition to offloaded arrays.
 
     Args:
-        state_bytes: of one GPU; its process keeps two snapshots of it, less what its other GPUs hold as well.
-        compiled: the step, with what it has in host memory.
-        cluster: whose hosts have so much memory.
+        state_bytes: state on one GPU; its process keeps two snapshots, without what its other GPUs hold as well.
+        compiled: the step, with its arrays in host memory.
+        cluster: the cluster whose hosts hold the snapshots.
     """
     each = cluster.num_gpus / cluster.hosts
     taken, needed = 2 * state_bytes * each, (2 * state_bytes + compiled.host_peak_bytes) * each
@@ -240,13 +239,13 @@ def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Clus
     message = f"checkpoint.snapshot_every keeps two snapshots in host memory, up to {format_bytes(taken)}{of} a host"
     found = [Warning_(code="host_memory", message=message)]
     if there is not None and needed > there:
-        with_them = f"with snapshots a host needs {format_bytes(needed)}, and has {format_bytes(there)}"
-        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{with_them}: checkpoint.snapshot_every = 0"))
+        with_them = f"with snapshots a host needs {format_bytes(needed)}, but it has {format_bytes(there)}"
+        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{with_them}; try checkpoint.snapshot_every = 0"))
     return found
 
 
 def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
-    """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
+    """Warn of offloaded arrays in host memory, and say what fetching them costs a step."""
     if not simulation.host_bytes:
         return []
     link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
@@ -254,19 +253,19 @@ def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cl
     there = cluster.host_memory_bytes
     of = "" if there is None else f" of {format_bytes(there)}"
     message = (
-        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory, {format_bytes(needed)}{of} a host; "
-        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
+        f"{format_bytes(compiled.host_peak_bytes)} per GPU are in host memory, {format_bytes(needed)}{of} a host; "
+        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, which takes "
         f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
     )
     found = [Warning_(code="host_memory", message=message, seconds=seconds)]
     if there is not None and needed > there:
-        too_much = f"what is offloaded needs {format_bytes(needed)} of a host, which has {format_bytes(there)}"
-        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{too_much}: offload less, or fewer GPUs a host"))
+        too_much = f"offloaded arrays need {format_bytes(needed)} of a host's memory, but it has {format_bytes(there)}"
+        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{too_much}; try offloading less"))
     return found
 
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
-    """What was assumed of single instructions, what the compiler said, and by how much the step is too large."""
+    """Return the warnings of assumptions about instructions, of the compiler, and of a step that does not fit."""
     seconds = coverage.unpriced_seconds(simulation, steps=each)
     found = [
         Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
@@ -279,8 +278,8 @@ def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryP
         found.append(
             Warning_(
                 code="does_not_fit",
-                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is taken beside it: "
-                f"{missing} more than there is",
+                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is reserved: "
+                f"together {missing} more than the GPU has",
             )
         )
     return found

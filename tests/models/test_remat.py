@@ -146,7 +146,7 @@ def test_the_inputs_of_layers_wait_in_host_memory():
     assert offload.compiled.host_peak_bytes == LAYER_INPUTS
     assert full.compiled.host_peak_bytes == 0
     (message,) = said_of_host_memory(offload)
-    assert message.startswith("16.0 MiB per GPU lie in host memory, 128 MiB of 1.82 TiB a host; ")
+    assert message.startswith("16.0 MiB per GPU are in host memory, 128 MiB of 1.82 TiB a host; ")
     (each,) = re.findall(r"; (\d+\.\d) MiB a step cross pcie5", message)
     assert 24 <= float(each) <= 32  # of 4 layers, 4 MiB each: three or four each way
     assert not said_of_host_memory(full)

@@ -122,7 +122,7 @@ def test_options_are_the_functions_and_latencies_those_of_the_plan(file, plan):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_small", r"\(4,\), \('data',\)\) is of 4 devices, and 16 are described \(steps_of_a_user.py:\d+\)"),
+        ("too_small", r"\(4,\), \('data',\)\) needs 4 devices, but 16 are described \(steps_of_a_user.py:\d+\)"),
         ("broken", r"raised KeyError: 'layers' \(steps_of_a_user.py:\d+\)"),
         (
             "broken_step",

@@ -139,7 +139,7 @@ def test_what_is_no_prediction_has_no_verdict_but_of_its_memory():
 )
 def test_a_step_that_takes_longer_than_its_price_has_no_interval(code, why):
     assert made([("dot.1", 5e-4)]).step.time_interval is not None
-    longer = Warning_(code=code, message="on a GPU up to 438 us longer", seconds=4.38e-4)
+    longer = Warning_(code=code, message="on a GPU it may take up to 438 us longer", seconds=4.38e-4)
     step = made([("dot.1", 5e-4)], warnings=[longer]).step
     assert (step.time_interval, step.time_interval_reason) == (None, why)
 

@@ -293,7 +293,7 @@ def test_no_plan_at_all_is_an_error(monkeypatch):
 
 
 def test_a_cluster_of_cpus_is_refused():
-    with pytest.raises(ConfigError, match="has no GPUs, and tune predicts GPUs"):
+    with pytest.raises(ConfigError, match="has no GPUs, and tune only predicts GPUs"):
         tune_experiment(TINY)
 
 

@@ -105,6 +105,6 @@ def test_the_plan_shows_the_memory_that_is_saved_and_what_it_costs():
     link = Cluster.load("dgx_h100").offload_link()
     assert warning.seconds == pytest.approx(2 * moments / (link.bytes_per_s * link.achieved))
     assert warning.message.startswith(
-        "7.75 MiB per GPU lie in host memory, 62.0 MiB of 1.82 TiB a host; 15.5 MiB a step cross"
+        "7.75 MiB per GPU are in host memory, 62.0 MiB of 1.82 TiB a host; 15.5 MiB a step cross"
     )
     assert host.report.step.time_s > device.report.step.time_s

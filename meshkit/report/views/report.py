@@ -357,9 +357,7 @@ def _failures_section(shown: Sequence[Shown]) -> str:
     parts = []
     for s in shown:
         if lines := words.failures_lines(s.report):
-            spares = "What spare hosts give, where a host is out for "
-            spares += f"{s.report.failures.repair_hours:g} hours." if s.report.failures else ""
-            notes = "".join(f'<p class="note">{escape(line)}</p>' for line in [*lines, spares])
+            notes = "".join(f'<p class="note">{escape(line)}</p>' for line in [*lines, "Goodput by spare hosts:"])
             parts.append(notes + tables.spares_table(s).html())
     return below("Goodput under failures", "", *parts) if parts else ""
 

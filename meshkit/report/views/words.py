@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from meshkit.config import catalog
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.compare import ComparedRow
@@ -373,29 +374,46 @@ def goodput_text(part: GoodputPart) -> str:
 
 
 def failures_lines(report: Report) -> list[str]:
-    """Say what goodput is under failures; none unless it was asked for."""
+    """Return sentences on the goodput that failures leave of a training; none where nobody asked."""
     f, step_s = report.failures, report.step.time_s
     if f is None or not step_s:
         return []
-    studies = ", ".join(f"{format_percent(share)} at that of {name}" for name, share in f.published.items())
-    low, high = format_percent(f.goodput_low), format_percent(f.goodput_high)
+    studies = catalog.failures()["published"]
+    source = studies[f.rate_source]["name"] if f.rate_source in studies else "failures.per_host_day"
+    elsewhere = [
+        f"{format_percent(goodput)} ({studies[study]['name'] if study in studies else study})"
+        for study, goodput in f.published.items()
+        if study != f.rate_source
+    ]
     kept = "With a checkpoint" if f.every else "No checkpoints are written (checkpoint.every = 0); with one"
-    rate = f"{f.per_host_day:.2g} a host and day ({f.rate_source}), {plural(f.hosts, 'host')}"
-    restart = f"{format_seconds(f.restart_s)} to restart, {format_seconds(f.read_s)} to read the state"
-    saved = f"{format_percent(f.goodput)} goodput; one month in ten has less than {low}, one more than {high}"
-    rest = (f.saving_share, f.lost_share, f.down_share)
-    saving, lost, down = map(format_percent, rest)
-    stops = f"{format_seconds(f.blocked_s)} and is written {format_seconds(f.write_s)} later"
-    snapshots = f"{_every(f.best_snapshot_every, step_s)}: {format_percent(f.snapshot_goodput)}"
-    held = format_bytes(f.snapshot_host_bytes)
+    low, high, saving, lost, down, best, snapshots = map(
+        format_percent,
+        (f.goodput_low, f.goodput_high, f.saving_share, f.lost_share, f.down_share, f.best_goodput, f.snapshot_goodput),
+    )
+    detection, restart, read, blocked, written = map(
+        format_seconds, (f.detection_s, f.restart_s, f.read_s, f.blocked_s, f.write_s)
+    )
+    job = f"The job fails every {format_seconds(f.between_s)} on average"
+    hosts = f"it has {plural(f.hosts, 'host')} with {f.per_host_day:.2g} failures a day each ({source})"
+    reading = f"reading the state {read} at {format_rate(f.storage_bytes_per_s)}"
+    goodput = f"goodput is {format_percent(f.goodput)} if a spare host is always at hand"
+    months = f"one month in ten has less than {low}, and one in ten more than {high}"
+    best_every, snapshot_every = (_every(steps, step_s) for steps in (f.best_every, f.best_snapshot_every))
+    save = f"A save stops the steps for {blocked} and is written {written} later"
+    held = f"they take {format_bytes(f.snapshot_host_bytes)} of a host's memory"
+    alone = []
+    if f.host_share and f.spares:
+        repair = f"the job waits for the repair of a lost host, which takes {f.repair_hours:g} hours"
+        alone = [f"Without a spare host, goodput is {format_percent(f.spares[0].goodput)}, since {repair}."]
     return [
-        f"A failure every {format_seconds(f.between_s)}: {rate}.",
-        f"{format_seconds(f.detection_s)} until it is detected, {restart} at {format_rate(f.storage_bytes_per_s)}.",
-        f"{kept} {_every(f.every or f.best_every, step_s)}: {saved}.",
-        f"Of the rest, saves take {saving}, lost steps {lost}, restarts {down}.",
-        f"Best: {_every(f.best_every, step_s)}, {format_percent(f.best_goodput)}. A save blocks the steps for {stops}.",
-        f"With snapshots in host memory and a copy on another host, {snapshots}, for {held} of a host's memory.",
-        f"At other rates of failures: {studies}.",
+        f"{job}: {hosts}.",
+        f"A failure is detected after {detection}; the restart takes {restart}, and {reading}.",
+        f"{kept} {_every(f.every or f.best_every, step_s)}, {goodput}; {months}.",
+        f"The rest of the time goes to saves ({saving}), lost steps ({lost}) and restarts ({down}).",
+        *alone,
+        f"The best interval is {best_every}, with a goodput of {best}. {save}.",
+        f"With snapshots in host memory and a copy on another host it is {snapshot_every}, with {snapshots}; {held}.",
+        *([f"With other published failure rates, goodput is {' and '.join(elsewhere)}."] if elsewhere else []),
     ]
 
 

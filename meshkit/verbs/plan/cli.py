@@ -24,6 +24,7 @@ from meshkit.verbs.arguments import (
 
 if TYPE_CHECKING:
     from meshkit.config.experiment import Experiment, ProgramExperiment
+    from meshkit.planning.planner import Plan
     from meshkit.report.schema import Report
 
 
@@ -69,57 +70,35 @@ def plan(
     and --mesh. Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per
     axis, link and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
     """
-    from meshkit.children import peak_rss_bytes
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import Experiment, load_any
-    from meshkit.planning.planner import plan_experiment
-    from meshkit.report.causes import add_plan_findings
     from meshkit.report.folder import write_folder
-    from meshkit.search.named_change import find_change
-    from meshkit.search.proposals import remedies_table
 
     start = time.perf_counter()
     set_ = [*set_, *(f"{key}={value}" for key, value in (("cluster", cluster), ("mesh", mesh)) if value is not None)]
     if out is not None:
         run_folder(out)
-    if sweep is not None and options:
-        raise ConfigError("other options of XLA are compiled at one size.", at="--options", hint="without --sweep")
-    if imbalance != 1.0 and (sweep is not None or options):
-        raise ConfigError("an imbalance is of one plan.", at="--imbalance", hint="without --sweep and --options")
-    if sweep is not None and failures:
-        raise ConfigError("what failures leave is planned at one size.", at="--failures", hint="without --sweep")
+    _check_combination(sweep is not None, options, imbalance, failures)
     if sweep is not None:
         with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
         return
     loaded = load_any(experiment, set_)
-    own = isinstance(loaded, Experiment)
-    title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
     with compiling(keep=not no_cache, timeout_s=compile_timeout):
-        with status(title):
-            made = plan_experiment(loaded, imbalance=imbalance)
+        made = _plan(loaded, imbalance)
         report = made.report
-        if own and remedies and report.memory.fits is False:
+        if remedies and report.memory.fits is False and isinstance(loaded, Experiment):
             report = _with_remedies(report, experiment, set_, jobs)
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
-        if (change := find_change(report, loaded, made.planned)) is not None:
-            report = add_plan_findings(report, made.planned, change)
+        report = _with_named_change(report, loaded, made)
     if failures:
         from meshkit.planning.failures import plan_failures
 
         report = report.model_copy(update={"failures": plan_failures(report, made.facts, loaded)})
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
-    show_report(report, as_json, loaded.name)
-    if report.memory.remedies and not as_json:
-        stdout().print(remedies_table("what makes it fit", report.memory.remedies))
-    if report.program.alternatives and not as_json:
-        stdout().print(remedies_table("other options of XLA", report.program.alternatives))
-    own_bytes = peak_rss_bytes()
-    memory = f"{format_bytes(own_bytes)} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
-    wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
-    say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
+    _show(report, made, loaded.name, start, out, as_json)
     if propose:
         _say_placement(report, loaded)
     if require_fit and report.memory.fits is False:
@@ -130,8 +109,52 @@ def plan(
         check_strict(made.lint.findings)
 
 
+def _check_combination(sweep: bool, options: bool, imbalance: float, failures: bool) -> None:
+    """Raise an error for flags that exclude each other."""
+    if sweep and options:
+        raise ConfigError(
+            "--sweep compiles without other options of XLA.", at="--options", hint="one of --sweep and --options"
+        )
+    if imbalance != 1.0 and (sweep or options):
+        raise ConfigError(
+            "an imbalance applies to a single plan.", at="--imbalance", hint="leaving out --sweep and --options"
+        )
+    if sweep and failures:
+        raise ConfigError("failures are planned at a single size.", at="--failures", hint="leaving out --sweep")
+
+
+def _plan(loaded: Experiment | ProgramExperiment, imbalance: float) -> Plan:
+    from meshkit.planning.planner import plan_experiment
+
+    with status(f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
+        return plan_experiment(loaded, imbalance=imbalance)
+
+
+def _with_named_change(report: Report, loaded: Experiment | ProgramExperiment, made: Plan) -> Report:
+    """Return the report, its verdict with the change that helps the step most where the search finds one."""
+    from meshkit.report.causes import judged_plan
+    from meshkit.search.named_change import find_change
+
+    change = find_change(report, loaded, made.planned)
+    return report if change is None else judged_plan(report, made.planned, change)
+
+
+def _show(report: Report, made: Plan, title: str, start: float, out: Path | None, as_json: bool) -> None:
+    """Print the report, and say how long the plan took."""
+    from meshkit.children import peak_rss_bytes
+    from meshkit.search.proposals import remedies_table
+
+    show_report(report, as_json, title)
+    if report.memory.remedies and not as_json:
+        stdout().print(remedies_table("what makes it fit", report.memory.remedies))
+    if report.program.alternatives and not as_json:
+        stdout().print(remedies_table("other options of XLA", report.program.alternatives))
+    memory = f"{format_bytes(peak_rss_bytes())} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
+    wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
+    say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
+
+
 def _say_placement(report: Report, experiment: Experiment | ProgramExperiment) -> None:
-    """Say which link each axis of the mesh belongs on."""
     from meshkit.search.proposals import propose
 
     proposal = propose(report, experiment.mesh, experiment.cluster)
@@ -141,19 +164,17 @@ def _say_placement(report: Report, experiment: Experiment | ProgramExperiment) -
 
 
 def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
-    """The report with the changes by which the step fits, each compiled."""
     from meshkit.search.proposals import TRIES, find_remedies
 
     compiled: list[Any] = []
-    with status(f"the step does not fit: compiling up to {TRIES} changes with which it may"):
+    with status(f"the step does not fit: compiling up to {TRIES} changes that may make it fit"):
         found = find_remedies(experiment, set_, step_s=report.step.time_s, jobs=jobs, done=compiled.append)
     if not found:
-        say(f"none of {len(compiled)} changes that were compiled makes the step fit; `meshkit tune` looks further.")
+        say(f"none of the {len(compiled)} compiled changes makes the step fit; `meshkit tune` searches further.")
     return report.model_copy(update={"memory": report.memory.model_copy(update={"remedies": found})})
 
 
 def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
-    """The report with what other options of XLA would give, each compiled."""
     from meshkit.search.proposals import find_alternatives
 
     with status("compiling with other options of XLA"):
@@ -170,12 +191,11 @@ def _sweep(
     as_json: bool,
     jobs: int | None,
 ) -> None:
-    """Plans, prints and writes the sizes of `--sweep`."""
     from meshkit.search.scaling import SCALING_FILE, scale
     from meshkit.verbs.plan.scaling_page import render, write_scaling_html
 
     if scaling not in (None, "weak", "strong"):
-        raise ConfigError(f"there is no scaling '{scaling}'.", at="--scaling", hint="weak or strong")
+        raise ConfigError(f"unknown scaling '{scaling}'.", at="--scaling", hint="weak or strong")
     start = time.perf_counter()
     with status(f"planning at every size of {sweep}"):
         report = scale(experiment, set_, sweep, scaling, jobs=jobs)

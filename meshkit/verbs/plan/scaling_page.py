@@ -1,4 +1,4 @@
-"""What `meshkit plan --sweep` shows: the sizes as a table, and as a page with efficiency and the parts of a step."""
+"""Show the result of `meshkit plan --sweep`: a table of sizes, and a page of efficiency and the parts of a step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshkit.units import format_bytes, format_percent, format_seconds
 
 
 def render(report: ScalingReport) -> RenderableType:
-    """The sweep, for `rich.print`."""
+    """Return the sweep as a renderable for `rich.print`."""
     title = f"{report.experiment} on {report.gpu}: {_kind(report)}, axis '{report.axis}' grows"
     notes = [Text(f"{p.num_gpus} GPUs: {p.outcome.error}", "red") for p in report.points if p.outcome.error]
     return Group(Text(title, "bold underline"), _sizes(report).terminal(), *notes)
 
 
 def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
-    """Writes the page and returns its path.
+    """Write the page and return its path.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
@@ -38,7 +38,6 @@ def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
 
 
 def _kind(report: ScalingReport) -> str:
-    """Return how the batch goes with the size, in words."""
     return "its own batch at each size" if report.kind == "program" else f"{report.kind} scaling"
 
 
@@ -66,7 +65,7 @@ def _sizes(report: ScalingReport) -> Table:
 
 
 def efficiency_chart(report: ScalingReport) -> dict:
-    """Efficiency against GPUs; with a line where one NVLink domain ends."""
+    """Return a chart of efficiency against GPUs."""
     points = [p for p in report.points if p.efficiency is not None]
     line = {
         "type": "scatter",
@@ -84,7 +83,7 @@ def efficiency_chart(report: ScalingReport) -> dict:
 
 
 def steps_chart(report: ScalingReport) -> dict:
-    """What a step is made of at every size."""
+    """Return a chart of the parts of a step at every size."""
     points = [p for p in report.points if p.outcome.time_s]
     names = [str(p.num_gpus) for p in points]
     parts = {
