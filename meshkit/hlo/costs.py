@@ -1,6 +1,6 @@
-"""What one HLO instruction does: matmul FLOP, attention FLOP, bytes of device memory.
+"""Count the work of one HLO instruction: matmul FLOP, attention FLOP, bytes of device memory.
 
-Counts, not seconds: `predict.kernels` prices them for a GPU.
+`predict.kernels` turns the counts into seconds on a GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BLOCK_SCALED_CALL = "__cudnn$blockScaledDot"
 _GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm|" + re.escape(_BLOCK_SCALED_CALL))
 # A complex multiply-add is four of its parts.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
-# Numbers in `PrecisionConfig`: of a precision, and of an algorithm.
+# Numbers of a precision, and of an algorithm, in `PrecisionConfig`.
 _HIGHEST, _DOT_F32_F32_F32 = 2, 11
-# Custom calls that tell the compiler something and run nothing.
+# Custom calls that give the compiler a hint and run nothing.
 FREE_CALLS = frozenset(
     {
         "AllocateBuffer",
@@ -38,22 +38,22 @@ FREE_CALLS = frozenset(
         "Unpin",
     }
 )
-# One pass over their operands and results: memory traffic is all of their price. XLA's TopK (k up to 16) keeps the best
+# Memory traffic is their whole price: one pass over operands and results. XLA's TopK (k up to 16) keeps the best values
 # in registers while it reads; a threefry hash writes as fast as memory takes it.
 STREAMING_CALLS = frozenset({"__gpu$TopK", "cu_threefry2x32_ffi"})
-# What the plan of XLA's bitonic sort (openxla/xla, ir_emitter_unnested.cc, EmitSort) takes for a tile: four elements
-# of each of a block's 1024 threads, as far as its 48 KiB of static shared memory hold them.
+# The tile of XLA's bitonic sort (openxla/xla, ir_emitter_unnested.cc, EmitSort): four elements for each of a block's
+# 1024 threads, as far as its 48 KiB of static shared memory hold them.
 _TILE_ELEMENTS = 4 * 1024
-_SECTOR_BYTES = 32  # the least that a GPU's memory is asked for
+_SECTOR_BYTES = 32  # A GPU's memory serves no smaller request.
 _BLOCK_THREADS = 128
 # Integer operations, an instruction for each element and 32 bits; to shift 64 bits by 32, as hashes of random numbers
 # do, is a choice of registers.
 _INTEGER = {"add", "subtract", "multiply", "and", "or", "xor", "not"}
 _SHIFTS = {"shift-left", "shift-right-logical", "shift-right-arithmetic"}
-_BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # that a block of a loop fusion makes: four for each of its threads
+_BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # A block of a loop fusion makes four elements for each of its threads.
 _SHARED_BYTES = 48 * 1024
-_WARP = 32  # threads
-_ALIGNED_BYTES = 16  # of an asynchronous copy to shared memory
+_WARP = 32
+_ALIGNED_BYTES = 16  # An asynchronous copy to shared memory needs this alignment.
 _NARROW = {"bf16", "f16"}
 
 
@@ -69,7 +69,7 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """2 per multiply-add."""
+        """FLOP, 2 per multiply-add."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
@@ -79,35 +79,64 @@ class Cost:
 
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
     """Dtype of the operands -> FLOP (2 per multiply-add)."""
-    attention_flops: float = 0.0  # FLOP of fused attention that is executed (half of the square when causal)
-    attention_backward: bool = False  # whether that is a backward pass
-    bytes_accessed: float = 0.0  # device memory read and written, slices counted as slices
-    host_bytes: float = 0.0  # bytes that cross to or from host memory
-    priced_by: str = "roofline"  # `roofline`, or `bytes` where only memory traffic is known (an opaque custom call)
-    matmuls: tuple[Matmul, ...] = ()  # shapes of those among `matmul_flops` that have one (a convolution has none)
-    attention_queries: int = 0  # of all sequences and heads; 0 where unknown
-    attention_length: int = 0  # keys that a query sees without a mask; 0 where unknown
-    attention_head_dim: int = 0  # of the fused attention; 0 where unknown
-    attention_causal: bool = False  # whether half of the square is skipped
-    attention_window: int = 0  # keys that a query of a causal attention sees at most; 0 where that is all
-    attention_sequences: int = 1  # that a row may hold, packed one after the other; no program says how many it does
-    attention_padded: bool = False  # whether the length of each sequence is an argument
-    joined_bytes: float = 0.0  # device memory read and written to join a matmul's operands before it begins
-    turned_bytes: float = 0.0  # and to transpose those in fp8, where cuBLAS multiplies no others
-    launches: int = 1  # kernels that it is
-    blocks: float = 0.0  # blocks of threads that it starts, of a loop or a scatter; 0 where unknown
-    results: int = 1  # arrays as large as its largest that a fusion computes from others
-    sectors: float = 0.0  # of memory that a look-up across rows asks for
-    added: tuple[float, float] = (0.0, 0.0)  # elements of a scatter, one by one: along memory; each in its own line
-    transposed: float = 0.0  # elements that a kernel of its own transposes
-    column_elements: float = 0.0  # that a kernel adds up over columns while it writes as many, in full warps
-    tile_reduces: int = 0  # reductions, one after the other, of the rows that a Triton kernel holds; 0 of other kernels
-    unaligned_bytes: float = 0.0  # of a matmul's operands whose rows are no multiple of 16 bytes
-    convolves: bool = False  # whether it is a convolution of cuDNN's
-    scalar_flops: float = 0.0  # of convolutions that no tensor core takes
-    depthwise_products: float = 0.0  # multiply-adds of convolutions of one channel each
-    compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
-    integers: float = 0.0  # instructions on 32-bit integers, of a fusion that hashes (random numbers); 0 of others
+    attention_flops: float = 0.0
+    """Executed FLOP of fused attention, half of the square when causal."""
+    attention_backward: bool = False
+    """Whether that is a backward pass."""
+    bytes_accessed: float = 0.0
+    """Device memory read and written, with slices counted as slices."""
+    host_bytes: float = 0.0
+    """Bytes that cross to or from host memory."""
+    priced_by: str = "roofline"
+    """`roofline`, or `bytes` where only memory traffic is known (an opaque custom call)."""
+    matmuls: tuple[Matmul, ...] = ()
+    """Shapes of the `matmul_flops`; a convolution has none."""
+    attention_queries: int = 0
+    """Queries of all sequences and heads; 0 if unknown."""
+    attention_length: int = 0
+    """Keys that a query sees without a mask; 0 if unknown."""
+    attention_head_dim: int = 0
+    """Head size of the fused attention; 0 if unknown."""
+    attention_causal: bool = False
+    """Whether half of the square is skipped."""
+    attention_window: int = 0
+    """Keys that a query of a causal attention sees at most; 0 for all."""
+    attention_sequences: int = 1
+    """Sequences that a row may hold, packed one after the other; the program does not say how many it holds."""
+    attention_padded: bool = False
+    """Whether the length of each sequence is an argument."""
+    joined_bytes: float = 0.0
+    """Device memory read and written to join a matmul's operands before it begins."""
+    turned_bytes: float = 0.0
+    """Device memory read and written to transpose fp8 operands, where cuBLAS multiplies no others."""
+    launches: int = 1
+    """Kernels that the instruction launches."""
+    blocks: float = 0.0
+    """Blocks of threads that a loop or a scatter starts; 0 if unknown."""
+    results: int = 1
+    """Arrays as large as its largest that a fusion computes from others."""
+    sectors: float = 0.0
+    """Memory sectors that a look-up across rows asks for."""
+    added: tuple[float, float] = (0.0, 0.0)
+    """Elements that a scatter adds one by one: along memory; each in its own line."""
+    transposed: float = 0.0
+    """Elements that a kernel of its own transposes."""
+    column_elements: float = 0.0
+    """Elements that a kernel adds up over columns while it writes as many, in full warps."""
+    tile_reduces: int = 0
+    """Successive reductions of the rows that a Triton kernel holds; 0 for other kernels."""
+    unaligned_bytes: float = 0.0
+    """Bytes of a matmul's operands whose rows are no multiple of 16 bytes."""
+    convolves: bool = False
+    """Whether it is a convolution of cuDNN's."""
+    scalar_flops: float = 0.0
+    """FLOP of convolutions that no tensor core takes."""
+    depthwise_products: float = 0.0
+    """Multiply-adds of convolutions of one channel each."""
+    compared: tuple[int, int, float] = (0, 0, 0.0)
+    """A sort's steps in tiles, elements of a tile, and elements in all."""
+    integers: float = 0.0
+    """32-bit integer instructions of a fusion that hashes (random numbers); 0 for others."""
 
     @property
     def multiplies(self) -> bool:
@@ -116,7 +145,10 @@ class Cost:
 
 
 def cost_of(instruction: HloInstruction) -> Cost:
-    """Work of one scheduled instruction (not of control flow, which its body's instructions carry)."""
+    """Return the work of one scheduled instruction.
+
+    Control flow has none, since the instructions of its body carry it.
+    """
     op = instruction.opcode
     if op == "fusion":
         return _fusion(instruction)
@@ -131,7 +163,7 @@ def cost_of(instruction: HloInstruction) -> Cost:
 
 
 def cost_of_copy(instruction: HloInstruction) -> Cost:
-    """Work of a copy: on the device read and write, to or from host memory once over the host link."""
+    """Return the work of a copy: on the device read and write, to or from host memory once over the host link."""
     (source, *_) = instruction.operands
     size = float(source.shape.bytes)
     if instruction.shape.on_host or source.shape.on_host:
@@ -140,7 +172,7 @@ def cost_of_copy(instruction: HloInstruction) -> Cost:
 
 
 def cost_of_start(start: HloInstruction) -> Cost:
-    """Work of what an asynchronous start wraps; a slice copy may go to the host."""
+    """Return the work of the instruction that an asynchronous start wraps; a slice copy may go to the host."""
     cost = cost_of(start.called[0].root)
     if start.shape.on_host and not cost.matmul_flops:
         return Cost(host_bytes=cost.bytes_accessed / 2)
@@ -188,7 +220,7 @@ def _fusion(instruction: HloInstruction) -> Cost:
 
 
 def _matmuls_in(computation: Computation) -> tuple[Counter, tuple[Matmul, ...]]:
-    """FLOP by dtype of every matmul in a computation and in those it reaches, and the matmuls that have a shape."""
+    """Return the FLOP by dtype of all matmuls in a computation and in those it reaches, and those with a shape."""
     total: Counter = Counter()
     shapes: list[Matmul] = []
     pending, seen = [computation], {computation}
@@ -212,11 +244,11 @@ def _custom_call(instruction: HloInstruction) -> Cost:
     found = Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
     if "__cudnn$conv" not in target:
         return found
-    return replace(found, convolves=True, **_beside_tensor_cores(instruction))
+    return replace(found, convolves=True, **_without_tensor_cores(instruction))
 
 
 def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[Matmul, ...]]:
-    """FLOP by dtype of an instruction that is itself a matmul or a convolution, also by cuBLAS or cuDNN; its shape."""
+    """Return the FLOP by dtype of a matmul or a convolution, also of cuBLAS or cuDNN, and its shape."""
     op, target = instruction.opcode, instruction.target
     if op == "convolution" or target.startswith("__cudnn$conv"):
         return _convolution(instruction), ()
@@ -236,8 +268,8 @@ def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[M
 
 
 def _dot_dims(dot: HloInstruction) -> tuple[list[int], list[int], list[int]]:
-    """Dims of a matmul: contracted ones of its left and of its right operand, and those of the left one's batch."""
-    if dot.target == _BLOCK_SCALED_CALL:  # [batch, m, k] and [batch, n, k], or neither with a batch
+    """Return the contracted dims of a matmul's left and right operands, and the batch dims of the left one."""
+    if dot.target == _BLOCK_SCALED_CALL:  # Its operands are [batch, m, k] and [batch, n, k], or both without a batch.
         inner = len(dot.operands[0].shape.dims) - 1
         left, right, batch = [inner], [inner], list(range(inner - 1))
     elif dot.opcode == "custom-call":
@@ -251,7 +283,7 @@ def _dot_dims(dot: HloInstruction) -> tuple[list[int], list[int], list[int]]:
 
 
 class _Sort(NamedTuple):
-    """Kernels of a sort, the bytes that all but the first read and write again, and its comparisons in tiles."""
+    """The kernels of a sort, the bytes that all but the first read and write again, and the comparisons in tiles."""
 
     passes: int = 1
     again_bytes: float = 0.0
@@ -259,7 +291,7 @@ class _Sort(NamedTuple):
 
 
 def _sort_of(instruction: HloInstruction) -> _Sort:
-    """What an instruction sorts; one kernel of anything else."""
+    """Return the sort of an instruction; any other instruction counts as one kernel."""
     if instruction.opcode != "sort":
         return _Sort()
     operands = [o.shape for o in instruction.operands]
@@ -269,7 +301,7 @@ def _sort_of(instruction: HloInstruction) -> _Sort:
 
 
 def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
-    """(kernels, comparing steps of a tile in all of them, elements of a tile) of a sort along `dim` of these arrays.
+    """Return (kernels, comparing steps of a tile in all of them, elements of a tile) of a sort along `dim`.
 
     The arrays move together, and each kernel is a round trip of device memory.
 
@@ -291,7 +323,7 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
 
 
 def _attention(instruction: HloInstruction) -> Cost:
-    """A cuDNN fused attention, without its bytes.
+    """Return the work of cuDNN's fused attention, without its bytes.
 
     Forward is two matmuls over the [batch, heads, length, length] scores: 2 b h s^2 (d + e), with heads of d for
     queries and keys and of e for values. Backward is five, three of them over d: 2 b h s^2 (3 d + 2 e), which is 2.5
@@ -322,12 +354,12 @@ def _attention(instruction: HloInstruction) -> Cost:
 
 
 def visible_share(length: int, causal: bool, window: int = 0) -> float:
-    """Share of the square of queries and keys that a mask leaves, of many tokens.
+    """Return the share of the square of queries and keys that a mask leaves, of many tokens.
 
     Args:
-        length: of both.
-        causal: no query sees what comes after it.
-        window: how many keys a query then sees, its own and those before it; 0 is all of them.
+        length: number of queries and of keys.
+        causal: whether no query sees what comes after it.
+        window: number of keys that a query then sees, its own and those before it; 0 for all of them.
     """
     if not causal:
         return 1.0
@@ -336,9 +368,12 @@ def visible_share(length: int, causal: bool, window: int = 0) -> float:
 
 
 def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
-    """Operand type of a matmul; `f32_highest` where the program forbids TF32, and `f8..._highest` where it forbids to
-    sum in nothing but tensor cores (XLA's PrecisionConfig is cuBLAS's fast accumulation). Block-scaled fp8 is `mxfp8`,
-    also beside fp4, with which it multiplies at its own rate."""
+    """Return the operand type of a matmul.
+
+    It is `f32_highest` where the program forbids TF32, and `f8..._highest` where it forbids sums in tensor cores alone
+    (XLA's PrecisionConfig is cuBLAS's fast accumulation). Block-scaled fp8 is `mxfp8`, also together with fp4, which
+    then multiplies at the rate of fp8.
+    """
     if instruction.opcode == "scaled-dot" or instruction.target == _BLOCK_SCALED_CALL:
         names = {o.shape.dtype[:2] for o in instruction.operands[:2]}
         return "mxfp8" if "f8" in names <= {"f8", "f4"} else name if names == {"f4"} else "bf16"
@@ -351,7 +386,9 @@ def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
 
 
 def _convolution(instruction: HloInstruction) -> dict[str, float]:
-    """2 x outputs x (kernel window x input features): the kernel's elements per output feature.
+    """Return the FLOP of a convolution: 2 x outputs x (kernel window x input features).
+
+    The last factor counts the kernel's elements per output feature.
 
     In all three directions of cuDNN's the FLOP are those of the forward convolution of output and kernel.
     """
@@ -362,13 +399,14 @@ def _convolution(instruction: HloInstruction) -> dict[str, float]:
         output = first
     elif "BackwardFilter" in instruction.target:
         output, kernel = second, result
-    features = kernel.dims[integer(message(instruction.fields, 16), 4)]  # of its output
+    # The kernel's dims are numbered like those of its output.
+    features = kernel.dims[integer(message(instruction.fields, 16), 4)]
     flops = 2.0 * output.elements * kernel.elements / max(1, features)
     return {_matmul_dtype(first.dtype, instruction): flops}
 
 
-def _beside_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
-    """What of a convolution cuDNN has no kernel of tensor cores for: channels of one each, or not in eights."""
+def _without_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
+    """Return the part of a convolution that runs without tensor cores in cuDNN: single channels, or not in eights."""
     (flops,) = _convolution(convolution).values()
     groups = integer(convolution.fields, 50) or 1
     if groups > 1 and groups in convolution.operands[0].shape.dims:
@@ -381,38 +419,40 @@ def _beside_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
 
 
 def _transposed(body: Sequence[HloInstruction], results: int) -> float:
-    """Elements that a fusion transposes: for each of several results, or once."""
+    """Return the elements that a fusion transposes: for each of several results, or once."""
     each = [_elements(i) for i in body if i.opcode == "transpose"]
     return float(sum(each) if results > 1 else max(each, default=0))
 
 
 def _column_elements(body: Sequence[HloInstruction]) -> float:
-    """Elements that a fusion adds up along all but their minor dim while it writes as many, or by rows that fill no
-    warp, of whose threads as many wait; nothing else keeps it from reading as fast as memory is."""
+    """Return the elements that a fusion adds up along all but their minor dim while it writes as many.
+
+    Elements of rows that fill no warp count, too, since as many of its threads wait. Other fusions read as fast as
+    memory.
+    """
     written, narrow, wide = max(map(_elements, _roots(body)), default=0), 0.0, 0.0
     for reduce in (i for i in body if i.opcode == "reduce"):
         added = reduce.operands[0].shape
         if added.minor is not None and added.dims and added.minor not in reduce.dimensions:
-            waiting = _WARP / _beside(added, reduce.dimensions)
+            waiting = _WARP / _adjacent_elements(added, reduce.dimensions)
             narrow += added.elements * waiting if waiting > 1 else 0.0
             wide = max(wide, added.elements if written >= added.elements else 0.0)
     return max(narrow, wide)
 
 
-def _beside(shape: Shape, reduced: Sequence[int]) -> int:
-    """Elements that lie side by side in memory before the first dim that is reduced."""
+def _adjacent_elements(shape: Shape, reduced: Sequence[int]) -> int:
+    """Return the number of adjacent elements in memory before the first reduced dim."""
     kept = itertools.takewhile(lambda dim: dim not in reduced, shape.layout)
     return math.prod(shape.dims[dim] for dim in kept)
 
 
 def _keeps_rows(body: Sequence[HloInstruction]) -> bool:
-    """Whether a fusion writes rows that it has reduced, and not what they reduce to."""
+    """Return whether a fusion writes the rows that it reduced, and not only their reductions."""
     reduced = max((i.operands[0].shape.elements for i in body if i.opcode == "reduce"), default=0)
     return max(map(_elements, _roots(body)), default=0) >= reduced > 0
 
 
 def _unaligned_bytes(dot: HloInstruction) -> float:
-    """Bytes of a matmul's operands whose rows along memory are no multiple of 16 bytes."""
     shapes = [o.shape for o in dot.operands[:2]]
     rows = [s.dims[s.minor] * dtype_bits(s.dtype) if s.dims and s.minor is not None else 0 for s in shapes]
     return float(sum(s.bytes for s, bits in zip(shapes, rows) if bits % (8 * _ALIGNED_BYTES)))
@@ -430,15 +470,16 @@ def _plain_bytes(instruction: HloInstruction) -> float:
 
 
 def _result_bytes(shape: Shape) -> int:
-    """Bytes of results, without a custom call's scratch space (a trailing s8 or u8 vector of several results)."""
+    """Return the bytes of results, without a custom call's scratch space (a trailing s8 or u8 vector)."""
     last = shape.parts[-1] if len(shape.parts) > 1 else None
     return shape.bytes - last.bytes if last and last.dtype in ("s8", "u8") else shape.bytes
 
 
 def _parameter_bytes(parameter: HloInstruction) -> float:
-    """Bytes that a fusion reads of one parameter.
+    """Return the bytes that a fusion reads of one parameter.
 
-    Read through slices: the slices. Updated in place: nothing. Any other use: the whole array, once.
+    A parameter that is read through slices counts as these slices, one that is updated in place as nothing, and any
+    other as the whole array, once.
     """
     uses: list[tuple[HloInstruction, HloInstruction]] = []
     stack = [parameter]
@@ -462,12 +503,12 @@ def _parameter_bytes(parameter: HloInstruction) -> float:
 
 
 def _is_read_on(update: HloInstruction, array: HloInstruction) -> bool:
-    """Whether what an update in place makes of an array is read by something else, so that all of the array is."""
+    """Return whether something else reads the result of an update in place, so that all of the array is read."""
     return update.operands[0].name == array.name and any(u.opcode != "tuple" for u in update.users)
 
 
 def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
-    """Bytes that a look-up reads of memory: its rows; across rows the sectors that it meets, at random, each once."""
+    """Return the bytes that a look-up reads: its rows; across rows, the random sectors that it meets, each once."""
     sectors, table_bytes = _sectors(gather), table.shape.bytes
     if not sectors:
         return float(gather.shape.bytes)
@@ -475,7 +516,7 @@ def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
 
 
 def _sectors(gather: HloInstruction) -> float:
-    """Sectors that a look-up asks for where neighbours in memory are of other rows: one for each element."""
+    """Return the sectors of a look-up whose neighbours in memory belong to other rows: one for each element."""
     if gather.opcode != "gather":
         return 0.0
     across = gather.operands[0].shape.minor in ints(message(gather.fields, 33), 3)
@@ -483,8 +524,9 @@ def _sectors(gather: HloInstruction) -> float:
 
 
 def _added(scatter: HloInstruction) -> tuple[float, float]:
-    """Elements that a scatter adds to what others may add to: where rows lie along memory; across it."""
-    if scatter.opcode != "scatter" or integer(scatter.fields, 69):  # of unique indices
+    """Return the elements that a scatter adds to shared positions: with rows along memory; with rows across it."""
+    # Its indices are unique, so that no additions collide.
+    if scatter.opcode != "scatter" or integer(scatter.fields, 69):
         return 0.0, 0.0
     elements = float(scatter.operands[-1].shape.elements)
     across = scatter.operands[0].shape.minor in ints(message(scatter.fields, 48), 3)
@@ -492,10 +534,10 @@ def _added(scatter: HloInstruction) -> tuple[float, float]:
 
 
 def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
-    """Return the additions to one element of a 16-bit array in the mean, and its dtype; 0 of what adds to none.
+    """Return the mean additions to one element of a 16-bit array, and its dtype; 0 if nothing is added.
 
     GPUs have no atomic addition of these that XLA takes: each is a compare-and-swap, repeated until no other came first
-    (openxla/xla#26371). Where ids are unique nothing can come first.
+    (openxla/xla#26371). With unique ids no addition waits.
     """
     inner = instruction.called[0].instructions if instruction.opcode == "fusion" and instruction.called else ()
     adding = [(i.operands[0].shape, i.operands[-1].shape) for i in (instruction, *inner) if any(_added(i))]
@@ -504,7 +546,7 @@ def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
 
 
 def _results(body: Sequence[HloInstruction]) -> int:
-    """Results of a fusion that are as large as its largest; 1 of what reads no array, as fills do."""
+    """Return the number of a fusion's results that are as large as its largest; 1 if it reads no array, like a fill."""
     if not any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body):
         return 1
     sizes = [_elements(r) for root in _roots(body) for r in (root.operands if root.opcode == "tuple" else (root,))]
@@ -512,7 +554,11 @@ def _results(body: Sequence[HloInstruction]) -> int:
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:
-    """Blocks of a fusion that joins arrays: of its largest, four elements a thread along memory, else one."""
+    """Return the blocks of a fusion that joins arrays.
+
+    A thread of its largest array makes four elements along memory, else one.
+
+    """
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):
         if joined.opcode == "concatenate":
@@ -523,17 +569,18 @@ def _joining_blocks(body: Sequence[HloInstruction]) -> float:
 
 
 def _joined_bytes(dot: HloInstruction) -> float:
-    """Bytes of reading and writing operands that a fused matmul joins from several arrays.
+    """Return the bytes of reading and writing operands that a fused matmul joins from several arrays.
 
-    Where there is a GPU XLA times its own kernel, which joins as it reads, against cuBLAS, and takes cuBLAS for large
-    ones: another kernel joins them first (in a trace of Llama 3 8B on an H100 all 96 of them).
+    On a machine with a GPU, XLA times its own kernel, which joins as it reads, against cuBLAS, and takes cuBLAS for
+    large
+    matmuls: another kernel joins their operands first (all 96 of them in a trace of Llama 3 8B on an H100).
     """
     operands = dot.operands if dot.opcode == "dot" else ()
     return 2.0 * sum(o.shape.bytes for o in operands if _viewed(o).opcode == "concatenate")
 
 
 def _turned_bytes(dot: HloInstruction) -> float:
-    """Bytes of transposing the operands in fp8 of a fused matmul whose inner dim does not lie along memory."""
+    """Return the bytes of transposing a fused matmul's fp8 operands whose inner dim does not lie along memory."""
     if dot.opcode != "dot":
         return 0.0
     pairs = zip((o.shape for o in dot.operands), _dot_dims(dot))
@@ -542,20 +589,20 @@ def _turned_bytes(dot: HloInstruction) -> float:
 
 
 def _hashes(value: HloInstruction) -> bool:
-    """Whether an instruction mixes bits of an array, as only random numbers are made; other integers are indices."""
+    """Return whether an instruction mixes bits of an array, as random numbers do; other integers are indices."""
     shape = value.shape
     return value.opcode == "xor" and shape.dtype[0] in "su" and math.prod(shape.dims) > 1
 
 
 def _integers(root: HloInstruction, elements: float | None = None) -> float:
-    """Instructions on 32-bit integers behind one result of a fusion, which computes what it needs of each element.
+    """Return the 32-bit integer instructions behind one result of a fusion.
 
-    An operation runs once for an element, however many read it; but XLA emits each part of a joined array on its own,
-    so what several parts share runs in all of them.
+    An operation runs once for an element, however many results read it. But XLA emits each part of a joined array on
+    its own, so shared operations run in all of them.
 
     Args:
         root: the result.
-        elements: of it that are needed; default all.
+        elements: number of its elements that are needed; default all.
     """
     needed = float(_elements(root)) if elements is None else elements
     total, seen, stack = 0.0, set(), [root]
@@ -576,7 +623,7 @@ def _integers(root: HloInstruction, elements: float | None = None) -> float:
 
 
 def _issued(value: HloInstruction, op: str) -> int:
-    """Integer instructions for an element of one operation; a rotation, of two shifts and what joins them, is one."""
+    """Return the integer instructions per element of one operation; a rotation (two shifts and a join) is one."""
     dtype = value.shape.dtype
     if dtype[0] not in "su" or not (op in _INTEGER or op in _SHIFTS):
         return 0
@@ -599,7 +646,10 @@ def _viewed(value: HloInstruction) -> HloInstruction:
 
 
 def _root_bytes(instruction: HloInstruction, body: Sequence[HloInstruction]) -> float:
-    """Bytes that a fusion writes: of an in-place update, the update; a scatter reads what it adds to as well."""
+    """Return the bytes that a fusion writes.
+
+    An in-place update writes the update alone; a scatter also reads what it adds to.
+    """
     roots = _roots(body)
     if len(roots) != 1:
         return float(_result_bytes(instruction.shape))
@@ -611,7 +661,7 @@ def _roots(body: Sequence[HloInstruction]) -> Sequence[HloInstruction]:
 
 
 def _elements(root: HloInstruction) -> int:
-    """Elements of the largest result; of an in-place update, of the update."""
+    """Return the elements of the largest result; of an in-place update, of the update."""
     op = root.opcode
     if op == "tuple":
         return max(map(_elements, root.operands), default=0)

@@ -1,6 +1,6 @@
-"""What a reader wants to know of an instruction, by its name: its kind, model code and source line.
+"""Tell the kind, model code and source line of an instruction by its name.
 
-A trace and a simulation name instructions; this table, read from the compiled program, says what they are.
+A trace and a simulation name instructions; this table, read from the compiled program, describes them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _BY_OPCODE = (
     ("reduction", {"reduce", "reduce-window", "select-and-scatter"}),
 )
 OTHER_KERNELS = "other kernels"
-_LIBRARY_KINDS = (  # by what stands in the name of a library's kernel, or of the custom call that runs it
+_LIBRARY_KINDS = (  # The name of a library's kernel, or of the custom call that runs it, contains one of these.
     ("attention", "fmha|flash|attention|sdpa|cudnn::fusion"),
     ("convolution", "conv(?!ert)"),
     ("matmul", "gemm|matmul|cublas|dot|nvjet"),
     ("sort", "sort|topk"),
 )
-_KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wrapped_transpose`
+_KERNEL_KINDS = (  # XLA compiles these kernels: `input_reduce_fusion_3`, `wrapped_transpose`.
     ("reduction", "reduce"),
     ("gather and scatter", "gather|scatter"),
     ("data movement", "^mem(?:cpy|set)|copy|slice|broadcast|concatenate|transpose|^(?:loop|wrapped)_(?:pad|iota)"),
@@ -55,56 +55,60 @@ _KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wra
 )
 _COMBINED = {"all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "reduce-scatter"}
 _PASSES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose"}
-_DIGITS = re.compile(r"\d+")  # what tells names of one kind apart
-_OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
+_DIGITS = re.compile(r"\d+")  # The digits tell names of one kind apart.
+_OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured.
     r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|integrations|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
 )
 _PLANNING = re.compile(
     r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/"
-)  # call the program: no line beyond is of it
-# Packages that a model is written with: a line of theirs says less than the one that calls it.
+)  # They call the program, so no line beyond belongs to it.
+# Packages that a model is written with: the line that calls them says more than theirs.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _NOT_USERS = re.compile(
     rf"^<|(?:^|/)bin/[^/]*$|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|{_INSTALLED.pattern}(?:{TOOLS})/|{_OURS.pattern}"
 )
 _NEARLY_ALL = 0.8
-_TRANSFORMED = re.compile(r"\b(?!p?jit\()\w+\(([^()]*)\)")  # `jvp(Model)`; of `jit(step)` the name is a function's
+_TRANSFORMED = re.compile(r"\b(?!p?jit\()\w+\(([^()]*)\)")  # `jvp(Model)`; the name in `jit(step)` is a function's.
 # What control flow and recomputation put into op_name paths, between the scopes of modules.
 _BETWEEN = re.compile(
     r"(?:^|(?<=/))(?:while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation"
     r"|shard_map|custom_[jv]+p_call(?:_jaxpr)?)(?=/|$)"
 )
-_CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # of a kernel that runs a notebook, one file a cell
-_SHIPPED = "/meshkit/_shipped/models/"  # what a wheel brings along is a model's code all the same
+_CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # A kernel that runs a notebook has one file a cell.
+_SHIPPED = "/meshkit/_shipped/models/"  # Models that a wheel brings along count as the user's code.
 
 
 @dataclass(frozen=True)
 class InstructionInfo:
-    """What an instruction is."""
+    """Description of an instruction."""
 
-    kind: str  # of its work: `matmul`, `attention`, `convolution`, `reduction`, `elementwise`, ...
-    key: str  # `kind|shape|op_name path|occurrence`; survives a recompile, which the name does not
-    source: str  # op_name path of the model code that caused it; "" if unknown
+    kind: str
+    """The kind of its work: `matmul`, `attention`, `convolution`, `reduction`, `elementwise`, ..."""
+    key: str
+    """`kind|shape|op_name path|occurrence`, which survives a recompile, unlike the name."""
+    source: str
+    """The op_name path of the model code that caused it; "" if unknown."""
     line: str | None
-    """`models/layers.py:90 from models/llama.py:123`: the innermost line of that code that is no library's, and the
-    line of another file that led there; of an instruction without any, such as the gather of a parameter, that of
-    what takes its result; None if unknown."""
-    arrays: int = 1  # of a collective: how many it moves together
+    """`models/layers.py:90 from models/llama.py:123`: the innermost line outside
+    libraries, and the line of another file that led there. An instruction without any, such as the gather of a
+    parameter, has that of its result's user.     None if unknown."""
+    arrays: int = 1
+    """Number of arrays that a collective moves together."""
     causes: Mapping[str, int] = field(default_factory=dict)
-    """Of a collective that XLA combined of several: where each array comes from, or for what it is gathered
+    """For a collective that XLA combined: origin of each array, or the use for which it is gathered
     (`layers/mlp/gate_up models/llama.py:88`) -> bytes on one GPU, the most first."""
 
 
 @refusing_malformed("the program")
 def read_instructions(module: Module, *, also: Iterable[str] = ()) -> dict[str, InstructionInfo]:
-    """Name -> what it is, of every instruction of a compiled program that can run by itself.
+    """Return name -> description of every instruction of a compiled program that can run by itself.
 
     Args:
         module: the program.
-        also: names, of which those inside of fusions are wanted too: some kernels are called by them.
+        also: names of instructions inside fusions that are wanted, too, since some kernels have their names.
 
     Raises:
-        ProgramError: an instruction that XLA does not make.
+        ProgramError: the program has an instruction that XLA does not make.
     """
     lines = SourceLines(module.stack_frames)
     computations = module.computations.values()
@@ -125,7 +129,7 @@ def read_instructions(module: Module, *, also: Iterable[str] = ()) -> dict[str, 
             info = InstructionInfo(kind, f"{base}|{seen[base]}", i.source, line_of[i])
             moves = {i.opcode, *(j.opcode for c in i.called for j in c.instructions if i.opcode == "async-start")}
             if moves & _COMBINED and len(i.operands) > 1:
-                causes = origins(computation).of(i, gathers=bool(moves & {"all-gather", "all-gather-start"}))
+                causes = origins(computation).causes(i, gathers=bool(moves & {"all-gather", "all-gather-start"}))
                 info = replace(info, arrays=len(i.operands), causes=causes)
             found[i.name] = info
     for name in set(also) & (module.instructions.keys() - found.keys()):
@@ -136,33 +140,32 @@ def read_instructions(module: Module, *, also: Iterable[str] = ()) -> dict[str, 
 
 
 def _lines(computation: Computation, lines: SourceLines) -> Iterator[tuple[HloInstruction, str | None]]:
-    """The instructions of a computation with their lines; see `InstructionInfo.line`."""
-    of_user: dict[HloInstruction, str] = {}  # the line of the first that takes its result
+    of_user: dict[HloInstruction, str] = {}  # The line of the first user of its result.
     for i in reversed(computation.order):
-        line = lines.of(i.metadata) or of_user.get(i)
+        line = lines.find(i.metadata) or of_user.get(i)
         yield i, line
         if line:
             of_user |= dict.fromkeys(i.operands, line)
 
 
 class _Origins:
-    """Where the arrays of a combined collective come from and go to; its own metadata is that of one of them.
+    """Origins and uses of the arrays of a combined collective, whose own metadata is that of one of them.
 
     Args:
-        computation: that they are looked for in. What a loop gets, or hands to its next turn, is followed.
-        lines: of the module.
-        inside: the same of another computation.
+        computation: the computation that is searched; the state of a loop is followed from turn to turn.
+        lines: source lines of the module.
+        inside: returns the origins of another computation.
     """
 
     def __init__(self, computation: Computation, lines: SourceLines, inside: Callable[[Computation], Any]):
         self._body, self._lines, self._inside = computation.order, lines, inside
         self._parameters = [i for i in self._body if i.opcode == "parameter"]
-        # what the root hands to the next turn, by its place; nothing where this is no body of a loop
+        # The root's operands by their place go to the next turn of a loop; anything else has none.
         root = self._body[-1]
         self._handed_on = root.operands if len(self._parameters) == 1 and root.opcode == "tuple" else ()
 
-    def of(self, i: HloInstruction, *, gathers: bool) -> dict[str, int]:
-        """Cause -> bytes, the most first: of what is gathered its user, of what is reduced its maker."""
+    def causes(self, i: HloInstruction, *, gathers: bool) -> dict[str, int]:
+        """Return cause -> bytes, the most first: the users of gathered arrays, and the makers of reduced ones."""
         found: Counter[str] = Counter()
         for n, operand in enumerate(i.operands):
             made, taken = self._made(operand), self._taken(i, n)
@@ -170,7 +173,7 @@ class _Origins:
         return dict(found.most_common())
 
     def _made(self, i: HloInstruction) -> str:
-        """What computed an array."""
+        """Return the cause of an array's computation."""
         seen = set()
         while i not in seen:
             seen.add(i)
@@ -184,12 +187,11 @@ class _Origins:
         return ""
 
     def _taken(self, i: HloInstruction, n: int) -> str:
-        """What takes array `n` of a result."""
         done = [u for u in i.users if u.opcode.endswith("-done")]
         return self._used([g for of in (done or [i]) for g in _elements(of, n)])
 
     def _used(self, todo: list[HloInstruction]) -> str:
-        """What uses the first of some arrays that anything uses."""
+        """Return the use of the first array that anything uses."""
         seen: set[HloInstruction] = set()
         while todo:
             each = todo.pop(0)
@@ -211,18 +213,19 @@ class _Origins:
         return ""
 
     def _carried(self, places: Sequence[int]) -> list[HloInstruction]:
-        """What the body of a loop takes of what it is handed."""
         return [g for i in self._parameters for n in places for g in _elements(i, n)]
 
     def _text(self, i: HloInstruction) -> str:
-        """Layer and line of an instruction; of a fusion that has none, those of the last in it that has."""
-        text = layer_and_line(i.source, self._lines.of(i.metadata))
+        """Return the layer and line of an instruction.
+
+        A fusion without them has those of the last instruction in it.
+        """
+        text = layer_and_line(i.source, self._lines.find(i.metadata))
         fused = _fused(i)
         return text or next(filter(None, map(self._text, reversed(fused.order) if fused else ())), "")
 
 
 def _elements(of: HloInstruction, n: int) -> list[HloInstruction]:
-    """Member `n` of a tuple."""
     return [u for u in of.users if u.opcode == "get-tuple-element" and u.tuple_index == n]
 
 
@@ -236,12 +239,12 @@ class SourceLines:
     def __init__(self, index: Fields):
         self._files = dict(enumerate(texts(index, 1), 1))
         self._locations = {n: (integer(f, 1), integer(f, 3)) for n, f in enumerate(messages(index, 3), 1)}
-        self._known: dict[int, str | None] = {}  # by frame
+        self._known: dict[int, str | None] = {}
         self._frames = {n: (integer(f, 1), integer(f, 2)) for n, f in enumerate(messages(index, 4), 1)}
 
-    def of(self, metadata: Fields) -> str | None:
-        """Lines of an instruction, each file with its last folder; see `InstructionInfo.line`."""
-        if plain := text(metadata, 3):  # programs of earlier compilers
+    def find(self, metadata: Fields) -> str | None:
+        """Return the lines of an instruction, each file with its last folder; see `InstructionInfo.line`."""
+        if plain := text(metadata, 3):  # Programs of earlier compilers have it.
             return None if _OURS.search(plain) else f"{_short(plain)}:{integer(metadata, 4)}"
         frame = integer(metadata, 15)
         if frame not in self._known:
@@ -249,12 +252,12 @@ class SourceLines:
         return self._known[frame]
 
     def _user_line(self, frame: int) -> str | None:
-        """The innermost line of a model's code, and the line of another file that led there, the user's own first.
+        """Return the innermost line of a model's code and the line of another file that led there, the user's first.
 
-        Where there is none, the innermost line of what the model is written with.
+        Without one, return the innermost line of a library that models are written with.
         """
         innermost, found = None, list[tuple[str, int]]()
-        for name, line in self._from_inside(frame):
+        for name, line in self._call_chain(frame):
             if _PLANNING.search(name):
                 break
             if innermost is None:
@@ -270,31 +273,31 @@ class SourceLines:
 
     @functools.cached_property
     def _entry(self) -> set[tuple[str, int]]:
-        """The user's lines that nearly everything comes through, as a wrapper's that calls an installed trainer's step.
+        """Return the user's lines through which nearly everything comes, such as a wrapper's call of a trainer's step.
 
-        Not all: jax remembers what it traced before, while the step was made.
+        Some things do not, since jax remembers what it traced while the step was made.
         """
         inner = self._frames.keys() - {parent for _, parent in self._frames.values()}
-        chains = [{f for f in self._from_inside(n) if _is_own(f[0]) and not _NOT_USERS.search(f[0])} for n in inner]
+        chains = [{f for f in self._call_chain(n) if _is_own(f[0]) and not _NOT_USERS.search(f[0])} for n in inner]
         counts = Counter(f for chain in chains for f in chain)
         return {f for f, count in counts.items() if count > _NEARLY_ALL * sum(map(bool, chains)) > 1}
 
-    def _from_inside(self, frame: int) -> Iterator[tuple[str, int]]:
-        """(file, line) of a frame and of those that called it."""
+    def _call_chain(self, frame: int) -> Iterator[tuple[str, int]]:
+        """Yield (file, line) of a frame and of its callers."""
         while frame in self._frames:
             location, parent = self._frames[frame]
             file, line = self._locations.get(location, (0, 0))
             if file in self._files:
                 yield self._files[file], line
-            if parent >= frame:  # parents come first; anything else would go round in circles
+            if parent >= frame:  # Parents come first; anything else would be a cycle.
                 return
             frame = parent
 
 
 def short_line(line: str) -> str:
-    """Return the one of an `InstructionInfo.line` that says more: which layer it is of, else the innermost.
+    """Return the more informative line of an `InstructionInfo.line`: the one of the layer, else the innermost.
 
-    `models/llama.py:123` of `models/layers.py:90 from models/llama.py:123`; the first where a trainer in another folder
+    `models/llama.py:123` of `models/layers.py:90 from models/llama.py:123`; the first if a trainer in another folder
     called the model.
     """
     inner, _, outer = line.partition(" from ")
@@ -302,12 +305,12 @@ def short_line(line: str) -> str:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether a file is the user's own, or a model that comes with meshkit, and not of an installed package."""
+    """Return whether a file is the user's own, or a model that comes with meshkit."""
     return _SHIPPED in name or not _INSTALLED.search(name)
 
 
 def _kind(body: Iterable[HloInstruction]) -> str:
-    """The kind of an instruction, or of one that fuses several."""
+    """Return the kind of an instruction, or of one that fuses several."""
     held = {i.opcode for i in body}
     custom = [_custom_kind(i.target) for i in body if i.opcode == "custom-call"]
     named = next((kind for kind in custom if kind != "custom call"), None)
@@ -318,7 +321,7 @@ def _kind(body: Iterable[HloInstruction]) -> str:
 
 
 def kind_of_kernel(name: str) -> str:
-    """What a kernel does by its name, where its instruction is not known."""
+    """Return the kind of a kernel by its name, where its instruction is unknown."""
     return _kind_of_stem(_DIGITS.sub("0", name))
 
 
@@ -337,12 +340,11 @@ def _first(kinds: Iterable[tuple[str, str]], name: str, otherwise: str) -> str:
 
 
 def _fused(i: HloInstruction) -> Computation | None:
-    """The computation that a fusion runs."""
     return i.called[0] if i.opcode == "fusion" and i.called else None
 
 
 def _result(i: HloInstruction) -> Shape:
-    """The shape of what an instruction computes: a library call's without its workspace, of whatever size."""
+    """Return the shape of an instruction's result; a library call's is without its workspace."""
     *results, last = i.shape.parts or (i.shape,)
     if not i.target or not results or last.dtype not in ("s8", "u8") or len(last.dims) != 1:
         return i.shape
@@ -350,12 +352,12 @@ def _result(i: HloInstruction) -> Shape:
 
 
 def plain_path(source: str) -> str:
-    """Without numeric suffixes; a bare name is an argument's, which differs with how the function was called."""
+    """Return a path without numeric suffixes; "" for an argument's bare name, which depends on the function's call."""
     return re.sub(r"[._]\d+(?=/|$)", "", source) if "/" in source else ""
 
 
 def layer_of(source: str) -> str:
-    """Return the path of the modules that an op_name path names: its scopes without what jax puts between them.
+    """Return the path of the modules that an op_name path names: its scopes without jax's additions.
 
     `Model/layers/mlp/down` of `jit(step)/transpose(jvp(Model))/while/body/checkpoint/layers/mlp/down/dot_general`; of a
     combined operation each path once; "" where no module has a scope, as with nnx.
@@ -371,11 +373,12 @@ def _scopes(path: str) -> str:
     while path != before:
         path, before = _TRANSFORMED.sub(r"\1", path), path
     parts = _BETWEEN.sub("", path).split("/")
-    return "/".join(part for part in parts if part and "(" not in part and "->" not in part)  # `bd,df->bf` is an einsum
+    # `bd,df->bf` is an einsum.
+    return "/".join(part for part in parts if part and "(" not in part and "->" not in part)
 
 
 def layer_and_line(source: str, line: str | None, most: int | None = None) -> str:
-    """Return `layers/attention/output models/llama.py:116`; where no scope names a module, the line and the operation.
+    """Return `layers/attention/output models/llama.py:116`; if no scope names a module, the line and the operation.
 
     Args:
         source: an op_name path, "" if unknown.

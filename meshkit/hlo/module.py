@@ -1,4 +1,4 @@
-"""The scheduled HLO of a compiled program -> a Schedule: what each instruction does, in order.
+"""Read the scheduled HLO of a compiled program into a Schedule: the work of each instruction, in order.
 
     serialized module -> Module -> read_schedule -> Schedule
 
@@ -48,52 +48,52 @@ _FREE = {
     "tuple",
 }
 CONTROL = {"while", "conditional", "call"}
-# Where a send and a receive that XLA made of a permute keep its pairs.
+# A send and a receive that XLA made of a permute keep its pairs here.
 _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
 _MIRRORED = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE", "NE": "NE"}
-_CROWDED = 256  # additions to one element: a table of token ids has a few, one of distances or types thousands
-_LITERALS = (4, 5, 6, 7)  # s32s, s64s, u32s, u64s of xla.LiteralProto
+_CROWDED = 256  # Additions to one element: a table of token ids has a few, one of distances or types thousands.
+_LITERALS = (4, 5, 6, 7)  # Fields s32s, s64s, u32s and u64s of xla.LiteralProto.
 
 
 @dataclass(frozen=True)
 class ReadProgram:
-    """A compiled module, read once: its schedule, and what each of its instructions communicates."""
+    """A compiled module, read once: its schedule, and the communication of each of its instructions."""
 
     schedule: Schedule | None
     """None where this version does not know a form of HLO in it."""
     collectives: Mapping[str, Collective]
-    """By the instruction name under which a trace shows it."""
+    """Instruction name under which a trace shows it -> collective."""
     participants: Mapping[str, np.ndarray]
-    """Collective's name -> partition ids [groups, members], or [pairs, 2] of a permute."""
+    """Collective's name -> partition ids [groups, members]; for a permute [pairs, 2]."""
 
 
 def read_program(module: Module, placement: Placement) -> ReadProgram:
-    """What a trace of a compiled program, of any backend, is read with.
+    """Return the program as a trace of it is read, on any backend.
 
     Args:
         module: the program.
         placement: partition id -> place on the mesh and in NVLink domains.
 
     Raises:
-        ProgramError: it has a collective whose groups cannot be read or are not on the mesh.
+        ProgramError: a collective's groups cannot be read or are not on the mesh.
     """
     reader = _Reader(module, placement)
     try:
         schedule = reader.schedule()
     except MeshkitError:
-        schedule = None  # the collectives can still be read
+        schedule = None  # The collectives can still be read.
     return ReadProgram(schedule, *reader.communication())
 
 
 def read_collectives(module: Module, placement: Placement) -> dict[str, Collective]:
-    """Every collective of a module; see `ReadProgram`.
+    """Return every collective of a module; see `ReadProgram`.
 
     Args:
         module, placement: as of `read_program`.
 
     Returns:
-        name of the instruction -> collective; one inside of an async start or a fusion stands under both names.
+        Name of the instruction -> collective; one inside an async start or a fusion has an entry under both names.
 
     Raises:
         ProgramError: as `read_program`.
@@ -102,16 +102,16 @@ def read_collectives(module: Module, placement: Placement) -> dict[str, Collecti
 
 
 def read_schedule(module: Module, placement: Placement) -> Schedule:
-    """A scheduled program as a Schedule.
+    """Return a scheduled program as a Schedule.
 
     Args:
         module, placement: as of `read_program`.
 
     Returns:
-        what it could not price, or not count, is in its `notes`.
+        The schedule; its `notes` name what it could not price or count.
 
     Raises:
-        ProgramError: a form of HLO that this version does not know.
+        ProgramError: the program has a form of HLO that this version does not know.
     """
     return _Reader(module, placement).schedule()
 
@@ -125,7 +125,7 @@ class _Reader:
         self._sends: dict[int, str] = {}
 
     def walk(self) -> Iterator[Computation]:
-        """Computations that run, from the entry through control flow, each once."""
+        """Yield the computations that run, from the entry through control flow, each once."""
         pending, seen = [self.module.entry], set()
         while pending:
             computation = pending.pop(0)
@@ -136,14 +136,14 @@ class _Reader:
 
     @refusing_malformed("the program")
     def schedule(self) -> Schedule:
-        """Every computation that runs, as instructions."""
+        """Return every computation that runs, as instructions."""
         computations = {c.name: tuple(read for i in c.order for read in self.instructions(i)) for c in self.walk()}
         module = self.module
         return Schedule(module.name, computations, module.entry.name, module.fingerprint, dict(self.notes))
 
     @refusing_malformed("the communication of the program")
     def communication(self) -> tuple[dict[str, Collective], dict[str, np.ndarray]]:
-        """The collectives and the participants of a `ReadProgram`."""
+        """Return the collectives and the participants of a `ReadProgram`."""
         outer: dict[str, Collective] = {}
         inside: dict[str, Collective] = {}
         participants: dict[str, np.ndarray] = {}
@@ -154,10 +154,10 @@ class _Reader:
             for inner, collective in zip(_communicating(i), collectives):
                 inside[inner.name] = collective
                 participants[collective.name] = self.groups(inner)
-        return inside | outer, participants  # a trace may name what an async start wraps
+        return inside | outer, participants  # A trace may name the collective that an async start wraps.
 
     def instructions(self, i: HloInstruction) -> list[Instruction]:
-        """What an instruction comes to: one, or one for each of several collectives that it starts together."""
+        """Return an instruction as one, or as one for each of several collectives that it starts together."""
         op = i.opcode
         if op in _FREE or i.target in FREE_CALLS:
             return [Instruction(i.name, op, "free")]
@@ -174,8 +174,10 @@ class _Reader:
         return [self._work(i)]
 
     def collectives(self, i: HloInstruction) -> tuple[Collective, ...]:
-        """What an instruction communicates: itself, wrapped by an async start, or inside a fusion; the last one of
-        several bears its name."""
+        """Return the collectives of an instruction: itself, one that an async start wraps, or those inside a fusion.
+
+        The last of several has the instruction's name.
+        """
         if i.name not in self._collectives:
             inner = _communicating(i)
             names = [f"{i.name}/{c.name}" for c in inner[:-1]] + [i.name]
@@ -185,7 +187,7 @@ class _Reader:
         return self._collectives[i.name]
 
     def _work(self, i: HloInstruction) -> Instruction:
-        """A kernel, or the start of a copy or of a kernel on another stream."""
+        """Return a kernel, or the start of a copy or of a kernel on another stream."""
         op = i.opcode
         if op == "async-start":
             return Instruction(i.name, i.called[0].root.opcode, "start", i.source, cost_of_start(i))
@@ -222,7 +224,10 @@ class _Reader:
         return Instruction(i.name, op, kind, i.source, bodies=tuple(c.name for c in _bodies(i)), trip_count=trips)
 
     def _transfer(self, i: HloInstruction) -> Instruction:
-        """Half of a send and receive: between GPUs a permute that the send starts, otherwise a transfer to the host."""
+        """Return half of a send and receive.
+
+        Between GPUs a permute that the send starts, else a transfer to the host.
+        """
         op = i.opcode
         if op.endswith("-done"):
             between = op == "recv-done" and i.channel in self._sends
@@ -264,7 +269,7 @@ class _Reader:
         )
 
     def groups(self, inner: HloInstruction) -> np.ndarray:
-        """Partition ids of the groups of a collective instruction, or the pairs of a permute."""
+        """Return the partition ids of a collective's groups, or the pairs of a permute."""
         return _send_pairs(inner) if inner.opcode == "send" else read_groups(inner, self.placement.num_partitions)
 
     def _note(self, kind: str, name: str) -> None:
@@ -272,7 +277,7 @@ class _Reader:
 
 
 def _communicating(i: HloInstruction) -> list[HloInstruction]:
-    """The collective instructions that i is or holds; none for the done half."""
+    """Return the collective instructions that i is or holds; none for the done half."""
     if i.opcode.removesuffix("-start") in COLLECTIVES or (i.opcode == "send" and _SEND_PAIRS in i.frontend):
         return [i]
     if i.opcode not in ("fusion", "async-start"):
@@ -281,13 +286,12 @@ def _communicating(i: HloInstruction) -> list[HloInstruction]:
 
 
 def _is_sync(i: HloInstruction) -> bool:
-    """Whether a started collective blocks all the same."""
     said = (x.configured("collective_backend_config", "is_sync") for x in (i, *_communicating(i)))
     return next((sync for sync in said if sync is not None), False)
 
 
 def _bodies(i: HloInstruction) -> Sequence[Computation]:
-    """Computations that control flow runs: the body of a loop, the branches of a conditional, the callee of a call.
+    """Return the computations that control flow runs: a loop's body, a conditional's branches, the callee of a call.
 
     An async start that wraps a call or a loop is control flow too.
     """
@@ -299,7 +303,6 @@ def _bodies(i: HloInstruction) -> Sequence[Computation]:
 
 
 def _start_of(done: HloInstruction) -> str | None:
-    """The start that a done (or an update between) belongs to."""
     operand = done.operands[0] if done.operands else None
     while operand is not None and operand.opcode == "async-update":
         operand = operand.operands[0]
@@ -307,7 +310,6 @@ def _start_of(done: HloInstruction) -> str | None:
 
 
 def _send_pairs(send: HloInstruction) -> np.ndarray:
-    """[pairs, 2] of a send that XLA made of a permute."""
     pairs = re.findall(r"\{(\d+),\s*(\d+)\}", send.frontend[_SEND_PAIRS])
     if not pairs:
         raise ProgramError(f"the send {send.name} names no pairs of GPUs: {send.frontend[_SEND_PAIRS]!r}.")
@@ -315,22 +317,21 @@ def _send_pairs(send: HloInstruction) -> np.ndarray:
 
 
 def _moved(op: str, operands: list[Shape]) -> list[Shape]:
-    """The arrays that travel, of a collective's operands."""
     if op == "ragged-all-to-all":
-        # operand and result are buffers with room to spare: what moves fits in both
+        # Operand and result are buffers with room to spare, and the rows that move fit into both.
         return [min(operands[:2], key=lambda s: s.bytes)]
     return [s for s in operands if s.dtype != "token"]
 
 
 def _ragged(operands: list[Shape], group_size: int) -> dict[str, Any]:
-    """What `Collective` has of a ragged all-to-all alone: its offsets are one for each member and slice."""
+    """Return the fields of `Collective` for ragged all-to-alls; there is one offset for each member and slice."""
     less, more = sorted(s.bytes for s in operands[:2])
     slices = operands[2].dims[0] // group_size if len(operands) > 2 and operands[2].dims else 1
     return {"slices": max(1, slices), "room": more / less if less else 1.0}
 
 
 def _host_bytes(i: HloInstruction) -> float:
-    """Bytes between the host and the GPU: what is sent or fed out, or what arrives with the token."""
+    """Return the bytes between the host and the GPU: what is sent or fed out, or what arrives with the token."""
     if i.opcode in ("send", "outfeed"):
         return float(i.operands[0].shape.bytes)
     return float((i.shape.parts[0] if i.shape.parts else i.shape).bytes)
@@ -345,7 +346,7 @@ class _Linear:
 
 
 def _count_trips(loop: HloInstruction) -> int | None:
-    """Iterations of a loop by its induction variable; None where they are not so simple."""
+    """Return the iterations of a loop by its induction variable; None where it has no simple one."""
     variable = loop.configured("known_induction_variable", "tuple_index")
     if variable is None or len(loop.called) != 2:
         return None
@@ -363,18 +364,18 @@ def _count_trips(loop: HloInstruction) -> int | None:
 
 
 class _Scope:
-    """What the parameters of a computation stand for.
+    """The values that the parameters of a computation stand for.
 
     Args:
-        counter: index of the induction variable in the tuple that is its parameter; None of a fusion.
-        given: of a fusion, what each parameter stands for.
+        counter: index of the induction variable in the parameter tuple; None for a fusion.
+        given: for a fusion, the value of each parameter.
     """
 
     def __init__(self, counter: int | None = None, given: Sequence[_Linear | None] = ()):
         self._counter, self._given = counter, given
 
     def value(self, i: HloInstruction) -> _Linear | None:
-        """What an integer scalar is in terms of the counter; None if it is something else."""
+        """Return an integer scalar in terms of the counter; None if it is something else."""
         if i.opcode == "constant":
             return _literal(i)
         if i.opcode == "parameter":
@@ -395,7 +396,7 @@ class _Scope:
         return None
 
     def limit(self, i: HloInstruction) -> int | None:
-        """The limit of a condition `counter < limit`, however it is written; None of any other."""
+        """Return the limit of a condition `counter < limit`, however it is written; None of any other."""
         if i.opcode == "fusion":
             return self._inside(i).limit(i.called[0].root)
         if i.opcode != "compare":
@@ -416,7 +417,7 @@ class _Scope:
 def _literal(constant: HloInstruction) -> _Linear | None:
     literal = message(constant.fields, 8)
     values = [v for number in _LITERALS for v in ints(literal, number)]
-    if len(values) != 1:  # XLA leaves nothing out: a scalar zero is written
+    if len(values) != 1:  # XLA leaves nothing out: it writes even a scalar zero.
         return None
     value = values[0]
     return _Linear(0, value - (1 << 64) if value >= 1 << 63 else value)

@@ -1,8 +1,8 @@
-"""PipelineReport: what a pipeline's schedule costs, and which share of a program's instructions counts.
+"""PipelineReport: the cost of a pipeline's schedule, and the useful share of a program's instructions.
 
-In a lockstep pipeline every stage works in every tick, on garbage where it has nothing to do. That is compute like any
-other in a program and in a timeline; the schedule says which share of it counted. Instructions carry the scopes of the
-pipeline in their op_name path (`PipelineReport.useful`), the innermost of which decides.
+In a lockstep pipeline every stage works in every tick, on garbage where it has nothing to do. A program and a timeline
+count that as compute; the schedule says which share of it was useful. Instructions carry the scopes of the pipeline in
+their op_name path, and the innermost one decides (`PipelineReport.useful`).
 
 `meshkit.parallel.pipeline` makes the report; a step's facts, the sidecar of a trace and the report carry it.
 """
@@ -23,42 +23,54 @@ class ScheduleCost(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    axis: str  # mesh axis that cuts the layers
-    schedule: str  # name
-    stages: int  # S
-    virtual_stages: int  # v
-    microbatches: int  # M
-    layers: int  # of the model
-    padding_layers: int  # inactive ones that are computed all the same
-    warmup_ticks: int  # in which stages only go forward
-    steady_ticks: int  # in which they go both ways
-    drain_ticks: int  # in which they only go back; the three add up to a step
-    slots: int  # inputs of chunks that each stage keeps at most
-    bubble_fraction: float  # share of the layers' work that does nothing useful, padding included
-    executed_over_useful: float  # of the layers' FLOP
+    axis: str
+    """The mesh axis that shards the layers."""
+    schedule: str
+    stages: int
+    """S, the number of stages."""
+    virtual_stages: int
+    """v, the chunks of layers of a stage."""
+    microbatches: int
+    """M, the number of microbatches."""
+    layers: int
+    """Layers of the model."""
+    padding_layers: int
+    """Inactive layers that are computed all the same."""
+    warmup_ticks: int
+    """Ticks in which stages only go forward."""
+    steady_ticks: int
+    """Ticks in which they go both ways."""
+    drain_ticks: int
+    """Ticks in which they only go back; the three add up to a step."""
+    slots: int
+    """Inputs of chunks that each stage keeps at most."""
+    bubble_fraction: float
+    """Share of the layers' work that is useless, padding included."""
+    executed_over_useful: float
+    """Executed over useful FLOP of the layers."""
 
 
 class PipelineReport(ScheduleCost):
-    """A schedule's cost, its picture, and what of a program's work counts."""
+    """A schedule's cost, its picture, and the useful share of a program's work."""
 
     picture: tuple[tuple[str, ...], ...]
     """A row for each stage, a text for each tick: `F3`, `B1` or both, `F3.1` with the chunk, empty where it waits."""
     useful: dict[str, float]
-    """Name of a scope -> share of what runs in it that counts, the mean over stages."""
+    """Name of a scope -> useful share of what runs in it, the mean over stages."""
 
     def useful_share(self, source: str) -> float:
-        """The share of an instruction that counts, by the innermost scope of the pipeline in its op_name path."""
+        """Return the useful share of an instruction, by the innermost scope of the pipeline in its op_name path."""
         found = re.findall("|".join(self.useful), source)
         return self.useful[found[-1]] if found else 1.0
 
 
 def useful_flops(schedule: Schedule, pipeline: PipelineReport | None = None) -> float:
-    """Matmul and attention FLOP of one GPU and step, recompute included, masked work of a pipeline left out.
+    """Return the matmul and attention FLOP of one GPU and step, with recompute and without masked work of a pipeline.
 
     Args:
-        schedule: of the step. Of a conditional the branch with the most FLOP counts, of a loop of unknown length one
-            iteration.
-        pipeline: says by `useful_share` what of an instruction counts; None counts all.
+        schedule: schedule of the step. The branch of a conditional with the most FLOP counts, and one iteration of a
+            loop of unknown length.
+        pipeline: gives each instruction's `useful_share`; None counts everything.
     """
 
     def count(name: str) -> float:

@@ -1,10 +1,10 @@
-"""A compiled program as its message keeps it: computations of instructions, read once.
+"""Read a compiled program from its message: computations of instructions, each read once.
 
     serialized HloModuleProto -> Module -> Computation -> HloInstruction: shape, operands, users, attributes
 
-jaxlib has no Python classes for XLA's messages (xla/service/hlo.proto, xla/xla_data.proto, whose field numbers hold
-across jaxlib 0.11 and 0.12), so they are read by their wire format (https://protobuf.dev/programming-guides/encoding).
-What XLA checks of a module holds here, too: names are unique, and an instruction takes what stands before it.
+jaxlib has no Python classes for XLA's messages (xla/service/hlo.proto, xla/xla_data.proto), so they are read by their
+wire format (https://protobuf.dev/programming-guides/encoding). Their field numbers hold across jaxlib 0.11 and 0.12. As
+in XLA, names are unique in a module, and an instruction's operands come before it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from meshkit.errors import MeshkitError, ProgramError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_NUMBERED = {_VARINT, _BYTES}  # what begins with a number, which is the value or its length
-_HOST_SPACE = 5  # XLA:GPU's number of host memory
+_NUMBERED = {_VARINT, _BYTES}  # These begin with a number, which is the value or its length.
+_HOST_SPACE = 5  # XLA:GPU numbers host memory so.
 _TUPLE = 13
 _DTYPES = {  # `PrimitiveType`
     1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16", 11: "f32",
@@ -32,23 +32,23 @@ _DTYPES = {  # `PrimitiveType`
     28: "f8e4m3", 29: "f8e3m4", 30: "s1", 31: "u1", 32: "f4e2m1fn", 33: "f8e8m0fnu", 34: "buffer",
 }  # fmt: skip
 _BITS = re.compile(r"^[a-z]+?(\d+)")
-# Metadata, which names files and lines; ids, which count through a process; and what is kept to show values of a run.
+# Metadata names files and lines, ids count through a process, and the rest records values of a run.
 _NOT_PRINTED = {7, 35, 36, 37, 38, 68, 82, 88}
 
 Fields = dict[int, list[int | bytes]]
 
 
 def read_fields(message: bytes) -> Fields:
-    """Field number -> values in order: int of a varint, bytes of everything else.
+    """Return field number -> values in order: int for a varint, bytes for everything else.
 
     Raises:
-        ProgramError: the bytes are no message.
+        ProgramError: the bytes are not a message.
     """
     found: Fields = {}
     position, end = 0, len(message)
     try:
         while position < end:
-            tag, position = message[position], position + 1  # most numbers are one byte
+            tag, position = message[position], position + 1  # Most numbers have one byte.
             if tag > 127:
                 tag, position = _varint(message, position - 1)
             kind = tag & 7
@@ -74,33 +74,33 @@ def read_fields(message: bytes) -> Fields:
 
 
 def ints(fields: Fields, number: int) -> list[int]:
-    """A repeated integer field, packed or not."""
+    """Return a repeated integer field, packed or not."""
     return [x for value in fields.get(number, ()) for x in ([value] if isinstance(value, int) else _unpack(value))]
 
 
 def integer(fields: Fields, number: int) -> int:
-    """An integer field; 0 where the message leaves it out."""
+    """Return an integer field; 0 where the message leaves it out."""
     values = ints(fields, number)
     return values[-1] if values else 0
 
 
 def messages(fields: Fields, number: int) -> list[Fields]:
-    """A repeated message field."""
+    """Return a repeated message field."""
     return [read_fields(value) for value in fields.get(number, ()) if isinstance(value, bytes)]
 
 
 def message(fields: Fields, number: int) -> Fields:
-    """A message field; one without fields where the message leaves it out."""
+    """Return a message field; one without fields where the message leaves it out."""
     return next(iter(messages(fields, number)), {})
 
 
 def texts(fields: Fields, number: int) -> list[str]:
-    """A repeated string field."""
+    """Return a repeated string field."""
     return [value.decode(errors="replace") for value in fields.get(number, ()) if isinstance(value, bytes)]
 
 
 def text(fields: Fields, number: int) -> str:
-    """A string field; "" where the message leaves it out."""
+    """Return a string field; "" where the message leaves it out."""
     return next(iter(texts(fields, number)), "")
 
 
@@ -130,10 +130,10 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @contextmanager
 def refusing_malformed(what: str) -> Iterator[None]:
-    """Makes of what reading malformed contents raises a `ProgramError`.
+    """Turn errors from reading malformed contents into a `ProgramError`.
 
     Args:
-        what: is read, the subject of a sentence.
+        what: name of what is read, the subject of the message.
     """
     try:
         yield
@@ -147,12 +147,16 @@ def refusing_malformed(what: str) -> Iterator[None]:
 class Shape:
     """An array (dtype and dims), or a tuple of shapes (dtype `tuple`)."""
 
-    dtype: str  # as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`, `token`
-    dims: tuple[int, ...] = ()  # sizes; () of a scalar, a token or a tuple
-    parts: tuple[Shape, ...] = ()  # members of a tuple
+    dtype: str
+    """The name as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`, `token`."""
+    dims: tuple[int, ...] = ()
+    """Sizes; () for a scalar, a token or a tuple."""
+    parts: tuple[Shape, ...] = ()
+    """Members of a tuple."""
     layout: tuple[int, ...] = field(default=(), compare=False)
-    """The dims as they lie in memory, the one whose elements are neighbours first; () where that is not known."""
-    on_host: bool = field(default=False, compare=False)  # whether it, or a part of it, is in host memory
+    """The dims in memory order, the one with adjacent elements first; () if unknown."""
+    on_host: bool = field(default=False, compare=False)
+    """Whether it, or a part of it, is in host memory."""
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -163,12 +167,12 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Of an array; 1 of anything else."""
+        """Number of elements of an array; 1 for anything else."""
         return math.prod(self.dims)
 
     @property
     def minor(self) -> int | None:
-        """The dim whose elements are neighbours in memory; None of a scalar, a tuple, or where that is not known."""
+        """The dim whose elements are adjacent in memory; None for a scalar, a tuple, or if unknown."""
         return self.layout[0] if self.layout else None
 
     def __str__(self) -> str:
@@ -178,7 +182,7 @@ class Shape:
 
 
 def dtype_bits(name: str) -> int:
-    """Bits of an element: 16 for bf16, 8 for pred and every f8, 4 for s4; 0 for a token."""
+    """Return the bits of an element: 16 for bf16, 8 for pred and every f8, 4 for s4; 0 for a token."""
     if name == "pred":
         return 8
     m = _BITS.match(name)
@@ -187,7 +191,6 @@ def dtype_bits(name: str) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def _shape(serialized: bytes) -> Shape:
-    """Of a `ShapeProto`."""
     fields = read_fields(serialized)
     kind = integer(fields, 2)
     if kind == _TUPLE:
@@ -202,37 +205,39 @@ def _shape(serialized: bytes) -> Shape:
 class HloInstruction:
     """One instruction of a computation."""
 
-    name: str  # unique in its module
-    opcode: str  # as XLA prints it: `all-gather-start`
+    name: str
+    """Unique in its module."""
+    opcode: str
+    """The opcode as XLA prints it: `all-gather-start`."""
     fields: Fields = field(repr=False)
     operands: Sequence[HloInstruction] = field(default=(), repr=False)
     called: Sequence[Computation] = field(default=(), repr=False)
-    """What it calls: of a loop (body, condition), of a conditional its branches."""
-    users: list[HloInstruction] = field(default_factory=list, repr=False)  # of its result, each once, in order
+    """Computations that it calls: of a loop (body, condition), of a conditional its branches."""
+    users: list[HloInstruction] = field(default_factory=list, repr=False)
+    """Users of its result, each once, in order."""
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """Of its result."""
         return _shape(b"".join(v for v in self.fields.get(3, ()) if isinstance(v, bytes)))
 
     @property
     def tuple_index(self) -> int:
-        """Of a `get-tuple-element`, which member it takes."""
+        """Index of the member that a `get-tuple-element` takes."""
         return integer(self.fields, 13)
 
     @property
     def parameter_number(self) -> int:
-        """Of a `parameter`, which one of its computation it is."""
+        """Index of a `parameter` in its computation."""
         return integer(self.fields, 9)
 
     @property
     def channel(self) -> int:
-        """That a send and a receive share; 0 where there is none."""
+        """Channel that a send and a receive share; 0 without one."""
         return integer(self.fields, 26)
 
     @property
     def dimensions(self) -> list[int]:
-        """Along which it joins, sorts or reduces."""
+        """Dims along which it joins, sorts or reduces."""
         return ints(self.fields, 14)
 
     @functools.cached_property
@@ -242,12 +247,12 @@ class HloInstruction:
 
     @functools.cached_property
     def metadata(self) -> Fields:
-        """`OpMetadata`: where it comes from."""
+        """`OpMetadata`, its origin in the source."""
         return message(self.fields, 7)
 
     @property
     def target(self) -> str:
-        """`custom_call_target`; "" of anything else."""
+        """`custom_call_target`; "" for anything else."""
         return text(self.fields, 28)
 
     @property
@@ -264,7 +269,10 @@ class HloInstruction:
         return found if isinstance(found, dict) else {}
 
     def configured(self, *keys: str) -> Any:
-        """What `backend_config` of XLA:GPU, or a part of it, has under keys, each within the last; None if nothing."""
+        """Return a value of XLA:GPU's `backend_config`, or of a part of it, under nested keys.
+
+        The value is None if there is none.
+        """
         whole = self._configuration
         found: Any = next((c for c in (whole, *whole.values()) if isinstance(c, dict) and keys[0] in c), None)
         for key in keys:
@@ -273,12 +281,12 @@ class HloInstruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a loop; None where XLA does not know."""
+        """Iterations of a loop; None if XLA does not know."""
         known = str(self.configured("known_trip_count", "n"))
         return int(known) if known.isdecimal() and len(known) < 19 else None
 
     def identity(self) -> tuple:
-        """Equal for equal instructions, wherever they were written."""
+        """Return a tuple that is equal for equal instructions, wherever they were written."""
         names = [[o.name for o in self.operands], [c.name for c in self.called], sorted(self.frontend.items())]
         rest = [(number, self.fields[number]) for number in sorted(self.fields.keys() - _NOT_PRINTED)]
         return self.name, self.opcode, names, rest
@@ -289,9 +297,12 @@ class Computation:
     """The instructions of one computation."""
 
     name: str
-    instructions: Sequence[HloInstruction]  # by their ids
-    order: Sequence[HloInstruction]  # as scheduled; operands first where the module has no schedule
-    root: HloInstruction  # whose value it gives
+    instructions: Sequence[HloInstruction]
+    """Instructions by their ids."""
+    order: Sequence[HloInstruction]
+    """Instructions as scheduled; operands first where the module has no schedule."""
+    root: HloInstruction
+    """The instruction with the computation's value."""
 
 
 class Module:
@@ -301,7 +312,7 @@ class Module:
         serialized: a `HloModuleProto`.
 
     Raises:
-        ProgramError: the bytes are no module, or an instruction takes or calls what does not stand before it.
+        ProgramError: the bytes are not a module, or an instruction takes or calls something that does not precede it.
     """
 
     def __init__(self, serialized: bytes):
@@ -311,7 +322,7 @@ class Module:
             self.stack_frames = message(top, 17)  # `StackFrameIndexProto`
             self.device_assignment = message(top, 15)  # `DeviceAssignmentProto`
             sequences = messages(message(top, 7), 1)
-            # computation id -> instruction ids in schedule order
+            # Computation id -> instruction ids in schedule order.
             scheduled = {integer(pair, 1): ints(message(pair, 2), 1) for pair in sequences}
             found: dict[int, Computation] = {}
             self.instructions: dict[str, HloInstruction] = {}
@@ -325,7 +336,7 @@ class Module:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for equal programs: a hash of every instruction in order."""
+        """A hash of every instruction in order, equal for equal programs."""
         every = ([c.name, c.root.name, *(i.identity() for i in c.order)] for c in self.computations.values())
         digest = hashlib.sha256()
         for each in every:
@@ -333,7 +344,7 @@ class Module:
         return digest.hexdigest()[:16]
 
     def _computation(self, fields: Fields, scheduled: Iterable[int], known: Mapping[int, Computation]) -> Computation:
-        """One computation; `known` are those before it, which it may call."""
+        """Return one computation; `known` holds those before it, which it may call."""
         by_id: dict[int, HloInstruction] = {}
         for read in messages(fields, 2):
             operands = [by_id[i] for i in ints(read, 36)]
@@ -353,7 +364,7 @@ class Module:
 
 
 def clean_path(op_name: str) -> str:
-    """An op_name path without what the way through `jax.export` put in front of it."""
+    """Return an op_name path without the prefix that `jax.export` adds."""
     path = re.sub(r"(?:jit\(call\)/)?(?:call_exported/)?jit\(exported_step\)/", "", op_name)
     path = re.sub(r"(?:jit\(call\)/)?call_exported(?:[:/]|(?=[)]|$))", "", path)
     return path.replace("jit(call)", "").strip("/:") if path else ""

@@ -1,8 +1,8 @@
-"""A compiled program as its instructions run: what the reader makes and the simulator takes.
+"""Represent a compiled program as its instructions run: the reader makes a Schedule, and the simulator takes it.
 
-Replica groups of a collective stand in four forms, several of them in one module, and XLA often loses the user's axis
-names. So every form is turned into explicit partition ids, and the ids alone decide which axes and which link a group
-spans (`read_groups`, `group_shape`).
+Replica groups of a collective are written in four forms, several of them in one module, and XLA often loses the user's
+axis names. So every form is turned into explicit partition ids, and the ids alone decide which axes and which link a
+group spans (`read_groups`, `group_shape`).
 """
 
 from __future__ import annotations
@@ -26,42 +26,66 @@ _FORMS = _EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 9
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled program, with what it moves and where."""
+    """One collective instruction of a compiled program: its kind, its bytes, and the devices that it connects."""
 
-    name: str  # the HLO instruction name, unique within its program
-    key: str  # `opcode|axes|dtype|shapes|op_name path|occurrence`; survives a recompile
-    collective: str  # the HLO opcode without `-start` (`all-gather`, `collective-permute`, ...)
-    axes: tuple[str, ...]  # mesh axes along which the participants of a group differ; () when they map to no axis
-    axes_complete: bool  # False where the groups cover only part of an axis
-    link: str  # the slowest link a group crosses: `nvlink` or `infiniband`; "" where no cluster is known
-    fabric: str | None  # what that link is made of (`nvlink4_nvswitch`, `shared_memory`, ...); None if unknown
-    dtype: str  # element type on the wire, as XLA spells it; `mixed` for a combined collective of several
-    group_size: int  # participants of a group; 0 where only the name of a kernel is known
+    name: str
+    """The HLO instruction's name, unique within its program."""
+    key: str
+    """`opcode|axes|dtype|shapes|op_name path|occurrence`, which survives a recompile."""
+    collective: str
+    """The HLO opcode without `-start` (`all-gather`, `collective-permute`, ...)."""
+    axes: tuple[str, ...]
+    """Mesh axes along which the participants of a group differ; () when they map to no axis."""
+    axes_complete: bool
+    """False where the groups cover only part of an axis."""
+    link: str
+    """The slowest link that a group crosses: `nvlink` or `infiniband`; "" if no cluster is known."""
+    fabric: str | None
+    """The hardware of that link (`nvlink4_nvswitch`, `shared_memory`, ...); None if unknown."""
+    dtype: str
+    """Element type on the wire, as XLA spells it; `mixed` for a combined collective of several."""
+    group_size: int
+    """Participants of a group; 0 where only the name of a kernel is known."""
     num_groups: int
-    gpus_per_domain: int  # participants of one group that share an NVLink domain
-    payload_bytes: int  # bytes of one instance on one GPU (operand; result for all-gather)
-    source: str = ""  # the op_name path of the model code that caused it
-    replica_groups: str | None = None  # `{0,1},{2,3}`, where no mesh is known that has axes for them
-    grouped: bool = False  # whether NCCL runs it in the kernel of another one, which starts with it over the same GPUs
-    slices: int = 0  # of a ragged all-to-all, that each member sends to each; 0 where not known, or of another kind
-    room: float = 1.0  # of a ragged all-to-all, the larger of its buffers over the smaller
+    gpus_per_domain: int
+    """Participants of one group that share an NVLink domain."""
+    payload_bytes: int
+    """Bytes of one instance on one GPU (operand; result for all-gather)."""
+    source: str = ""
+    """The op_name path of the model code that caused it."""
+    replica_groups: str | None = None
+    """`{0,1},{2,3}`, where no known mesh has axes for them."""
+    grouped: bool = False
+    """Whether NCCL runs it in the kernel of another one, which starts with it over the same GPUs."""
+    slices: int = 0
+    """Slices of a ragged all-to-all that each member sends to each; 0 if unknown, or for another kind."""
+    room: float = 1.0
+    """The larger buffer of a ragged all-to-all over the smaller one."""
 
 
 @dataclass(frozen=True)
 class Instruction:
     """One instruction of a schedule."""
 
-    name: str  # as XLA prints it
-    opcode: str  # as XLA prints it; an asynchronous one has the opcode of what it starts
+    name: str
+    """The name as XLA prints it."""
+    opcode: str
+    """The opcode as XLA prints it; an asynchronous instruction has the opcode of what it starts."""
     kind: str
     """`kernel`, `collective` (blocks), `start` and `done` (asynchronous), `while`, `conditional`, `call`, `free` (no
     time)."""
-    source: str = ""  # op_name path of the model code that caused it
-    cost: Cost | None = None  # work on one GPU; None for control flow and communication
-    collective: Collective | None = None  # what it communicates; None if it does not
-    starts: str | None = None  # for `done`, the name of the start it waits for
-    bodies: tuple[str, ...] = ()  # computations it runs: the body of a loop, the branches of a conditional
-    trip_count: int | None = None  # iterations of a loop; None if XLA does not know
+    source: str = ""
+    """The op_name path of the model code that caused it."""
+    cost: Cost | None = None
+    """Work on one GPU; None for control flow and communication."""
+    collective: Collective | None = None
+    """The collective that it runs; None for others."""
+    starts: str | None = None
+    """For `done`, the name of the start that it waits for."""
+    bodies: tuple[str, ...] = ()
+    """Computations that it runs: the body of a loop, the branches of a conditional."""
+    trip_count: int | None = None
+    """Iterations of a loop; None if XLA does not know."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +94,18 @@ class Schedule:
 
     name: str
     computations: Mapping[str, tuple[Instruction, ...]]
-    """Name -> instructions, of the entry and all that it reaches through control flow."""
-    entry: str  # name of the computation that runs
-    fingerprint: str  # equal for equal programs
+    """Name -> instructions, of the entry and everything that it reaches through control flow."""
+    entry: str
+    """Name of the computation that runs."""
+    fingerprint: str
+    """A hash that is equal for equal programs."""
     notes: Mapping[str, list[str]] = field(default_factory=dict)
-    """What could not be read or priced, by kind: instruction names, with what they call in parentheses."""
+    """Kind of problem -> names of instructions that could not be read or priced, with their callees in parentheses."""
 
     def known_runs(self) -> dict[str, int]:
-        """How often one execution runs each instruction: once, or once per iteration of the loops it is in.
+        """Return how often one execution runs each instruction: once, or once per iteration of the loops it is in.
 
-        What is in a branch, or in a loop whose iterations XLA does not know, is left out.
+        Instructions in a branch, or in a loop of unknown length, are left out.
         """
         found: dict[str, int] = {}
         unknown: set[str] = set()
@@ -99,11 +125,12 @@ class Schedule:
         return {name: count for name, count in found.items() if name not in unknown}
 
     def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction with how often a run executes it; of a conditional every branch, of a loop whose number of
-        iterations XLA does not know one iteration.
+        """Yield every instruction with how often a run executes it.
+
+        It walks every branch of a conditional, and one iteration of a loop of unknown length.
 
         Args:
-            name: of the computation to begin with; None is the entry. One that the schedule lacks gives nothing.
+            name: name of the first computation; None is the entry, and an unknown one yields nothing.
             times: how often a run executes that computation.
         """
         for i in self.computations.get(name or self.entry, ()):
@@ -114,25 +141,30 @@ class Schedule:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What the groups of one collective have in common."""
+    """The axes, link and sizes that all groups of one collective share."""
 
-    axes: tuple[str, ...]  # mesh axes along which members of a group differ
-    axes_complete: bool  # whether a group spans these axes entirely
-    link: str  # `infiniband` if any group crosses NVLink domains
-    group_size: int  # members of a group
+    axes: tuple[str, ...]
+    """Mesh axes along which members of a group differ."""
+    axes_complete: bool
+    """Whether a group spans these axes entirely."""
+    link: str
+    """`infiniband` if any group crosses NVLink domains."""
+    group_size: int
+    """Members of a group."""
     num_groups: int
-    gpus_per_domain: int  # members of one group that share a domain (the fewest, where groups differ)
+    gpus_per_domain: int
+    """Members of one group that share a domain (the fewest, where groups differ)."""
 
 
 def read_groups(instruction: HloInstruction, num_partitions: int) -> np.ndarray:
-    """Groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
+    """Return the groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
 
     Args:
-        instruction: that communicates.
-        num_partitions: devices of the program; no groups at all means all of them.
+        instruction: a collective.
+        num_partitions: devices of the program; without any groups, all of them form one.
 
     Raises:
-        ProgramError: groups of unequal size, of more partitions than a program can have, or none that can be read.
+        ProgramError: the groups have unequal sizes or too many partitions, or cannot be read.
     """
     said = tuple((number, tuple(instruction.fields.get(number, ()))) for number in _FORMS)
     with refusing_malformed(f"the groups of the collective {instruction.name}"):
@@ -142,9 +174,8 @@ def read_groups(instruction: HloInstruction, num_partitions: int) -> np.ndarray:
     return groups
 
 
-@functools.lru_cache(maxsize=64)  # a program has few, of which some list thousands of partitions
+@functools.lru_cache(maxsize=64)  # A program has few different groups, and some list thousands of partitions.
 def _groups(said: tuple, num_partitions: int) -> np.ndarray:
-    """What `read_groups` reads, given the fields of _FORMS."""
     fields = dict(said)
     for listed in messages(fields, _MESH_LIST):
         return _mesh_groups(listed)
@@ -152,7 +183,7 @@ def _groups(said: tuple, num_partitions: int) -> np.ndarray:
     for listed in (*messages(fields, _IOTA_LIST), *(m for each in lists for m in messages(each, 2))):
         return _iota(listed)
     explicit = (*messages(fields, _EXPLICIT), *(m for each in lists for m in messages(each, 1)))
-    # of a `SourceTarget` too a zero is left out of the message
+    # A `SourceTarget`, too, leaves a zero out of its message.
     groups = [[integer(m, 1), integer(m, 2)] for m in messages(fields, _PAIRS)] or [ints(m, 1) for m in explicit]
     if len({len(g) for g in groups}) > 1:
         raise ValueError(f"they are of unequal size: {sorted({len(g) for g in groups})}")
@@ -160,15 +191,15 @@ def _groups(said: tuple, num_partitions: int) -> np.ndarray:
 
 
 def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = False) -> GroupShape:
-    """Axes, link and sizes of groups of partition ids on a placed mesh.
+    """Return the axes, link and sizes of groups of partition ids on a placed mesh.
 
     Args:
         groups: [num_groups, group_size] partition ids, or [pairs, 2] for a permute.
         placement: the mesh, and the NVLink domain of each partition.
-        permute: groups are (source, target) pairs; the group is then everything along the axes they move on.
+        permute: whether the groups are (source, target) pairs; the group then spans the axes along which they move.
 
     Raises:
-        ProgramError: a partition that the mesh does not have.
+        ProgramError: the mesh does not have one of the partitions.
     """
     if groups.max() >= placement.num_partitions:
         raise ProgramError(
@@ -179,7 +210,7 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
     axes = tuple(name for name, d in zip(placement.axis_names, differ) if d)
     span = math.prod(size for size, d in zip(placement.shape, differ) if d)
     domains = np.sort(placement.domains[groups], axis=1)
-    crossing = np.count_nonzero(np.diff(domains, axis=1), axis=1)  # domains of each group, less one
+    crossing = np.count_nonzero(np.diff(domains, axis=1), axis=1)  # One less than the domains of each group.
     link = "infiniband" if crossing.any() else "nvlink"
     size = span if permute else groups.shape[1]
     count = placement.num_partitions // span if permute else groups.shape[0]
@@ -191,18 +222,18 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
 
 
 def domains_spanned(placement: Placement, axes: Collection[str]) -> int:
-    """NVLink domains that the first line of the mesh along some axes spans.
+    """Return the number of NVLink domains that the first line of the mesh along some axes spans.
 
     Args:
-        placement: of the mesh.
-        axes: names of its axes; the line is where all others are at their first place.
+        placement: placement of the mesh.
+        axes: names of its axes; on the line, all other axes are at their first position.
     """
     table = placement.domains.reshape(placement.shape)
     return len(np.unique(table[tuple(slice(None) if name in axes else 0 for name in placement.axis_names)]))
 
 
 def _iota(message: Fields) -> np.ndarray:
-    """`[groups,size]<=[dims]T(order)`: ids counted through dims, transposed, cut into groups."""
+    """Return `[groups,size]<=[dims]T(order)`: ids counted through dims, transposed and split into groups."""
     shape = (integer(message, 1), integer(message, 2))
     dims, order = ints(message, 3), ints(message, 4)
     ids = _counted(dims).reshape(dims)
@@ -210,7 +241,7 @@ def _iota(message: Fields) -> np.ndarray:
 
 
 def _mesh_groups(listed: Fields) -> np.ndarray:
-    """`mesh['x'=2,'y'=4] {'y'}`: groups along the selected axes; a sub-axis `'y':(1)2` selects part of one."""
+    """Return `mesh['x'=2,'y'=4] {'y'}`: groups along the selected axes; a sub-axis `'y':(1)2` selects part of one."""
     mesh = message(listed, 1)
     axes = messages(mesh, 1)
     ids = _device_ids(mesh, [integer(a, 2) for a in axes])
@@ -235,7 +266,7 @@ def _mesh_groups(listed: Fields) -> np.ndarray:
 
 
 def _axis_part(reference: Fields, axes: Sequence[Fields]) -> tuple[int, int, int]:
-    """(axis, size of what is before the part, size of the part) of an `AxisRefProto`; a whole axis is one part."""
+    """Return (axis, size before the part, size of the part) of an `AxisRefProto`; a whole axis is one part."""
     axis = integer(reference, 1)
     for part in messages(reference, 2):
         return axis, integer(part, 1), integer(part, 2)
@@ -243,7 +274,7 @@ def _axis_part(reference: Fields, axes: Sequence[Fields]) -> tuple[int, int, int
 
 
 def _device_ids(mesh: Fields, shape: Sequence[int]) -> np.ndarray:
-    """Ids of a `MeshProto` in its order: listed, or counted through dims and transposed, or simply counted."""
+    """Return the ids of a `MeshProto` in its order: listed, counted and transposed, or simply counted."""
     listed = ints(mesh, 2)
     if listed:
         return np.array(listed)
@@ -253,7 +284,6 @@ def _device_ids(mesh: Fields, shape: Sequence[int]) -> np.ndarray:
 
 
 def _counted(shape: Sequence[int]) -> np.ndarray:
-    """As many ids as a shape has places."""
     count = math.prod(shape)
     if count > _MOST_PARTITIONS:
         raise ValueError(f"{count} partitions are more than a program can have")

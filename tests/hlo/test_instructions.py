@@ -50,14 +50,14 @@ def lines(parents=PARENTS, locations=range(1, 8), files=FILES):
     ],
 )
 def test_lines_of_frames(metadata, line):
-    assert lines().of(metadata) == line
+    assert lines().find(metadata) == line
 
 
 def test_the_models_of_a_wheel_are_no_library():
     installed = [
         f.replace("/home/me/meshkit/models/", "/v/lib/python3.12/site-packages/meshkit/_shipped/models/") for f in FILES
     ]
-    assert lines(files=installed).of({15: [6]}) == lines().of({15: [6]})
+    assert lines(files=installed).find({15: [6]}) == lines().find({15: [6]})
 
 
 TRAINER = (
@@ -71,26 +71,26 @@ TRAINER = (
 
 
 def test_an_installed_trainer_is_a_model_and_who_plans_it_is_not():
-    assert lines(range(7), range(1, 8), TRAINER).of({15: [7]}) == "layers/linears.py:60 from models/llama2.py:30"
+    assert lines(range(7), range(1, 8), TRAINER).find({15: [7]}) == "layers/linears.py:60 from models/llama2.py:30"
 
 
 def test_the_users_own_file_led_to_an_installed_layer():
     files = ("/usr/lib/python3.12/runpy.py", TRAINER[0], *TRAINER[2:])
-    assert lines(range(7), range(1, 8), files).of({15: [6]}) == "layers/linears.py:60 from me/my_steps.py:20"
+    assert lines(range(7), range(1, 8), files).find({15: [6]}) == "layers/linears.py:60 from me/my_steps.py:20"
 
 
 def test_a_line_that_everything_comes_through_is_a_wrappers():
     """Two layers of a trainer, called by one line of the user's: `parents` makes two chains of it."""
     files = (TRAINER[0], TRAINER[2], TRAINER[4], TRAINER[2].replace("llama2", "gemma"))
     found = lines((0, 1, 2, 1), (1, 2, 3, 4), files)
-    assert [found.of({15: [n]}) for n in (3, 4)] == [
+    assert [found.find({15: [n]}) for n in (3, 4)] == [
         "layers/linears.py:30 from models/llama2.py:20",
         "models/gemma.py:40",
     ]
 
 
 def test_frames_that_call_each_other_end():
-    assert lines(parents=(0, 4, 2, 2, 3, 5), locations=(1, 1, 3, 4, 5, 6)).of({15: [2]}) is not None
+    assert lines(parents=(0, 4, 2, 2, 3, 5), locations=(1, 1, 3, 4, 5, 6)).find({15: [2]}) is not None
 
 
 def model(x, w):
