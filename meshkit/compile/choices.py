@@ -213,7 +213,7 @@ def _waits_in_every_layer(program: TrainProgram) -> bool:
     They share a stream with the gathers of weights and would queue behind them, and what XLA pipelines of them is kept
     once more. All-reduces of tensor parallelism alone lose less than is won (benchmarks/xla_options.md).
     """
-    roles, sizes = AxisRoles.of(program.rules), program.mesh.shape
+    roles, sizes = AxisRoles.read(program.rules), program.mesh.shape
     waited_for = roles.residual | roles.expert
     return program.pipeline is not None or any(sizes.get(axis, 1) > 1 for axis in waited_for)
 
@@ -228,7 +228,7 @@ def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | N
     placed = placements_by_state(program.model.params, program.mesh, program.rules)
     sizes, bytes_each = program.mesh.shape, BYTES_OF[program.spec.train.precision]
     moved: dict[tuple[str, ...], float] = {}
-    for weight in make_weights(placed, AxisRoles.of(program.rules)):
+    for weight in make_weights(placed, AxisRoles.read(program.rules)):
         axes = _gathered_over(weight, program.deferred, sizes)
         if weight.stack > 1 and axes:
             moved[axes] = moved.get(axes, 0.0) + bytes_each * _elements(weight, axes, sizes) / weight.stack

@@ -1,8 +1,9 @@
-"""One lint of an experiment: placements before the compiler, collectives after it.
+"""Lint an experiment in two passes: placements before the compiler, collectives after it.
 
-`explain`, `plan` and `train` all call `examine`, and `plan` and `explain` hold the compiled program against it: each
-collective has a reason in the strategy. One without, or more bytes than its reason allows, is a finding: most often XLA
-resharding an activation that nobody constrained. So is what XLA itself calls an involuntary full rematerialization.
+`explain`, `plan` and `train` all call `examine`; `plan` and `explain` then check the compiled program against it. Each
+collective needs a reason in the strategy. One without a reason, or with more bytes than its reason allows, is a
+finding: most often XLA reshards an activation that nobody constrained. XLA's own "involuntary full rematerialization"
+is one, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from meshkit.errors import ConfigError, check_kinds
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.proto import dtype_bits
 from meshkit.hlo.schedule import Collective
-from meshkit.linting.placements import Finding, Subject, apply_allow_list, finding_lines, in_sums, lint
+from meshkit.linting.placements import Finding, Subject, apply_allow_list, finding_lines, lint, summarize_unmatched
 from meshkit.linting.ways import FAILS, WAY, apart_axes, is_part
 from meshkit.sharding.constrain import Activation, partition_spec, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, described
@@ -50,12 +51,12 @@ from meshkit.step.program import TrainProgram, local_bytes
 from meshkit.units import format_bytes
 
 SCALARS = "scalars and norms, up to 4 KiB each"
-WITHIN = "copied by a GPU to itself: leaves no GPU"
+WITHIN = "copied by a GPU to itself, so nothing leaves a GPU"
 TAKEN_APART = "token dispatch and combine, a ragged all-to-all that XLA takes apart: rows between NVLink domains"
 CODES = ("unexplained_collective", "involuntary_rematerialization", "state_drifts", WAY, FAILS)
-# XLA combines small sums with large ones and pads; a twentieth and a mebibyte is less than any array worth a finding.
+# XLA combines small sums with large ones and pads: this margin is less than any array that is worth a finding.
 _SLACK, _SLACK_BYTES = 1.05, 2**20
-_LONGEST, _PLACES = 100, 4  # of a path that a finding shows, in characters; of a combined collective's, how many
+_LONGEST, _PLACES = 100, 4  # A finding shows so many characters of a path, and so many places of a combined collective.
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 
@@ -65,25 +66,30 @@ class Explained:
 
     collective: str
     axes: tuple[str, ...]
-    explanation: str | None  # None where there is none
-    bound_bytes: float | None = None  # what the reason allows; None where it has no closed form
-    count: float = 0  # how many; a combined one counts where its largest array belongs
+    explanation: str | None
+    """The reason; None if nothing explains them."""
+    bound_bytes: float | None = None
+    """Bytes that the reason allows; None where it has no closed form."""
+    count: float = 0
+    """Number of collectives; a combined one counts at its largest array."""
     payload_bytes: float = 0
-    sources: dict[str, float] = field(default_factory=dict)  # op_name paths, those with the most bytes first
-    cause: str = ""  # a guess why, where there is no explanation
+    sources: dict[str, float] = field(default_factory=dict)
+    """The op_name paths -> bytes, the most first."""
+    cause: str = ""
+    """The likely cause, where there is no explanation."""
 
     @property
     def exceeds(self) -> bool:
-        """Whether it moves more than its reason allows."""
+        """Whether they move more bytes than their reason allows."""
         return self.bound_bytes is not None and self.payload_bytes > self.bound_bytes * _SLACK + _SLACK_BYTES
 
 
 def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explained]:
-    """Every collective of a step with its reason, the most bytes first.
+    """Return every collective of a step with its reason, the most bytes first.
 
     Args:
-        schedule: of the compiled step.
-        strategy: what that step may communicate; its `steps_per_call` divides counts and bytes.
+        schedule: schedule of the compiled step.
+        strategy: the communication that the step may do; its `steps_per_call` divides counts and bytes.
     """
     rows: dict[tuple, Explained] = {}
     apart = apart_axes(i.collective for i, _ in schedule.walk() if i.collective is not None)
@@ -108,7 +114,7 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
 
 
 def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> list[Finding]:
-    """Findings about collectives without a reason, and about reasons that do not allow for so many bytes.
+    """Return the findings about collectives without a reason, and about reasons that do not allow so many bytes.
 
     Args:
         rows: from `explain_collectives`.
@@ -121,7 +127,7 @@ def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> l
         axes = "+".join(row.axes)
         moved = f"{_times(row.count)} {row.collective} over {axes}, {format_bytes(row.payload_bytes)}"
         if row.explanation is None:
-            message = f"nothing in the strategy explains {moved} a step: {row.cause}; at {_places(row)}"
+            message = f"the strategy does not explain {moved} a step: {row.cause}; at {_places(row)}"
         else:
             message = (
                 f"{moved} a step, where {row.explanation} take at most {format_bytes(row.bound_bytes or 0)}: something "
@@ -140,26 +146,26 @@ def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> l
 
 
 def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
-    """Findings about arrays that XLA makes whole on every GPU because it knows no way between two shardings."""
+    """Return the findings about arrays that XLA replicates because it knows no way between two shardings."""
     return [
         Finding(
             code="involuntary_rematerialization",
             severity="warning",
             path=f"rematerialization/{r.source or r.array}",
-            message=f"XLA makes {r.array} whole on every GPU for a moment, to go from one sharding to another"
+            message=f"XLA replicates {r.array} on every GPU for a moment, to get from one sharding to another"
             + (f" at {r.source}" if r.source else ""),
-            hint='x = meshkit.constrain(x, "act_batch", ...) on both sides of it, or rules that cut both alike',
+            hint='x = meshkit.constrain(x, "act_batch", ...) on both sides of it, or rules that shard both alike',
         )
         for r in compiled.rematerializations
     ]
 
 
 def drift_findings(compiled: CompiledProgram, state: Mapping[int, str]) -> list[Finding]:
-    """Return a finding where arrays of a state are given back in other parts than a GPU was given them in.
+    """Return a finding where a step gives back arrays of its state with other shards than it received.
 
     Args:
         compiled: the step.
-        state: number of an argument's array -> its path, of those that a next call is given.
+        state: number -> path of the argument's arrays that the next call receives.
     """
     entry = compiled.hlo.entry
     given = {i.parameter_number: i.shape for i in entry.order if i.opcode == "parameter"}
@@ -175,9 +181,9 @@ def drift_findings(compiled: CompiledProgram, state: Mapping[int, str]) -> list[
             code="state_drifts",
             severity="warning",
             path=drifting[0][0] if len(drifting) == 1 else "state",
-            message=f"{len(drifting)} of {len(carried)} arrays of the state do not lie where they did after a step: "
-            f"{shown}{more}; the next call is another program than the one that is planned, and a compiled step "
-            "refuses it",
+            message=f"{len(drifting)} of {len(carried)} arrays of the state have another sharding after a step: "
+            f"{shown}{more}; the next call would need another program than the planned one, and a compiled step "
+            "refuses such arrays",
             hint="@meshkit.keep_shardings(mesh, rules) below nnx.jit; under jax.jit out_shardings=(meshkit.shardings("
             "state, mesh, rules), None)",
         )
@@ -185,12 +191,12 @@ def drift_findings(compiled: CompiledProgram, state: Mapping[int, str]) -> list[
 
 
 def _parts(c: Collective) -> list[tuple[Payload, float]]:
-    """The arrays of a collective, each with its share of the payload."""
+    """Return the arrays of a collective, each with its share of the payload."""
     gathered = c.group_size if c.collective == "all-gather" else 1
     shapes = [(dtype, [int(d) for d in dims.split(",") if d]) for dtype, dims in _SHAPE.findall(c.key.split("|")[3])]
     if c.collective == "ragged-all-to-all":
         shapes = shapes[:1]
-    if c.collective == "all-to-all" and len(shapes) > 1:  # one piece for each GPU of the group
+    if c.collective == "all-to-all" and len(shapes) > 1:  # It has one piece for each GPU of the group.
         total = sum(math.prod(dims) for _, dims in shapes)
         return [(Payload(c.collective, shapes[0][0], total, 1, c.payload_bytes, c.source), c.payload_bytes)]
     parts = []
@@ -202,7 +208,7 @@ def _parts(c: Collective) -> list[tuple[Payload, float]]:
 
 
 def _reason(part: Payload, c: Collective, axes: Axes, strategy: Strategy) -> tuple[str | None, float | None, str]:
-    if not axes:  # every group is one GPU
+    if not axes:  # Every group is a single GPU.
         return WITHIN, None, ""
     if c.payload_bytes <= SCALAR_BYTES:
         return SCALARS, None, ""
@@ -215,19 +221,20 @@ def _reason(part: Payload, c: Collective, axes: Axes, strategy: Strategy) -> tup
 
 
 def _guess(part: Payload, c: Collective, axes: Axes, s: Strategy) -> str:
-    """The likely cause of a collective that nothing explains."""
+    """Return the likely cause of a collective that nothing explains."""
     names = " x ".join(c.axes)
     weight = s.weight_of(part, axes)
     if c.collective == "all-reduce" and weight and s.gathers_whole(part, axes):
         return f"the gradient of {weight.path} is reduced whole, although {names} keeps it in shards"
     if c.collective == "all-gather" and weight and axes & weight.stays:
-        return f"{weight.path}, or an array of its size, is gathered over {names}, which is meant to work on its shards"
+        return f"{weight.path}, or an array of its size, is gathered over {names}, which should work on its shards"
+
     if axes & s.roles.batch and c.collective in ("all-gather", "all-reduce"):
-        return f"an activation is made whole over {names}, which cuts the batch"
+        return f"an activation is gathered over {names}, which shards the batch"
     if axes & s.roles.tensor and c.collective == "all-gather":
-        return f"an activation that {names} is meant to keep in shards (heads, hidden or vocabulary) is made whole"
+        return f"an activation is gathered that {names} should keep in shards (heads, hidden or vocabulary)"
     if axes & s.roles.length and c.collective == "all-gather":
-        return f"an activation is made whole over {names}, which cuts the sequence"
+        return f"an activation is gathered over {names}, which shards the sequence"
     return "XLA moves shards between two layouts"
 
 
@@ -245,14 +252,13 @@ def _hint(row: Explained, of_file: bool) -> str:
 
 
 def _places(row: Explained) -> str:
-    """The places in the model with most bytes."""
     ranked = sorted(row.sources, key=lambda s: -row.sources[s])
     shown = [_short(s) for s in ranked[:2]]
     return " and ".join(shown) + (f" and {len(ranked) - 2} more places" if len(ranked) > 2 else "")
 
 
 def _short(source: str) -> str:
-    """An op_name path without what every path of a step has; of a combined collective the ends of its paths."""
+    """Return an op_name path without the parts that every path of a step has; for a combined collective, the ends."""
     path = re.sub(r"jit\(train_step\)/|while/body/|eval_jaxpr/|checkpoint/|rematted_computation/", "", source)
     if ":" in path:
         ends = dict.fromkeys("/".join(p.strip("()").rsplit("/", 3)[-3:]) for p in path.split(":"))
@@ -269,10 +275,12 @@ def _times(count: float) -> str:
 
 @dataclass(frozen=True)
 class Lint:
-    """What was found."""
+    """The findings of a lint."""
 
-    findings: list[Finding]  # that nobody allowed, errors first
-    allowed: list[Finding]  # that the experiment's allow list silences, each with its reason
+    findings: list[Finding]
+    """Findings that nobody allowed, errors first."""
+    allowed: list[Finding]
+    """Findings that the experiment's allow list silences, each with its reason."""
     collectives: list[Explained] | None = None
     """Collectives of the compiled step with their reasons; None where nothing was compiled."""
 
@@ -281,20 +289,28 @@ class Lint:
 class Examined:
     """An experiment's step as the lint sees it before the compiler."""
 
-    subject: Subject  # placements and rules
-    strategy: Strategy  # what the compiled step may communicate
-    allow: Sequence[AllowTable] = ()  # findings that are meant
-    more: tuple[Finding, ...] = ()  # about the arguments of a step that is no experiment's
-    parameters_bytes: int = 0  # of those arguments, on one GPU
+    subject: Subject
+    """Placements and rules."""
+    strategy: Strategy
+    """The communication that the compiled step may do."""
+    allow: Sequence[AllowTable] = ()
+    """The experiment's allow list."""
+    more: tuple[Finding, ...] = ()
+    """Findings about the arguments of a user's own step."""
+    parameters_bytes: int = 0
+    """Bytes of those arguments on one GPU."""
     optimizer_bytes: int = 0
 
     def lint(self) -> Lint:
-        """Findings of rules, parameters and activations."""
+        """Return the findings of rules, parameters and activations."""
         kept, allowed = apply_allow_list([*lint(self.subject), *self.more], self.allow, unchecked=CODES)
-        return Lint(in_sums(kept, self.subject), allowed)
+        return Lint(summarize_unmatched(kept, self.subject), allowed)
 
     def lint_compiled(self, compiled: CompiledProgram, also: Sequence[Finding] = ()) -> Lint:
-        """Findings of the same, and of the compiled step's collectives; `also`: of `drift_findings`, `way_findings`."""
+        """Return the findings of `lint`, of the compiled step's collectives, and those in `also`.
+
+        `also` has the results of `drift_findings` and `way_findings`.
+        """
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),
@@ -304,7 +320,7 @@ class Examined:
             *also,
         ]
         kept, allowed = apply_allow_list(found, self.allow)
-        return Lint(in_sums(kept, self.subject), allowed, rows)
+        return Lint(summarize_unmatched(kept, self.subject), allowed, rows)
 
 
 def examine(
@@ -315,14 +331,14 @@ def examine(
     allow: Sequence[AllowTable] = (),
     written: Mapping[str, Any] | None = None,
 ) -> Examined:
-    """Traces a training step once for its activations, and resolves its rules for every state of the parameters.
+    """Trace a training step once for its activations, and resolve its rules for every state of the parameters.
 
     Args:
         program: the step; on a described mesh it is traced as for the cluster's GPU.
-        cluster: that it is for.
-        spec: of its mesh.
-        allow: findings that are meant, `[[lint.allow]]`.
-        written: the `[rules]` of the file, where there is one.
+        cluster: the cluster that it runs on.
+        spec: the spec of its mesh.
+        allow: `[[lint.allow]]`, the findings that are intended.
+        written: the `[rules]` of the file, if there is one.
     """
     model, mesh, rules, how = program.model, program.mesh, program.rules, program.spec
     target = lowering_for(cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
@@ -361,7 +377,6 @@ def examine(
 
 
 def _strategy(subject: Subject, placed: Mapping[str, Any], **more: Any) -> Strategy:
-    """What a step of such placements may communicate; `more` are further fields of it."""
     return Strategy(
         sizes=subject.sizes,
         roles=subject.roles,
@@ -373,7 +388,6 @@ def _strategy(subject: Subject, placed: Mapping[str, Any], **more: Any) -> Strat
 
 
 def _activations(step: Callable[..., Any], args: Sequence[Any], *around: AbstractContextManager) -> list[Activation]:
-    """What a step constrains, each once."""
     with ExitStack() as stack, record_activations() as record:
         for context in around:
             stack.enter_context(context)
@@ -390,7 +404,7 @@ def _stages(program: TrainProgram) -> StageRuns | None:
 
 
 def announce_findings(examined: Examined, console: Console) -> None:
-    """Prints, on the first process, what the lint finds before a step is compiled.
+    """Print, on the first process, what the lint finds before a step is compiled.
 
     Raises:
         ConfigError: the first finding that is an error.
@@ -412,16 +426,16 @@ def lint_step(
     cluster: Cluster,
     rules: ShardingRules | None = None,
 ) -> tuple[Finding, ...]:
-    """What is legal and probably not meant about a step of anybody's: its rules, parameters and activations.
+    """Return the findings about the rules, parameters and activations of any step.
 
-    Nothing is compiled; `mk.explain` checks collectives too. What counts as parameters: see there.
+    Nothing is compiled; `mk.explain` also checks collectives, and documents which arguments count as parameters.
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
-        rules: that the arguments were placed by; None: they are meant to lie where they do.
+        rules: the rules that placed the arguments; None: their present placement is the intended one.
 
     Raises:
-        ConfigError: rules that do not fit the arrays or the mesh.
+        ConfigError: the rules do not fit the arrays or the mesh.
     """
     program = step if isinstance(step, Program) else Program(step, args)
     found = examine_step(program.step, program.args, mesh=mesh, cluster=cluster, rules=rules, names=program.names)
@@ -440,28 +454,29 @@ def examine_step(
     allow: Sequence[AllowTable] = (),
     memory_fraction: float = PLAIN.memory_fraction,
 ) -> Examined:
-    """As `examine`, of any step that can be planned; it computes in the widest type of its parameters and activations.
+    """Return the examination of any step that can be planned; see `examine`.
 
-    What it keeps and gathers is bounded in that type, what it reduces in fp32.
+    The step is taken to compute in the widest type of its parameters and activations. That type bounds what it keeps
+    and gathers; reductions are bounded in fp32.
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
-        rules: that the arguments were placed by; None: they are meant to lie where they do.
-        accumulate: micro-batches of a step, which multiply what it may move.
-        names: of the arguments, as `mk.Program` has them.
-        allow: findings that are meant, `[[lint.allow]]`.
-        memory_fraction: of the GPU's memory that the client may take.
+        rules: the rules that placed the arguments; None: their present placement is the intended one.
+        accumulate: micro-batches of a step, which multiply the bytes that it may move.
+        names: roles of the arguments, as in `mk.Program`.
+        allow: `[[lint.allow]]`, the findings that are intended.
+        memory_fraction: share of the GPU's memory that the client may take.
 
     Raises:
-        ConfigError: arguments that are no tuple, a mesh of another size than the cluster, or rules that do not fit.
+        ConfigError: the arguments are not a tuple, the mesh has another size than the cluster, or the rules do not fit.
     """
     check_kinds(examine_step, mesh=mesh, cluster=cluster, rules=rules)
     absent = described(mesh, cluster)
     pure, arrays, _ = traceable(step, args, mesh, absent)
     found = group_arguments(args, names)
-    within = found.within if rules else {}  # rules made of where arrays lie are about whole paths
+    within = found.within if rules else {}  # Rules that follow from placements apply to whole paths.
     rules = rules or _rules_as_placed(found)
-    # traced anew: what jax remembers of a step, from a plan of it say, has asked for nothing
+    # The step is traced anew: a trace that jax remembers, of a plan say, would record no constraints.
     anew = set_xla_metadata(meshkit_trace=uuid.uuid4().hex)
     activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster), anew)
     placed = placements_by_state(found.parameters, absent, rules, within=within)
@@ -492,7 +507,7 @@ def examine_step(
 
 
 def _rules_as_placed(groups: Groups) -> ShardingRules:
-    """Return rules that put every array where it lies, and the batch over the axes that cut its first dim."""
+    """Return rules that put every array where it is, and the batch over the axes that shard its first dim."""
     arrays = {**groups.parameters, **groups.others}
     batch: tuple[str, ...] = ()
     for spec in map(_spec, groups.batch.values()):
@@ -503,14 +518,13 @@ def _rules_as_placed(groups: Groups) -> ShardingRules:
 
 
 def _spec(leaf: Any) -> tuple[Any, ...]:
-    """Return the mesh axes of every dim of an array; none of one without a sharding."""
     array = array_of(leaf)
     spec = tuple(array.sharding.spec) if isinstance(getattr(array, "sharding", None), NamedSharding) else ()
     return (*spec, *(None,) * (len(array.shape) - len(spec)))
 
 
 def _placed_otherwise(parameters: Mapping[str, Any], placed: Sequence[Placed], mesh: AnyMesh) -> tuple[Finding, ...]:
-    """A finding about parameters that do not lie where the rules put them, as one sentence."""
+    """Return a single finding about parameters that are not where the rules put them."""
     wrong = []
     for p in placed:
         given = getattr(array_of(parameters[p.path]), "sharding", None)
@@ -527,8 +541,8 @@ def _placed_otherwise(parameters: Mapping[str, Any], placed: Sequence[Placed], m
             code="placed_otherwise",
             severity="warning",
             path=first.path if len(wrong) == 1 else "parameters",
-            message=f"{len(wrong)} of {len(placed)} parameters do not lie where the rules put them: {first.path} "
-            f"{list(first.shape)} has {lies}, and the rules say {partition_spec(first.spec)}",
+            message=f"{len(wrong)} of {len(placed)} parameters are not where the rules put them: {first.path} "
+            f"{list(first.shape)} has {lies}, but the rules say {partition_spec(first.spec)}",
             hint="args=(*meshkit.abstract(make, mesh, rules), batch), or meshkit.shard_model for real arrays",
         ),
     )

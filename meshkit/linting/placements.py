@@ -1,7 +1,7 @@
-"""Findings, the allow list that silences them, and the lint of placements: what is legal and probably not meant.
+"""Lint placements: find what is legal and probably not intended, and silence what the allow list allows.
 
-It reads where the rules put parameters and activations. What only the compiled program can show is found by
-`meshkit.linting.examine`, in the same form.
+It reads where the rules put parameters and activations. `meshkit.linting.examine` finds what only the compiled program
+shows, in the same form.
 """
 
 from __future__ import annotations
@@ -32,31 +32,38 @@ SEVERITY_COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "n
 # A parameter of this many bytes that no axis cuts is worth a finding: below it, gathering costs more than it saves
 # (one NCCL ring step's latency buys about 1 MB at NVLink speed: 3.4 us x 360 GB/s).
 SMALL_BYTES = 2**20
-# And of this share of what a GPU holds of all parameters: norms of a large model are meant to be whole.
+# Its share of all parameters on a GPU must be this large, too: norms of a large model are replicated on purpose.
 _WORTH = 1e-3
-_MOST_ALIKE = 3  # findings of one kind, above which a sum says more
+_MOST_ALIKE = 3  # More findings of one kind are summarized.
 
 
 class Finding(Part):
-    """Something that is legal and probably not meant."""
+    """Something that is legal and probably not intended."""
 
-    code: str  # of its class, e.g. `idle_axis`
-    severity: Severity  # `error` stops, `warning` stops `explain --strict`, `note` only tells
-    path: str  # what it is about: a parameter's path, a logical or mesh axis, `collective/<kind>/<axes>`
-    message: str  # one sentence with the numbers
-    hint: str | None = None  # what to do, where possible a line of TOML
-    allowed: bool = False  # whether the experiment's allow list silences it
-    reason: str | None = None  # why it is allowed
-    seconds: float | None = None  # of a step that it concerns, if known
+    code: str
+    """The class of the finding, such as `idle_axis`."""
+    severity: Severity
+    """`error` stops, `warning` stops `explain --strict`, `note` only tells."""
+    path: str
+    """The subject: a parameter's path, a logical or mesh axis, or `collective/<kind>/<axes>`."""
+    message: str
+    """One sentence with the numbers."""
+    hint: str | None = None
+    """What to do, where possible a line of TOML."""
+    allowed: bool = False
+    """Whether the experiment's allow list silences it."""
+    reason: str | None = None
+    """Why it is allowed."""
+    seconds: float | None = None
+    """Seconds of a step that it concerns, if known."""
 
     def __str__(self) -> str:
-        """One line."""
         what = f"{self.severity} {self.code} at {self.path}: {self.message}"
         return what + (f"; try {self.hint}" if self.hint else "")
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors, warnings, notes; otherwise in the order given."""
+    """Return the findings with errors first, then warnings, then notes; otherwise in the order given."""
     order = {"error": 0, "warning": 1, "note": 2}
     return sorted(findings, key=lambda f: order[f.severity])
 
@@ -64,12 +71,12 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
 def apply_allow_list(
     findings: Iterable[Finding], allow: Sequence[AllowTable], *, unchecked: Iterable[str] = ()
 ) -> tuple[list[Finding], list[Finding]]:
-    """What stays and what is allowed; an entry that silences nothing is itself a finding.
+    """Return the findings that remain and those that are allowed; an entry that silences nothing is itself a finding.
 
     Args:
-        findings: of all checks that ran.
+        findings: findings of all checks that ran.
         allow: `[[lint.allow]]` of the experiment; `path` is a glob as in `[[rules.override]]`.
-        unchecked: codes that nobody looked for, so that an entry about them says nothing.
+        unchecked: codes that nobody checked, so that an entry about them may silence nothing.
     """
     kept, allowed, used = [], [], set()
     for f in findings:
@@ -94,23 +101,23 @@ def apply_allow_list(
 
 
 def check_strict(findings: Iterable[Finding]) -> None:
-    """Stops if any finding is more than a note.
+    """Stop if any finding is more severe than a note.
 
     Raises:
-        ConditionError: with how many, and which.
+        ConditionError: there are such findings; the message counts and names them.
     """
     failing = [f for f in findings if f.severity != "note"]
     if failing:
         codes = ", ".join(dict.fromkeys(f.code for f in failing))
         number = "is 1 finding" if len(failing) == 1 else f"are {len(failing)} findings"
         raise ConditionError(
-            f"there {number} ({codes}), and --strict asks for none.",
-            hint="mend it, or allow it: [[lint.allow]] code, path, reason",
+            f"there {number} ({codes}), but --strict allows none.",
+            hint="fixing them, or allowing them: [[lint.allow]] code, path, reason",
         )
 
 
 def finding_lines(f: Finding) -> Iterator[RenderableType]:
-    """Its class and place, what is wrong, and what to do."""
+    """Yield the class and place of a finding, its message, and its hint."""
     yield Text.assemble((f"{f.severity} {f.code}", SEVERITY_COLOURS[f.severity]), f" at {f.path}")
     yield Padding(Text(f.message), (0, 0, 0, 2))
     if f.hint:
@@ -119,47 +126,54 @@ def finding_lines(f: Finding) -> Iterator[RenderableType]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the lint reads."""
+    """The placements, rules and sizes that the lint reads."""
 
-    parameters: Sequence[Placed]  # of the model, as placed by the rules
-    activations: Sequence[Activation]  # as the model constrained them, each once
-    rules: ShardingRules  # of the experiment
-    spec: MeshSpec  # the mesh resolved on its cluster
+    parameters: Sequence[Placed]
+    """Parameters of the model, as placed by the rules."""
+    activations: Sequence[Activation]
+    """Activations as the model constrained them, each once."""
+    rules: ShardingRules
+    """The experiment's rules."""
+    spec: MeshSpec
+    """The mesh resolved on its cluster."""
     others: Sequence[Placed] = ()
-    """The model's other arrays (batch statistics and the like): overrides may be about them."""
-    deferred: frozenset[str] = frozenset()  # axes of the batch that the step, or types, cut already
-    state_bytes: int = 0  # of parameters, optimizer state and whatever else a step carries, on one GPU
-    pool_bytes: int | None = None  # what a program may take of a GPU's memory; None where there are no GPUs
+    """The model's other arrays (batch statistics and the like); overrides may name them."""
+    deferred: frozenset[str] = frozenset()
+    """Axes of the batch that the step, or types, shard already."""
+    state_bytes: int = 0
+    """Bytes of parameters, optimizer state and everything else that a step carries, on one GPU."""
+    pool_bytes: int | None = None
+    """Bytes that a program may take of a GPU's memory; None where there are no GPUs."""
     written: Mapping[str, Any] | None = field(default=None, repr=False)
-    """The `[rules]` table of the file, which says what of `rules` a preset gave; None if nothing."""
-    of_file: bool = True  # of an experiment's, so that hints name its tables; else those of `ShardingRules`
+    """The `[rules]` table of the file, which tells them from a preset's; None without one."""
+    of_file: bool = True
+    """Whether hints name tables of an experiment file; else those of `ShardingRules`."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis -> size."""
         return self.spec.sizes
 
     @cached_property
     def roles(self) -> AxisRoles:
-        """What each mesh axis is for."""
-        return AxisRoles.of(self.rules)
+        """The purpose of each mesh axis."""
+        return AxisRoles.read(self.rules)
 
     @cached_property
     def cut_by(self) -> frozenset[str]:
-        """Mesh axes that cut some parameter."""
+        """Mesh axes that shard some parameter."""
         return frozenset().union(*(p.axes for p in self.parameters))
 
     def pieces(self, axes: Iterable[str]) -> int:
-        """Number of pieces that axes cut a dim into."""
+        """Return the number of pieces into which axes shard a dim."""
         return math.prod(self.sizes[a] for a in axes)
 
     def bytes_per_gpu(self, p: Placed) -> int:
-        """Bytes of one parameter on one GPU."""
+        """Return the bytes of one parameter on one GPU."""
         return p.bytes // self.pieces(p.axes)
 
 
 def lint(subject: Subject) -> list[Finding]:
-    """Every finding about rules, parameters and activations, errors first."""
+    """Return every finding about rules, parameters and activations, errors first."""
     checks = (
         _too_large, _unmatched, _replicated, _uneven, _never_used, _duplicates, _crossing, _idle, _unconstrained
     )  # fmt: skip
@@ -167,23 +181,23 @@ def lint(subject: Subject) -> list[Finding]:
 
 
 def _too_large(s: Subject) -> Iterator[Finding]:
-    """A state that no step can run with, before anything is compiled."""
+    """Yield an error for a state with which no step can run, before anything is compiled."""
     if s.pool_bytes is None or s.state_bytes <= s.pool_bytes:
         return
     free = [a for a, size in s.sizes.items() if size > 1 and a not in s.cut_by]
-    more = f"rules that cut the parameters over {_names(free)} too" if free else "more GPUs"
+    more = f"rules that also shard the parameters over {_names(free)}" if free else "more GPUs"
     yield Finding(
         code="state_too_large",
         severity="error",
         path="state",
         message=f"parameters, optimizer state and the like take {format_bytes(s.state_bytes)} on each GPU, more than "
-        f"the {format_bytes(s.pool_bytes)} that the step may have",
+        f"the {format_bytes(s.pool_bytes)} that the step may take",
         hint=f'{more}, or [optimizer] memory = "host"',
     )
 
 
 def _unmatched(s: Subject) -> Iterator[Finding]:
-    """Arrays without names that no override and no automatic rule is about."""
+    """Yield the arrays without dim names that no override and no automatic rule names."""
     if math.prod(s.spec.shape) == 1:
         return
     for p in s.parameters:
@@ -193,18 +207,18 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
             code="unmatched_parameter",
             severity="warning" if s.cut_by else "note",
             path=p.path,
-            message=f"{p.path} {list(p.shape)} has no dim names and no rule is about it, so every GPU holds all of it "
+            message=f"{p.path} {list(p.shape)} has no dim names, and no rule names it, so every GPU holds all of it "
             f"({format_bytes(p.bytes)})",
             hint=_override_hint(s, p),
         )
 
 
-def in_sums(findings: Sequence[Finding], s: Subject) -> list[Finding]:
-    """The findings that nobody allowed, those of many parameters that no rule is about as one sentence.
+def summarize_unmatched(findings: Sequence[Finding], s: Subject) -> list[Finding]:
+    """Return the findings that nobody allowed, with many unmatched parameters as one finding.
 
     Args:
-        findings: what the allow list left; up to three `unmatched_parameter` stay as they are.
-        s: what they are about.
+        findings: findings that the allow list left; up to three `unmatched_parameter` stay as they are.
+        s: the subject of the findings.
     """
     many = [f for f in findings if f.code == "unmatched_parameter"]
     if len(many) <= _MOST_ALIKE:
@@ -217,25 +231,25 @@ def in_sums(findings: Sequence[Finding], s: Subject) -> list[Finding]:
     one = many[0].model_copy(
         update={
             "path": "parameters",
-            "message": f"{len(many)} of {total} parameters have no dim names and no rule is about them, so every GPU "
+            "message": f"{len(many)} of {total} parameters have no dim names and no rule names them, so every GPU "
             f"holds all of them ({format_bytes(sum(p.bytes for p in bare))}; the largest is {bare[0].path} "
             f"{list(bare[0].shape)}, {format_bytes(bare[0].bytes)})",
             "hint": (f'[rules.auto] with axis = "{axis}"' if s.of_file else f'auto={{"axis": "{axis}"}} of the rules')
-            + ", which cuts the largest dim of each that it divides",
+            + ", which shards the largest dim of each that it divides",
         }
     )
     return sort_findings([one, *(f for f in findings if f.code != "unmatched_parameter")])
 
 
 def _replicated(s: Subject) -> Iterator[Finding]:
-    """Large parameters that an axis which cuts the others does not cut."""
+    """Yield the large parameters that some axis replicates, although it shards others."""
     held = sum(s.bytes_per_gpu(p) for p in s.parameters)
     for p in s.parameters:
         own = p.axes
         each = s.bytes_per_gpu(p)
         if p.rule == "none" or each < max(SMALL_BYTES, _WORTH * held):
             continue
-        # An axis that cuts the batch repeats a parameter for nothing; tensor and expert axes are for some of them.
+        # An axis of the batch replicates a parameter for nothing; tensor and expert axes shard only some of them.
         missing = {a for a in s.cut_by - own if s.sizes[a] > 1}
         if own - s.roles.expert:
             missing &= s.roles.batch - s.roles.expert
@@ -243,7 +257,9 @@ def _replicated(s: Subject) -> Iterator[Finding]:
             continue
         best = _best_cut(s, p, sorted(missing, key=lambda a: -s.sizes[a]))
         saved = each - each // (s.sizes[best[0]] if best else s.pieces(missing))
-        what = "is whole on every GPU" if not own else f"is not cut by {_names(missing)}, which cuts others"
+        what = (
+            "is replicated on every GPU" if not own else f"is not sharded over {_names(missing)}, which shards others"
+        )
         yield Finding(
             code="replicated_parameter",
             severity="warning",
@@ -255,7 +271,7 @@ def _replicated(s: Subject) -> Iterator[Finding]:
 
 
 def _uneven(s: Subject) -> Iterator[Finding]:
-    """Dims of activations that their axes do not divide: what padding them would cost, and what leaving them out."""
+    """Yield the dims of activations that their axes do not divide, with the cost of padding and of leaving axes out."""
     for a in s.activations:
         if not a.dropped:
             continue
@@ -281,7 +297,7 @@ def _uneven(s: Subject) -> Iterator[Finding]:
 
 
 def _never_used(s: Subject) -> Iterator[Finding]:
-    """Rules that the user wrote and that are about nothing in the model."""
+    """Yield the rules of the user that match nothing in the model."""
     of_parameters = {n for p in (*s.parameters, *s.others) for n in p.logical_axes or ()}
     used = of_parameters | {n for a in s.activations for n in a.logical_axes}
     tables = [("logical", name) for name in s.rules.logical if name in s.rules.explicit]
@@ -299,9 +315,9 @@ def _never_used(s: Subject) -> Iterator[Finding]:
             severity="warning",
             path=name,
             message=f"the rule for '{name}' in [rules.{kind}] matches no dim of the model",
-            hint=f"'{near[0]}' in its place, or remove {name} from [rules.{kind}]"
+            hint=f"'{near[0]}' in its place, or removing {name} from [rules.{kind}]"
             if near
-            else f"remove {name} from [rules.{kind}]",
+            else f"removing {name} from [rules.{kind}]",
         )
     arrays = [*s.parameters, *s.others]
     for pattern, near in unmatched_overrides(s.rules, arrays):
@@ -310,11 +326,11 @@ def _never_used(s: Subject) -> Iterator[Finding]:
             severity="warning",
             path=pattern,
             message=f"the override for path '{pattern}' matches none of the model's {len(arrays)} arrays",
-            hint=f'path = "{near}"' if near else "remove the override",
+            hint=f'path = "{near}"' if near else "removing the override",
         )
     if isinstance(s.rules.auto, AutoRule) and not any(p.rule == "auto" for p in (*s.parameters, *s.others)):
         message = (
-            "[rules.auto] is about arrays without dim names, and every array of the model has names or an override"
+            "[rules.auto] applies to arrays without dim names, but every array of the model has names or an override"
         )
         yield Finding(
             code="rule_never_used", severity="warning", path="auto", message=message, hint="remove [rules.auto]"
@@ -322,7 +338,7 @@ def _never_used(s: Subject) -> Iterator[Finding]:
 
 
 def _duplicates(s: Subject) -> Iterator[Finding]:
-    """Rules that another one has already said, or that can never be reached."""
+    """Yield the rules that repeat another one, or that can never be reached."""
     arrays = [*s.parameters, *s.others]
     taken: dict[str, str] = {}
     for pattern, _ in s.rules.overrides:
@@ -335,11 +351,11 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
                 path=pattern,
                 message=f"the override for path '{pattern}' never applies: '{first}', which comes first, matches "
                 f"{'it' if len(matched) == 1 else f'all {len(matched)} arrays that it matches'}",
-                hint=f"remove it, or put it before '{first}'",
+                hint=f"removing it, or putting it before '{first}'",
             )
         for path in matched:
             taken.setdefault(path, pattern)
-    for kind in ("compute", "optimizer"):  # in [rules.gradients] a row says when to reduce, also where it is equal
+    for kind in ("compute", "optimizer"):  # In [rules.gradients] a row says when to reduce, also if it is equal.
         for name, axes in getattr(s.rules, kind).items():
             if name in s.rules.logical and axes == s.rules.logical[name]:
                 yield Finding(
@@ -347,12 +363,12 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
                     severity="warning",
                     path=name,
                     message=f"[rules.{kind}] {name} = {_plain(axes)} repeats [rules.logical]",
-                    hint=f"remove {name} from [rules.{kind}]",
+                    hint=f"removing {name} from [rules.{kind}]",
                 )
 
 
 def _crossing(s: Subject) -> Iterator[Finding]:
-    """Axes that communicate in every layer and leave the NVLink domain."""
+    """Yield the axes that communicate in every layer and leave the NVLink domain."""
     domain = math.prod(axis.number("nvlink") for axis in s.spec.axes)
     for axis in s.spec.axes:
         across = axis.number("infiniband")
@@ -367,14 +383,14 @@ def _crossing(s: Subject) -> Iterator[Finding]:
             path=axis.name,
             message=f"{role} axis '{axis.name}' of size {axis.size} crosses {across} NVLink domains of {domain} GPUs: "
             f"{what} go over InfiniBand",
-            hint=f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that cuts the batch"
+            hint=f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that shards the batch"
             if fits == axis.size
             else f"[mesh] {axis.name} = {fits}, the most that divides it in a domain, and another axis for the rest",
         )
 
 
 def _idle(s: Subject) -> Iterator[Finding]:
-    """Mesh axes that cut nothing at all."""
+    """Yield the mesh axes that shard nothing at all."""
     names = {n for p in s.parameters for n in p.logical_axes or ()}
     states = {
         a for kind in ("compute", "gradients", "optimizer") for n, axes in getattr(s.rules, kind).items()
@@ -382,7 +398,7 @@ def _idle(s: Subject) -> Iterator[Finding]:
     }  # fmt: skip
     cut = s.cut_by | states | frozenset().union(*(a.axes for a in s.activations))
     cut = cut | s.deferred
-    if not s.activations:  # the step cuts the batch without being asked
+    if not s.activations:  # The step shards the batch without being asked.
         cut = cut | s.roles.batch
     idle = [axis for axis, size in s.sizes.items() if size > 1 and axis not in cut]
     batch = [a for a in s.spec.axis_names if a in s.roles.batch or a in idle]
@@ -395,15 +411,15 @@ def _idle(s: Subject) -> Iterator[Finding]:
 
 
 def _unconstrained(s: Subject) -> Iterator[Finding]:
-    """The propagation trap: the partitioner is left to guess every activation from the weights' shards."""
+    """Yield the propagation trap: the partitioner has to guess every activation from the weights' shards."""
     batch = [a for a in s.spec.axis_names if a in s.roles.batch - s.deferred and s.sizes[a] > 1]
     if not batch or any(a.axes.issuperset(batch) for a in s.activations):
         return
     what = "constrains no activation" if not s.activations else "constrains none of its activations over the batch"
     trapped = s.cut_by & set(batch)
     why = (
-        f"the parameters are cut by {_names(sorted(trapped))} too, so XLA may follow them and gather the batch on "
-        "every GPU (a 4-layer decoder took 5.7 times as long and 4 times the memory)"
+        f"the parameters are sharded over {_names(sorted(trapped))}, too, so XLA may follow them and gather the "
+        "batch on every GPU (a 4-layer decoder took 5.7 times as long and 4 times the memory)"
         if trapped
         else "XLA has only the batch itself to follow"
     )
@@ -411,13 +427,13 @@ def _unconstrained(s: Subject) -> Iterator[Finding]:
         code="unconstrained_activations",
         severity="warning" if trapped else "note",
         path="activations",
-        message=f"act_batch is cut by {_names(batch)} but the model {what}: {why}",
+        message=f"act_batch is sharded over {_names(batch)}, but the model {what}: {why}",
         hint='x = meshkit.constrain(x, "act_batch", None, ...) after the embedding and after each block',
     )
 
 
 def _best_cut(s: Subject, p: Placed, axes: Sequence[str]) -> tuple[str, int] | None:
-    """A mesh axis and the largest dim of p that it can still cut."""
+    """Return a mesh axis and the largest dim of p that it can still shard."""
     for axis in axes:
         own = [s.pieces(cuts) for cuts in p.spec]
         fits = [d for d, n in enumerate(p.shape) if n % (own[d] * s.sizes[axis]) == 0]
@@ -427,9 +443,9 @@ def _best_cut(s: Subject, p: Placed, axes: Sequence[str]) -> tuple[str, int] | N
 
 
 def _override_hint(s: Subject, p: Placed) -> str | None:
-    """An override that cuts p, ready to be put below [rules]."""
+    """Return an override that shards p, ready to be put below [rules]."""
     candidates = [a for a in s.spec.axis_names if s.sizes[a] > 1 and a not in p.axes]
-    # An axis that cuts other parameters already is gathered anyway; else one that cuts the batch.
+    # An axis that shards other parameters is gathered anyway; else one that shards the batch will do.
     ranked = sorted(candidates, key=lambda a: (a in s.roles.tensor, a not in s.cut_by, -s.sizes[a]))
     best = _best_cut(s, p, ranked)
     if best is None:
@@ -441,7 +457,6 @@ def _override_hint(s: Subject, p: Placed) -> str | None:
 
 
 def _plain(axes: Iterable[str]) -> str:
-    """Mesh axes as TOML."""
     names = [f'"{a}"' for a in axes]
     return '"replicated"' if not names else names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 

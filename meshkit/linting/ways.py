@@ -1,6 +1,6 @@
-"""Findings about ragged all-to-alls: which way XLA takes them, what another way would take, what goes wrong on it.
+"""Find ragged all-to-alls that XLA runs in a slow or faulty way, and price the other ways.
 
-Enters: a compiled program. Leaves: findings of codes `ragged_way` and `ragged_fails`.
+A compiled program enters; findings of codes `ragged_way` and `ragged_fails` leave.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshkit.predict.ways import RAGGED, Way, WayChoice, ways
 from meshkit.units import format_seconds
 
 WAY, FAILS = "ragged_way", "ragged_fails"
-# How much faster another way must be for a warning: prices of ways rest on single measurements.
+# A warning needs another way that is so much faster, since prices of ways rest on single measurements.
 _WORTH = 1.5
-_FULL = 32  # slices a peer, with which no measurement of the one-shot kernel was slower than with more
+_FULL = 32  # No measurement of the one-shot kernel was slower with 32 slices a peer than with more.
 _OTHERS = ("one-shot", "device kernel", "sends")
-_MORE_SLICES = "32 slices or more to each GPU, into which each expert's rows are cut (expert_layer does)"
+_MORE_SLICES = "32 slices or more to each GPU, into which each expert's rows are split (as expert_layer does)"
 _HINTS = {
     "device kernel": "[xla] xla_gpu_experimental_ragged_all_to_all_use_device_kernel = true and "
     "xla_gpu_experimental_enable_nccl_symmetric_buffers = true",
     "sends": "[xla] xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback = true and "
     "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer = false",
-    "plain": "a capacity_factor near 1, with which experts exchange by plain all-to-alls",
+    "plain": "a capacity_factor near 1, so that experts exchange by plain all-to-alls",
     "one-shot": "[xla] without xla_gpu_experimental_ragged_all_to_all_use_device_kernel",
 }
 _APART = "in parts: XLA gathers rows over the network and exchanges them inside each NVLink domain"
@@ -41,15 +41,17 @@ _APART = "in parts: XLA gathers rows over the network and exchanges them inside 
 class _Exchange:
     """All ragged all-to-alls of a step over the same axes."""
 
-    whole: Collective  # one of them, as the program asks for it
-    sample: Collective  # the same as XLA runs it: itself, or what is left inside a domain
+    whole: Collective
+    """One of them, as the program asks for it."""
+    sample: Collective
+    """The same as XLA runs it: itself, or the part inside a domain."""
     way: Way
     count: float = 0
     seconds: float = 0.0
     others: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, whole: Collective, times: float, pricer: Pricer, cluster: Cluster) -> None:
-        """Counts one more, and what it would take on each way that its group has, and as a plain all-to-all."""
+        """Count one more, with its seconds on each way of its group, and as a plain all-to-all."""
         self.count += times
         group = (whole.gpus_per_domain, whole.group_size // whole.gpus_per_domain, None)
         self.others["plain"] += times * collective_price("all-to-all", whole.payload_bytes, group, cluster, {}).seconds
@@ -61,12 +63,12 @@ class _Exchange:
 def way_findings(
     compiled: CompiledProgram, cluster: Cluster, assumptions: Assumptions, steps_per_call: int = 1
 ) -> list[Finding]:
-    """Return what each kind of ragged all-to-all of a step takes, and what is known to go wrong with it.
+    """Return the time of each kind of ragged all-to-all in a step, and its known problems.
 
     Args:
         compiled: the program.
-        cluster: it is planned for.
-        assumptions: of the plan, which have the choice of ways.
+        cluster: the cluster that it is planned for.
+        assumptions: assumptions of the plan, which have the choice of ways.
         steps_per_call: training steps of one run of the program.
 
     Raises:
@@ -81,14 +83,14 @@ def way_findings(
 
 
 def apart_axes(collectives: Iterator[Collective]) -> frozenset[tuple[str, ...]]:
-    """Return the axes over which XLA took ragged all-to-alls apart: groups of what is left are a part of them."""
+    """Return the axes over which XLA split ragged all-to-alls, so that the groups of the rest are parts of them."""
     return frozenset(c.axes for c in collectives if c.collective == RAGGED and c.axes and not c.axes_complete)
 
 
 def is_part(c: Collective, apart: frozenset[tuple[str, ...]]) -> bool:
-    """Return whether a collective moves rows between domains for a ragged all-to-all that XLA took apart.
+    """Return whether a collective moves rows between domains for a ragged all-to-all that XLA split.
 
-    XLA gives such a collective no place in the model.
+    XLA gives such a collective no source line.
     """
     return c.axes in apart and not c.axes_complete and not c.source and c.collective in ("all-gather", "all-to-all")
 
@@ -96,7 +98,7 @@ def is_part(c: Collective, apart: frozenset[tuple[str, ...]]) -> bool:
 def _exchanges(
     compiled: CompiledProgram, cluster: Cluster, pricer: Pricer, choice: WayChoice, steps: int
 ) -> list[_Exchange]:
-    """Return them by their axes, those that XLA took apart from those that it did not."""
+    """Return the exchanges by axes; the split ones are apart from the others."""
     walked = [(i.collective, times / steps, i) for i, times in compiled.schedule.walk() if i.collective is not None]
     apart = apart_axes(c for c, _, _ in walked)
     ragged = [(c, times, i) for c, times, i in walked if c.collective == RAGGED]
@@ -110,18 +112,18 @@ def _exchanges(
         sample = next(c for c, _, _ in ragged if c.axes == axes)
         row = found[axes] = _Exchange(_whole(sample, compiled), sample, choice.way(sample, cluster))
         for c, times, i in walked:
-            # A copy does not say which axes it is of: those of the only ones, where there are no others.
+            # A copy does not name its axes: where only one exchange exists, it belongs to that.
             copy = c.collective == RAGGED and not c.axes and len(apart) == 1
             if copy or is_part(c, apart & {axes}) or (c.collective == RAGGED and c.axes == axes):
                 row.seconds += times * pricer.collective_s(i)
-            if is_part(c, apart & {axes}) and c.dtype[0] not in "su":  # not of offsets
+            if is_part(c, apart & {axes}) and c.dtype[0] not in "su":  # Offsets are integers, and do not count.
                 rows = c.payload_bytes // c.group_size
                 row.add(replace(row.whole, dtype=c.dtype, payload_bytes=rows), times, pricer, cluster)
     return list(found.values())
 
 
 def _whole(part: Collective, compiled: CompiledProgram) -> Collective:
-    """Return the ragged all-to-all over whole axes of which XLA left a part inside of each domain."""
+    """Return the ragged all-to-all over whole axes of which XLA left a part inside each domain."""
     sizes = dict(zip(compiled.placement.axis_names, compiled.placement.shape, strict=True))
     n = math.prod(sizes[a] for a in part.axes)
     slices = max(1, part.slices * part.group_size // n)
@@ -129,7 +131,7 @@ def _whole(part: Collective, compiled: CompiledProgram) -> Collective:
 
 
 def _failures(exchange: _Exchange, cluster: Cluster, choice: WayChoice) -> Iterator[Finding]:
-    """What is known to go wrong."""
+    """Yield the known problems of an exchange."""
     c = exchange.sample
     for problem in choice.problems(exchange.way, c, cluster):
         yield Finding(
@@ -142,7 +144,7 @@ def _failures(exchange: _Exchange, cluster: Cluster, choice: WayChoice) -> Itera
 
 
 def _way_finding(exchange: _Exchange) -> Finding:
-    """Which way it takes, and the others."""
+    """Return a note, or a warning, of the way that an exchange takes, with the other ways."""
     c, way, seconds = exchange.whole, exchange.way, exchange.seconds
     apart = not exchange.sample.axes_complete
     others = {
@@ -174,7 +176,7 @@ _WORDS = {
     "one-shot by pointers": "XLA's one-shot kernel by pointers",
     "puts": "NCCL's puts",
     "sends": "NCCL's sends",
-    "refused": "refused, priced as NCCL's sends",
+    "refused": "refused by XLA, and priced as NCCL's sends",
     "plain": "a plain all-to-all of as many rows",
 }
 

@@ -1,4 +1,4 @@
-"""Config to jax: devices, meshes, shardings, constraints, and what a strategy may communicate.
+"""Config to jax: devices, meshes, shardings, constraints, and the communication that a strategy allows.
 
 Enters: a cluster, a mesh's spec, rules, a tree of arrays. Leaves: a mesh, NamedShardings, constraints, a `Strategy`.
 May be imported by models, parallel, step, compile, lint and the verbs.

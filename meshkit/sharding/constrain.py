@@ -1,13 +1,14 @@
-"""Constraints on activations by logical axis, inside a scope that says which mesh and rules.
+"""Constrain activations by logical axis, inside a scope that sets the mesh and the rules.
 
 A model calls `constrain(x, "act_batch", "act_length", "act_embed")`. Outside a scope that is the identity, so the same
-model runs unsharded; inside, it is a sharding constraint of XLA's partitioner. Flax's own constraints mean the same
+model runs unsharded; inside, it is a sharding constraint for XLA's partitioner. Flax's own constraints do the same
 there.
 
-`nn.with_logical_constraint` does nothing without flax's rules and a mesh of jax's, and a variable with `out_sharding`
-cannot even be made. Inside a scope both are about the scope's mesh. What a name means is said, first to last, by the
-rules handed over (`rules=`, the variable's `sharding_rules`), by `nn.logical_axis_rules`, by meshkit's rules. Flax is
-asked at the two functions that all of its constraints go through. Outside of any scope they are flax's.
+By itself, `nn.with_logical_constraint` does nothing without flax's rules and a mesh of jax's, and a variable with
+`out_sharding` cannot even be made. Inside a scope both refer to the scope's mesh. The first of these that has a rule
+for
+a name decides: rules handed over (`rules=`, the variable's `sharding_rules`), `nn.logical_axis_rules`, meshkit's rules.
+All constraints of flax go through two functions, which ask the scope first. Outside any scope they are flax's own.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from meshkit.sharding.mesh import AnyMesh
 
 LogicalAxes = Sequence[str | None]
 Spec = Sequence[Sequence[str]]
-_SPELT_ALIKE = 0.87  # embd and embed: 0.89; act_kv_heads and act_heads, two that models have: 0.86
+_SPELT_ALIKE = 0.87  # "embd" and "embed" have 0.89; "act_kv_heads" and "act_heads", which a model may both have, 0.86.
 Axes = tuple[str, ...]
 
 
 class Sharded:
-    """An array, and the mesh axes that cut each of its dims."""
+    """An array, and the mesh axes that shard each of its dims."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,38 +55,41 @@ class Sharded:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Mesh axes that cut it."""
+        """Mesh axes that shard it."""
         return frozenset(axis for axes in self.spec for axis in axes)
 
 
 @dataclass(frozen=True)
 class Activation(Sharded):
-    """One constrained activation, as `explain` lists it.
-
-    Attributes:
-        logical_axes: one for each dim, as `constrain` got them.
-        shape: of the whole array; in a pipeline, that of one microbatch.
-        spec: mesh axes that cut each dim.
-        dropped: mesh axes of the rules that were left out, see `constrain`.
-    """
+    """One constrained activation, as `explain` lists it."""
 
     logical_axes: tuple[str | None, ...]
+    """One for each dim, as `constrain` got them."""
     shape: tuple[int, ...]
+    """Shape of the whole array; in a pipeline, of one microbatch."""
     dtype: str
     spec: tuple[tuple[str, ...], ...]
+    """Mesh axes that shard each dim."""
     dropped: tuple[str, ...]
-    wanted: tuple[tuple[str, ...], ...] | None = None  # spec with what was dropped, where rules of flax's own said it
+    """Mesh axes of the rules that were left out, see `constrain`."""
+    wanted: tuple[tuple[str, ...], ...] | None = None
+    """The spec with the dropped axes, if flax's own rules gave it."""
 
 
 @dataclass(frozen=True)
 class Scope:
     """The mesh and rules that constraints refer to."""
 
-    mesh: AnyMesh  # attached or described
-    rules: ShardingRules  # of arrays as they are seen here: without the axes that are manual already, inside a pipeline
-    whole: ShardingRules | None = None  # the rules with those axes; None where there are none
-    seen: set[str] = field(default_factory=set, compare=False)  # logical axes of constraints so far
-    left_out: set[str] = field(default_factory=set, compare=False)  # what was said of axes that do not divide their dim
+    mesh: AnyMesh
+    """The mesh, attached or described."""
+    rules: ShardingRules
+    """Rules of arrays as they are seen here: inside a pipeline, without the axes that are manual already."""
+    whole: ShardingRules | None = None
+    """The rules with those axes; None where there are none."""
+    seen: set[str] = field(default_factory=set, compare=False)
+    """Logical axes of the constraints so far."""
+    left_out: set[str] = field(default_factory=set, compare=False)
+    """Warnings so far of axes that do not divide their dim."""
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -97,12 +101,12 @@ class Scope:
         return int(major), int(minor)
 
     def shard_count(self, logical_axis: str | None) -> int:
-        """Number of pieces that the rules cut an activation's logical axis into."""
+        """Return the number of pieces into which the rules shard an activation's logical axis."""
         (axes,) = self.rules.spec_for((logical_axis,), kind="activations")
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def manual_axes(self, logical_axis: str) -> tuple[str, ...]:
-        """Mesh axes over which activations here are cut by hand along a logical axis: what is seen is one piece."""
+        """Return the manual mesh axes that shard a logical axis here, so that an array is one piece along it."""
         if self.whole is None:
             return ()
         before, after = (rules.spec_for((logical_axis,), kind="activations")[0] for rules in (self.whole, self.rules))
@@ -114,7 +118,7 @@ _RECORD: ContextVar[list[Activation] | None] = ContextVar("meshkit_record", defa
 
 
 def current_scope() -> Scope | None:
-    """The innermost `sharding_scope`, or None outside of any (and inside `shard_over`)."""
+    """Return the innermost `sharding_scope`, or None outside any (and inside `shard_over`)."""
     return _SCOPE.get()
 
 
@@ -122,14 +126,14 @@ def current_scope() -> Scope | None:
 def sharding_scope(
     mesh: AnyMesh | None, rules: ShardingRules | None, *, manual: Iterable[str] = ()
 ) -> Iterator[Scope | None]:
-    """Makes `constrain` refer to this mesh and these rules; with None, to nothing.
+    """Make `constrain` refer to this mesh and these rules; with None, to nothing.
 
-    A mesh with explicit axes is entered, as by `jax.set_mesh`.
+    A mesh with explicit axes becomes jax's mesh, as by `jax.set_mesh`.
 
     Args:
         mesh: attached or described.
-        rules: of whole arrays.
-        manual: mesh axes of the `jax.shard_map` around, over which arrays are cut by hand already.
+        rules: rules of whole arrays.
+        manual: mesh axes of the surrounding `jax.shard_map`, which shard arrays already.
     """
     check_kinds(sharding_scope, mesh=mesh, rules=rules)
     if mesh is None or rules is None:
@@ -154,20 +158,20 @@ def sharding_scope(
 
 
 def _entered(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes a mesh with explicit axes the one of jax's types; inside a `jax.shard_map` that of the trace stays."""
+    """Make a mesh with explicit axes jax's mesh; inside a `jax.shard_map` the mesh of the trace stays."""
     if mesh is None or AxisType.Explicit not in mesh.axis_types or manual_here():
         return nullcontext()
     if isinstance(mesh, jax.sharding.Mesh):
         try:
             return jax.set_mesh(mesh)
-        except ValueError:  # a jit around us
+        except ValueError:  # A jit surrounds this call.
             pass
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 @contextmanager
 def record_activations() -> Iterator[list[Activation]]:
-    """Collects every constraint made while a program is traced inside."""
+    """Collect every constraint that a program traced inside makes."""
     record: list[Activation] = []
     token = _RECORD.set(record)
     try:
@@ -177,12 +181,12 @@ def record_activations() -> Iterator[list[Activation]]:
 
 
 def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: int) -> None:
-    """Warns of a name that no rule is about where a rule that names nothing is spelt nearly so; files have the lint.
+    """Warn of a name without a rule that is spelt almost like an unused rule; the lint does so for files.
 
     Args:
         names: logical axes that constraints or parameters carry.
-        rules: of a program; those of a file (`rules.where`) are not looked at.
-        stacklevel: of `warnings.warn`; 2 is the caller of this function.
+        rules: rules of a program; those of a file (`rules.where`) are not checked.
+        stacklevel: as in `warnings.warn`; 2 is the caller of this function.
     """
     if rules.where is not None:
         return
@@ -190,23 +194,23 @@ def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: i
     for name in sorted(set(names) - ruled):
         for rule in sorted(rules.explicit - set(names)):
             if sorted(name) == sorted(rule) or SequenceMatcher(None, name, rule).ratio() > _SPELT_ALIKE:
-                message = f"no rule is about the logical axis '{name}', and the rule for '{rule}' matches no dim here"
-                warnings.warn(f"{message}: spell both alike if they mean the same", stacklevel=stacklevel)
+                message = f"no rule names the logical axis '{name}', and the rule for '{rule}' matches no dim here"
+                warnings.warn(f"{message}: use one spelling if they mean the same", stacklevel=stacklevel)
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """x, laid out over the mesh as the rules map its logical axes.
+    """Return x, laid out over the mesh as the rules map its logical axes.
 
-    Of mesh axes whose product does not divide their dim, those are kept that cut it into the most pieces (GQA with
-    fewer key heads than tensor GPUs has none). A warning says so once the scope ends, and `explain` lists it.
+    If the mesh axes of a dim do not divide it together, those are kept that shard it into the most pieces (for GQA with
+    fewer key heads than tensor GPUs, none). A warning says so once the scope ends, and `explain` lists it.
 
     Args:
         x: any array.
         logical_axes: one name, or None for a replicated dim, per dim of x.
 
     Raises:
-        ConfigError: no array, not one name per dim, one mesh axis on two dims, or rules with `strict` and an axis left
-            out.
+        ConfigError: x is no array, the names are not one per dim, two dims share a mesh axis, or an axis is left out
+            with `strict` rules.
     """
     if not hasattr(x, "ndim"):
         raise ConfigError(f"constrain() got {a_type(x)} as its array.", hint='constrain(x, "act_batch", None)')
@@ -223,11 +227,11 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
 def _constrained(
     scope: Scope, x: jax.Array, names: tuple, wanted: Spec, free: Sequence[int] | None = None
 ) -> jax.Array:
-    """x constrained to mesh axes per dim, but for flax's free dims, which XLA lays out; recorded."""
+    """Constrain x to mesh axes per dim, record it, and return it; XLA lays out flax's free dims."""
     scope.seen.update(name for name in names if name is not None)
     spec = tuple(_dividing(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape))
     dropped = tuple(a for w, s in zip(wanted, spec) for a in w if a not in s)
-    if dropped and scope.rules.where is None:  # a file has the lint
+    if dropped and scope.rules.where is None:  # The lint checks the rules of a file.
         _say_left_out(scope, names, x.shape, wanted, spec)
     record = _RECORD.get()
     if record is not None:
@@ -237,12 +241,12 @@ def _constrained(
 
 
 def _say_left_out(scope: Scope, names: tuple, shape: Sequence[int], wanted: Spec, spec: Spec) -> None:
-    """Keep, or raise in strict mode, a sentence for each dim that its axes do not divide."""
+    """Keep a sentence for each dim that its axes do not divide, or raise it in strict mode."""
     for name, size, asked, kept in zip(names, shape, wanted, spec):
         if len(kept) < len(asked):
             ways = math.prod(scope.mesh.shape[a] for a in asked)
             here = " x ".join(map(repr, asked))
-            now = f"only {' x '.join(map(repr, kept))} cut it" if kept else "every GPU holds all of it"
+            now = f"only {' x '.join(map(repr, kept))} can shard it" if kept else "every GPU holds all of it"
             message = f"'{name}' has size {size}, which the {ways} GPUs of mesh axis {here} do not divide: {now}"
             if scope.rules.strict:
                 raise ConfigError(f"{message}.", hint=f"a size that {ways} divides, or a rule for '{name}' that fits")
@@ -250,37 +254,40 @@ def _say_left_out(scope: Scope, names: tuple, shape: Sequence[int], wanted: Spec
 
 
 def _laid_out(x: jax.Array, spec: Spec, mesh: Any, free: Collection[int] = ()) -> jax.Array:
-    """x cut over mesh axes per dim: resharded over explicit ones, constrained over those that XLA lays out."""
+    """Return x sharded over mesh axes per dim: resharded over explicit axes, constrained over the others."""
     types = dict(zip(mesh.axis_names, mesh.axis_types))
 
-    def of(kind: AxisType) -> list[tuple[str, ...]]:
+    def axes_of_type(kind: AxisType) -> list[tuple[str, ...]]:
         return [tuple(axis for axis in axes if types[axis] == kind) for axes in spec]
 
     if AxisType.Explicit in types.values():
         here = [*jax.typeof(x).sharding.spec, *[None] * x.ndim]
-        entries = [here[d] if d in free else e for d, e in enumerate(partition_spec(of(AxisType.Explicit)))]
+        entries = [here[d] if d in free else e for d, e in enumerate(partition_spec(axes_of_type(AxisType.Explicit)))]
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
         if AxisType.Auto not in types.values():
             return x
-    entries = [PartitionSpec.UNCONSTRAINED if d in free else e for d, e in enumerate(partition_spec(of(AxisType.Auto)))]
+    entries = [
+        PartitionSpec.UNCONSTRAINED if d in free else e
+        for d, e in enumerate(partition_spec(axes_of_type(AxisType.Auto)))
+    ]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _constrain_flax(x: Any, asked: Asked) -> Any:
-    """What flax asks for inside the scope, on its mesh; axes over which arrays are cut by hand already are left out."""
+    """Apply a constraint of flax inside the scope, on its mesh; manual axes are left out."""
     scope = current_scope()
     assert scope is not None
-    by_hand = manual_here()
+    manual = manual_here()
     _check_axes(asked, scope.mesh)
     if len(asked.names) > x.ndim:
-        raise ConfigError(f"flax names {len(asked.names)} dims {asked.names} of an array of {x.ndim} dims.")
+        raise ConfigError(f"flax names {len(asked.names)} dims {asked.names} for an array of {x.ndim} dims.")
     rest = x.ndim - len(asked.names)
-    wanted = [tuple(a for a in axes if a not in by_hand) for axes in asked.axes] + [()] * rest
+    wanted = [tuple(a for a in axes if a not in manual) for axes in asked.axes] + [()] * rest
     return _constrained(scope, x, (*asked.names, *[None] * rest), wanted, asked.free)
 
 
 def _place_flax(x: Any, asked: Asked) -> Any:
-    """A variable made inside the scope, as its metadata says; one without a value stays as it is."""
+    """Place a variable made inside the scope as its metadata says; one without a value stays as it is."""
     scope = current_scope()
     assert scope is not None
     if isinstance(x, jax.ShapeDtypeStruct) or manual_here():
@@ -291,7 +298,7 @@ def _place_flax(x: Any, asked: Asked) -> Any:
 
 
 def _check_axes(asked: Asked, mesh: AnyMesh) -> None:
-    """Stops at a rule of flax's about an axis that the scope's mesh has not got."""
+    """Raise an error for a rule of flax that names an axis which the scope's mesh lacks."""
     for name, axes in zip(asked.names, asked.axes):
         missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing:
@@ -303,16 +310,17 @@ def _check_axes(asked: Asked, mesh: AnyMesh) -> None:
 
 
 def _activation(scope: Scope, names: tuple, x: jax.Array, spec: Sequence[tuple[str, ...]], dropped) -> Activation:
-    """x as `explain` lists it: the whole array, also where a pipeline has cut it by hand already."""
-    by_hand = [scope.manual_axes(name) if name is not None else () for name in names]
-    shape = tuple(n * math.prod(scope.mesh.shape[a] for a in axes) for n, axes in zip(x.shape, by_hand))
-    return Activation(names, shape, str(x.dtype), tuple((*m, *s) for m, s in zip(by_hand, spec)), dropped)
+    """Return x as `explain` lists it: the whole array, also where a pipeline has split it manually."""
+    manual = [scope.manual_axes(name) if name is not None else () for name in names]
+    shape = tuple(n * math.prod(scope.mesh.shape[a] for a in axes) for n, axes in zip(x.shape, manual))
+    return Activation(names, shape, str(x.dtype), tuple((*m, *s) for m, s in zip(manual, spec)), dropped)
 
 
 def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Callable[..., Any]:
-    """fn, run by every GPU on its own shards (a `jax.shard_map` manual over every mesh axis).
+    """Return fn as a `jax.shard_map` over every mesh axis, so that every GPU runs it on its own shards.
 
-    For kernels that the partitioner cannot split: cuDNN attention, Pallas. Outside a scope it is fn itself.
+    It serves kernels that the partitioner cannot split: cuDNN attention, Pallas. Outside a scope, fn comes back
+    unchanged.
 
     Args:
         fn: takes and returns local arrays.
@@ -327,12 +335,12 @@ def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes:
 
 
 def shard_over_mesh(fn: Callable[..., Any], in_specs: Sequence[Spec], out_spec: Spec) -> Callable[..., Any]:
-    """`shard_over` with mesh axes per dim in place of logical axes; fn may communicate over them by name.
+    """Return `shard_over` with mesh axes per dim in place of logical axes; fn may communicate over them by name.
 
     Args:
         fn: takes and returns local arrays; inside it there is no scope.
-        in_specs: for each argument, the mesh axes that cut each of its dims.
-        out_spec: the same of the result.
+        in_specs: for each argument, the mesh axes that shard each of its dims.
+        out_spec: the same for the result.
     """
     scope = current_scope()
     if scope is None:
@@ -346,22 +354,22 @@ def shard_over_mesh(fn: Callable[..., Any], in_specs: Sequence[Spec], out_spec: 
 
 
 def manual_here() -> frozenset[str]:
-    """Mesh axes of the `jax.shard_map` around, over which arrays are cut by hand."""
+    """Return the manual mesh axes of the surrounding `jax.shard_map`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def mesh_here(mesh: AnyMesh) -> Any:
-    """The mesh that shardings refer to here: inside a `jax.shard_map` that of the trace, which knows what is manual."""
+    """Return the mesh that shardings refer to here; inside a `jax.shard_map` the trace's mesh, with its manual axes."""
     return jax.sharding.get_abstract_mesh() if manual_here() else mesh
 
 
 def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """fn on every GPU's shards: a `jax.shard_map` over all axes of the mesh that are not manual here already.
+    """Return fn as a `jax.shard_map` over all axes of the mesh that are not manual here already.
 
     Args:
         fn: takes and returns local arrays, and may communicate over every axis by name.
         mesh: attached or described.
-        in_specs, out_specs: PartitionSpecs in trees; manual axes may be named, the arrays are cut over them as it is.
+        in_specs, out_specs: PartitionSpecs in trees; they may name manual axes, which shard the arrays already.
     """
     mesh, manual = mesh_here(mesh), manual_here()
     names = frozenset(mesh.axis_names) - manual
@@ -378,9 +386,9 @@ def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_spe
 
 
 def attention_implementation() -> str:
-    """`"cudnn"` where the target GPUs have it (compute capability 8.0 on), else `"xla"`.
+    """Return `"cudnn"` where the target GPUs have it (compute capability 8.0 on), else `"xla"`.
 
-    Decided by the scope's mesh, attached or described, never by the backend of this process.
+    The scope's mesh decides, attached or described, never the backend of this process.
     """
     scope = current_scope()
     capability = scope.compute_capability if scope else None
@@ -388,23 +396,23 @@ def attention_implementation() -> str:
 
 
 def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
-    """Tuples of mesh axes per dim as jax spells them: None, a name, or a tuple."""
+    """Return tuples of mesh axes per dim as jax spells them: None, a name, or a tuple."""
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in spec))
 
 
 def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
-    """The mesh axes that cut each dim, the reverse of `partition_spec`; of at least `rank` dims.
+    """Return the mesh axes that shard each dim, at least `rank` of them: the reverse of `partition_spec`.
 
     Args:
-        spec: without `PartitionSpec.UNCONSTRAINED`.
-        rank: of the array; dims that the spec leaves out are cut over no axis.
+        spec: a spec without `PartitionSpec.UNCONSTRAINED`.
+        rank: rank of the array; dims that the spec leaves out have no axis.
     """
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return dims + [()] * (rank - len(dims))
 
 
 def _dividing(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes, in their order, that cut a dim of this size into the most pieces; the first such set of them."""
+    """Return the axes, in their order, that divide a dim into the most pieces; the first such set of them."""
     subsets = (some for count in range(len(axes), -1, -1) for some in combinations(axes, count))
     pieces = {some: math.prod(mesh.shape[a] for a in some) for some in subsets}
     return max((some for some, ways in pieces.items() if size % ways == 0), key=pieces.__getitem__)
@@ -412,11 +420,12 @@ def _dividing(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What flax asks of an array: a name, or None, and mesh axes for each dim."""
+    """A constraint of flax on an array: a name (or None) and mesh axes for each dim."""
 
     names: tuple[str | None, ...]
     axes: tuple[Axes, ...]
-    free: tuple[int, ...] = ()  # dims that are nobody's business (`PartitionSpec.UNCONSTRAINED`)
+    free: tuple[int, ...] = ()
+    """Dims that XLA may lay out freely (`PartitionSpec.UNCONSTRAINED`)."""
 
 
 Answer = Callable[[Any, Asked], Any]
@@ -424,15 +433,16 @@ Answer = Callable[[Any, Asked], Any]
 
 @dataclass(frozen=True)
 class _Listener:
-    """Who answers flax here."""
+    """The functions that answer flax's constraints."""
 
-    mapping: Mapping[str, Axes]  # meshkit's rules
+    mapping: Mapping[str, Axes]
+    """Meshkit's rules."""
     constrain: Answer
     place: Answer
 
 
 class _OurRules(tuple):
-    """meshkit's rules as flax spells them, told apart from rules of the user's own."""
+    """Meshkit's rules as flax spells them, so that they differ in type from the user's rules."""
 
 
 _LISTENER: ContextVar[_Listener | None] = ContextVar("meshkit_flax", default=None)
@@ -440,9 +450,9 @@ _LISTENER: ContextVar[_Listener | None] = ContextVar("meshkit_flax", default=Non
 
 @contextmanager
 def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: Answer) -> Iterator[None]:
-    """Answers flax's constraints on activations by `constrain`, and on new variables by `place`; with None, neither.
+    """Answer flax's constraints on activations by `constrain`, and on new variables by `place`; with None, neither.
 
-    Flax's rules are the mapping meanwhile, unless the user has set some: `nn.logical_to_mesh_axes` agrees with it.
+    Meanwhile flax's rules are the mapping, unless the user has set some, so that `nn.logical_to_mesh_axes` agrees.
 
     Args:
         mapping: meshkit's rules, logical axis of an activation -> mesh axes.
@@ -462,7 +472,7 @@ def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: A
 
 @functools.cache
 def _intercept() -> None:
-    """Once in a process: flax's two functions ask here first."""
+    """Make flax's two functions ask here first; it happens once in a process."""
     constrain, place = linen._with_sharding_constraint_one_fallback, variables.shard_value
 
     @functools.wraps(constrain)
@@ -492,10 +502,9 @@ def _intercept() -> None:
 
 
 def _asked(names: tuple, mapping: Mapping[str, Axes], rules: Sequence[tuple[str, Any]]) -> tuple[Asked, bool]:
-    """Mesh axes of each dim, and whether no rule is about one of the names.
+    """Return the mesh axes of each dim, and whether some name has no rule.
 
-    Rules of the user's own go by flax's order of precedence. Of meshkit's, which have no order, the first dim that
-    wants an axis has it.
+    The user's rules have flax's order of precedence. Meshkit's have no order: the first dim that wants an axis gets it.
     """
     given = () if isinstance(rules, _OurRules) else rules
     by_flax = linen._logical_to_mesh_axes(names, given) if given else [None] * len(names)

@@ -1,10 +1,10 @@
-"""MeshSpec + Cluster -> a jax mesh, on attached devices in the cluster's order or on described ones that are not there.
+"""Make a jax mesh of a MeshSpec on a Cluster, on attached devices in the cluster's order or on described ones.
 
-The order is the cluster's GPU index: NVLink domain by domain. Which attached GPUs share a domain is read from the
-hardware (NVML's fabric identity), never guessed from processes.
+The order is the cluster's GPU index: NVLink domain by domain. The hardware tells which attached GPUs share a domain
+(NVML's fabric identity); it is never guessed from processes.
 
-Devices run behind the program: the error of a step that found too little memory surfaces where something waits for its
-values (metrics, a checkpoint, a capture), so whole runs stand inside `device_memory`, not single calls.
+Devices run behind the program, so a step without enough memory raises its error where something waits for its values
+(metrics, a checkpoint, a capture). Whole runs are therefore inside `device_memory`, not single calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshkit.errors import ConfigError, MeshkitError, RunError, a_type, check_ki
 from meshkit.runs.limits import limits_of_environment
 from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
-_FABRIC_S = 60.0  # for all processes to say where their devices are
+_FABRIC_S = 60.0  # Limit for all processes to say where their devices are.
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
 # would kill a healthy run.
 _CPU_FLAGS = {
@@ -47,30 +47,35 @@ _CPU_FLAGS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
     "xla_cpu_collective_timeout_seconds": 1200,
 }
-# On GPUs: an execution of a program, and the meeting of NCCL's ranks. Off by default; jaxlib takes them from 0.12 on.
+# Limits on GPUs for a program's execution and for NCCL's rendezvous. Off by default; jaxlib has them from 0.12 on.
 _GPU_FLAGS = ("xla_gpu_execution_terminate_timeout", "xla_gpu_nccl_termination_timeout_seconds")
 _GPU_FLAGS_SINCE = (0, 12)
 _DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _EXHAUSTED = re.compile(r"out[ _]of[ _]memory|RESOURCE_EXHAUSTED: .*\b(allocat|memory)", re.IGNORECASE)
 _ASKED = re.compile(r"allocat\w+ ([\d.]+) ?(\w+)")
 _PROGRAM = re.compile(r"executable_name='(\w+)'")
-_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}  # as XLA writes them; "bytes" beside them
+_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}  # XLA writes these units, or "bytes".
 
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device of a described cluster, present in no machine. Has the fields of a jax device that placement needs."""
+    """A device of a described cluster, present in no machine, with the fields of a jax device that placement needs."""
 
-    id: int  # the cluster's GPU index
-    process_index: int  # the host that would run it (one process a host)
-    domain: int  # NVLink domain
-    device_kind: str  # the vendor's name, as jax prints it
-    compute_capability: str  # `"9.0"`; empty for a CPU
-    platform: str  # `gpu` or `cpu`
+    id: int
+    """The cluster's GPU index."""
+    process_index: int
+    """The host that would run it (one process a host)."""
+    domain: int
+    device_kind: str
+    """The vendor's name, as jax prints it."""
+    compute_capability: str
+    """`"9.0"`; empty for a CPU."""
+    platform: str
+    """`gpu` or `cpu`."""
 
 
 def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:
-    """The devices of a cluster that is not there, by GPU index."""
+    """Return the devices of a cluster that is not there, by GPU index."""
     check_kinds(describe_devices, cluster=cluster)
     capability = ".".join(map(str, cluster.gpu.compute_capability or ()))
     platform = "cpu" if cluster.is_cpu else "gpu"
@@ -81,7 +86,7 @@ def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:
 
 
 class DescribedMesh(AbstractMesh):
-    """A mesh of GPUs that are not there: what jax traces and lowers with, and where each device would be.
+    """A mesh of absent GPUs: jax traces and lowers with it, and it knows where each device would be.
 
     An `AbstractMesh` (so `NamedSharding` and `with_sharding_constraint` take it) that also keeps the described devices
     in `devices`, an object array of the mesh's shape. Two of them are equal only if they are the same object.
@@ -110,11 +115,11 @@ class DescribedMesh(AbstractMesh):
 
     @property
     def devices(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Object array of `DescribedDevice` with the mesh's shape."""
+        """The described devices, in an object array of the mesh's shape."""
         return self._devices
 
     def placement(self, cluster: Cluster) -> Placement:
-        """Partition id -> GPU, NVLink domain and host."""
+        """Return partition id -> GPU, NVLink domain and host."""
         gpus = np.array([d.id for d in self._devices.flat])
         return Placement.of_gpus(self.axis_names, self._devices.shape, gpus, cluster)
 
@@ -144,10 +149,10 @@ AnyMesh = jax.sharding.Mesh | DescribedMesh
 
 @contextmanager
 def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
-    """A block in which the cluster's devices are those of `jax.devices()`, `jax.make_mesh` and the like.
+    """Replace `jax.devices()`, `jax.make_mesh` and the like by the cluster's devices inside a block.
 
-    So code that makes its mesh itself makes one of GPUs that are not there. Names that it imported from jax before
-    (`from jax import devices`) are jax's own. A mesh that it sets by `jax.set_mesh` is set no more after the block.
+    Code that makes its own mesh then makes one of absent GPUs. Names that it imported from jax before
+    (`from jax import devices`) are jax's own. A mesh that it sets by `jax.set_mesh` is unset after the block.
     """
     devices = sorted(devices, key=lambda device: device.id)
     of_jax = jax.sharding.Mesh.__new__
@@ -161,8 +166,8 @@ def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
     def make_mesh(shape: Sequence[int], names: Sequence[str], axis_types: Any = None, *, devices: Any = devices) -> Any:
         if math.prod(shape) != len(devices):
             asked = f"jax.make_mesh({tuple(shape)}, {tuple(names)})"
-            raise ValueError(f"{asked} is of {math.prod(shape)} devices, and {len(devices)} are described")
-        types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types  # jax's default
+            raise ValueError(f"{asked} needs {math.prod(shape)} devices, but {len(devices)} are described")
+        types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types
         return new_mesh(jax.sharding.Mesh, np.array(devices, dtype=object).reshape(shape), names, axis_types=types)
 
     answers = {
@@ -198,7 +203,7 @@ _entered = _Entered()
 
 @functools.cache
 def _let_jax_set_it() -> None:
-    """Let `jax.set_mesh` take described meshes, also where it was imported before: jax refuses all but a `Mesh`."""
+    """Let `jax.set_mesh` take described meshes, also where it was imported before; jax only takes a `Mesh`."""
     of_jax = jax.set_mesh.__init__
 
     def set_mesh(self: Any, mesh: Any) -> None:
@@ -217,19 +222,20 @@ def build_mesh(
     devices: Sequence | None = None,
     axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
 ) -> AnyMesh:
-    """The mesh of a spec on a cluster, with its axes in the spec's order.
+    """Return the mesh of a spec on a cluster, with its axes in the spec's order.
 
     Args:
         spec: axes with their NVLink and InfiniBand factors; `"fill"` is resolved here.
-        cluster: where the axes lie.
-        devices: by GPU index. None takes the attached devices, after a check that their NVLink domains are what the
-            cluster says; `describe_devices(cluster)` gives a mesh that is not there; jax devices are taken in the
+        cluster: the cluster on which the axes are placed.
+        devices: devices by GPU index. None takes the attached devices, after a check that their NVLink domains are what
+            the cluster says; `describe_devices(cluster)` gives a mesh that is not there; jax devices are taken in the
             order given.
-        axis_types: of all axes, or of some by name, the others Auto: with `jax.sharding.AxisType.Explicit` shardings
-            are part of the types of arrays, as those of `jax.make_mesh` are, and `constrain` reshards.
+        axis_types: the type of all axes, or of some by name, with the others Auto. With
+            `jax.sharding.AxisType.Explicit`, shardings are part of the types of arrays, as with `jax.make_mesh`, and
+            `constrain` reshards.
 
     Raises:
-        ConfigError: sizes that do not multiply to the cluster, devices that do not match it, or a type of no axis.
+        ConfigError: the sizes do not multiply to the cluster, the devices do not match it, or a type names no axis.
     """
     check_kinds(build_mesh, spec=spec, cluster=cluster)
     spec = spec.resolve(cluster)
@@ -249,14 +255,14 @@ def build_mesh(
 
 
 def described(mesh: AnyMesh, cluster: Cluster) -> DescribedMesh:
-    """The mesh with the cluster's described GPUs in its places; of attached devices only the shape counts.
+    """Return the mesh with the cluster's described GPUs in its places; only the shape of an attached mesh counts.
 
     Args:
         mesh: attached or described; a described one comes back as it is.
-        cluster: whose devices stand in the new mesh, by index, in C order.
+        cluster: the cluster whose devices are in the new mesh, by index, in C order.
 
     Raises:
-        ConfigError: it has more or fewer devices than the cluster.
+        ConfigError: the mesh has more or fewer devices than the cluster.
     """
     if mesh.devices.size != cluster.num_gpus:
         raise ConfigError(
@@ -271,7 +277,6 @@ def described(mesh: AnyMesh, cluster: Cluster) -> DescribedMesh:
 
 
 def _axis_types(names: Sequence[str], given: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
-    """The type of every axis."""
     if isinstance(given, AxisType):
         return (given,) * len(names)
     if not isinstance(given, Mapping):
@@ -281,23 +286,25 @@ def _axis_types(names: Sequence[str], given: AxisType | Mapping[str, AxisType]) 
         )
     for name in given:
         if name not in names:
-            raise ConfigError(f"axis_types names '{name}', which the mesh has not.", hint=did_you_mean(name, names))
+            raise ConfigError(
+                f"axis_types names '{name}', which is not an axis of the mesh.", hint=did_you_mean(name, names)
+            )
     return tuple(given.get(name, AxisType.Auto) for name in names)
 
 
 def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) -> None:
-    """Makes jax ready for this cluster, before it starts: virtual CPU devices, or the attached GPUs.
+    """Prepare jax for this cluster before it starts: virtual CPU devices, or the attached GPUs.
 
     Args:
-        cluster: where the devices are.
-        memory_fraction: of a GPU's memory, that jax takes at its start (0.75 if nobody says); what the environment says
-            goes before it.
+        cluster: the cluster that has the devices.
+        memory_fraction: share of a GPU's memory that jax takes at its start (jax's default: 0.75); the environment has
+            priority.
 
     Raises:
         ConfigError: jax has already started with fewer CPU devices than the cluster has.
     """
     if not cluster.is_cpu:
-        if not has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
+        if not has_driver():  # Without a driver, jax would print the traceback of its CUDA plugin.
             use_no_accelerator()
             return
         _add_flags(gpu_timeouts())
@@ -316,13 +323,16 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
         processes = _num_processes()
-        # Alone, what was asked for before is kept where it is more; of a job, each process has its part.
+        # Alone, a larger number that was asked for before is kept; in a job, each process has its part.
         least = jax.config.jax_num_cpu_devices if processes == 1 else 1
         jax.config.update("jax_num_cpu_devices", max(least, cluster.num_gpus // processes))
 
 
 def gpu_timeouts() -> dict[str, int | str]:
-    """XLA's own limits on GPUs: twice meshkit's for a step, whose message says more; none where that is off."""
+    """Return XLA's own limits on GPUs.
+
+    They are twice meshkit's limit for a step, whose message says more; none if that is off.
+    """
     limit_s = limits_of_environment().of("step")
     if not math.isfinite(limit_s) or tuple(map(int, version("jaxlib").split(".")[:2])) < _GPU_FLAGS_SINCE:
         return {}
@@ -331,7 +341,7 @@ def gpu_timeouts() -> dict[str, int | str]:
 
 
 def _add_flags(flags: Mapping[str, int | str]) -> set[str]:
-    """Adds to XLA_FLAGS what nobody has set; the names that were there before."""
+    """Add flags to XLA_FLAGS that are not set yet; return the names that were there before."""
     words = os.environ.get("XLA_FLAGS", "").split()
     present = {word.removeprefix("--").split("=")[0] for word in words}
     words += [f"--{name}={value}" for name, value in flags.items() if name not in present]
@@ -341,16 +351,16 @@ def _add_flags(flags: Mapping[str, int | str]) -> set[str]:
 
 
 def use_no_accelerator() -> None:
-    """Keeps jax on the CPU in a process that only traces and lowers; does nothing once jax has started."""
+    """Keep jax on the CPU in a process that only traces and lowers; without effect once jax has started."""
     if not _backend_started():
         jax.config.update("jax_platforms", "cpu")
 
 
 def attached_devices(cluster: Cluster) -> tuple[Any, ...]:
-    """The attached devices, by the cluster's GPU index, once their NVLink domains are known to match it.
+    """Return the attached devices by the cluster's GPU index, after checking that their NVLink domains match it.
 
     Raises:
-        ConfigError: too few devices, the wrong platform, or domains that are not what the cluster says.
+        ConfigError: there are too few devices, the platform is wrong, or the domains are not what the cluster says.
     """
     prepare_platform(cluster)
     if cluster.is_cpu:
@@ -371,12 +381,12 @@ def attached_devices(cluster: Cluster) -> tuple[Any, ...]:
 
 
 def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: Cluster) -> tuple:
-    """Devices in GPU-index order, given which NVLink domain each is in.
+    """Return the devices in GPU-index order, given the NVLink domain of each.
 
     Args:
         devices: attached devices, of any process.
         identities: device id -> identity of its NVLink domain.
-        cluster: what the devices are said to be.
+        cluster: the cluster that the devices should form.
 
     Raises:
         ConfigError: the real domains differ from `nvlink_domain_size` and the number of domains.
@@ -401,9 +411,9 @@ def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: C
     return tuple(d for m in list(members.values())[:wanted] for d in m[:used])
 
 
-@functools.cache  # a machine does not change, and processes may not all ask equally often
+@functools.cache  # A machine does not change, and processes may not all ask equally often.
 def _domain_identities(devices: tuple) -> dict[int, str]:
-    """Device id -> domain identity, gathered over all processes through jax's coordination service."""
+    """Return device id -> domain identity, gathered over all processes through jax's coordination service."""
     probe, visible = LiveProbe(), os.environ.get("CUDA_VISIBLE_DEVICES")
     boot = (probe.read_file("/proc/sys/kernel/random/boot_id") or "0").strip()
     local = local_identities(probe, host=f"{socket.gethostname()}.{boot}", visible=visible)
@@ -415,7 +425,6 @@ def _domain_identities(devices: tuple) -> dict[int, str]:
 
 
 def _num_processes() -> int:
-    """Processes of this job, as `jax.distributed.initialize` got it; 1 without."""
     return jax_runtime().num_processes or 1
 
 
@@ -426,16 +435,16 @@ def _backend_started() -> bool:
 
 @contextmanager
 def device_memory(cluster: Cluster, train: TrainTable, file: str, *, hint: str | None = None) -> Iterator[None]:
-    """A block that runs programs on devices: where one has too little memory, the error says what helps.
+    """Run programs on devices in a block, and raise an error with remedies where one has too little memory.
 
     Args:
-        cluster: names the memory there is.
-        train: what would need less of it.
-        file: of the experiment that runs.
-        hint: None: plan's remedies.
+        cluster: names the memory of the devices.
+        train: settings that could reduce the memory.
+        file: file of the experiment that runs.
+        hint: remedies; None for plan's.
 
     Raises:
-        RunError: jax ran out of a device's memory, wherever in the block it came to say so.
+        RunError: jax ran out of a device's memory, wherever in the block its error appeared.
     """
     try:
         yield
@@ -444,14 +453,14 @@ def device_memory(cluster: Cluster, train: TrainTable, file: str, *, hint: str |
     except Exception as error:
         found: BaseException | None = error
         while found is not None:
-            if type(found).__name__ in _DEVICE_ERRORS and is_of_memory(str(found)):
+            if type(found).__name__ in _DEVICE_ERRORS and is_out_of_memory(str(found)):
                 raise too_little_memory(cluster, train, file, str(found), stats=_stats(), hint=hint) from error
             found = found.__cause__ or found.__context__
         raise
 
 
-def is_of_memory(said: str) -> bool:
-    """Whether an error of XLA's or CUDA's says that memory has run out."""
+def is_out_of_memory(said: str) -> bool:
+    """Return whether an error of XLA or CUDA says that memory ran out."""
     return _EXHAUSTED.search(said) is not None
 
 
@@ -465,15 +474,15 @@ def too_little_memory(
     at: str | None = None,
     hint: str | None = None,
 ) -> RunError:
-    """The error of a run that did not fit.
+    """Return the error of a run that did not fit.
 
     Args:
         cluster, train: of the experiment that ran.
         file: its file.
-        said: by XLA.
-        stats: of the device's allocator; without them its pool is what `train.memory_fraction` gives it.
-        at: where; default the file.
-        hint: default plan's remedies.
+        said: XLA's error.
+        stats: the device allocator's statistics; without them, its pool follows from `train.memory_fraction`.
+        at: place in a file; default the file.
+        hint: remedies; default plan's.
     """
     stats = stats or {}
     asked, program = _ASKED.search(said), _PROGRAM.search(said)
@@ -494,7 +503,7 @@ def too_little_memory(
 
 
 def _stats() -> Mapping[str, Any] | None:
-    """Of the allocator of this process's first device; None where it has none or cannot be asked."""
+    """Return the allocator's statistics of this process's first device; None if it has none or cannot be asked."""
     jax = sys.modules.get("jax")
     try:
         return jax and jax.local_devices()[0].memory_stats()

@@ -1,4 +1,4 @@
-"""Rules x pytree -> NamedShardings.
+"""Resolve sharding rules on a pytree to NamedShardings.
 
 Names of dims come from the tree itself: nnx variables (`out_sharding` metadata), linen boxes (`nn.Partitioned`,
 `nn.LogicallyPartitioned`). Path overrides come first and need no names, so any pytree can be sharded.
@@ -30,7 +30,7 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.units import format_bytes
 
 Names = tuple[str | None, ...] | None
-# In what a parameter is there, each with rules of its own.
+# The states that a parameter can be in, each with rules of its own.
 STATES = ("parameters", "compute", "gradients", "optimizer")
 
 
@@ -38,24 +38,30 @@ STATES = ("parameters", "compute", "gradients", "optimizer")
 class Placed(Sharded):
     """One leaf of a pytree and where the rules put it."""
 
-    path: str  # `layers/attention/query/kernel`
-    shape: tuple[int, ...]  # of the whole array
+    path: str
+    """`layers/attention/query/kernel`."""
+    shape: tuple[int, ...]
+    """Shape of the whole array."""
     dtype: str
-    logical_axes: tuple[str | None, ...] | None  # a name or None per dim; None when the leaf carries no names
-    spec: tuple[tuple[str, ...], ...]  # mesh axes per dim
-    rule: str  # `override`, `logical`, `auto`, or `none` (replicated for want of a rule)
-    model_path: str = ""  # path within the model, where the tree has more than the model; overrides match either
+    logical_axes: tuple[str | None, ...] | None
+    """A name or None per dim; None when the leaf carries no names."""
+    spec: tuple[tuple[str, ...], ...]
+    """Mesh axes per dim."""
+    rule: str
+    """`override`, `logical`, `auto`, or `none` (replicated for want of a rule)."""
+    model_path: str = ""
+    """The path within the model, where the tree has more than the model; overrides match either."""
 
     def shards(self, mesh: AnyMesh) -> int:
-        """Number of distinct pieces over the mesh."""
+        """Return the number of distinct pieces over the mesh."""
         return math.prod(mesh.shape[a] for a in self.axes)
 
 
 def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> Any:
-    """The tree with a NamedSharding in place of each array.
+    """Return the tree with a NamedSharding in place of each array.
 
-    Works on abstract and concrete leaves alike. nnx variables stay variables (so the result fits `jit`'s shardings of
-    the same state); a linen box becomes one sharding.
+    It works on abstract and concrete leaves alike. nnx variables stay variables (so the result fits `jit`'s shardings
+    of the same state); a linen box becomes one sharding.
 
     Args:
         tree: nnx state or module state, linen variables (boxed or not), or plain containers of arrays.
@@ -65,15 +71,15 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
         kind: `parameters`, `gradients`, `optimizer` or `compute`: which mapping of the rules applies.
 
     Raises:
-        ConfigError: a rule to an axis the mesh lacks, an override of the wrong rank, one mesh axis on two dims, or
-            a dim that its axes do not divide.
+        ConfigError: a rule names an axis that the mesh lacks, an override has the wrong rank, two dims share a mesh
+            axis, or the axes do not divide a dim.
     """
     check_kinds(shardings, mesh=mesh, rules=rules)
     return _shardings(tree, mesh, rules, kind, stacklevel=4)
 
 
 def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
-    """What a function makes, without making it: its arrays as ShapeDtypeStructs on the shardings of the rules.
+    """Return what a function would make, as ShapeDtypeStructs on the shardings of the rules.
 
     Modules stay modules and boxes stay boxes, so `mk.plan(step, (*mk.abstract(make, mesh, rules), batch), ...)` takes
     them.
@@ -81,33 +87,33 @@ def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> An
     Args:
         make: makes nnx modules and optimizers, linen variables or any other pytree of arrays.
         mesh: attached or described.
-        rules: where the arrays go.
+        rules: the rules that place the arrays.
 
     Raises:
-        ConfigError: as `shardings` does; or a model in place of the function that makes it.
+        ConfigError: as `shardings` does; or `make` is a model and not a function that makes it.
     """
     check_kinds(abstract, mesh=mesh, rules=rules)
     with nnx.use_eager_sharding(False):
         graph, tree = _abstract_of(make)
-    placed = _on(tree, _shardings(tree, mesh, rules, "parameters", stacklevel=4))
+    placed = _with_layout(tree, _shardings(tree, mesh, rules, "parameters", stacklevel=4))
     return placed if graph is None else nnx.merge(graph, placed)
 
 
-def _on(tree: Any, layout: Any) -> Any:
-    """Abstract arrays on their shardings; what is no array stays."""
+def _with_layout(tree: Any, layout: Any) -> Any:
+    """Return the tree with abstract arrays on their shardings; other leaves stay."""
 
-    def one(leaf: Any, sharding: Any) -> Any:
+    def place(leaf: Any, sharding: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
-            return leaf.replace(one(leaf.get_raw_value(), sharding.get_raw_value()))
+            return leaf.replace(place(leaf.get_raw_value(), sharding.get_raw_value()))
         if isinstance(leaf, meta.AxisMetadata):
-            return leaf.replace_boxed(one(array_of(leaf), sharding))
+            return leaf.replace_boxed(place(array_of(leaf), sharding))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
 
-    return jax.tree.map(one, tree, layout, is_leaf=is_named)
+    return jax.tree.map(place, tree, layout, is_leaf=is_named)
 
 
 def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, stacklevel: int) -> Any:
-    """The tree with a NamedSharding for each leaf; warns of names that look misspelt."""
+    """Return the tree with a NamedSharding for each leaf; warn of names that look misspelt."""
     rules.check(mesh.axis_names)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
     placed = _place_all(leaves, mesh, rules, kind)
@@ -120,18 +126,18 @@ def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, sta
         rules,
         stacklevel=stacklevel,
     )
-    if rules.where is None:  # a file has the lint
+    if rules.where is None:  # The lint checks the rules of a file.
         for pattern, near in unmatched_overrides(rules, [p for p in placed if p]):
             message = f"the override for path '{pattern}' matches none of these {len(leaves)} arrays"
             if rules.strict:
                 raise ConfigError(f"{message}.", hint=f'"{near}"' if near else "rules without it")
             warnings.warn(message + (f': did you mean "{near}"?' if near else ""), stacklevel=stacklevel - 1)
 
-    def one(leaf, placed):
+    def place(leaf, placed):
         sharding = NamedSharding(mesh, partition_spec(placed.spec) if placed else PartitionSpec())
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
 
-    return structure.unflatten(one(leaf, p) for (_, leaf), p in zip(leaves, placed))
+    return structure.unflatten(place(leaf, p) for (_, leaf), p in zip(leaves, placed))
 
 
 def placements(
@@ -142,7 +148,9 @@ def placements(
     kind: str = "parameters",
     within: Mapping[str, str] | None = None,
 ) -> list[Placed]:
-    """Every array of the tree with its path, names and mesh axes, in tree order. Raises as `shardings` does.
+    """Return every array of the tree with its path, names and mesh axes, in tree order.
+
+    It raises the errors of `shardings`.
 
     Args:
         tree, mesh, rules, kind: as `shardings` takes them.
@@ -164,18 +172,17 @@ def unmatched_overrides(rules: ShardingRules, placed: Sequence[Placed]) -> list[
 def placements_by_state(
     tree: Any, mesh: AnyMesh, rules: ShardingRules, *, within: Mapping[str, str] | None = None
 ) -> dict[str, list[Placed]]:
-    """The `placements` of parameters in each of STATES."""
+    """Return the `placements` of parameters in each of STATES."""
     return {state: placements(tree, mesh, rules, kind=state, within=within) for state in STATES}
 
 
 def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
-    """What a function makes, born sharded: each device makes its own shards, and no device ever holds a whole copy.
+    """Run a function that makes a model so that each device makes only its own shards, and return the model.
 
-    Args:
         make_model: makes an nnx module, `lambda: MyModel(rngs=nnx.Rngs(0))`, a tuple of modules and optimizers, linen
             variables, or any other pytree of arrays.
         mesh: attached devices.
-        rules: where the parameters go.
+        rules: the rules that place the parameters.
 
     Raises:
         ConfigError: as `abstract` does.
@@ -194,20 +201,20 @@ def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRul
 
 
 def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of a step that changes nnx modules: after each call they lie where the rules put them.
+    """Return a decorator for a step that changes nnx modules: after each call they lie where the rules put them.
 
-    Without it XLA chooses where what has changed lies, and a second call is given other shardings than the first.
+    Without it XLA chooses the shardings of changed arrays, and the second call gets other shardings than the first.
 
         @functools.partial(nnx.jit, donate_argnums=(0, 1))
         @mk.keep_shardings(mesh, rules)
         def train_step(model, optimizer, batch): ...
 
     Args:
-        mesh: attached, to train on; described, to plan for.
-        rules: that the modules were placed by.
+        mesh: an attached mesh to train on, or a described one to plan for.
+        rules: the rules that placed the modules.
 
     Raises:
-        ConfigError: when the step is called, that no argument is a module.
+        ConfigError: a call of the step has no module among its arguments.
     """
 
     check_kinds(keep_shardings, mesh=mesh, rules=rules)
@@ -219,11 +226,11 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
             modules = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_module) if is_module(leaf)]
             if not modules:
                 raise ConfigError(
-                    f"the step is given {', '.join(map(a_type, args)) or 'nothing'}, and none is an nnx module.",
+                    f"the step got {', '.join(map(a_type, args)) or 'no arguments'}, but none is an nnx module.",
                     hint="jax.jit(step, out_shardings=(meshkit.shardings(state, mesh, rules), None))",
                 )
             returned = step(*args, **kwargs)
-            if AxisType.Explicit not in mesh.axis_types:  # where types say where arrays lie, they stay there
+            if AxisType.Explicit not in mesh.axis_types:  # With explicit types, arrays stay where their types say.
                 state = nnx.state(modules)
                 layout = _shardings(state, mesh, rules, "parameters", stacklevel=4)
                 nnx.update(modules, jax.lax.with_sharding_constraint(state, layout))
@@ -235,15 +242,15 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
 
 
 def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return what `_graph_and_tree` does of what a function makes, without making it.
+    """Return `_graph_and_tree` of a function's result, without making it.
 
     Raises:
-        ConfigError: it is no such function, as a model is none; or what it makes holds more than arrays.
+        ConfigError: it is not such a function (a model is none), or its result holds more than arrays.
     """
     try:
         if not callable(make):
             raise TypeError("it cannot be called")
-        if inspect.isclass(make):  # the signature of a class of flax's takes anything
+        if inspect.isclass(make):  # The signature of flax's classes accepts anything.
             inspect.signature(make.__init__).bind(None)
         else:
             inspect.signature(make).bind()
@@ -266,19 +273,19 @@ def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def _graph_and_tree(made: Any) -> tuple[Any, Any]:
-    """The graph and the state of modules; None and the tree itself where there are none in it."""
+    """Return the graph and the state of modules; None and the tree itself if there are none in it."""
     is_module = nnx.graphlib.is_graph_node
     modules = any(is_module(leaf) for leaf in jax.tree.leaves(made, is_leaf=is_module))
     return nnx.split(made) if modules else (None, made)
 
 
 def kept_spec(spec: Sequence[tuple[str, ...]], whole: Sequence[int], shape: Sequence[int]) -> Spec:
-    """Mesh axes of a statistic of a parameter that keeps some of its dims, as a factored optimizer's rows and columns.
+    """Return the mesh axes of a statistic that keeps some dims of a parameter, such as a factored optimizer's rows.
 
     Args:
         spec: mesh axes of the parameter's dims.
         whole: the parameter's shape.
-        shape: the statistic's. A dim that may be one of several is cut as all of these are, else whole.
+        shape: the statistic's shape. A dim that may be one of several is sharded as all of these are, else whole.
     """
     fits = [dims for dims in combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == (*shape,)]
     choices = [{tuple(spec[dims[i]]) for dims in fits} for i in range(len(shape))]
@@ -286,7 +293,7 @@ def kept_spec(spec: Sequence[tuple[str, ...]], whole: Sequence[int], shape: Sequ
 
 
 def path_name(path: tuple) -> str:
-    """A jax key path as `a/b/c`, without the `value` that a variable adds."""
+    """Return a jax key path as `a/b/c`, without the `value` that a variable adds."""
     parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
     if len(parts) > 1 and parts[-1] in ("value", "raw_value", "<flat index 0>"):
         parts.pop()
@@ -294,12 +301,11 @@ def path_name(path: tuple) -> str:
 
 
 def is_named(leaf: Any) -> bool:
-    """Whether a leaf is a variable or a box, which may name the dims of what is in it."""
+    """Return whether a leaf is a variable or a box, which may name the dims of what is in it."""
     return isinstance(leaf, nnx.Variable | meta.AxisMetadata)
 
 
 def _names_of(leaf: Any) -> tuple[str | None, ...] | None:
-    """The dim names that a leaf carries, or None."""
     if isinstance(leaf, nnx.Variable):
         names = leaf.get_metadata().get("out_sharding")
         return tuple(names) if names else None
@@ -308,7 +314,7 @@ def _names_of(leaf: Any) -> tuple[str | None, ...] | None:
 
 
 def array_of(leaf: Any) -> Any:
-    """The array in a variable or a box; anything else as it is."""
+    """Return the array in a variable or a box; anything else as it is."""
     if isinstance(leaf, nnx.Variable):
         return leaf.get_raw_value()
     return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else _unboxed(leaf)
@@ -325,11 +331,14 @@ def _place_all(
     kind: str,
     within: Mapping[str, str] | None = None,
 ) -> list[Placed | None]:
-    """Where the rules put every leaf; None for one that is no array. Paths within the model are found if not given."""
+    """Return the placement of every leaf, None for one that is no array.
+
+    Paths within the model are found if not given.
+    """
     shapes = [(path_name(path).split("/"), tuple(getattr(array_of(leaf), "shape", ()))) for path, leaf in leaves]
 
     def whole_of(path: str, rank: int) -> tuple[int, ...]:
-        """The shape of the parameter that a statistic is about: of the array whose path ends like its path the most."""
+        """Return the shape of the parameter that a statistic belongs to: the one whose path ends most like its path."""
         segments = path.split("/")
         alike = [(_common_end(segments, other), shape) for other, shape in shapes if len(shape) == rank]
         longest = max((length for length, _ in alike), default=0)
@@ -347,37 +356,37 @@ def _place_all(
 def _overridden_paths(
     leaves: Sequence[tuple[tuple, Any]], names: Sequence[str], rules: ShardingRules, kind: str
 ) -> list[str]:
-    """Return the paths within the model, and for a statistic that no override names the path of its parameter.
+    """Return the paths within the model; a statistic that no override names has the path of its parameter.
 
-    So `params/wi` places the moments of a TrainState too. Of several parameters of one path within the model, the
-    nearest to the statistic is its own.
+    So `params/wi` also places the moments of a TrainState. Where several parameters have one path within the model, a
+    statistic belongs to the nearest.
     """
     parameters: dict[str, list[str]] = {}
     for (path, leaf), name in zip(leaves, names):
         if not is_statistic(path, leaf, kind):
             parameters.setdefault(name, []).append(path_name(path))
 
-    def one(path: str, name: str) -> str:
+    def resolved(path: str, name: str) -> str:
         if rules.override_for(path, name) is not None:
             return name
         alike = lambda other: _common_end(path.split("/")[::-1], other.split("/")[::-1])
         near = sorted(parameters.get(name, ()), key=alike, reverse=True)
         return next((other for other in near if rules.override_for(other) is not None), name)
 
-    return [one(path_name(path), name) for (path, _), name in zip(leaves, names)]
+    return [resolved(path_name(path), name) for (path, _), name in zip(leaves, names)]
 
 
 def paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str = "parameters") -> list[str]:
     """Return the path of every leaf within the model that it belongs to; its own path where the tree is the model.
 
-    Positions in tuples at the start of a path are not the model's. An optimizer in the tree shows what else is not:
-    `optimizer/opt_state/0/mu/wi` ends with the path of its parameter within the model, and so does `model/wi`. What an
-    optimizer has no statistic of, as of frozen parameters, lies in the model that others show.
+    Positions in tuples at the start of a path do not belong to the model. An optimizer in the tree shows what else is
+    not: `optimizer/opt_state/0/mu/wi` ends with the path of its parameter within the model, and so does `model/wi`.
+    What an optimizer has no statistic of, as of frozen parameters, lies in the model that others show.
     """
     paths = [tuple(path_name(path).split("/")) for path, _ in leaves]
     statistics = [is_statistic(path, leaf, kind) for path, leaf in leaves]
     ends = {path[i:] for path, statistic in zip(paths, statistics) if statistic for i in range(len(path))}
-    before: dict[str, int] = {}  # first segment -> segments before the model
+    before: dict[str, int] = {}  # First segment -> number of segments before the model.
     shown: list[tuple[str, ...]] = []
     for path, statistic in zip(paths, statistics):
         known = None if statistic else next((i for i in range(len(path)) if path[i:] in ends), None)
@@ -395,35 +404,34 @@ def paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str = "paramet
     roots = [root_of(key_path, path) for (key_path, _), path in zip(leaves, paths)]
     parameters = {path[root:] for path, statistic, root in zip(paths, statistics, roots) if not statistic}
 
-    def within(path: tuple[str, ...], statistic: bool, root: int) -> tuple[str, ...]:
+    def model_path(path: tuple[str, ...], statistic: bool, root: int) -> tuple[str, ...]:
         if not statistic:
             return path[root:]
         return next((path[i:] for i in range(len(path)) if path[i:] in parameters), path)
 
-    return ["/".join(segments) for segments in map(within, paths, statistics, roots)]
+    return ["/".join(segments) for segments in map(model_path, paths, statistics, roots)]
 
 
 def _is_position(key: Any) -> bool:
-    """Whether a key of a path counts the members of a tuple or list."""
     return isinstance(getattr(key, "idx", getattr(key, "key", None)), int)
 
 
 def _common_end(first: Sequence[str], second: Sequence[str]) -> int:
-    """Segments that two paths end with alike."""
     pairs = zip(reversed(first), reversed(second))
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
-    """Whether a leaf is of an optimizer's state, whose arrays need not have the shapes of the parameters.
+    """Return whether a leaf belongs to an optimizer's state, whose arrays may have other shapes than the parameters.
 
     Args:
-        key_path: of jax, to the leaf; on the way to a parameter its innermost attribute (not key), if any, is `params`,
-            or a key before the first one is.
+        key_path: jax's path to the leaf. On the way to a parameter, its innermost attribute (not key), if any, is
+            `params`, or a key before the first attribute is.
         leaf: a variable, a box or an array.
-        kind: the mapping of the rules that is asked for; of `optimizer` every leaf is one.
+        kind: the mapping of the rules that is asked for; with `optimizer`, every leaf is a statistic.
     """
-    fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]  # of optax's named tuples, of a TrainState
+    # Attributes of optax's named tuples, or of a TrainState.
+    fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]
     keys = [getattr(key, "key", None) for key in takewhile(lambda key: not isinstance(key, GetAttrKey), key_path)]
     within = bool(fields) and fields[-1] != "params" and "params" not in keys
     return kind == "optimizer" or isinstance(leaf, nnx.OptState) or within
@@ -438,7 +446,7 @@ def _place(
     whole_of: Callable[[str, int], tuple[int, ...]],
     model_path: str,
 ) -> Placed | None:
-    """Where one array lies; None of what is no array. Stops where GPUs do not divide a dim."""
+    """Return the placement of one array; None for anything else. Raise an error if GPUs do not divide a dim."""
     array, path = array_of(leaf), path_name(key_path)
     if not hasattr(array, "shape"):
         return None
@@ -449,7 +457,7 @@ def _place(
             whole = whole_of(path, len(spec))
             spec = kept_spec(spec, whole, shape) if whole else ((),) * len(shape)
             names = None
-        spec = tuple(axes if n > 1 else () for axes, n in zip(spec, shape))  # a place that nothing fills
+        spec = tuple(axes if n > 1 else () for axes, n in zip(spec, shape))  # A mesh axis of size 1 shards nothing.
     elif len(spec) != len(shape):
         raise _wrong_rank((path, model_path), shape, names, spec, rules if rule == "override" else None)
     placed = Placed(path, shape, str(array.dtype), names, spec, rule, model_path if model_path != path else "")
@@ -461,7 +469,7 @@ def _place(
 
 
 def _not_divided(placed: Placed, dim: int, pieces: int, mesh: AnyMesh, rules: ShardingRules, kind: str) -> ConfigError:
-    """An error at the rule that the user wrote, or at the mesh axis where a preset gave it."""
+    """Return an error at the rule that the user wrote, or at the mesh axis if a preset has the rule."""
     path, size, axes = placed.path, placed.shape[dim], placed.spec[dim]
     name = (placed.logical_axes or {dim: None})[dim]
     if placed.rule == "override":
@@ -478,11 +486,10 @@ def _not_divided(placed: Placed, dim: int, pieces: int, mesh: AnyMesh, rules: Sh
 
 
 def _padding(placed: Placed, dim: int, pieces: int, mesh: AnyMesh) -> str:
-    """What it would cost to pad a dim until that many pieces divide it."""
     size = placed.shape[dim]
     padded = -(-size // pieces) * pieces
     more = placed.bytes / placed.shards(mesh) * (padded - size) / size
-    return f"padded to {padded} it would cost {format_bytes(math.ceil(more))} more a GPU"
+    return f"padding it to {padded} would cost {format_bytes(math.ceil(more))} more a GPU"
 
 
 def _spec_of(
@@ -499,7 +506,6 @@ def _spec_of(
 def _wrong_rank(
     paths: tuple[str, str], shape: tuple[int, ...], names: Names, spec: Spec, overridden_by: ShardingRules | None
 ) -> ConfigError:
-    """An error: not one entry per dim."""
     if overridden_by is not None:
         message = f"the override for {paths[0]} names {len(spec)} dims, but the array has shape {shape}."
         return ConfigError(message, at=overridden_by.place_of_override(*paths), hint=f"a spec of {len(shape)} entries")
@@ -507,7 +513,7 @@ def _wrong_rank(
 
 
 def _automatic(array: Any, mesh: AnyMesh, rules: ShardingRules) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """The spec of an array without names: its largest dim that the automatic rule's axes divide is cut.
+    """Return the spec of an array without names: the automatic rule shards its largest dim that the axes divide.
 
     Of equal dims the last wins: it is the contiguous one, so each shard of a matrix stays one block of columns.
     """

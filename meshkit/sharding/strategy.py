@@ -1,10 +1,12 @@
-"""What each mesh axis is for, and what a strategy may communicate: one term per reason, each with its closed form.
+"""Derive what each mesh axis is for, and the communication that a strategy allows: one term per reason.
 
-    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `linting.contract` holds programs to
+    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `linting.examine` checks programs against
 
-A term says which collective over which mesh axes it explains, how many elements one of them may move (those of a weight
-or of an activation, cut as declared), and how many bytes a step all of them together. Elements, not bytes, decide: a
-dtype may differ (a norm is gathered in fp32), the elements of a 4096 x 14336 kernel do not.
+Each term has a closed form. It says which collective over which mesh axes it explains, how many elements one of them
+may move (those of a weight or an activation, sharded as declared), and how many bytes a step all of them may move
+together.
+Elements decide, not bytes: a dtype may differ (a norm is gathered in fp32), but not the elements of a 4096 x 14336
+kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from meshkit.config.rules import ShardingRules
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import STATES, Placed
 
-# A collective of at most this payload is a scalar, a count or a norm: nobody's strategy names those.
+# A collective of at most this payload is a scalar, a count or a norm, which no strategy names.
 SCALAR_BYTES = 4096
 # Forward, recomputed forward, backward: how often a step may gather the weights of a layer.
 GATHERS_A_STEP = 3
 # Gradients up to this size are all-reduced although they are kept in shards: XLA combines them with other sums.
 _SMALL_BYTES = 2**20
-# What XLA may put into one flat array with the gradients: sums of the loss and of metrics, in elements.
+# XLA may put as many elements of the sums of the loss and of metrics into one flat array with the gradients.
 _SCALARS = SCALAR_BYTES // 4
 _LONGEST_TOP_K = 16
 
@@ -32,7 +34,7 @@ ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-sca
 ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
 
 Axes = frozenset[str]
-# Of an element that is computed with or sent in a precision.
+# Bytes of an element that is computed or sent in a precision.
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "int8": 1}
 # Logical axes whose mesh axes are tensor or expert parallelism.
 _TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
@@ -42,19 +44,22 @@ _EXPERTS = ("experts", "act_experts")
 
 @dataclass(frozen=True)
 class AxisRoles:
-    """Which mesh axes do what, read off the rules."""
+    """The purpose of each mesh axis, read from the rules."""
 
-    batch: frozenset[str]  # axes that cut `act_batch`
-    length: frozenset[str]  # axes that cut `act_length`
-    residual: frozenset[str]  # axes that cut `act_residual_length` alone (sequence parallelism)
+    batch: frozenset[str]
+    """Axes that shard `act_batch`."""
+    length: frozenset[str]
+    """Axes that shard `act_length`."""
+    residual: frozenset[str]
+    """Axes that shard `act_residual_length` alone (sequence parallelism)."""
     tensor: frozenset[str]
-    """Axes that cut heads, mlp or vocab of activations, or of parameters without cutting the batch; a pipeline, which
-    cuts layers, may cut the vocabulary too and is none."""
-    expert: frozenset[str]  # axes that cut experts
+    """Axes that shard heads, mlp or vocab of activations, or parameters but not the batch. A pipeline's axis, which
+    shards layers and may shard the vocabulary, is not one."""
+    expert: frozenset[str]
+    """Axes that shard experts."""
 
     @classmethod
-    def of(cls, rules: ShardingRules) -> AxisRoles:
-        """The roles that rules give."""
+    def read(cls, rules: ShardingRules) -> AxisRoles:
         mapping = rules.mapping("activations")
 
         def cut(*names: str) -> frozenset[str]:
@@ -72,18 +77,21 @@ class Weight:
     path: str
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
-    cuts: Mapping[str, Axes]  # kind of state (`parameters`, `compute`, `gradients`, `optimizer`) -> mesh axes
-    stays: Axes  # axes over which it is never gathered: tensor axes, and those that cut its experts
-    stack: int  # layers in one array, 1 if it is not stacked
+    cuts: Mapping[str, Axes]
+    """Kind of state (`parameters`, `compute`, `gradients`, `optimizer`) -> mesh axes."""
+    stays: Axes
+    """Axes over which it is never gathered: tensor axes, and those that shard its experts."""
+    stack: int
+    """Layers in one array, 1 if it is not stacked."""
 
     @property
     def size(self) -> int:
-        """Elements, globally."""
+        """Elements of the whole array."""
         return math.prod(self.shape)
 
     @property
     def everywhere(self) -> Axes:
-        """Axes that cut it in any state."""
+        """Axes that shard it in any state."""
         return frozenset().union(*self.cuts.values())
 
 
@@ -100,7 +108,7 @@ class Payload:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds numbers that a model computes with."""
+        """Whether its dtype is a floating-point one."""
         return self.dtype.startswith(("f", "bf"))
 
 
@@ -108,22 +116,32 @@ class Payload:
 class Term:
     """One reason to communicate."""
 
-    words: str  # the reason
-    kinds: frozenset[str]  # HLO opcodes it explains
-    fits: Callable[[Payload], bool]  # whether an array may be what this term is about
-    bound_bytes: float | None = None  # of all of it in a step; None where there is no closed form
+    words: str
+    """The reason in words."""
+    kinds: frozenset[str]
+    """HLO opcodes that it explains."""
+    fits: Callable[[Payload], bool]
+    """Tells whether an array may be the subject of this term."""
+    bound_bytes: float | None = None
+    """Bytes that it may move in a step; None where there is no closed form."""
 
 
 @dataclass(frozen=True)
 class StageRuns:
     """How often a step runs what is in, and what is around, the stages of a pipeline."""
 
-    axis: str  # the mesh axis that cuts the layers
-    microbatches: int  # of a step
-    ticks: int  # in which one chunk goes forward, and as many in which one goes backward: M v + S - 1
-    outer_ticks: int  # in which the embedding, or the head, may run, at most
-    chunk_layers: int  # of one chunk, padding included
-    layers: int  # of the model
+    axis: str
+    """The mesh axis that shards the layers."""
+    microbatches: int
+    """Microbatches of a step."""
+    ticks: int
+    """Ticks in which one chunk goes forward, and as many in which one goes backward: M v + S - 1."""
+    outer_ticks: int
+    """Ticks in which the embedding, or the head, may run, at most."""
+    chunk_layers: int
+    """Layers of one chunk, padding included."""
+    layers: int
+    """Layers of the model."""
 
     @property
     def layer_runs(self) -> float:
@@ -133,34 +151,49 @@ class StageRuns:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the contract is derived from; see the module."""
+    """The properties of a step from which its allowed communication follows; see the module."""
 
-    sizes: Mapping[str, int]  # mesh axis -> size
-    roles: AxisRoles  # what each axis is for
-    weights: Sequence[Weight]  # parameters
-    statistics: Sequence[Weight]  # the model's other arrays
-    activations: Sequence[Activation]  # as the model constrained them
-    tokens: int  # elements of the global batch, batch x length
-    accumulate: int = 1  # micro-batches a step
-    steps_per_call: int = 1  # training steps that one run of the program makes
-    deferred: Axes = frozenset()  # axes over which gradients are reduced, and weights gathered, once a step
-    compute_bytes: int = 4  # of an element of a weight on the wire
-    reduce_bytes: int = 4  # of an element of a gradient on the wire
-    block: int = 0  # elements of a weight that share a scale, which is gathered beside them; 0 where there are none
-    local_sgd: str | None = None  # its axis; None where it is off
-    compression: str | None = None  # the axis whose gradients are compressed; None where it is off
-    compressed_bytes: int = 1  # of an element of a compressed gradient
-    orthogonalizes: str | None = None  # the scope of an optimizer that multiplies matrices (Muon); None of others
-    stages: StageRuns | None = None  # of the pipeline; None without one. Activations then are those of one microbatch
+    sizes: Mapping[str, int]
+    """Mesh axis -> size."""
+    roles: AxisRoles
+    weights: Sequence[Weight]
+    statistics: Sequence[Weight]
+    """The model's other arrays."""
+    activations: Sequence[Activation]
+    """Activations as the model constrained them."""
+    tokens: int
+    """Elements of the global batch, batch x length."""
+    accumulate: int = 1
+    """Micro-batches a step."""
+    steps_per_call: int = 1
+    """Training steps that one run of the program makes."""
+    deferred: Axes = frozenset()
+    """Axes over which gradients are reduced, and weights gathered, once a step."""
+    compute_bytes: int = 4
+    """Bytes of a weight's element on the wire."""
+    reduce_bytes: int = 4
+    """Bytes of a gradient's element on the wire."""
+    block: int = 0
+    """Elements of a weight that share a scale, which is gathered, too; 0 without scales."""
+    local_sgd: str | None = None
+    """The axis of local SGD; None where it is off."""
+    compression: str | None = None
+    """The axis whose gradients are compressed; None where it is off."""
+    compressed_bytes: int = 1
+    """Bytes of an element of a compressed gradient."""
+    orthogonalizes: str | None = None
+    """The scope of an optimizer that multiplies matrices (Muon); None for others."""
+    stages: StageRuns | None = None
+    """Runs of the pipeline's stages; None without one. Activations then are those of one microbatch."""
 
     def terms(self, over: Axes) -> Iterator[Term]:
-        """Every reason to communicate over these axes, the most specific first."""
+        """Yield every reason to communicate over these axes, the most specific first."""
         if self.local_sgd and over == {self.local_sgd}:
             yield self._outer_step(over)
         if self.compression and over == {self.compression}:
             yield self._compressed(over)
-        if self.stages and self.stages.axis in over and over <= self._within_stages | {self.stages.axis}:
-            yield from self._between_stages(over)
+        if self.stages and self.stages.axis in over and over <= self._stage_axes | {self.stages.axis}:
+            yield from self._pipeline_terms(over)
         if self.orthogonalizes and any(over <= w.everywhere for w in self.weights):
             yield self._orthogonalized(over)
         yield from self._gathers(over)
@@ -179,7 +212,7 @@ class Strategy:
             yield self._rows_for_columns(over)
 
     def weight_of(self, part: Payload, over: Axes) -> Weight | None:
-        """A weight whose elements, whole over these axes, are those of the part.
+        """Return a weight whose elements, whole over these axes, are those of the part.
 
         Args:
             part: an array of a collective; its elements on one GPU count.
@@ -194,13 +227,16 @@ class Strategy:
         return next(exact, None) or next(whole, None)
 
     def gathers_whole(self, part: Payload, over: Axes) -> bool:
-        """Whether a reduction moves a gradient whole although it is kept in shards."""
+        """Return whether a reduction moves a gradient whole although it is kept in shards."""
         return any(part.elements in self._whole(w, over) and over & w.cuts["gradients"] for w in self.weights)
 
     # -- weights and gradients
 
     def _gathers(self, over: Axes) -> Iterator[Term]:
-        """Weights that are stored in pieces and used whole: once a step, in both passes, or after the optimizer."""
+        """Yield weights that are stored in pieces and used whole.
+
+        Once a step, in both passes, or after the optimizer.
+        """
         of = [w for w in self.weights if over <= w.everywhere - w.stays - self._pipeline]
         if not of:
             return
@@ -219,7 +255,7 @@ class Strategy:
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:
-        """Gradients summed over axes that cut the batch or its length, as often as the step reduces them."""
+        """Yield the gradients, summed over axes of the batch or its length as often as the step reduces them."""
         summed = self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert | self._pipeline
         if not over <= summed or (self.local_sgd and over == {self.local_sgd}):
             return
@@ -228,8 +264,8 @@ class Strategy:
         ]
         once = self.deferred | self._pipeline
         uses = 1 if over <= once else self.accumulate
-        # Other axes are reduced over before the deferred ones, in accumulators that those do not cut.
-        # Inside of stages each run of a layer adds its part, so that the axis of the pipeline cuts none of them.
+        # Other axes are reduced over before the deferred ones, in accumulators that those do not shard. Inside stages
+        # each run of a layer adds its part, so that the pipeline's axis shards none of them.
         whole = over if over <= once else over | once
         each = [self._elements(w, whole, "gradients") for w in of]
         item = [max(self.reduce_bytes, 4 if "vocab" in w.names or len(w.shape) <= 2 else 0) for w in of]
@@ -239,8 +275,8 @@ class Strategy:
 
         def fits(p: Payload) -> bool:
             if p.collective == ALL_REDUCE and p.elements in kept and p.bytes > _SMALL_BYTES:
-                return False  # twice the bytes of the reduce-scatter that the strategy declares
-            combined = p.rank == 1 and p.collective == ALL_REDUCE  # XLA flattens what it combines
+                return False  # It moves twice the bytes of the reduce-scatter that the strategy declares.
+            combined = p.rank == 1 and p.collective == ALL_REDUCE  # XLA flattens the arrays that it combines.
             return p.is_float and (p.elements in counts or (combined and p.elements <= total + _SCALARS))
 
         often = over <= once or (self.accumulate == 1 and not self.stages)
@@ -270,24 +306,23 @@ class Strategy:
         return Term(words, kinds, lambda p: p.is_float and where in p.source)
 
     def _elements(self, w: Weight, over: Axes, kind: str) -> int:
-        """Elements of a weight on one GPU, whole over some axes."""
         return w.size // self._ways(w.cuts[kind] - over)
 
     def _whole(self, w: Weight, over: Axes) -> set[int]:
-        """Element counts under which a weight, or one layer of it, shows in a collective over these axes."""
+        """Return the element counts that a weight, or one layer of it, may have in a collective over these axes."""
         found = {self._elements(w, over, state) for state in STATES}
         return found | {n // w.stack for n in found}
 
     # -- activations
 
     def _tensor(self, over: Axes) -> Iterator[Term]:
-        """Matmuls that an axis cuts: sums of their outputs, and what sequence parallelism moves around them."""
+        """Yield the sums of sharded matmuls' outputs, and what sequence parallelism moves around them."""
         whole = self._largest(over, lambda a: over.isdisjoint(a.axes))
         limit = max(whole, self._largest(over, lambda a: bool(over & a.axes)))
         kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
-        # A kernel that the axis cuts needs one sum: a row-parallel one of its output (once more where that is
-        # recomputed), a column-parallel one of its input's gradient. With sequence parallelism a gather goes with
-        # each scatter, in fp32 where XLA gathers before it casts.
+        # A sharded kernel needs one sum: a row-parallel one of its output (once more where that is recomputed), a
+        # column-parallel one of its input's gradient. With sequence parallelism a gather goes with each scatter, in
+        # fp32 where XLA gathers before it casts.
         moved = 2 * self.accumulate * kernels * whole
         bound = moved * self.compute_bytes if math.isfinite(moved) else None
         bound_fp32 = moved * 4 if math.isfinite(moved) else None
@@ -296,7 +331,7 @@ class Strategy:
         of_weights = {n for w in self.weights for n in (w.size, *self._whole(w, over))}
         exact = {math.prod(a.shape) // self._ways(a.axes - over) for a in self.activations}
 
-        def within(largest: float) -> Callable[[Payload], bool]:
+        def up_to(largest: float) -> Callable[[Payload], bool]:
             return lambda p: p.elements <= largest
 
         def gathered(p: Payload) -> bool:
@@ -311,23 +346,24 @@ class Strategy:
             yield Term(f"sequence parallelism over {names}: gathered before a block's matmuls, scattered after them",
                        frozenset({ALL_GATHER}), gathered, bound_fp32)  # fmt: skip
             yield Term(f"sequence parallelism over {names}: gathered before a block's matmuls, scattered after them",
-                       frozenset({REDUCE_SCATTER, PERMUTE, ALL_TO_ALL}), within(limit), bound_fp32)  # fmt: skip
+                       frozenset({REDUCE_SCATTER, PERMUTE, ALL_TO_ALL}), up_to(limit), bound_fp32)  # fmt: skip
         else:
             yield Term(
-                f"collective matmul over {names}", frozenset({PERMUTE, REDUCE_SCATTER}), within(limit), bound_fp32
+                f"collective matmul over {names}", frozenset({PERMUTE, REDUCE_SCATTER}), up_to(limit), bound_fp32
             )
 
-    def _between_stages(self, over: Axes) -> Iterator[Term]:
-        """What a pipeline passes on, and what all stages share of embedding and head."""
+    def _pipeline_terms(self, over: Axes) -> Iterator[Term]:
+        """Yield the activations that a pipeline passes on, and the embedding and head that all stages share."""
         assert self.stages is not None
         names, axis, inside = _names(over), self.stages.axis, over - {self.stages.axis}
-        rows = self._largest(self._within_stages, lambda a: "act_embed" in a.logical_axes)
+        rows = self._largest(self._stage_axes, lambda a: "act_embed" in a.logical_axes)
         stream = self._largest(frozenset(), lambda a: "act_residual_length" in a.logical_axes, default=rows)
         if not inside:
             words = f"activations and their gradients, passed on between the stages of {axis}"
             bound = 2 * self.stages.ticks * stream * self.compute_bytes if math.isfinite(rows) else None
             yield Term(words, frozenset({PERMUTE}), lambda p: p.is_float and p.elements <= rows, bound)
-        sums = 4 * self.tokens / self.stages.microbatches / self._ways(self.roles.batch)  # maximum, sum, target
+        # Maximum, sum and target of the logits.
+        sums = 4 * self.tokens / self.stages.microbatches / self._ways(self.roles.batch)
         yield Term(f"vocabulary over {names}: maximum, sum and target of the logits", frozenset({ALL_REDUCE}),
                    lambda p: p.is_float and p.elements <= sums)  # fmt: skip
         # Each way once: rows that a stage looked up, and what leaves the last stage, to and from all of them.
@@ -337,13 +373,16 @@ class Strategy:
                    lambda p: p.is_float and p.elements <= rows * self._combined(p), shared)  # fmt: skip
 
     def _context(self, over: Axes) -> Iterator[Term]:
-        """Attention over a cut sequence: keys gathered, blocks in a ring, or heads exchanged for positions."""
+        """Yield attention over a sharded sequence.
+
+        Keys are gathered, blocks go around a ring, or heads are exchanged for positions.
+        """
         keys = self._largest(over, lambda a: "act_kv_heads" in a.logical_axes)
         queries = max(keys, self._largest(over, lambda a: "act_heads" in a.logical_axes))
         rows = max(queries, self._largest(over, lambda a: "act_embed" in a.logical_axes))
         keys, pieces, names = keys or queries, self._ways(over), _names(over)
-        # Keys travel with values in one array; what goes around or is exchanged is one GPU's block of it, backward with
-        # its fp32 gradient as 16-bit words.
+        # Keys and values travel in one array. A ring or an exchange moves one GPU's block of it, backward with its fp32
+        # gradient as 16-bit words.
         yield Term(f"keys and values over {names}", frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE}),
                    lambda p: p.is_float and p.elements <= 2 * keys)  # fmt: skip
         yield Term(f"ring attention over {names}: blocks passed on, and exchanged for causal balance",
@@ -360,7 +399,7 @@ class Strategy:
                    lambda p: p.elements <= (held if p.is_float else _LONGEST_TOP_K * self.tokens))  # fmt: skip
 
     def _rows_for_columns(self, over: Axes, where: str = "") -> Term:
-        """The gradient of a table; `where` must be in the op's path, if something else may look the same."""
+        """Return the term of a table's gradient; `where` must be in the op's path if another op may look the same."""
         named = any("act_embed" in a.logical_axes for a in self.activations)
         rows = self._largest(frozenset(), lambda a: not named or "act_embed" in a.logical_axes)
         words = f"gradient of the embedding over {_names(over)}: its rows exchanged for columns"
@@ -372,7 +411,10 @@ class Strategy:
                     lambda p: not p.is_float and p.elements <= 2 * self.tokens)  # fmt: skip
 
     def _largest(self, over: Axes, wanted: Callable[[Activation], bool], *, default: float | None = None) -> float:
-        """Elements of the largest wanted activation on one GPU, whole over some axes; unlimited if none is known."""
+        """Return the elements of the largest wanted activation on one GPU, whole over some axes.
+
+        It is infinite if none is known.
+        """
         found = [math.prod(a.shape) / self._ways(a.axes - over) for a in self.activations if wanted(a)]
         if not found:
             return default if default is not None else 0 if self.activations else math.inf
@@ -383,23 +425,24 @@ class Strategy:
         return frozenset({self.stages.axis} if self.stages else ())
 
     @property
-    def _within_stages(self) -> Axes:
-        """Axes that cut activations inside of stages, without the batch."""
+    def _stage_axes(self) -> Axes:
         return self.roles.tensor | self.roles.residual
 
     def _combined(self, p: Payload) -> int:
-        """Arrays that one may be made of: XLA puts the sums around the layers of a tick into one flat array."""
+        """Return how many arrays XLA may combine in one: it flattens the sums around the layers of a tick."""
         return 4 if self.stages and p.rank == 1 else 1
 
     def _runs(self, w: Weight) -> float:
-        """How often a pass over one micro-batch, or a pipeline's over all, runs a weight, of a stack the mean."""
+        """Return how often a pass over one micro-batch (with a pipeline, over all) runs a weight.
+
+        A stack has the mean of its layers.
+        """
         if self.stages is None:
             return 1
         return self.stages.layer_runs if w.stack > 1 else self.stages.outer_ticks
 
     @cached_property
     def _rows(self) -> float:
-        """Tokens of one GPU in a step."""
         batch = [a for a in self.activations if "act_batch" in a.logical_axes]
         ways = self._ways((self.roles.batch | self.roles.length) - self.deferred) if batch else 1
         return self.tokens / ways
@@ -409,11 +452,11 @@ class Strategy:
 
 
 def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> list[Weight]:
-    """Weights of a model from its placements in each kind of state, all in the same order.
+    """Return the weights of a model from its placements in each kind of state, all in the same order.
 
     Args:
         placed: a list for each of STATES, as `placements_by_state` gives them.
-        roles: whose tensor axes count as those over which a weight is never gathered.
+        roles: roles of the axes; a weight is never gathered over tensor axes.
     """
     made = []
     for states in zip(*(placed[state] for state in STATES)):

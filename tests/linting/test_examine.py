@@ -45,7 +45,7 @@ ACTIVATIONS = {
 
 def strategy(logical=None, *, tables=None, **options):
     rules = mk.ShardingRules(BASE | (logical or {}), **(tables or {}))
-    roles = AxisRoles.of(rules)
+    roles = AxisRoles.read(rules)
 
     def placed(kind):
         return [
@@ -233,7 +233,7 @@ UNEXPLAINED = {
     "an activation over the batch": (
         {},
         ("all-gather", ["fsdp"], "bf16[2,960,64]"),
-        "an activation is made whole over fsdp, which cuts the batch",
+        "an activation is gathered over fsdp, which shards the batch",
     ),
     "full logits": (TENSOR, ("all-gather", ["tensor"], "bf16[2,960,512]"), "heads, hidden or vocabulary"),
     "a weight over tensor": (
@@ -249,7 +249,7 @@ UNEXPLAINED = {
     "hidden over context": (
         CONTEXT,
         ("all-gather", ["context"], "bf16[2,480,256]"),
-        "made whole over context, which cuts the sequence",
+        "gathered over context, which shards the sequence",
     ),
     "shards over two axes": (
         CONTEXT,
@@ -358,4 +358,4 @@ def test_a_scatter_over_two_orders_of_axes_is_rematerialized(monkeypatch):
     (found,) = rematerialization_findings(compiled)
     assert (found.code, found.severity) == ("involuntary_rematerialization", "warning")
     assert "embedding" in found.path
-    assert "XLA makes f32[2,8,64] whole on every GPU" in found.message
+    assert "XLA replicates f32[2,8,64] on every GPU" in found.message

@@ -7,7 +7,7 @@ import pytest
 
 import meshkit as mk
 from meshkit.config.sections import AllowTable
-from meshkit.linting.placements import Finding, Subject, apply_allow_list, in_sums, lint
+from meshkit.linting.placements import Finding, Subject, apply_allow_list, lint, summarize_unmatched
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 
@@ -59,13 +59,13 @@ def test_a_parameter_without_names_or_rules_is_unmatched_and_the_hint_is_toml_th
 def test_many_parameters_without_rules_are_one_sum():
     bare = [kernel(f"layer{i}/w", (256, 256 + i), None, ((), ()), "none") for i in range(5)]
     s = subject(parameters=[*bare, kernel("count", (), None, (), "none")])
-    found = only(in_sums(lint(s), s), "unmatched_parameter")
+    found = only(summarize_unmatched(lint(s), s), "unmatched_parameter")
     assert (found.severity, found.path) == ("warning", "parameters")
     assert found.message.startswith("5 of 6 parameters have no dim names")
     assert "the largest is layer4/w [256, 260]" in found.message
     assert found.hint.startswith('[rules.auto] with axis = "fsdp"')
     few = subject(parameters=bare[:3])
-    assert in_sums(lint(few), few) == lint(few)
+    assert summarize_unmatched(lint(few), few) == lint(few)
 
 
 def test_a_scalar_needs_no_rule():
@@ -95,7 +95,7 @@ def test_a_rule_that_never_fires(rules, path):
 
 def test_a_mistyped_rule_names_the_one_that_was_meant():
     found = [f for f in lint(subject(logical={**LOGICAL, "embedd": "fsdp"})) if f.code == "rule_never_used"]
-    assert found[0].hint == "'embed' in its place, or remove embedd from [rules.logical]"
+    assert found[0].hint == "'embed' in its place, or removing embedd from [rules.logical]"
 
 
 def test_a_preset_may_name_what_the_model_has_not():
@@ -174,7 +174,8 @@ def test_a_large_parameter_left_whole_names_the_bytes_and_an_axis_that_divides()
     whole = kernel("head", names=(None, None), spec=((), ()))
     found = only(lint(subject(parameters=[whole])), "replicated_parameter")
     assert found.message == (
-        "head [1024, 4096] is whole on every GPU: 16.0 MiB each, of which 12.0 MiB are wasted; mesh axis 'fsdp' (4) "
+        "head [1024, 4096] is replicated on every GPU: 16.0 MiB each, of which 12.0 MiB are wasted; mesh axis "
+        "'fsdp' (4) "
         "divides dim 1"
     )
     assert 'spec = ["replicated", "fsdp"]' in found.hint
@@ -183,7 +184,9 @@ def test_a_large_parameter_left_whole_names_the_bytes_and_an_axis_that_divides()
 def test_a_parameter_that_misses_the_axis_of_the_batch_is_found_though_another_cuts_it():
     half = kernel("head", names=(None, "mlp"), spec=((), ("tensor",)))
     found = only(lint(subject(parameters=[half])), "replicated_parameter")
-    assert "is not cut by 'fsdp', which cuts others: 8.00 MiB each, of which 6.00 MiB are wasted" in found.message
+    assert (
+        "is not sharded over 'fsdp', which shards others: 8.00 MiB each, of which 6.00 MiB are wasted" in found.message
+    )
 
 
 def test_norms_and_plain_data_parallelism_are_meant():
@@ -224,7 +227,7 @@ def test_an_axis_of_the_batch_that_cuts_no_activation_is_the_models_to_use():
 @pytest.mark.parametrize(
     ("spec", "hint"),
     [
-        (((), ()), "rules that cut the parameters over 'data' x 'fsdp' x 'tensor' too, or [optimizer] memory"),
+        (((), ()), "rules that also shard the parameters over 'data' x 'fsdp' x 'tensor', or [optimizer] memory"),
         ((("data", "fsdp"), ("tensor",)), "more GPUs, or [optimizer] memory"),
     ],
 )

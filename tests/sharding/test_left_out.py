@@ -36,7 +36,10 @@ def test_one_warning_says_what_was_left_out_with_the_numbers(mesh):
     with pytest.warns(UserWarning, match="left out|do not divide") as caught:
         constrained(mesh, RULES, 6)
     assert [str(w.message) for w in caught] == [
-        "'act_batch' has size 6, which the 8 GPUs of mesh axis 'fsdp' x 'tensor' do not divide: only 'tensor' cut it"
+        (
+            "'act_batch' has size 6, which the 8 GPUs of mesh axis 'fsdp' x 'tensor' do not divide: "
+            "only 'tensor' can shard it"
+        )
     ]
     with pytest.warns(UserWarning, match="every GPU holds all of it"):
         constrained(mesh, RULES, 7)

@@ -127,8 +127,8 @@ def test_a_parameter_of_the_wrong_rank_stays_an_error(mesh):
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ({"embed": "fsdp", "mpl": "tensor"}, "'mlp', and the rule for 'mpl' matches no dim here: spell both alike"),
-        ({"embd": "fsdp", "mlp": "tensor"}, "'embed', and the rule for 'embd' matches no dim here: spell both alike"),
+        ({"embed": "fsdp", "mpl": "tensor"}, "'mlp', and the rule for 'mpl' matches no dim here: use one spelling"),
+        ({"embd": "fsdp", "mlp": "tensor"}, "'embed', and the rule for 'embd' matches no dim here: use one spelling"),
         ({"embed": "fsdp", "mlp": "tensor", "heads": "tensor"}, None),
     ],
 )

@@ -51,7 +51,7 @@ from meshkit.predict.simulate import simulate, step_pricer
 from meshkit.report.measured import captured_program, to_warnings
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.sharding.mesh import DescribedMesh, build_mesh, is_of_memory, too_little_memory
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, is_out_of_memory, too_little_memory
 from meshkit.sharding.resolve import array_of
 from meshkit.step.data import Batches, check_tokens, open_data, vocab_of
 from meshkit.step.given import group_arguments
@@ -152,7 +152,7 @@ def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int)
                 lines = [line for line in e.log.splitlines() if line.strip()]
                 marked = (line for line in reversed(lines) if "RESOURCE_EXHAUSTED" in line or "Error" in line)
                 said = f"{said}: {next(marked, (lines or ['nothing'])[-1])}"
-            if is_of_memory(said):
+            if is_out_of_memory(said):
                 cluster, train = experiment.cluster, experiment.train
                 raise too_little_memory(cluster, train, experiment.file, said, at=str(log)) from None
             raise RunError(f"the rehearsal failed: {said[:300]}", at=str(log)) from None

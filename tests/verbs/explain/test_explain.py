@@ -209,7 +209,7 @@ def test_strict_is_3_for_a_warning_and_0_where_it_is_allowed(capsys):
     sets = ["--set", "rules.preset=data"]
     code, out, err = run(capsys, DEBUG, *sets, "--strict")
     assert code == 3
-    assert "there are 2 findings (idle_axis), and --strict asks for none" in err
+    assert "there are 2 findings (idle_axis), but --strict allows none" in err
     allow = "lint.allow=[{code='idle_axis', path='*', reason='a scaling study'}]"
     code, out, _ = run(capsys, DEBUG, *sets, "--set", allow, "--strict")
     assert code == 0
@@ -303,7 +303,7 @@ def test_a_parameter_dim_that_does_not_divide_is_2_with_the_numbers(capsys):
     assert code == 2
     assert "size 385, which the 2 GPUs of mesh axis 'tensor' do not divide" in err
     # [2 layers, 385, 128] fp32, 128 cut in 2: half of one more row of 385
-    assert "padded to 386 it would cost 256 B more a GPU" in err
+    assert "padding it to 386 would cost 256 B more a GPU" in err
 
 
 class Bare(nnx.Module):

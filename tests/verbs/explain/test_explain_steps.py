@@ -67,7 +67,7 @@ def test_what_is_wrong_with_an_own_loop_is_said(target):
     whole = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))}
     codes = found(step, (whole, X), target, rules)
     assert set(codes) == {"placed_otherwise", "unconstrained_activations"}
-    assert "w [64, 64] has P(), and the rules say P('fsdp', None)" in str(codes["placed_otherwise"])
+    assert "w [64, 64] has P(), but the rules say P('fsdp', None)" in str(codes["placed_otherwise"])
     codes = found(step, (mk.abstract(lambda: {"w": jnp.ones((64, 64))}, mesh, rules), X), target, rules)
     assert set(codes) == {"unconstrained_activations"}
     assert "XLA chooses" in found(step, ({"w": jnp.ones((64, 64))}, X), target, rules)["placed_otherwise"].message
