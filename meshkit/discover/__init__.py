@@ -1,7 +1,7 @@
-"""What a machine is, live or recorded: a Topology, and from there a cluster, or where it differs from a declared one.
+"""Describe a machine, live or recorded, as a Topology; turn it into a cluster, or compare it with a declared one.
 
-Enters: a Probe of a machine; a bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
-cluster table, differences, NVLink identities. May be imported by sharding and the verbs; imports no jax.
+A Probe of a machine enters, or a bundle, or a file of `nvidia-smi topo -m` or NCCL. A `Topology`, a cluster table,
+differences and NVLink identities leave. May be imported by sharding and the verbs; imports no jax.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from meshkit.config.files import decode, read_bounded
 from meshkit.discover.describe import Mismatch, check, to_cluster
 from meshkit.discover.machine import discover, domain_identities, identity_record, local_identities, record, replay
-from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
+from meshkit.discover.nvidia_smi import parse_matrices, read_matrix
 from meshkit.discover.probe import FixtureProbe, LiveProbe, Probe
 from meshkit.discover.topology import Topology, merge
 from meshkit.discover.topology_files import parse_topology
@@ -39,16 +39,16 @@ Form = Literal["bundle", "xml", "matrix"]
 
 
 def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
-    """Every machine that was recorded in a file or folder.
+    """Return every machine that was recorded in a file or folder.
 
     Args:
-        path: of the record.
-        form: `bundle` of `meshkit topo record` (its hosts are one Topology), topology or graph `xml` of NCCL, or a
+        path: the record.
+        form: `bundle` of `meshkit topo record` (its hosts are one Topology), topology or graph `xml` of NCCL, or
             `matrix`: output of `nvidia-smi topo -m`.
 
     Raises:
         ConfigError: there is no such record.
-        TraceError: it is damaged.
+        TraceError: the record is damaged.
     """
     if form == "bundle":
         return (replay(path),)
@@ -57,4 +57,4 @@ def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
         return (parse_topology(data, at=str(path)),)
     text = decode(data, "topology", str(path))
     matrices = parse_matrices(text, at=str(path))
-    return tuple(from_matrix(m, str(path) if len(matrices) == 1 else f"{path}:{m.line}") for m in matrices)
+    return tuple(read_matrix(m, str(path) if len(matrices) == 1 else f"{path}:{m.line}") for m in matrices)

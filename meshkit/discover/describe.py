@@ -1,4 +1,4 @@
-"""A Topology as a cluster table, and where it differs from the cluster that an experiment declares."""
+"""Turn a Topology into a cluster table, and compare it with the cluster that an experiment declares."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _GIGABIT = 1e9
 
 
 def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
-    """A cluster table, which `Cluster.load` reads.
+    """Return a cluster table, which `Cluster.load` reads.
 
     Args:
-        found: what is there.
-        gpu: the catalog key where discovery does not know it, or is wrong.
+        found: the discovered machine.
+        gpu: the catalog key, if discovery does not know it or is wrong.
 
     Raises:
-        ConfigError: no GPU, GPUs of several kinds or none that the catalog has, hosts that are not alike.
+        ConfigError: there is no GPU, the GPUs have several kinds or are not in the catalog, or the hosts differ.
     """
     per_host = _gpus_per_host(found)
     key = gpu or _gpu_key(found)
@@ -42,7 +42,10 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
 
 
 def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
-    """The ports that collectives would use: up, of one kind, near GPUs if any are, the most bandwidth together."""
+    """Return the ports that collectives would use: ports of one kind that are up, near GPUs if possible.
+
+    Of several kinds, a known kind with the highest total bandwidth wins.
+    """
     ports = [nic for nic in found.nics if nic.active is not False]
     near = {nic.id for g in found.gpus for kind, nics in [found.nearest_nics(g.id)] if kind in NEAR for nic in nics}
     ports = [nic for nic in ports if nic.id in near] or ports
@@ -55,7 +58,7 @@ def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
 
 
 def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
-    """`nvlink_switch`, where hosts of that GPU and size are usually built the other way."""
+    """Return `nvlink_switch` if hosts of that GPU and size are usually built the other way."""
     switch = _has_nvswitch(found)
     if table["scale_up"] != "nvlink" or switch is None:
         return {}
@@ -66,7 +69,7 @@ def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
 
 
 def _has_nvswitch(found: Topology) -> bool | None:
-    """Whether NVLink goes through a switch; None where it is not known."""
+    """Return whether NVLink goes through a switch; None if unknown."""
     remotes = {link.remote for gpu in found.gpus for link in gpu.nvlinks if link.active}
     if "switch" in remotes or remotes == {"gpu"}:
         return "switch" in remotes
@@ -83,8 +86,8 @@ def _gpus_per_host(found: Topology) -> int:
     counts = Counter(gpu.host for gpu in found.gpus)
     numbers = sorted({counts[host] for host in range(found.hosts)})
     if len(numbers) > 1:
-        what = f"the hosts have {' and '.join(map(str, numbers))} GPUs; a cluster's hosts are alike."
-        raise ConfigError(what, at=found.source, hint="the hosts that are alike only")
+        what = f"the hosts have {' and '.join(map(str, numbers))} GPUs, but a cluster's hosts must be alike."
+        raise ConfigError(what, at=found.source, hint="only hosts that are alike")
     return numbers[0]
 
 
@@ -92,12 +95,12 @@ def _gpu_key(found: Topology) -> str:
     names = sorted({gpu.name or "?" for gpu in found.gpus})
     keys = {gpu.key for gpu in found.gpus}
     if len(keys) > 1 or len(names) > 1:
-        what = f"there are GPUs of several kinds: {', '.join(names)}."
+        what = f"the machine has several kinds of GPUs: {', '.join(names)}."
         raise ConfigError(what, at=found.source, hint="a machine of one kind")
     key = keys.pop()
     if key is None:
-        known = f"'{names[0]}' is not in the catalog" if names != ["?"] else "nothing says what the GPUs are"
-        raise ConfigError(f"{known}.", at=found.source, hint="--gpu with the catalog key that is nearest")
+        known = f"'{names[0]}' is not in the catalog" if names != ["?"] else "the kind of the GPUs is unknown"
+        raise ConfigError(f"{known}.", at=found.source, hint="--gpu with the nearest catalog key")
     return key
 
 
@@ -117,7 +120,7 @@ def _domains(found: Topology, per_host: int) -> dict[str, int]:
     covered = sum(len(domain.gpus) for domain in found.domains) == len(found.gpus)
     if not sizes or (covered and len(sizes) == 1 and (per_host % sizes[0] == 0 or sizes[0] % per_host == 0)):
         return {"nvlink_domain_size": sizes[0] if sizes else per_host}
-    # A GPU has fallen out: the domain is what the machine was built as, and the job uses what is left of it.
+    # A GPU failed: the domain is as large as the machine was built, and the job uses the rest of it.
     biggest = max(sizes)
     size = per_host if biggest <= per_host else -(-biggest // per_host) * per_host
     whole_domains = [len(d.gpus) for d in found.domains if len(d.gpus) > size // 2] or sizes
@@ -126,19 +129,19 @@ def _domains(found: Topology, per_host: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where what is there differs from what was declared."""
+    """A difference between the discovered and the declared machine."""
 
     code: str
     """`gpu_kind`, `gpu_count`, `outside_domain`, `domain_size`, `nvlink_down`, `pcie_width`, `pcie_generation`,
     `nic_down`, `nic_kind`, `nic_count` or `gpudirect_rdma`."""
     where: str
-    """The device, or empty for the whole machine."""
+    """The device; "" for the whole machine."""
     message: str
     """One sentence with the numbers."""
 
 
 def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:
-    """Where the machine differs from a host of the cluster (or from all of it, if as many hosts are described)."""
+    """Return the differences between the machine and a host of the cluster (or all hosts, if as many are described)."""
     if found.gpus:
         parts = (_check_gpus(found, cluster), _check_nvlink(found, cluster), _check_pcie(found))
         return tuple(item for part in (*parts, _check_nics(found, cluster)) for item in part)
@@ -149,7 +152,7 @@ def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:
 
 
 def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
-    """Hosts that have more or fewer GPUs than declared, or others."""
+    """Yield the hosts that have more or fewer GPUs than declared, or others."""
     hosts: list[list[FoundGpu]] = [[] for _ in range(found.hosts)]
     for gpu in found.gpus:
         hosts[gpu.host].append(gpu)
@@ -168,7 +171,7 @@ def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
 
 
 def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
-    """GPUs outside of the domain, links that are down, domains of another size."""
+    """Yield the GPUs outside the domain, links that are down, and domains of another size."""
     if cluster.scale_up != "nvlink":
         return
     if found.scale_up == "pcie":
@@ -183,7 +186,7 @@ def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
             yield Mismatch("outside_domain", gpu.id, what)
         up, expected = gpu.active_nvlinks, cluster.gpu.nvlink_links
         if up is not None and (gpu.nvlinks or found.domains) and 0 < up < expected:
-            yield Mismatch("nvlink_down", gpu.id, f"{gpu.id} has {up} of {expected} NVLinks up.")
+            yield Mismatch("nvlink_down", gpu.id, f"{gpu.id} has only {up} of {expected} NVLinks up.")
     expected = min(cluster.nvlink_domain_size, len(found.gpus))
     too_small = len(inside) == len(found.gpus) and largest < expected
     if sizes and (too_small or largest > cluster.nvlink_domain_size):
@@ -192,9 +195,12 @@ def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
 
 
 def _check_pcie(found: Topology) -> Iterator[Mismatch]:
-    """Devices on fewer lanes or at a lower generation than they and their slot can do; idle GPUs clock down."""
+    """Yield the devices with fewer lanes or a lower generation than they and their slot support.
+
+    Idle GPUs lower their PCIe generation, so they are not compared.
+    """
     for device in (*found.gpus, *found.nics):
-        slot, it = device.pcie, "but it and its slot can do"
+        slot, it = device.pcie, "but it and its slot support"
         if slot.width and slot.max_width and slot.width < slot.max_width:
             what = f"{device.id} runs at PCIe x{slot.width}, {it} x{slot.max_width}."
             yield Mismatch("pcie_width", device.id, what)
@@ -205,7 +211,7 @@ def _check_pcie(found: Topology) -> Iterator[Mismatch]:
 
 
 def _check_nics(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
-    """Ports that are down, missing or slow, and GPUDirect RDMA that cannot work."""
+    """Yield the ports that are down, missing or slow, and GPUDirect RDMA that cannot work."""
     for nic in found.nics:
         if nic.active is False:
             yield Mismatch("nic_down", nic.id, f"port {nic.id} is {nic.state or 'down'}.")

@@ -1,12 +1,12 @@
-"""One machine through a Probe, as a Topology: GPUs by NVML or nvidia-smi, ports and slots by Linux's sysfs.
+"""Describe one machine as a Topology through a Probe: GPUs by NVML or nvidia-smi, ports and slots by Linux's sysfs.
 
-Which NVLink domain each device of a job is in, the machines say themselves: every process publishes one record (text)
-with the identities of its own GPUs; all processes read all records. GPUs with the same identity share a domain. Nothing
-is guessed from processes or ranks.
+The machines themselves tell which NVLink domain each device of a job is in: every process publishes one record (text)
+with the identities of its own GPUs, and all processes read all records. GPUs with the same identity share a domain.
+Nothing is guessed from processes or ranks.
 
-A probe bundle is what discovery asked a machine and what it answered, in files, without names of anybody: a folder (or
-tar) with `bundle.json`, `nvml.json`, `files.json` and `commands.json`; or a folder of such folders, one a host.
-Identities that discovery needs become pseudonyms that are the same on every host; all others are removed.
+A probe bundle records what discovery asked a machine and what it answered, in files without anybody's names: a folder
+(or tar) with `bundle.json`, `nvml.json`, `files.json` and `commands.json`; or a folder of such folders, one a host.
+Pseudonyms, the same on every host, replace the identities that discovery needs; all others are removed.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from meshkit.errors import ConfigError, TraceError
 _NODES = "/sys/devices/system/node"
 _INFINIBAND = "/sys/class/infiniband"
 _PCI = "/sys/bus/pci/devices"
-_FIRST_IDLE_STATE = 5  # P0 to P3 run at full speed; from P5 on the driver lowers the PCIe generation
+_FIRST_IDLE_STATE = 5  # P0 to P3 run at full speed; from P5 on the driver lowers the PCIe generation.
 _RATE = re.compile(r"([0-9]{1,4}(?:\.[0-9])?) Gb/sec(?: \([0-9]+X ([A-Z]+[0-9]*)\))?", re.ASCII)
 _STATE = re.compile(r"[0-9]: *([A-Za-z_]+)", re.ASCII)
 _BUS = re.compile(r"^PCI_SLOT_NAME=(\S+)", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _KERNEL = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})", re.ASCII)
-_PEER_MEMORY = (  # where NCCL looks for it
+_PEER_MEMORY = (  # NCCL looks for the module here.
     "/sys/module/nvidia_peermem/version",
     "/sys/kernel/mm/memory_peers/nv_mem/version",
     "/sys/kernel/mm/memory_peers/nv_mem_nc/version",
 )
-_DMA_BUF_KERNEL = (5, 12)  # from it on, RDMA takes dma-buf memory
+_DMA_BUF_KERNEL = (5, 12)  # From this kernel on, RDMA takes dma-buf memory.
 _GIGABIT = 10**9
 _MOST_PORTS = 512
 _LONGEST_RECORD = 2**20
@@ -69,10 +69,10 @@ SCHEMA = "meshkit.topo-bundle/1"
 _NAMES = ("bundle.json", "nvml.json", "files.json", "commands.json")
 _MOST_MEMBERS = 40_000
 _LARGEST_BUNDLE_BYTES = 64 * 2**20
-_HEADER_BYTES = 1024  # of a member in a tar: its header, and what fills up its last block
+_HEADER_BYTES = 1024  # A member of a tar has a header and a filled-up last block.
 _TAR_DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, struct.error, OverflowError)
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
-_PRIVATE = (  # port GUID or IPv6, MAC, IPv4; a PCI address (0000:17:00.0) is none of them
+_PRIVATE = (  # Port GUID or IPv6, MAC, IPv4; a PCI address (0000:17:00.0) matches none of them.
     (re.compile(r"\b(?:[0-9a-f]{4}:){3,7}[0-9a-f]{4}\b", re.IGNORECASE), "0000:0000:0000:0000"),
     (re.compile(r"\b(?:[0-9a-f]{2}:){5,19}[0-9a-f]{2}\b", re.IGNORECASE), "00:00:00:00:00:00"),
     (re.compile(r"\b(?:[0-9]{1,3}\.){3}[0-9]{1,3}\b"), "0.0.0.0"),
@@ -82,7 +82,7 @@ _KERNEL_VERSION = re.compile(r"[0-9]+\.[0-9]+(\.[0-9]+)?")
 
 
 def discover(probe: Probe, *, network: bool = True) -> Topology:
-    """What the machine behind a probe is.
+    """Return the Topology of the machine behind a probe.
 
     Args:
         probe: the machine.
@@ -109,7 +109,7 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
         gpus=gpus,
         nics=nics,
         numa_nodes=_numa_nodes(probe),
-        connections=(*_between_gpus(snapshot, gpus, printed), *_to_nics(gpus, nics, printed)),
+        connections=(*_gpu_connections(snapshot, gpus, printed), *_nic_connections(gpus, nics, printed)),
         rdma=read_rdma(probe) if network else Rdma(),
         nics_listed=network,
         scale_up=None if _peer_access(snapshot) else "shared_memory",
@@ -123,7 +123,7 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
 
 
 def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
-    """A GPU as found, with why the NVLink fabric has not taken it, if so."""
+    """Return a GPU as found, with the reason why the NVLink fabric did not take it, if so."""
     match = gpu_by_name(gpu.name)
     numa = integer(_first_line(probe, f"{_PCI}/{gpu.bus}/numa_node"))
     if numa is None and matrix is not None:
@@ -152,8 +152,8 @@ def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
 
 
 def _matrix(probe: Probe, num_gpus: int, *, required: bool) -> tuple[Matrix | None, tuple[str, ...]]:
-    """nvidia-smi's matrix, and what is wrong with it where NVML makes up for it."""
-    text = probe.run(*MATRIX_QUERY)
+    """Return nvidia-smi's matrix, and what is wrong with it if NVML can replace it."""
+    text = probe.run_command(*MATRIX_QUERY)
     if text is None:
         return None, ()
     try:
@@ -164,14 +164,14 @@ def _matrix(probe: Probe, num_gpus: int, *, required: bool) -> tuple[Matrix | No
     except TraceError as error:
         if required:
             raise
-        return None, (f"the matrix of nvidia-smi is left out: {error.message}",)
+        return None, (f"the matrix of nvidia-smi is ignored: {error.message}",)
     return matrix, ()
 
 
-def _between_gpus(
+def _gpu_connections(
     snapshot: Snapshot, gpus: tuple[FoundGpu, ...], printed: Mapping[frozenset[str], Connection]
 ) -> list[Connection]:
-    """NVLink and PCI paths between GPUs: NVML's, and nvidia-smi's where NVML is silent."""
+    """Return the NVLink and PCI paths between GPUs: NVML's, and nvidia-smi's where NVML has none."""
     ids = {gpu.bus: gpu.id for gpu in gpus}
     found = []
     for i, a in enumerate(gpus):
@@ -182,7 +182,7 @@ def _between_gpus(
             links = sum(link.active and ids.get(link.remote_bus or "") == b.id for link in a.nvlinks)
             if not links and not no_nvlink:
                 links = min(sum(x.active and x.remote == "switch" for x in gpu.nvlinks) for gpu in (a, b))
-            if not links and line is None and peer is not None and peer.nvlink:  # a guest does not see the other end
+            if not links and line is None and peer is not None and peer.nvlink:  # A guest does not see the other end.
                 links = min(a.active_nvlinks or 0, b.active_nvlinks or 0)
             if links:
                 found.append(Connection(a.id, b.id, "NV", links))
@@ -194,15 +194,15 @@ def _between_gpus(
 
 
 def _peer_access(snapshot: Snapshot) -> bool:
-    """Whether GPUs can read each other's memory, as far as is known; else they go through the host's."""
+    """Return whether GPUs can read each other's memory, as far as is known; else they go through the host's."""
     peers = [peer for gpu in snapshot.gpus for peer in gpu.peers]
     return not peers or any(peer.nvlink is not False or peer.pci is not False for peer in peers)
 
 
-def _to_nics(
+def _nic_connections(
     gpus: tuple[FoundGpu, ...], nics: tuple[FoundNic, ...], printed: Mapping[frozenset[str], Connection]
 ) -> list[Connection]:
-    """Paths from GPUs to NICs: nvidia-smi's, else by NUMA node."""
+    """Return the paths from GPUs to NICs: nvidia-smi's, else by NUMA node."""
     found = []
     for gpu in gpus:
         for nic in nics:
@@ -215,14 +215,14 @@ def _to_nics(
 
 
 def _numa_nodes(probe: Probe) -> tuple[tuple[int, int], ...]:
-    """Nodes with processors; the memory of a GPU on a Grace host is a node without."""
+    """Return the NUMA nodes with processors; the memory of a GPU on a Grace host is a node without any."""
     names = [name for name in probe.list_dir(_NODES) if name.startswith("node")]
     found = {integer(name.removeprefix("node")) for name in names if _first_line(probe, f"{_NODES}/{name}/cpulist")}
     return tuple((0, number) for number in sorted(n for n in found if n is not None))
 
 
 def read_nics(probe: Probe) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
-    """Ports of RDMA adapters, and what is odd about them."""
+    """Return the ports of RDMA adapters, and warnings about them."""
     nics: list[FoundNic] = []
     warnings: list[str] = []
     for device in filter(_NAME.fullmatch, probe.list_dir(_INFINIBAND)[:_MOST_PORTS]):
@@ -233,13 +233,13 @@ def read_nics(probe: Probe) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
             if nic.active is False:
                 warnings.append(f"port {nic.id} is {nic.state}, so nothing can use it.")
             elif nic.key is None:
-                rate = f"{nic.bits_per_s / _GIGABIT:g} Gb/s" if nic.bits_per_s else "a rate that is not known"
+                rate = f"{nic.bits_per_s / _GIGABIT:g} Gb/s" if nic.bits_per_s else "an unknown rate"
                 warnings.append(f"port {nic.id} has {rate}, which no NIC of the catalog has.")
     return tuple(nics), tuple(warnings)
 
 
 def _read_port(probe: Probe, device: str, port: str, name: str) -> FoundNic:
-    """One port of an RDMA device, from what the kernel says of it in sysfs."""
+    """Return one port of an RDMA device, as the kernel describes it in sysfs."""
     folder, slot = f"{_INFINIBAND}/{device}/ports/{port}", f"{_INFINIBAND}/{device}/device"
     rate = _RATE.match(_first_line(probe, f"{folder}/rate"))
     state = _STATE.match(_first_line(probe, f"{folder}/state"))
@@ -263,7 +263,8 @@ def _read_port(probe: Probe, device: str, port: str, name: str) -> FoundNic:
         active=up,
         state=said,
         bus=bus[1].lower() if bus else None,
-        numa=integer(_first_line(probe, f"{slot}/numa_node")),  # -1, "no NUMA", is None too
+        # The kernel writes -1 for "no NUMA", which is None, too.
+        numa=integer(_first_line(probe, f"{slot}/numa_node")),
         pcie=PcieLink(
             pcie_generation(_first_line(probe, f"{slot}/current_link_speed")),
             integer(_first_line(probe, f"{slot}/current_link_width")) or None,
@@ -274,7 +275,7 @@ def _read_port(probe: Probe, device: str, port: str, name: str) -> FoundNic:
 
 
 def read_rdma(probe: Probe) -> Rdma:
-    """Whether NICs can read GPU memory here."""
+    """Return whether NICs can read GPU memory here."""
     if not probe.list_dir(_INFINIBAND):
         return Rdma()
     peer = any(probe.read_file(path) is not None for path in _PEER_MEMORY)
@@ -282,7 +283,7 @@ def read_rdma(probe: Probe) -> Rdma:
 
 
 def _dma_buf(probe: Probe) -> bool | None:
-    """The open kernel modules of the driver export GPU memory as dma-buf, on a kernel that takes it."""
+    """Return whether the driver's open kernel modules export GPU memory as dma-buf, on a kernel that takes it."""
     driver = probe.read_file("/proc/driver/nvidia/version")
     kernel = _KERNEL.match(_first_line(probe, "/proc/sys/kernel/osrelease"))
     if driver is None or kernel is None:
@@ -291,8 +292,11 @@ def _dma_buf(probe: Probe) -> bool | None:
 
 
 def _acs_bridges(probe: Probe) -> int | None:
-    """Bridges whose access control redirects peer traffic to the CPU; None where lspci may not look (needs root)."""
-    text = probe.run("lspci", "-vvv")
+    """Return the bridges whose access control redirects peer traffic to the CPU.
+
+    It is None if lspci may not look, which needs root.
+    """
+    text = probe.run_command("lspci", "-vvv")
     if text is None or "ACSCtl:" not in text:
         return None
     lines = [line for line in text.split("\n") if "ACSCtl:" in line]
@@ -300,16 +304,15 @@ def _acs_bridges(probe: Probe) -> int | None:
 
 
 def _first_line(probe: Probe, path: str) -> str:
-    """The first line of a file, stripped; empty where there is none."""
     return (probe.read_file(path) or "").strip().split("\n")[0].strip()
 
 
 def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> tuple[str, ...]:
-    """Identity of the NVLink domain of each GPU that CUDA shows to this process, by CUDA ordinal.
+    """Return the identity of the NVLink domain of each GPU that CUDA shows to this process, by CUDA ordinal.
 
     Args:
         probe: this machine, or a recorded one.
-        host: what no other host of the job calls itself (a boot id).
+        host: a name that no other host of the job has (a boot id).
         visible: CUDA_VISIBLE_DEVICES, if it is set.
 
     Raises:
@@ -321,7 +324,7 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
             f"the NVLink domain of the attached GPUs cannot be read: {found.nothing_here}.",
             hint="pip install nvidia-ml-py, on a machine with the NVIDIA driver",
         )
-    # without NVLink the host is the domain; a GPU that is alone among others is a domain of its own
+    # Without NVLink the host is the domain; a GPU without NVLink among others is a domain of its own.
     identities = {gpu.id: f"{host}.{gpu.id}" if found.domains else f"{host}.host" for gpu in found.gpus}
     for domain in found.domains:
         identities |= dict.fromkeys(domain.gpus, domain.identity if domain.spans_hosts else f"{host}.{domain.identity}")
@@ -330,7 +333,7 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
 
 
 def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
-    """NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know.
+    """Return the NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know.
 
     Args:
         probe: the machine.
@@ -338,7 +341,7 @@ def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
         visible: CUDA_VISIBLE_DEVICES, if it is set.
 
     Raises:
-        ConfigError: it names a slice of a GPU.
+        ConfigError: CUDA_VISIBLE_DEVICES names a slice of a GPU.
     """
     if visible is None:
         return list(range(count))
@@ -361,33 +364,33 @@ def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
 
 
 def identity_record(identities: Mapping[int, str]) -> str:
-    """What a process publishes: the identities of its own devices, by the job's device id."""
+    """Return the record that a process publishes: the identities of its own devices, by the job's device id."""
     return json.dumps({str(device): identity for device, identity in sorted(identities.items())})
 
 
 def domain_identities(records: Iterable[str], *, devices: Iterable[int] | None = None) -> dict[int, str]:
-    """Device id -> identity of its NVLink domain, from the records of all processes.
+    """Return device id -> identity of its NVLink domain, from the records of all processes.
 
     Args:
         records: one per process, as `identity_record` writes them.
-        devices: the ids that must be there; any, where it is not given.
+        devices: ids that must be there; None for any.
 
     Raises:
-        ConfigError: a damaged record, a device in two records, a device in none.
+        ConfigError: a record is damaged, or a device is in two records or in none.
     """
     found: dict[int, str] = {}
     for process, text in enumerate(records):
         for device, identity in _read_record(text, process).items():
             if device in found:
                 raise ConfigError(
-                    f"device {device} is published by process {process} and by another one.",
-                    hint="one process for each device; is a process started twice?",
+                    f"device {device} was published by process {process} and by another one.",
+                    hint="one process for each device; was a process started twice?",
                 )
             found[device] = identity
     missing = sorted(set(devices) - set(found)) if devices is not None else []
     if missing:
         raise ConfigError(
-            f"{len(missing)} devices have no NVLink identity, the first is {missing[0]}.",
+            f"{len(missing)} devices have no NVLink identity, the first of them is {missing[0]}.",
             hint=_SAME_VERSION,
         )
     return found
@@ -402,11 +405,11 @@ def _read_record(text: str, process: int) -> dict[int, str]:
 
 
 def replay(path: Path) -> Topology:
-    """The Topology of a recorded machine, or of several.
+    """Return the Topology of a recorded machine, or of several.
 
     Raises:
         ConfigError: there is no bundle.
-        TraceError: it is damaged.
+        TraceError: the bundle is damaged.
     """
     members = _read_tar(path) if path.is_file() else _read_folder(path)
     hosts = sorted({name.rpartition("/")[0] for name in members if name.endswith("bundle.json")}, key=_natural)
@@ -417,7 +420,7 @@ def replay(path: Path) -> Topology:
 
 
 def record(out: Path, probe: Probe) -> Topology:
-    """Writes a scrubbed bundle of what discovery asks this machine; returns what it is.
+    """Write a scrubbed bundle of what discovery asks this machine, and return its Topology.
 
     Args:
         out: a folder that does not exist or is empty, or a file that ends in .tar or .tar.gz.
@@ -439,7 +442,7 @@ def record(out: Path, probe: Probe) -> Topology:
 
 
 def scrub_nvml(answers: Mapping[str, Any] | str) -> dict[str, Any]:
-    """NVML's answers with pseudonyms for GPUs and fabric."""
+    """Return NVML's answers with pseudonyms for GPUs and fabric."""
     if isinstance(answers, str):
         return {"missing": scrub_text(answers)}
     gpus = []
@@ -453,11 +456,12 @@ def scrub_nvml(answers: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def scrub_file(path: str, text: str) -> str:
-    """A file of the machine, with no more of it than discovery reads."""
+    """Return a file of the machine, reduced to the parts that discovery reads."""
     if path.endswith("/uevent"):
         return "".join(line + "\n" for line in text.split("\n") if line.startswith("PCI_SLOT_NAME="))
     if path == "/proc/driver/nvidia/version":
-        return scrub_text(text.split("\n")[0].split("(")[0].strip()) + "\n"  # what follows is who built it
+        # The rest of the line names who built the kernel.
+        return scrub_text(text.split("\n")[0].split("(")[0].strip()) + "\n"
     if path == "/proc/sys/kernel/osrelease":
         match = _KERNEL_VERSION.match(text)
         return match[0] + "\n" if match else ""
@@ -465,14 +469,14 @@ def scrub_file(path: str, text: str) -> str:
 
 
 def scrub_command(name: str, text: str) -> str:
-    """What a command printed, with no more of it than discovery reads."""
+    """Return the output of a command, reduced to the parts that discovery reads."""
     if name.startswith("lspci"):
         return "".join("\t" + line.strip() + "\n" for line in text.split("\n") if "ACSCtl:" in line)
     return scrub_text(text)
 
 
 def scrub_text(text: str) -> str:
-    """Text with pseudonyms for uuids, and without addresses, GUIDs, serials and this host's name."""
+    """Return the text with pseudonyms for uuids, and without addresses, GUIDs, serials and this host's name."""
     text = _UUID.sub(lambda match: pseudonym(match[0]), text)
     for pattern, plain in _PRIVATE:
         text = pattern.sub(plain, text)
@@ -483,7 +487,7 @@ def scrub_text(text: str) -> str:
 
 
 def pseudonym(identity: str) -> str:
-    """32 hexadecimal digits that stand for a random identity, on every host alike."""
+    """Return 32 hexadecimal digits that stand for a random identity, alike on every host."""
     plain = identity.lower().removeprefix("gpu-").replace("-", "")
     return hashlib.sha256(f"meshkit:{plain}".encode()).hexdigest()[:32]
 
@@ -492,7 +496,7 @@ def _write(out: Path, texts: Mapping[str, str]) -> None:
     as_tar = out.name.endswith((".tar", ".tar.gz", ".tgz"))
     try:
         if out.is_file() or (out.is_dir() and any(out.iterdir())):
-            raise ConfigError(f"{out} exists, and `topo record` overwrites nothing.", hint="another path")
+            raise ConfigError(f"{out} exists, and `topo record` never overwrites.", hint="another path")
         (out.parent if as_tar else out).mkdir(parents=True, exist_ok=True)
         if not as_tar:
             for name, text in texts.items():
@@ -500,7 +504,7 @@ def _write(out: Path, texts: Mapping[str, str]) -> None:
             return
         with tarfile.open(out, "w" if out.suffix == ".tar" else "w:gz") as archive:
             for name, text in texts.items():
-                info = tarfile.TarInfo(name)  # a fresh one: no user, no time of this machine
+                info = tarfile.TarInfo(name)  # A fresh TarInfo has no user and no time of this machine.
                 info.size = len(text.encode())
                 archive.addfile(info, io.BytesIO(text.encode()))
     except OSError as error:
@@ -560,7 +564,7 @@ def _read_folder(path: Path) -> dict[str, bytes]:
 
 
 def _read_tar(path: Path) -> dict[str, bytes]:
-    """The members of a tar, in memory; nothing is ever unpacked."""
+    """Return the members of a tar in memory; nothing is ever unpacked."""
     data = read_bounded(path, "bundle", _LARGEST_BUNDLE_BYTES)
     found: dict[str, bytes] = {}
     total = 0
@@ -582,5 +586,4 @@ def _read_tar(path: Path) -> dict[str, bytes]:
 
 
 def _natural(name: str) -> list:
-    """A sort key that puts host2 before host10."""
     return [(int(part), "") if part.isdigit() and part.isascii() else (0, part) for part in re.split(r"([0-9]+)", name)]

@@ -1,7 +1,7 @@
-"""What `nvidia-smi` prints: the matrix of `topo -m`, live or copied, and the GPUs of machines without NVML's binding.
+"""Read what `nvidia-smi` prints: the matrix of `topo -m`, live or copied, and GPUs on machines without NVML's binding.
 
-The tool separates the matrix's columns by tabs and underlines the header even when nobody watches; a copy of it often
-has spaces instead, where two cells may have grown together. Anything that is not a cell of the legend is refused.
+The tool separates the matrix's columns by tabs and underlines the header even in a pipe. A copy often has spaces
+instead, so that two cells may have grown together. Anything that is not a cell of the legend is refused.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _CELL = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[1-9][0-9]?", re.ASCII)
 _AFFINITY = re.compile(r"N/A|[0-9]+([-,][0-9]+)*", re.ASCII)
 _LEGEND = re.compile(r"^\s*(NIC[0-9]+):\s*(\S+)\s*$", re.ASCII)
 _NAMED = re.compile(r"^\s*(?:Device|GPU) [0-9]{1,4}: *([^(\[]{3,80}?)\s*(?:\(UUID.*)?$", re.ASCII)
-_PROSE_LINES = 6  # above a header: the command, a code fence, a heading
+_PROSE_LINES = 6  # Lines above a header: the command, a code fence, a heading.
 _AFFINITY_HEADERS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
-_OLD_NAMES = {"SOC": "SYS"}  # drivers before 2017
+_OLD_NAMES = {"SOC": "SYS"}  # Drivers before 2017 print this name.
 _LARGEST = 512
 _MOST_MATRICES = 64
 _AS_PRINTED = "the output as the tool printed it"
@@ -65,19 +65,19 @@ class Matrix:
     """The line of its header, from 1."""
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
-    """Names as the kernel has them, where the legend has them."""
+    """Names as the kernel has them, if the legend has them."""
     cells: Mapping[tuple[str, str], str]
     """(device, device) -> `X`, `NV18`, `PIX`, ..."""
     numa: Mapping[str, int | None]
-    """GPU -> NUMA node, None where the tool prints N/A."""
+    """GPU -> NUMA node; None where the tool prints N/A."""
     gpu_names: tuple[str, ...]
     """Names in the text that follows: `Device 0: ...` of CUDA's samples, `GPU 0: ...` of -L."""
     heading: tuple[str, ...]
-    """The lines just above, nearest first; prose, which may name a model."""
+    """The lines just above, nearest first: prose, which may name a model."""
 
     @property
     def connections(self) -> tuple[Connection, ...]:
-        """The pairs, with GPUs as `gpu0`, `gpu1`, ... in the order of the matrix."""
+        """The connections, with GPUs as `gpu0`, `gpu1`, ... in the order of the matrix."""
         called = {name: f"gpu{i}" for i, name in enumerate(self.gpus)} | {name: name for name in self.nics}
         order = [*self.gpus, *self.nics]
         found = []
@@ -89,10 +89,10 @@ class Matrix:
         return tuple(found)
 
 
-def from_matrix(matrix: Matrix, source: str) -> Topology:
-    """The Topology that a matrix describes.
+def read_matrix(matrix: Matrix, source: str) -> Topology:
+    """Return the Topology that a matrix describes.
 
-    Its GPUs are identified by what the text around the matrix calls them, else by their NVLinks alone.
+    The text around the matrix identifies its GPUs, else their NVLinks do.
     """
     links = matrix.connections
     totals = _nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
@@ -113,12 +113,12 @@ def from_matrix(matrix: Matrix, source: str) -> Topology:
     numa = sorted({g.numa for g in gpus if g.numa is not None})
     found = Topology(source, gpus, nics, tuple((0, n) for n in numa), links)
     if called:
-        found = found.warn(f"the text beside the matrix calls the GPUs {called}.")
+        found = found.warn(f"the text around the matrix calls the GPUs {called}.")
     return stand_in_notes(assume_gpu(with_domains(found), heading=matrix.heading))
 
 
 def _nvlinks_per_gpu(gpus: Sequence[str], links: Sequence[Connection]) -> dict[str, int]:
-    """Active NVLinks of each GPU: the cell itself behind a switch, the sum of a row where GPUs are wired directly."""
+    """Return the active NVLinks of each GPU: behind a switch a cell, between directly linked GPUs the sum of a row."""
     rows = {g: [c.nvlinks for c in links if g in (c.a, c.b) and c.kind == "NV"] for g in gpus}
     if not any(rows.values()):
         return {}
@@ -127,23 +127,24 @@ def _nvlinks_per_gpu(gpus: Sequence[str], links: Sequence[Connection]) -> dict[s
 
 
 def _nic_numa(matrix: Matrix, nic: str) -> int | None:
-    """The NUMA node of the GPUs that a NIC reaches without the link between sockets."""
+    """Return the NUMA node of the GPUs that a NIC reaches without the link between sockets."""
     near = {matrix.numa.get(g) for g in matrix.gpus if matrix.cells[g, nic] not in ("SYS", "X")}
     return near.pop() if len(near) == 1 else None
 
 
 def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix, ...]:
-    """Every matrix in a text, which may have prose around them.
+    """Return every matrix in a text, which may have prose around them.
 
     Args:
-        text: of one or more runs of the tool.
-        at: what an error points to; the line is added.
+        text: output of one or more runs of the tool.
+        at: the place that an error names; the line is added.
 
     Raises:
-        TraceError: there is none, or one is damaged.
+        TraceError: there is no matrix, or one is damaged.
     """
     lines = _ANSI.sub("", text).split("\n")
-    if all(_GREP_PREFIX.match(line) for line in lines if line.strip()):  # a part of a file that grep -n printed
+    # This is a part of a file that grep -n printed.
+    if all(_GREP_PREFIX.match(line) for line in lines if line.strip()):
         lines = [_GREP_PREFIX.sub("", line) for line in lines]
     found, index = [], 0
     while index < len(lines):
@@ -155,7 +156,7 @@ def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix
         if len(found) > _MOST_MATRICES:
             raise TraceError(f"there are more than {_MOST_MATRICES} matrices.", at=at, hint="the one of one machine")
     if not found:
-        what = "there is no matrix of `nvidia-smi topo -m` in the text."
+        what = "the text has no matrix of `nvidia-smi topo -m`."
         raise TraceError(what, at=at, hint="the whole output, from the line of GPU0 GPU1 ... on")
     return tuple(found)
 
@@ -168,7 +169,7 @@ def _is_header(line: str) -> bool:
 
 
 def _parse_one(lines: Sequence[str], start: int, at: str) -> tuple[Matrix, int]:
-    """The matrix whose header is at a line, and the line behind it."""
+    """Return the matrix whose header is at a line, and the line behind it."""
     top = f"{at}:{start + 1}"
     names, affinities = _header(lines[start], top)
     rows: dict[str, list[str]] = {}
@@ -178,7 +179,7 @@ def _parse_one(lines: Sequence[str], start: int, at: str) -> tuple[Matrix, int]:
         where = f"{at}:{index + 1}"
         name, cells, rest = _row(lines[index], names, affinities, where)
         if name in rows:
-            raise TraceError(f"row {name} is there twice.", at=where, hint=_AS_PRINTED)
+            raise TraceError(f"row {name} appears twice.", at=where, hint=_AS_PRINTED)
         rows[name] = cells
         if _GPU.fullmatch(name):
             numa[name] = integer(re.split("[-,]", rest[1])[0]) if len(rest) > 1 else None
@@ -203,34 +204,33 @@ def _parse_one(lines: Sequence[str], start: int, at: str) -> tuple[Matrix, int]:
 
 
 def _header(line: str, where: str) -> tuple[list[str], list[str]]:
-    """Device columns and affinity columns."""
+    """Return the device columns and the affinity columns."""
     affinities = [name for name in _AFFINITY_HEADERS if name in " ".join(line.split())]
     devices = re.split(r"\bCPU\s+Affinity\b|\bNUMA\s+Affinity\b", line)[0].split()
     for name in devices:
         if not (_GPU.fullmatch(name) or (_DEVICE.fullmatch(name) and not name.startswith("GPU"))):
-            what = f"'{short(name)}' is no column of the matrix; two columns may have grown together."
+            what = f"'{short(name)}' is not a column of the matrix; two columns may have grown together."
             raise TraceError(what, at=where, hint=_WITH_TABS)
     if len(devices) > _LARGEST:
         raise TraceError(f"the matrix has {len(devices)} columns.", at=where, hint=_AS_PRINTED)
     repeated = next((name for name in devices if devices.count(name) > 1), None)
     if repeated:
-        raise TraceError(f"column {repeated} is there twice.", at=where, hint=_AS_PRINTED)
+        raise TraceError(f"column {repeated} appears twice.", at=where, hint=_AS_PRINTED)
     return devices, affinities
 
 
 def _row(line: str, names: Sequence[str], affinities: Sequence[str], where: str) -> tuple[str, list[str], list[str]]:
-    """Name, cells and affinity cells of a row."""
     by_tabs = "\t" in line.strip()
     tokens = [cell.strip() for cell in line.split("\t")] if by_tabs else line.split()
     name, cells, rest = tokens[0], tokens[1 : 1 + len(names)], tokens[1 + len(names) :]
     if name not in names:
-        what = f"row '{short(name)}' is none of the columns {names[0]} to {names[-1]}."
+        what = f"row '{short(name)}' is not one of the columns {names[0]} to {names[-1]}."
         raise TraceError(what, at=where, hint=_AS_PRINTED)
     cells = [_OLD_NAMES.get(cell, cell) for cell in cells]
     for column, cell in zip(names, cells):
         if not _CELL.fullmatch(cell):
             raise TraceError(
-                f"'{short(cell)}' in row {name}, column {column}, is no cell of the legend "
+                f"'{short(cell)}' in row {name}, column {column}, is not a cell of the legend "
                 "(X SYS NODE PHB PXB PIX NV#); cells may have grown together.",
                 at=where,
                 hint=_WITH_TABS,
@@ -242,9 +242,12 @@ def _row(line: str, names: Sequence[str], affinities: Sequence[str], where: str)
 
 
 def _affinities(name: str, rest: list[str], affinities: Sequence[str], where: str, *, by_tabs: bool) -> list[str]:
-    """The affinity cells of a GPU's row, empty ones as "" (without tabs they cannot be recognized); NICs have none."""
+    """Return the affinity cells of a GPU's row, with "" for empty ones; NICs have none.
+
+    Without tabs, empty cells cannot be recognized.
+    """
     if len(rest) > len(affinities):
-        rest = [*rest[:2], *(cell for cell in rest[2:] if cell)]  # the tool writes two tabs before a last N/A
+        rest = [*rest[:2], *(cell for cell in rest[2:] if cell)]  # The tool writes two tabs before a last N/A.
     while rest and not rest[-1]:
         rest = rest[:-1]
     if len(rest) > len(affinities) or (rest and not _GPU.fullmatch(name)):
@@ -254,7 +257,7 @@ def _affinities(name: str, rest: list[str], affinities: Sequence[str], where: st
         raise TraceError(what, at=where, hint=_WITH_TABS)
     for cell in rest:
         if cell and not _AFFINITY.fullmatch(cell):
-            what = f"'{short(cell)}' in row {name} is no affinity: a list such as 0-51,104-155, or N/A."
+            what = f"'{short(cell)}' in row {name} is not an affinity, such as 0-51,104-155 or N/A."
             raise TraceError(what, at=where, hint=_AS_PRINTED)
     return rest
 
@@ -262,7 +265,7 @@ def _affinities(name: str, rest: list[str], affinities: Sequence[str], where: st
 def _check_symmetry(names: Sequence[str], cells: Mapping[tuple[str, str], str], where: str) -> None:
     for i, a in enumerate(names):
         if cells[a, a] != "X":
-            what = f"{a} reaches itself by '{cells[a, a]}', not X: a cell is missing or too many."
+            what = f"{a} reaches itself by '{cells[a, a]}', not by X: there is a cell too few or too many."
             raise TraceError(what, at=where, hint=_AS_PRINTED)
         for b in names[i + 1 :]:
             if cells[a, b] != cells[b, a] or cells[a, b] == "X":
@@ -271,7 +274,7 @@ def _check_symmetry(names: Sequence[str], cells: Mapping[tuple[str, str], str], 
 
 
 def _legend(names: Sequence[str], lines: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What the text behind a matrix, up to the next one, calls its columns and its GPUs."""
+    """Return the names of the matrix's columns and GPUs in the text behind it, up to the next matrix."""
     legend: dict[str, str] = {}
     gpu_names: list[str] = []
     for text in lines:
@@ -282,18 +285,18 @@ def _legend(names: Sequence[str], lines: Sequence[str]) -> tuple[dict[str, str],
         if gpu := _NAMED.match(text):
             gpu_names.append(short(gpu[1]))
     called = {name: legend.get(name, name) for name in names}
-    if len(set(called.values())) < len(called):  # a legend that names two NICs alike names none
+    if len(set(called.values())) < len(called):  # A legend that gives two NICs one name is of no use.
         called = {name: name for name in names}
     return called, tuple(dict.fromkeys(gpu_names))
 
 
 def read_smi(probe: Probe) -> Snapshot | None:
-    """What nvidia-smi says of the GPUs, in the form of NVML's answers; None where it does not run.
+    """Return nvidia-smi's answers in the form of NVML's; None if it does not run.
 
     Raises:
-        TraceError: it prints something else than it should.
+        TraceError: its output has an unknown form.
     """
-    text = probe.run(*GPU_QUERY)
+    text = probe.run_command(*GPU_QUERY)
     if text is None:
         return None
     at = "nvidia-smi --query-gpu"
@@ -307,7 +310,7 @@ def read_smi(probe: Probe) -> Snapshot | None:
 def _gpu(line: str, at: str) -> dict[str, Any]:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_FIELDS.split(",")) or integer(cells[0]) is None:
-        raise TraceError(f"'{short(line)}' is not the line of a GPU.", at=at, hint="running it by hand to see")
+        raise TraceError(f"'{short(line)}' does not describe a GPU.", at=at, hint="running it by hand to see")
     index, name, bus, memory, capability, state, *slot = cells
     mebibytes = integer(memory)
     known = tuple(integer(part) for part in capability.partition(".")[::2])
@@ -323,9 +326,9 @@ def _gpu(line: str, at: str) -> dict[str, Any]:
 
 
 def _fabrics(probe: Probe) -> dict[int, dict[str, Any]]:
-    """Fabric identity by GPU, of drivers that know the question."""
+    """Return the fabric identity by GPU, of drivers that know the question."""
     found = {}
-    for line in (probe.run(*FABRIC_QUERY) or "").split("\n"):
+    for line in (probe.run_command(*FABRIC_QUERY) or "").split("\n"):
         cells = [cell.strip() for cell in line.split(",")]
         index = integer(cells[0])
         if len(cells) == 3 and index is not None and _UUID.fullmatch(cells[1]) and integer(cells[2]) is not None:
@@ -337,7 +340,7 @@ def _fabrics(probe: Probe) -> dict[int, dict[str, Any]]:
 def _nvlinks(probe: Probe) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     current: list[dict[str, Any]] = []
-    for line in (probe.run(*NVLINK_QUERY) or "").split("\n"):
+    for line in (probe.run_command(*NVLINK_QUERY) or "").split("\n"):
         gpu, link = _GPU_LINE.match(line), _LINK_LINE.match(line)
         if gpu:
             current = found.setdefault(int(gpu[1]), [])

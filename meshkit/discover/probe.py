@@ -1,4 +1,4 @@
-"""Probe: the four questions that discovery asks a machine, and who answers them.
+"""Probe: the four questions that discovery asks a machine, and the objects that answer them.
 
 A live machine, a recorded bundle and a test fixture answer alike, so that every line of discovery runs without a GPU.
 `read_nvml` asks the driver through pynvml (distribution nvidia-ml-py); `Snapshot` is the form in which its answers are
@@ -25,10 +25,10 @@ from meshkit.errors import TraceError
 
 _LARGEST_SYSFS_BYTES = 65_536
 _COMMAND_TIMEOUT_S = 30.0
-_ENGLISH = {"LC_ALL": "C", "LANG": "C"}  # what commands print must not depend on the user's language
+_ENGLISH = {"LC_ALL": "C", "LANG": "C"}  # The output of commands must not depend on the user's language.
 _SWITCH, _GPU, _IBM = 2, 0, 1  # NVML_NVLINK_DEVICE_TYPE_*
 _P2P_NVLINK, _P2P_PCI = 2, 4  # NVML_P2P_CAPS_INDEX_*
-_ANCESTORS = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML_TOPOLOGY_*, as `topo -m` names them
+_ANCESTORS = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML_TOPOLOGY_*, as `topo -m` names them.
 BUNDLE_HINT = "a bundle of `meshkit topo record`"
 _FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
 
@@ -38,7 +38,10 @@ class _Plain(BaseModel):
 
 
 class FabricState(_Plain):
-    """nvmlDeviceGetGpuFabricInfoV: which NVLink domain a GPU registered with; the uuid is zero inside a single host."""
+    """nvmlDeviceGetGpuFabricInfoV: the NVLink domain that a GPU registered with.
+
+    Its uuid is zero inside a single host.
+    """
 
     state: Literal["not_supported", "not_started", "in_progress", "completed"]
     cluster_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -48,12 +51,12 @@ class FabricState(_Plain):
 
     @property
     def identity(self) -> str | None:
-        """`clusterUuid.cliqueId`, the identity of an NVLink domain; None where NVLink ends at the host."""
+        """`clusterUuid.cliqueId`, the identity of an NVLink domain; None if NVLink ends at the host."""
         return f"{self.cluster_uuid}.{self.clique_id}" if self.cluster_uuid.strip("0") else None
 
 
 class Peer(_Plain):
-    """What lies between this GPU and another of the machine."""
+    """The path between this GPU and another one of the machine."""
 
     index: Small
     nvlink: bool | None = None
@@ -62,7 +65,7 @@ class Peer(_Plain):
 
 
 class GpuState(_Plain):
-    """One GPU."""
+    """NVML's answers about one GPU."""
 
     index: Small
     name: Text
@@ -78,17 +81,17 @@ class GpuState(_Plain):
 
 
 class Snapshot(_Plain):
-    """All GPUs of a machine."""
+    """NVML's answers about all GPUs of a machine."""
 
     driver: Text | None = None
     gpus: Annotated[tuple[GpuState, ...], Field(max_length=64)] = ()
 
 
 def check_snapshot(value: Any, *, at: str) -> Snapshot:
-    """Recorded answers of NVML as a Snapshot.
+    """Return NVML's recorded answers as a Snapshot.
 
     Raises:
-        TraceError: they are damaged.
+        TraceError: the answers are damaged.
     """
     try:
         snapshot = Snapshot.model_validate(value)
@@ -104,14 +107,14 @@ def check_snapshot(value: Any, *, at: str) -> Snapshot:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver answers on this machine."""
+    """Return whether NVIDIA's driver answers on this machine."""
     with contextlib.suppress(_NoDriverError), _session():
         return True
     return False
 
 
 def read_nvml() -> Mapping[str, Any] | str:
-    """What the driver answers, as plain data; or why there is no answer, in a few words."""
+    """Return the driver's answers as plain data; or the reason why there are none, in a few words."""
     try:
         with _session() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -122,15 +125,15 @@ def read_nvml() -> Mapping[str, Any] | str:
 
 
 class _NoDriverError(Exception):
-    """Nobody answers; says why, in a few words."""
+    """The driver does not answer; the message has the reason in a few words."""
 
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """NVML, while it is initialized.
+    """Initialize NVML for a block.
 
     Raises:
-        _NoDriverError: there is none, or it stops to answer.
+        _NoDriverError: there is no driver, or it stops answering.
     """
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
@@ -150,16 +153,16 @@ def _session() -> Iterator[Any]:
 
 
 def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """An answer of NVML; None where this GPU, driver or binding does not know the question."""
+    """Return an answer of NVML; None if this GPU, driver or binding does not know the question."""
     try:
         answer = getattr(nvml, question)(*arguments)
-    except (nvml.NVMLError, AttributeError):  # AttributeError: a binding from before the question
+    except (nvml.NVMLError, AttributeError):  # A binding older than the question raises AttributeError.
         return None
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, Any]:
-    """What a snapshot holds of one GPU; None for what its driver does not answer."""
+    """Return a snapshot's data of one GPU; None for what its driver does not answer."""
     ask = functools.partial(_ask, nvml)
     memory = ask("nvmlDeviceGetMemoryInfo", handle)
     return {
@@ -183,11 +186,11 @@ def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, An
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
-    """Every NVLink that the GPU has, and what is at its other end."""
+    """Return every NVLink of the GPU, and the device at its other end."""
     links = []
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)
-        if state is None:  # this GPU has no link of that number
+        if state is None:  # This GPU has no link of that number.
             continue
         link: dict[str, Any] = {"active": bool(state)}
         if state:
@@ -203,14 +206,14 @@ def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
 
 
 def _read_fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
-    """The domain of a multi-host NVLink fabric, in the newest form that binding and driver share."""
+    """Return the domain of a multi-host NVLink fabric, in the newest form that binding and driver share."""
     structure = getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
-    if structure is None:  # a binding from before multi-host NVLink
+    if structure is None:  # The binding is older than multi-host NVLink.
         return None
     for kind in dict.fromkeys((structure, getattr(nvml, "c_nvmlGpuFabricInfo_v2_t", structure))):
         info = kind()
         if _ask(nvml, "nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
-            continue  # a driver that knows an older form of the structure, or none
+            continue  # The driver knows an older form of the structure, or none.
         return {
             "state": _FABRIC_STATES.get(int(info.state), "not_supported"),
             "cluster_uuid": bytes(info.clusterUuid).hex(),
@@ -233,41 +236,40 @@ def _read_peer(nvml: Any, handle: Any, other: Any, index: int) -> dict[str, Any]
 
 
 def _bus(pci: Any) -> str | None:
-    """The PCI address in an answer of NVML; None where it has none."""
     bus = getattr(pci, "busId", None)
     return short_bus(bus.decode() if isinstance(bus, bytes) else bus) if bus else None
 
 
 def short_bus(bus: str) -> str:
-    """A PCI address as Linux writes it: four digits of domain, lower case (NVML writes eight)."""
+    """Return a PCI address as Linux writes it: four digits of domain, lower case (NVML writes eight)."""
     domain, _, rest = bus.strip().lower().partition(":")
     return f"{domain[-4:]}:{rest}" if rest else domain
 
 
 class Probe(Protocol):
-    """What discovery may ask; an answer that does not exist is None (or empty), never an exception."""
+    """The questions that discovery may ask; a missing answer is None (or empty), never an exception."""
 
     name: str
 
     def read_file(self, path: str) -> str | None:
-        """The text of a file of the machine."""
+        """Return the text of a file of the machine."""
         ...
 
     def list_dir(self, path: str) -> tuple[str, ...]:
-        """The names in a folder of the machine, sorted."""
+        """Return the names in a folder of the machine, sorted."""
         ...
 
-    def run(self, *command: str) -> str | None:
-        """What a command prints; None where it is missing or fails."""
+    def run_command(self, *command: str) -> str | None:
+        """Return the output of a command; None if it is missing or fails."""
         ...
 
     def nvml(self) -> Mapping[str, Any] | str:
-        """NVML's answers as plain data (`nvml.Snapshot`), or why there are none."""
+        """Return NVML's answers as plain data (`Snapshot`), or the reason why there are none."""
         ...
 
 
 class LiveProbe:
-    """This machine."""
+    """Answers of this machine."""
 
     name = "this machine"
 
@@ -284,7 +286,7 @@ class LiveProbe:
         except OSError:
             return ()
 
-    def run(self, *command: str) -> str | None:
+    def run_command(self, *command: str) -> str | None:
         program = shutil.which(command[0])
         if program is None:
             return None
@@ -305,7 +307,7 @@ class LiveProbe:
 
 
 class FixtureProbe:
-    """Answers that were written down: by a test, or read from a bundle."""
+    """Recorded answers, from a test or a bundle."""
 
     def __init__(
         self,
@@ -324,7 +326,7 @@ class FixtureProbe:
         prefix = path.rstrip("/") + "/"
         return tuple(sorted({file[len(prefix) :].split("/")[0] for file in self.files if file.startswith(prefix)}))
 
-    def run(self, *command: str) -> str | None:
+    def run_command(self, *command: str) -> str | None:
         return self.commands.get(" ".join(command))
 
     def nvml(self) -> Mapping[str, Any] | str:
@@ -332,7 +334,7 @@ class FixtureProbe:
 
 
 class RecordingProbe(FixtureProbe):
-    """Another probe's answers, written down as they are given."""
+    """Another probe's answers, recorded as they are given."""
 
     def __init__(self, probe: Probe):
         super().__init__(name=probe.name)
@@ -347,8 +349,8 @@ class RecordingProbe(FixtureProbe):
     def list_dir(self, path: str) -> tuple[str, ...]:
         return self.probe.list_dir(path)
 
-    def run(self, *command: str) -> str | None:
-        text = self.probe.run(*command)
+    def run_command(self, *command: str) -> str | None:
+        text = self.probe.run_command(*command)
         if text is not None:
             self.commands[" ".join(command)] = text
         return text

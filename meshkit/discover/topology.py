@@ -1,8 +1,8 @@
-"""Topology: what one machine (or several, merged) is made of, as found, and what the found devices are.
+"""Topology: the parts of one machine (or of several, merged) as found, and their identification.
 
-    device names, ids, rates -> names.toml, catalog -> Match; Topology -> the same, with what all readers fill in
+    device names, ids, rates -> names.toml, catalog -> Match; Topology -> the same, completed for all readers
 
-`names.toml` holds what vendors call the hardware; numbers come from the catalog alone.
+`names.toml` has the vendors' names of the hardware; all numbers come from the catalog.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic import Field
 
 from meshkit.config import catalog
 
-NEAR = ("PIX", "PXB")  # behind one PCIe switch: traffic between the two stays off the host bridge
-PCI_ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first, as `nvidia-smi topo -m` names them
+NEAR = ("PIX", "PXB")  # Behind one PCIe switch, traffic between the two stays off the host bridge.
+PCI_ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # Nearest first, as `nvidia-smi topo -m` names them.
 
-Small = Annotated[int, Field(ge=0, le=4096)]  # bounds are checked where NVML's answers are (nvml.Snapshot)
+Small = Annotated[int, Field(ge=0, le=4096)]  # `Snapshot` checks the bounds of NVML's answers.
 Text = Annotated[str, Field(max_length=200)]
 _GIGABIT = 1e9
 _NVIDIA = "10de"
@@ -33,7 +33,7 @@ _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9])?) ?GT/s", re.ASCII)
 
 @dataclass(frozen=True)
 class PcieLink:
-    """The slot of a device: what runs now, and the most that device and slot could do together; None = unknown."""
+    """The slot of a device: its present state, and the most that device and slot support together; None if unknown."""
 
     generation: Small | None = None
     width: Small | None = None
@@ -50,19 +50,19 @@ class NvLink:
     """Generation, 1 to 5."""
     remote: Literal["gpu", "switch", "cpu"] | None = None
     remote_bus: Text | None = None
-    """PCI address of the other end, where one is shown."""
+    """PCI address of the other end, if it is shown."""
 
 
 @dataclass(frozen=True)
 class FoundGpu:
-    """A GPU that is there."""
+    """A discovered GPU."""
 
     id: str
     """`gpu0`; `host1.gpu0` when several hosts are merged."""
     name: str | None = None
-    """What the driver calls it."""
+    """The driver's name for it."""
     key: str | None = None
-    """Its catalog key; None when the catalog has none, or when nothing says what it is."""
+    """Its catalog key; None if the catalog has none, or if nothing identifies it."""
     stand_in: str | None = None
     """Why `key` is not exactly this GPU."""
     bus: str | None = None
@@ -71,42 +71,42 @@ class FoundGpu:
     pcie: PcieLink = PcieLink()
     nvlinks: tuple[NvLink, ...] = ()
     nvlinks_total: int | None = None
-    """Active links when the single ones are not listed."""
+    """Number of active links, if they are not listed one by one."""
     fabric: str | None = None
-    """NVML's `clusterUuid.cliqueId`; None where NVLink ends at the host."""
+    """NVML's `clusterUuid.cliqueId`; None if NVLink ends at the host."""
     fabric_problem: str | None = None
     idle: bool = False
-    """Whether it is in a power state in which the PCIe generation drops."""
+    """Whether it is in a power state with a lower PCIe generation."""
     host: int = 0
 
     @property
     def active_nvlinks(self) -> int | None:
-        """Links that are up; None where nothing says."""
+        """Number of links that are up; None if unknown."""
         return sum(link.active for link in self.nvlinks) if self.nvlinks else self.nvlinks_total
 
     @property
-    def on_switch(self) -> bool:
+    def ends_at_switch(self) -> bool:
         """Whether an active NVLink is known to end at a switch."""
         return any(link.active and link.remote == "switch" for link in self.nvlinks)
 
 
 @dataclass(frozen=True)
 class FoundNic:
-    """A port of a network adapter that is there."""
+    """A discovered port of a network adapter."""
 
     id: str
-    """Its name in the kernel, `mlx5_0`."""
+    """Its kernel name, `mlx5_0`."""
     layer: str | None = None
-    """`infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None = unknown."""
+    """`infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None if unknown."""
     key: str | None = None
-    """Its catalog key; None when the catalog has none."""
+    """Its catalog key; None if the catalog has none."""
     stand_in: str | None = None
     """Why `key` is not exactly this port."""
     bits_per_s: float | None = None
     active: bool | None = None
-    """Whether the port is up; None = unknown."""
+    """Whether the port is up; None if unknown."""
     state: str | None = None
-    """What the kernel calls that."""
+    """The kernel's word for that state."""
     bus: str | None = None
     numa: int | None = None
     pcie: PcieLink = PcieLink()
@@ -115,7 +115,7 @@ class FoundNic:
 
 @dataclass(frozen=True)
 class Connection:
-    """How two devices reach each other: `NV` with its links, or PCIe: `PIX PXB PHB NODE SYS`, as nvidia-smi says."""
+    """The path between two devices: `NV` with its links, or PCIe: `PIX PXB PHB NODE SYS`, as in nvidia-smi."""
 
     a: str
     b: str
@@ -124,7 +124,7 @@ class Connection:
 
     @property
     def path(self) -> str:
-        """As the matrix prints it: `NV18`, `PIX`."""
+        """The path as the matrix prints it: `NV18`, `PIX`."""
         return f"NV{self.nvlinks}" if self.kind == "NV" else self.kind
 
 
@@ -133,10 +133,10 @@ class Domain:
     """GPUs that reach each other over NVLink."""
 
     identity: str
-    """The fabric's `clusterUuid.cliqueId`, or the host and part of it that they are wired in."""
+    """The fabric's `clusterUuid.cliqueId`, or the host and part of it that they are in."""
     gpus: tuple[str, ...]
     spans_hosts: bool = False
-    """Whether GPUs of hosts that were not looked at may be in it too."""
+    """Whether it may also contain GPUs of hosts that were not examined."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Rdma:
 
     @property
     def works(self) -> bool | None:
-        """True with either way, False with neither, None where nothing says."""
+        """True with either way, False with neither, None if unknown."""
         if self.peer_memory or self.dma_buf:
             return True
         return None if self.peer_memory is None or self.dma_buf is None else False
@@ -157,35 +157,35 @@ class Rdma:
 
 @dataclass(frozen=True)
 class Topology:
-    """What is there."""
+    """Everything that was discovered."""
 
     source: str
-    """Where this was read: `this machine`, or a file."""
+    """The source: `this machine`, or a file."""
     gpus: tuple[FoundGpu, ...] = ()
     nics: tuple[FoundNic, ...] = ()
     numa_nodes: tuple[tuple[int, int], ...] = ()
     """NUMA nodes of each host, in order: `(host, numa)`."""
     connections: tuple[Connection, ...] = ()
-    """Pairs whose path is known; ids of `gpus` and `nics`."""
+    """Pairs whose path is known, by ids of `gpus` and `nics`."""
     domains: tuple[Domain, ...] = ()
-    """NVLink domains; empty where no GPU has NVLink, or where nothing says."""
+    """NVLink domains; empty if no GPU has NVLink, or if they are unknown."""
     rdma: Rdma = Rdma()
     hosts: int = 1
-    """How many machines it covers."""
+    """Number of machines that it covers."""
     scale_up: str | None = None
-    """`nvlink`, `pcie` or `shared_memory`; None where nothing says."""
+    """`nvlink`, `pcie` or `shared_memory`; None if unknown."""
     nics_listed: bool = False
-    """Whether every RDMA port of the machine would be in `nics`."""
+    """Whether `nics` would contain every RDMA port of the machine."""
     warnings: tuple[str, ...] = ()
     nothing_here: str = ""
-    """Why there is no GPU, in one sentence; empty when there is one."""
+    """The reason why there is no GPU, in one sentence; empty if there is one."""
 
-    def between(self, a: str, b: str) -> Connection | None:
-        """The connection of two devices, in either order."""
+    def connection(self, a: str, b: str) -> Connection | None:
+        """Return the connection of two devices, in either order."""
         return self._paths.get(a, {}).get(b)
 
     def nearest_nics(self, gpu: str) -> tuple[str, tuple[FoundNic, ...]]:
-        """The closest kind of path from a GPU to any NIC, and the NICs at that distance; ("", ()) when unknown."""
+        """Return the closest kind of path from a GPU to any NIC, and the NICs at that distance; ("", ()) if unknown."""
         paths = self._paths.get(gpu, {})
         found = [(c.kind, self._nics[other]) for other, c in paths.items() if other in self._nics and c.kind != "NV"]
         if not found:
@@ -194,7 +194,7 @@ class Topology:
         return best, tuple(nic for kind, nic in found if kind == best)
 
     def warn(self, *warnings: str) -> Topology:
-        """The same with further warnings."""
+        """Return the same Topology with further warnings."""
         return replace(self, warnings=(*self.warnings, *warnings))
 
     @functools.cached_property
@@ -211,12 +211,12 @@ class Topology:
 
 
 def merge(hosts: Sequence[Topology], source: str) -> Topology:
-    """One Topology of several machines, each with its own; domains with the same fabric identity become one.
+    """Return one Topology of several machines; domains with the same fabric identity become one.
 
     Args:
-        hosts: one or more, in the order of their numbers: ids of the first one's devices get `host0.` before them. One
-            alone is returned as it is.
-        source: of the result.
+        hosts: one or more, in the order of their numbers: ids of the first host's devices get the prefix `host0.`. A
+            single host is returned as it is.
+        source: source of the result.
     """
     if len(hosts) == 1:
         return hosts[0]
@@ -253,7 +253,7 @@ def merge(hosts: Sequence[Topology], source: str) -> Topology:
 
 
 def connected(ids: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Groups of ids that edges connect, directly or through others, in the order of `ids`."""
+    """Return the groups of ids that edges connect, directly or through others, in the order of `ids`."""
     order = list(ids)
     group = {name: index for index, name in enumerate(order)}
     for a, b in edges:
@@ -271,7 +271,7 @@ def _worst_rdma(states: Sequence[Rdma]) -> Rdma:
 
 @dataclass(frozen=True)
 class Match:
-    """A catalog key, why it is only the nearest one (None where it is exact), and whether the GPU is a PCIe card."""
+    """A catalog key, why it is only the nearest one (None if it is exact), and whether the GPU is a PCIe card."""
 
     key: str | None = None
     stand_in: str | None = None
@@ -280,13 +280,12 @@ class Match:
 
 @functools.cache
 def names() -> Mapping[str, Any]:
-    """The table of names."""
     text = resources.files("meshkit.discover").joinpath("names.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def gpu_by_name(name: str) -> Match:
-    """The catalog's GPU for what the driver calls it."""
+    """Return the catalog's GPU for the driver's name of it."""
     for row in names()["gpu_name"]:
         if re.search(row["pattern"], name):
             return Match(row["key"], row.get("stand_in"), row.get("pcie_card", False))
@@ -295,30 +294,30 @@ def gpu_by_name(name: str) -> Match:
 
 
 def gpu_name_by_pci(vendor: str, device: str) -> str | None:
-    """What the driver calls the GPU with these PCI ids (hexadecimal digits, with or without 0x)."""
+    """Return the driver's name of the GPU with these PCI ids (hexadecimal digits, with or without 0x)."""
     return names()["gpu_pci"].get(_hex(device)) if _hex(vendor) == _NVIDIA else None
 
 
 def nic_by_pci(vendor: str, device: str) -> Match:
-    """The catalog's NIC for PCI ids whose rate is fixed.
+    """Return the catalog's NIC for PCI ids whose rate is fixed.
 
     Args:
         vendor: hexadecimal digits, with or without 0x.
         device: the same.
 
     Returns:
-        Without a key where the table of names has not these ids: `nic_by_rate` may know more.
+        A match without a key if the table of names lacks these ids; `nic_by_rate` may know more.
     """
     row = names()["nic_pci"].get(f"{_hex(vendor)}:{_hex(device)}")
     return Match(row["key"], row["stand_in"] or None) if row else Match()
 
 
 def nic_by_rate(layer: str, bits_per_s: float, technology: str = "") -> Match:
-    """The catalog's NIC with that line rate.
+    """Return the catalog's NIC with that line rate.
 
     Args:
         layer: `infiniband`, `ethernet` (RDMA over it), or `tcp`.
-        bits_per_s: of the port.
+        bits_per_s: rate of the port.
         technology: the kernel's word for it (`NDR`), which distinguishes two InfiniBand ports of one rate.
     """
     prefix = {"infiniband": "ib_", "ethernet": "roce_", "tcp": "tcp_"}[layer]
@@ -329,26 +328,26 @@ def nic_by_rate(layer: str, bits_per_s: float, technology: str = "") -> Match:
 
 
 def pcie_generation(speed: str) -> int | None:
-    """The PCIe generation of a lane's rate as Linux and NCCL print it (`16.0 GT/s PCIe`); None for anything else."""
+    """Return the PCIe generation of a lane's rate as Linux and NCCL print it (`16.0 GT/s PCIe`); None if unknown."""
     match = _SPEED.match(speed.strip())
     return names()["pcie_generation"].get(match[1].removesuffix(".0")) if match else None
 
 
 def gpus_by_nvlinks(links: int) -> tuple[str, ...]:
-    """Catalog GPUs with that many NVLinks, the most common first."""
+    """Return the catalog GPUs with that many NVLinks, the most common first."""
     order = names()["assume"]["order"]
     return tuple(key for key in order if key in catalog.gpu_keys() and catalog.gpu(key).nvlink_links == links)
 
 
 def platform(texts: Sequence[str]) -> Mapping[str, Any] | None:
-    """The known machine that a file's name or comment speaks of; None when it speaks of none, or of several."""
+    """Return the known machine that a file's name or comment names; None for none or several."""
     joined = "\n".join(texts).lower()
     found = [row for row in names()["platform"] if re.search(row["pattern"], joined)]
     return found[0] if len(found) == 1 else None
 
 
 def with_domains(found: Topology) -> Topology:
-    """The same with NVLink domains: by fabric identity where GPUs have one, else by what NVLink connects."""
+    """Return the same Topology with NVLink domains: by fabric identity if GPUs have one, else by NVLink connections."""
     if found.domains or not found.gpus:
         return found
     by_fabric: dict[str, list[str]] = {}
@@ -359,7 +358,7 @@ def with_domains(found: Topology) -> Topology:
     wired = [g for g in found.gpus if not g.fabric]
     ids = {g.id for g in wired}
     edges = [(c.a, c.b) for c in found.connections if c.kind == "NV" and c.a in ids and c.b in ids]
-    edges += itertools.pairwise(g.id for g in wired if g.on_switch)
+    edges += itertools.pairwise(g.id for g in wired if g.ends_at_switch)
     groups = [group for group in connected([g.id for g in wired], edges) if len(group) > 1]
     domains += [Domain(f"host.{i}" if len(groups) > 1 else "host", group) for i, group in enumerate(groups)]
     has_nvlink = bool(domains) or any(g.active_nvlinks for g in found.gpus)
@@ -370,30 +369,30 @@ def with_domains(found: Topology) -> Topology:
 
 
 def assume_gpu(found: Topology, *, heading: Sequence[str] = ()) -> Topology:
-    """The same with a catalog key for GPUs that nothing names, if their NVLinks allow one; says so in a warning.
+    """Return the same Topology with a catalog key for unidentified GPUs, and a warning, if their NVLinks allow one.
 
     Args:
-        found: what is there.
-        heading: prose that may name the model, which then must agree with the NVLinks.
+        found: the discovered machine.
+        heading: prose that may name the model, which must then agree with the NVLinks.
     """
     if not found.gpus or any(g.key or g.name for g in found.gpus) or not found.scale_up:
         return found
     links = max((g.active_nvlinks or 0 for g in found.gpus), default=0)
     keys, family = gpus_by_nvlinks(links), _family(heading)
     if not keys:
-        return found.warn(f"nothing says what the GPUs are, and no GPU of the catalog has {links} NVLinks.")
+        return found.warn(f"the kind of the GPUs is unknown, and no GPU of the catalog has {links} NVLinks.")
     seen = f"their {links} NVLinks" if links else "no NVLink between them"
     named = [key for key in keys if family and re.search(rf"\b{family}\b", catalog.gpu(key).name)]
     first, *rest = named or keys
     others = f" ({', '.join(rest)} would fit as well)" if rest else ""
-    said = f"only the text above says what the GPUs are, {family}" if named else "nothing says what the GPUs are"
+    said = f"only the text above names the GPUs, {family}" if named else "the kind of the GPUs is unknown"
     stand_in = None if named and not rest else "assumed from the number of NVLinks"
     gpus = tuple(replace(g, key=first, stand_in=stand_in) for g in found.gpus)
     return replace(found, gpus=gpus).warn(f"{said}; from {seen}, {first} is assumed{others}.")
 
 
 def _family(lines: Sequence[str]) -> str | None:
-    """The GPU model that prose names, `H100`: of the first line that names any; None where that names several."""
+    """Return the GPU model (`H100`) in the first line that names any; None if the line names several."""
     for line in lines:
         found = set(_FAMILY.findall(line))
         if found:
@@ -402,11 +401,11 @@ def _family(lines: Sequence[str]) -> str | None:
 
 
 def apply_platform(found: Topology, row: Mapping[str, Any] | None) -> Topology:
-    """The same with what is known of a vendor's machine filled in where the file is silent; says so in a warning.
+    """Return the same Topology, completed by what is known of a vendor's machine, and a warning that says so.
 
     Args:
-        found: what a file says; GPUs and NICs that have a catalog key keep it.
-        row: of a vendor's machine, as `platform` gives it; None changes nothing.
+        found: the file's Topology; GPUs and NICs that have a catalog key keep it.
+        row: the vendor's machine, as `platform` gives it; None changes nothing.
     """
     if row is None:
         return found
@@ -431,11 +430,11 @@ def apply_platform(found: Topology, row: Mapping[str, Any] | None) -> Topology:
     if not filled:
         return found
     found = replace(found, gpus=gpus, nics=nics, domains=domains, scale_up=found.scale_up or scale_up)
-    return found.warn(f"the file does not say {', '.join(filled)}; known of {row['label']}.")
+    return found.warn(f"the file does not say {', '.join(filled)}; these are known for {row['label']}.")
 
 
 def stand_in_notes(found: Topology) -> Topology:
-    """The same with a warning for each kind of GPU or NIC that the catalog has not exactly."""
+    """Return the same Topology with a warning for each kind of GPU or NIC without an exact catalog entry."""
     unknown = dict.fromkeys(gpu.name for gpu in found.gpus if gpu.key is None and gpu.name)
     inexact = dict.fromkeys((gpu.name, gpu.stand_in) for gpu in found.gpus if gpu.name and gpu.stand_in)
     ports = dict.fromkeys(nic.stand_in for nic in found.nics if nic.stand_in)

@@ -1,7 +1,7 @@
-"""NCCL's files that describe machines: its topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE) and its graph XML.
+"""Read NCCL's files that describe machines: its topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE) and its graph XML.
 
-NCCL's own dumps say everything; files of vendors are partial: PCI addresses and slots, some with invented addresses of
-switches. What a file does not say stays unknown, unless its name or comment says which vendor's machine it is.
+NCCL's own dumps are complete. Files of vendors are partial: they have PCI addresses and slots, and some invent
+addresses of switches. What a file leaves out stays unknown, unless its name or comment names a vendor's machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HINT = "a topology file as NCCL writes it with NCCL_TOPO_DUMP_FILE"
 
 @dataclass
 class Element:
-    """One element: its tag, attributes, children, line in the file."""
+    """One element of an XML file."""
 
     tag: str
     attributes: Mapping[str, str]
@@ -58,31 +58,31 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def get(self, name: str) -> str:
-        """An attribute; empty where it is absent."""
+        """Return an attribute; empty where it is absent."""
         return self.attributes.get(name, "")
 
-    def each(self, tag: str) -> list[Element]:
-        """The children of that tag."""
+    def children_of(self, tag: str) -> list[Element]:
+        """Return the children of that tag."""
         return [child for child in self.children if child.tag == tag]
 
-    def all(self, tag: str) -> Iterator[Element]:
-        """Every element of that tag below this one."""
+    def descendants(self, tag: str) -> Iterator[Element]:
+        """Yield every element of that tag below this one."""
         for child in self.children:
             if child.tag == tag:
                 yield child
-            yield from child.all(tag)
+            yield from child.descendants(tag)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an element stands: its host, NUMA node, and the PCI switches above it."""
+    """The place of an element: its host, NUMA node, and the PCI switches above it."""
 
     host: int
     numa: int | None
     switches: tuple[int, ...] = ()
 
     def path_to(self, other: _Place) -> str:
-        """The PCI path between two devices, as far as the tree shows it."""
+        """Return the PCI path between two devices, as far as the tree shows it."""
         shared = sum(x == y for x, y in zip(self.switches, other.switches))
         if shared:
             return "PIX" if len(self.switches) == len(other.switches) == shared else "PXB"
@@ -90,14 +90,14 @@ class _Place:
 
 
 def parse_topology(data: bytes, *, at: str) -> Topology:
-    """The Topology that a file of NCCL describes.
+    """Return the Topology that a file of NCCL describes.
 
     Args:
         data: the file.
-        at: its name; it is also searched for the name of a vendor's machine.
+        at: its name, which may contain the name of a vendor's machine.
 
     Raises:
-        TraceError: not such a file, or a damaged one.
+        TraceError: the file has another form, or is damaged.
     """
     root, comments = _parse_xml(data, at=at)
     row = platform((at.rsplit("/", 1)[-1], *comments))
@@ -106,12 +106,12 @@ def parse_topology(data: bytes, *, at: str) -> Topology:
     elif root.tag == "system":
         found = _System(at).read(root, row)
     else:
-        raise TraceError(f"<{short(root.tag)}> is no NCCL topology, which starts with <system>.", at=at, hint=_HINT)
+        raise TraceError(f"<{short(root.tag)}> is not a NCCL topology, which starts with <system>.", at=at, hint=_HINT)
     return stand_in_notes(assume_gpu(apply_platform(with_domains(found), row)))
 
 
 class _System:
-    """Devices of a <system>, as they are read; errors point into the file `at`."""
+    """Reads the devices of a <system>; errors point into the file `at`."""
 
     def __init__(self, at: str):
         self.at = at
@@ -119,16 +119,18 @@ class _System:
         self.nics: list[FoundNic] = []
         self.places: dict[str, _Place] = {}
         self.numa_nodes: list[tuple[int, int]] = []
-        self.unknown: list[tuple[str, _Place]] = []  # PCI devices without a class
-        self.gdr: set[bool] = set()  # of the ports
+        self.unknown: list[tuple[str, _Place]] = []  # PCI devices without a class.
+        self.gdr: set[bool] = set()
         self.warnings: list[str] = []
-        self.links: dict[str, list[Element]] = {}  # of a GPU, where the file lists them
+        self.links: dict[str, list[Element]] = {}  # The NVLinks of a GPU, if the file lists them.
 
     def read(self, root: Element, row: Mapping[str, Any] | None) -> Topology:
-        """The Topology; `row` is what is known of the vendor's machine, if it is known."""
-        at, cpus = self.at, root.each("cpu")
+        """Return the Topology; `row` describes the vendor's machine, if it is known."""
+        at, cpus = self.at, root.children_of("cpu")
         if not cpus:
-            raise TraceError("the topology has no <cpu>, so no machine.", at=f"{at}:{root.line}", hint=_HINT)
+            raise TraceError(
+                "the topology has no <cpu>, so it describes no machine.", at=f"{at}:{root.line}", hint=_HINT
+            )
         hashes = list(dict.fromkeys(cpu.get("host_hash") for cpu in cpus))
         for cpu in cpus:
             self._cpu(cpu, hashes.index(cpu.get("host_hash")))
@@ -144,7 +146,7 @@ class _System:
         if self.unknown and not self.gpus:
             what = f"the file names {len(self.unknown)} PCI devices without their class"
             self.warnings.append(f"{what}, so none is known to be a GPU.")
-        switched = tuple(gpu.id for gpu in self.gpus if gpu.on_switch)
+        switched = tuple(gpu.id for gpu in self.gpus if gpu.ends_at_switch)
         return Topology(
             source=at,
             gpus=tuple(self.gpus),
@@ -164,7 +166,7 @@ class _System:
             raise _bad(cpu, "numaid", self.at)
         if numa is not None:
             if (host, numa) in self.numa_nodes:
-                raise TraceError(f"NUMA node {numa} is there twice.", at=f"{self.at}:{cpu.line}", hint=_HINT)
+                raise TraceError(f"NUMA node {numa} appears twice.", at=f"{self.at}:{cpu.line}", hint=_HINT)
             self.numa_nodes.append((host, numa))
         self._walk(cpu, _Place(host, numa))
 
@@ -180,11 +182,11 @@ class _System:
         if not _BUS.fullmatch(bus):
             raise _bad(element, "busid", self.at)
         pcie = PcieLink(*_slot(element, self.at))
-        if kind.startswith(("0x0302", "0x0300")) or element.each("gpu"):
+        if kind.startswith(("0x0302", "0x0300")) or element.children_of("gpu"):
             self._gpu(element, bus, place, pcie)
-        elif kind.startswith("0x02") or element.each("nic"):
+        elif kind.startswith("0x02") or element.children_of("nic"):
             layer = "infiniband" if kind.startswith("0x0207") else "ethernet"
-            adapter = next(iter(element.each("nic")), None)
+            adapter = next(iter(element.children_of("nic")), None)
             nic = FoundNic("", layer, bus=bus, numa=place.numa, pcie=pcie, host=place.host)
             self._ports(adapter or element, adapter, place, nic)
         elif kind.startswith("0x0604") or element.children:
@@ -193,7 +195,7 @@ class _System:
             self.unknown.append((bus, place))
 
     def _take_unknown(self, row: Mapping[str, Any]) -> None:
-        """Devices without a class, at the addresses where a known machine has its GPUs."""
+        """Take devices without a class for GPUs if a known machine has its GPUs at their addresses."""
         for bus, place in self.unknown:
             if re.fullmatch(row["gpu_bus"], bus):
                 self._add_gpu(row["gpu_name"], Match(gpu_by_name(row["gpu_name"]).key), bus, place, PcieLink())
@@ -201,10 +203,10 @@ class _System:
     def _gpu(self, element: Element, bus: str, place: _Place, pcie: PcieLink) -> None:
         name = gpu_name_by_pci(element.get("vendor"), element.get("device"))
         gpu = self._add_gpu(name, gpu_by_name(name) if name else Match(), bus, place, pcie)
-        for node in element.each("gpu")[:1]:
+        for node in element.children_of("gpu")[:1]:
             if node.get("sm") and integer(node.get("sm")) is None:
                 raise _bad(node, "sm", self.at)
-            self.links[gpu] = node.each("nvlink")
+            self.links[gpu] = node.children_of("nvlink")
 
     def _add_gpu(self, name: str | None, match: Match, bus: str, place: _Place, pcie: PcieLink) -> str:
         gpu = FoundGpu(
@@ -222,15 +224,15 @@ class _System:
         return gpu.id
 
     def _ports(self, device: Element, adapter: Element | None, place: _Place, nic: FoundNic) -> None:
-        """The ports of one adapter; a PCI adapter without ports in the file counts as one.
+        """Add the ports of one adapter; a PCI adapter without ports in the file counts as one.
 
         Args:
-            device: has the PCI ids, where the file does.
-            adapter: has the ports; None where the file has no <nic>.
-            place: of the device.
-            nic: what all ports have in common; `layer` is None where it is no PCI device.
+            device: the element with the PCI ids, if the file has them.
+            adapter: the element with the ports; None if the file has no <nic>.
+            place: place of the device.
+            nic: fields that all ports share; `layer` is None if it is not a PCI device.
         """
-        nets = adapter.each("net") if adapter else []
+        nets = adapter.children_of("net") if adapter else []
         match = nic_by_pci(device.get("vendor"), device.get("device"))
         if not nets and nic.bus:
             bits = catalog.nic(match.key).bytes_per_s * 8 if match.key else None
@@ -255,7 +257,7 @@ class _System:
         self.places[nic.id] = place
 
     def _nvlinks(self, gpu: FoundGpu) -> tuple[NvLink, ...]:
-        """The NVLinks of a GPU; a link of a GPU to itself says nothing and is left out."""
+        """Return the NVLinks of a GPU; a link of a GPU to itself says nothing and is left out."""
         links: list[NvLink] = []
         for element in self.links.get(gpu.id, []):
             count, target = integer(element.get("count")), element.get("target").lower()
@@ -271,7 +273,7 @@ class _System:
         return tuple(links)
 
     def _connections(self) -> Iterator[Connection]:
-        """NVLink between GPUs where it is listed, else the PCI path, as far as the tree shows it."""
+        """Yield NVLink between GPUs where it is listed, else the PCI path, as far as the tree shows it."""
         by_bus = {(gpu.host, gpu.bus): gpu.id for gpu in self.gpus}
         gpus = {gpu.id: gpu for gpu in self.gpus}
         direct: dict[tuple[str, str], int] = {}
@@ -285,7 +287,7 @@ class _System:
                 if self.places[a].host != self.places[b].host:
                     continue
                 links = direct.get((a, b)) or direct.get((b, a)) or 0
-                if a in gpus and b in gpus and gpus[a].on_switch and gpus[b].on_switch:
+                if a in gpus and b in gpus and gpus[a].ends_at_switch and gpus[b].ends_at_switch:
                     links = min(len(gpus[a].nvlinks), len(gpus[b].nvlinks))
                 if links:
                     yield Connection(a, b, "NV", links)
@@ -294,12 +296,12 @@ class _System:
 
 
 def _graph(root: Element, at: str) -> Topology:
-    """What a file of NCCL's chosen rings says of the machine: how many GPUs, and the worst path between them."""
-    graphs = root.each("graph")
-    channels = [channel for graph in graphs for channel in graph.all("channel")]
+    """Return the machine behind NCCL's chosen rings: the number of its GPUs, and the worst path between them."""
+    graphs = root.children_of("graph")
+    channels = [channel for graph in graphs for channel in graph.descendants("channel")]
     if not channels:
-        raise TraceError("the graph has no <channel>, so no GPUs.", at=f"{at}:{root.line}", hint=_HINT)
-    sets = [[integer(gpu.get("dev")) for gpu in channel.all("gpu")] for channel in channels]
+        raise TraceError("the graph has no <channel>, so it names no GPUs.", at=f"{at}:{root.line}", hint=_HINT)
+    sets = [[integer(gpu.get("dev")) for gpu in channel.descendants("gpu")] for channel in channels]
     devices = sorted({dev for devs in sets for dev in devs if dev is not None})
     if not devices or any(None in devs or sorted(d for d in devs if d is not None) != devices for devs in sets):
         raise TraceError("the channels of the graph do not name the same GPUs.", at=at, hint=_HINT)
@@ -319,7 +321,7 @@ def _graph(root: Element, at: str) -> Topology:
 
 
 def _slot(element: Element, at: str) -> tuple[int | None, int | None]:
-    """PCIe generation and width; None where the file leaves them empty."""
+    """Return the PCIe generation and width; None where the file leaves them empty."""
     speed, width = element.get("link_speed"), element.get("link_width")
     generation = pcie_generation(speed)
     if generation is None and speed and not speed.lower().startswith("unknown"):
@@ -338,13 +340,12 @@ def _bad(element: Element, name: str, at: str) -> TraceError:
 
 
 def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
-    """The root element of a document, and its comments; bounded, without DOCTYPE and entities.
+    """Return the root element of a document, and its comments; bounded, without DOCTYPE and entities.
 
-    Topology files come from vendors, images and other people's tickets; ElementTree expands entities, and knows no
-    lines.
+    Topology files come from vendors, images and bug reports. ElementTree would expand entities, and knows no lines.
 
     Raises:
-        TraceError: not XML, a DOCTYPE or entity in it, nested too deeply, too many elements.
+        TraceError: the file is not XML, has a DOCTYPE or an entity, is nested too deeply, or has too many elements.
     """
     parser = expat.ParserCreate()
     stack: list[Element] = []
@@ -365,7 +366,7 @@ def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
 
     def refuse(*_: object) -> None:
         raise TraceError(
-            "the XML has a DOCTYPE or an entity, which no NCCL topology has.",
+            "the XML has a DOCTYPE or an entity, which a NCCL topology never has.",
             at=f"{at}:{parser.CurrentLineNumber}",
             hint="the file that NCCL_TOPO_DUMP_FILE writes (a file of hwloc is another kind)",
         )
@@ -381,5 +382,5 @@ def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
         what = f"the topology is not XML: {short(expat.ErrorString(error.code))}."
         raise TraceError(what, at=f"{at}:{error.lineno}", hint="the whole file") from None
     except (LookupError, ValueError, UnicodeError):
-        raise TraceError("the topology has an encoding that we do not read.", at=at, hint="a UTF-8 file") from None
+        raise TraceError("the topology is not encoded as UTF-8.", at=at, hint="a UTF-8 file") from None
     return roots[0], tuple(comments)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshkit.config.cluster import Cluster
 from meshkit.discover import check, record, to_cluster
 from meshkit.discover.machine import replay
-from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
+from meshkit.discover.nvidia_smi import parse_matrices, read_matrix
 from meshkit.discover.topology_files import parse_topology
 from meshkit.errors import ConfigError, MeshkitError, TraceError
 
@@ -43,7 +43,7 @@ XML = {
     "a file of hwloc": (DOCTYPE, "has a DOCTYPE or an entity"),
     "entities": (BILLION, "has a DOCTYPE or an entity"),
     "too deep": (DEEP, "more than 64 deep"),
-    "another document": ("<html><body/></html>", "<html> is no NCCL topology"),
+    "another document": ("<html><body/></html>", "<html> is not a NCCL topology"),
     "no machine": ('<system version="1"></system>', "no <cpu>"),
     "a bus address": (changed(P4D, "0000:10:1c.0", "somewhere"), 'busid="somewhere"'),
     "two GPUs at one address": (
@@ -51,7 +51,7 @@ XML = {
         "two GPUs have the PCI address",
     ),
     "a NUMA node": (changed(P4D, 'numaid="1"', 'numaid="one"'), 'numaid="one"'),
-    "a NUMA node twice": (changed(P4D, 'numaid="1"', 'numaid="0"'), "NUMA node 0 is there twice"),
+    "a NUMA node twice": (changed(P4D, 'numaid="1"', 'numaid="0"'), "NUMA node 0 appears twice"),
     "a lane rate": (changed(P4D, "8 GT/s", "9 GT/s"), 'link_speed="9 GT/s"'),
     "a width": (changed(P4D, 'link_width="16"', 'link_width="wide"'), 'link_width="wide"'),
     "a link count": (changed(NCV4, 'count="12"', 'count="-12"'), 'count="-12"'),
@@ -61,19 +61,19 @@ XML = {
 }
 TEXT = {
     "no matrix": ("nvidia-smi: command not found\n", "no matrix"),
-    "a fused header": (changed(ASUS, "GPU1    GPU2", "GPU1GPU2", 1), "'GPU1GPU2' is no column"),
+    "a fused header": (changed(ASUS, "GPU1    GPU2", "GPU1GPU2", 1), "'GPU1GPU2' is not a column"),
     "a fused cell": (
         changed(ASUS, "NODE    NODE    SYS     SYS     0-31", "NODENODE    SYS     SYS     0-31", 1),
         "NODENODE",
     ),
     "a cell that is no cell": (changed(H100, "NV18", "NVLINK", 1), "'NVLINK' in row GPU0, column GPU1"),
-    "an affinity that is none": (changed(H100, "0-51,104-155", "0-51;104", 1), "is no affinity"),
+    "an affinity that is none": (changed(H100, "0-51,104-155", "0-51;104", 1), "is not an affinity"),
     "a missing cell": (changed(H100, "GPU3    NV18    NV18    NV18     X", "GPU3    NV18    NV18     X"), "row GPU3"),
     "a missing row": (changed(H100, "\nGPU7", "\n\nGPU7"), "8 columns and 7 rows; GPU7 has no row"),
-    "a row twice": (changed(H100, "\nGPU7", "\nGPU6"), "row GPU6 is there twice"),
+    "a row twice": (changed(H100, "\nGPU7", "\nGPU6"), "row GPU6 appears twice"),
     "one-way": (changed(H100, "X      NV18", "X      SYS ", 1), "but GPU1 reaches GPU0 by NV18"),
     "a GPU that is not itself": (changed(H100, "GPU0     X ", "GPU0    NV18"), "GPU0 reaches itself by 'NV18'"),
-    "a stranger": (changed(H100, "\nGPU7", "\nGPU9"), "row 'GPU9' is none of the columns"),
+    "a stranger": (changed(H100, "\nGPU7", "\nGPU9"), "row 'GPU9' is not one of the columns"),
     "too many cells": (changed(H100, "0-51,104-155    0\n", "0-51,104-155    0   1\n", 1), "more cells than"),
 }
 
@@ -221,7 +221,7 @@ def test_random_damage_to_xml(data, name):
 @FEW
 @given(data=st.data(), text=st.sampled_from([H100, ASUS]))
 def test_random_damage_to_a_matrix(data, text):
-    survives(lambda: [from_matrix(m, "topo.txt") for m in parse_matrices(damaged(data, text))])
+    survives(lambda: [read_matrix(m, "topo.txt") for m in parse_matrices(damaged(data, text))])
 
 
 @settings(FEW, max_examples=60)
@@ -237,7 +237,7 @@ def test_random_damage_to_a_bundle(data, name, tmp_path_factory, hgx):
 @given(st.binary(max_size=400))
 def test_random_bytes(raw):
     survives(lambda: [parse_topology(raw, at="x.xml")])
-    survives(lambda: [from_matrix(m, "x") for m in parse_matrices(raw.decode("latin-1"))])
+    survives(lambda: [read_matrix(m, "x") for m in parse_matrices(raw.decode("latin-1"))])
 
 
 @settings(FEW, max_examples=60)

@@ -27,7 +27,7 @@ def test_an_hgx_host_is_a_dgx_h100(hgx):
         == Cluster.load("dgx_h100").to_dict()
     )
     assert found.numa_nodes == ((0, 0), (0, 1))
-    assert found.between("gpu0", "gpu7").path == "NV18"
+    assert found.connection("gpu0", "gpu7").path == "NV18"
     assert [nic.id for nic in found.nearest_nics("gpu5")[1]] == ["mlx5_5"]
     assert found.rdma.works
     assert not found.warnings
@@ -121,8 +121,8 @@ def break_rate(m):
     ("damage", "expected", "words"),
     [
         (break_nic, [("nic_down", "mlx5_3"), ("nic_count", "")], r"mlx5_3 is DOWN"),
-        (break_width, [("pcie_width", "gpu2")], r"PCIe x8, but it and its slot can do x16"),
-        (break_generation, [("pcie_generation", "gpu2")], r"generation 3, but it and its slot can do 5"),
+        (break_width, [("pcie_width", "gpu2")], r"PCIe x8, but it and its slot support x16"),
+        (break_generation, [("pcie_generation", "gpu2")], r"generation 3, but it and its slot support 5"),
         (break_nic_slot, [("pcie_width", "mlx5_1")], r"mlx5_1 runs at PCIe x8"),
         (break_links, [("nvlink_down", "gpu6")], r"16 of 18 NVLinks up"),
         (break_domain, [("outside_domain", "gpu6")], r"gpu6 is outside the NVLink domain of 7 GPUs"),
@@ -203,14 +203,14 @@ def test_this_machine_can_be_asked():
     probe = LiveProbe()
     assert probe.read_file("/does/not/exist") is None
     assert probe.list_dir("/does/not/exist") == ()
-    assert probe.run("a-command-that-is-not-there") is None
+    assert probe.run_command("a-command-that-is-not-there") is None
     assert isinstance(discover(probe).hosts, int)
     assert read_nvml() is not None
 
 
 def test_gpus_of_two_kinds_are_no_cluster(hgx):
     break_kind(hgx)
-    with pytest.raises(ConfigError, match="GPUs of several kinds: NVIDIA H100 80GB HBM3, NVIDIA H200"):
+    with pytest.raises(ConfigError, match="several kinds of GPUs: NVIDIA H100 80GB HBM3, NVIDIA H200"):
         to_cluster(discover(hgx.probe()))
 
 

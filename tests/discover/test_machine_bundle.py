@@ -58,7 +58,7 @@ def test_nothing_is_overwritten(hgx, tmp_path):
     record(tmp_path / "b", hgx.probe())
     (tmp_path / "b.tar").write_text("mine")
     for name in ("b", "b.tar"):
-        with pytest.raises(ConfigError, match="overwrites nothing"):
+        with pytest.raises(ConfigError, match="never overwrites"):
             record(tmp_path / name, hgx.probe())
     assert (tmp_path / "b.tar").read_text() == "mine"
 

@@ -75,9 +75,9 @@ def test_a_damaged_record_is_one_clear_error(text):
 
 
 def test_devices_that_are_missing_or_published_twice():
-    with pytest.raises(ConfigError, match="device 0 is published by process 1"):
+    with pytest.raises(ConfigError, match="device 0 was published by process 1"):
         domain_identities([identity_record({0: "a"}), identity_record({0: "b"})])
-    with pytest.raises(ConfigError, match="1 devices have no NVLink identity, the first is 2"):
+    with pytest.raises(ConfigError, match="1 devices have no NVLink identity, the first of them is 2"):
         domain_identities([identity_record({0: "a", 1: "b"})], devices=range(3))
 
 

@@ -8,7 +8,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.discover import read_recorded, to_cluster
 from meshkit.discover.nvidia_smi import parse_matrices
 from meshkit.errors import ConfigError
-from meshkit.verbs.topo.topo import run
+from meshkit.verbs.topo.topo import examine
 
 DATA = Path(__file__).parents[1] / "data/topo"
 NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": "nvlink"}
@@ -18,27 +18,27 @@ NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": 
 XML = {
     "aws-ofi-nccl/topology_g5.48xl-topo.xml": (
         {"gpu": "a10g", "gpus_per_host": 8, "scale_up": "pcie", "nvlink_domain_size": 8},
-        "known of AWS g5.48xlarge: eight A10G without NVLink",
+        "these are known for AWS g5.48xlarge: eight A10G without NVLink",
     ),
     "aws-ofi-nccl/topology_p4d-24xl-topo.xml": (
         NVLINK8 | {"gpu": "a100_40gb", "nic": "efa_100", "nics_per_host": 4},
-        "does not say scale_up = nvlink; known of AWS p4d.24xlarge",  # GPUs and ports by their PCI ids
+        "does not say scale_up = nvlink; these are known for AWS p4d.24xlarge",  # GPUs and ports by their PCI ids
     ),
     "aws-ofi-nccl/topology_p4de-24xl-topo.xml": (
         NVLINK8 | {"gpu": "a100_80gb", "nic": "efa_100", "nics_per_host": 4},
-        "does not say scale_up = nvlink; known of AWS p4de.24xlarge",
+        "does not say scale_up = nvlink; these are known for AWS p4de.24xlarge",
     ),
     "azhpc-images/topology_ndv2-topo.xml": (
         NVLINK8 | {"gpu": "v100_32gb", "nic": "ib_edr", "nics_per_host": 1},
-        "does not say gpu = v100_32gb, nic = ib_edr, scale_up = nvlink; known of Azure ND40rs v2",
+        "does not say gpu = v100_32gb, nic = ib_edr, scale_up = nvlink; these are known for Azure ND40rs v2",
     ),
     "azhpc-images/topology_ndv4-topo.xml": (
         NVLINK8 | {"gpu": "a100_40gb", "nic": "ib_hdr", "nics_per_host": 8},
-        "does not say gpu = a100_40gb, nic = ib_hdr, scale_up = nvlink; known of Azure ND A100 v4",
+        "does not say gpu = a100_40gb, nic = ib_hdr, scale_up = nvlink; these are known for Azure ND A100 v4",
     ),
     "azhpc-images/topology_ndv5-topo.xml": (
         NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8},
-        "does not say gpu = h100_sxm, nic = ib_ndr, scale_up = nvlink; known of Azure ND H100 v5",
+        "does not say gpu = h100_sxm, nic = ib_ndr, scale_up = nvlink; these are known for Azure ND H100 v5",
     ),
     "azhpc-images/topology_ncv4-topo.xml": (
         {
@@ -53,34 +53,34 @@ XML = {
     ),
     "azhpc-images/topology_ncv4-graph.xml": (
         {"gpu": "a100_80gb", "gpus_per_host": 4, "scale_up": "pcie"},
-        "does not say gpu = a100_80gb; known of Azure NC A100 v4",
+        "does not say gpu = a100_80gb; these are known for Azure NC A100 v4",
     ),
 }
 # file, line of the matrix -> the same
 TEXT = {
     ("ml-engineering_network_topo.txt", 21): (
         {"gpu": "rtx_pro_6000", "gpus_per_host": 2, "scale_up": "pcie"},
-        "nothing says what the GPUs are; from no NVLink between them, rtx_pro_6000 is assumed (rtx_6000_ada, a10g",
+        "the kind of the GPUs is unknown; from no NVLink between them, rtx_pro_6000 is assumed (rtx_6000_ada, a10g",
     ),
     ("ml-engineering_network_topo.txt", 51): (
         NVLINK8 | {"gpu": "a100_80gb"},
-        "only the text above says what the GPUs are, A100; from their 12 NVLinks, a100_80gb is assumed (a100_40gb",
+        "only the text above names the GPUs, A100; from their 12 NVLinks, a100_80gb is assumed (a100_40gb",
     ),
     ("ml-engineering_network_topo.txt", 66): (
         NVLINK8 | {"gpu": "h100_sxm"},
-        "only the text above says what the GPUs are, H100; from their 18 NVLinks, h100_sxm is assumed.",
+        "only the text above names the GPUs, H100; from their 18 NVLinks, h100_sxm is assumed.",
     ),
     ("ml-engineering_perf_topo.txt", 8): (
         NVLINK8 | {"gpu": "h100_sxm"},
-        "nothing says what the GPUs are; from their 18 NVLinks, h100_sxm is assumed (h200, b200,",
+        "the kind of the GPUs is unknown; from their 18 NVLinks, h100_sxm is assumed (h200, b200,",
     ),
     ("stelline_asus-esc8000a-e12.txt", 2): (
         {"gpu": "rtx_6000_ada", "gpus_per_host": 4, "scale_up": "pcie"},
-        "the text beside the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
+        "the text around the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
     ),
     ("stelline_puget-threadripper-pro-wrx90.txt", 2): (
         {"gpu": "rtx_6000_ada", "gpus_per_host": 2, "scale_up": "pcie"},
-        "the text beside the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
+        "the text around the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
     ),
 }
 
@@ -116,7 +116,9 @@ def test_matrix(name, line):
 def test_what_was_assumed_is_in_the_output_and_in_the_cluster_file(name, tmp_path):
     form = "xml" if name.endswith(".xml") else "matrix"
     first = read_recorded(DATA / name, form)[0]
-    report = run(**{form: DATA / name}, gpu="v100" if first.gpus[0].key is None else None, out=tmp_path / "mine.toml")
+    report = examine(
+        **{form: DATA / name}, gpu="v100" if first.gpus[0].key is None else None, out=tmp_path / "mine.toml"
+    )
     text = (tmp_path / "mine.toml").read_text()
     assert first.warnings
     for warning in first.warnings:
@@ -135,7 +137,7 @@ def test_two_cards_with_two_bridged_links_need_a_name():
     """Two links are a bridge of Turing cards, or a part of a V100's six: nothing is guessed."""
     found = read_recorded(DATA / "text/ml-engineering_network_topo.txt", "matrix")[0]
     assert (found.scale_up, found.domains[0].gpus) == ("nvlink", ("gpu0", "gpu1"))
-    with pytest.raises(ConfigError, match="nothing says what the GPUs are") as error:
+    with pytest.raises(ConfigError, match="the kind of the GPUs is unknown") as error:
         to_cluster(found)
     assert "--gpu" in (error.value.hint or "")
     assert_cluster(found, {"gpus_per_host": 2, "nvlink_domain_size": 2, "scale_up": "nvlink"}, gpu="v100")
@@ -179,7 +181,7 @@ def test_gpus_are_beside_their_nics():
     near = {gpu.id: [nic.id for nic in found.nearest_nics(gpu.id)[1]] for gpu in found.gpus}
     assert near == {f"gpu{i}": [f"nic{i // 2}"] for i in range(8)}
     assert {found.nearest_nics(gpu.id)[0] for gpu in found.gpus} == {"PIX"}
-    assert found.between("gpu0", "nic2").kind == "SYS"
+    assert found.connection("gpu0", "nic2").kind == "SYS"
 
 
 def test_numa_and_nics_of_a_matrix():
@@ -238,7 +240,7 @@ def test_a_dump_of_nccl_itself(tmp_path):
     (tmp_path / "system.xml").write_text(text)
     (found,) = read_recorded(tmp_path / "system.xml", "xml")
     assert_cluster(found, NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8, "gpudirect_rdma": True})
-    assert found.between("gpu0", "gpu7").path == "NV18"
+    assert found.connection("gpu0", "gpu7").path == "NV18"
     assert [nic.id for nic in found.nearest_nics("gpu3")[1]] == ["mlx5_3"]
     assert not found.warnings
 

@@ -1,8 +1,8 @@
-"""All checks in their order; among them how this machine and others reach each other: name, ports, clock, certificates.
+"""Run all checks in order, among them those of the network between machines: name, ports, clock, certificates.
 
-With --gang whether they do:
+With --gang the processes of the job also meet:
 
-    check_gang -> roll call -> child process (child.py) -> joins, all-reduce
+    check_gang -> rendezvous -> child process (child.py) -> joins, all-reduce
 
 A child makes the all-reduce, because jax ends a process whose partners are gone.
 """
@@ -47,13 +47,13 @@ from meshkit.verbs.doctor.node import (
     warning,
 )
 
-_BUILT = 1_760_000_000  # October 2025: a clock before it is wrong, whatever it says
+_BUILT = 1_760_000_000  # October 2025; an earlier clock is wrong.
 _NTP = "chrony or ntpd, on all machines"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED_PORTS = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
-# adjtimex(2): what it returns while nothing keeps the clock, and the size of its argument on 64-bit Linux (208 bytes).
+# adjtimex(2): its result while nothing keeps the clock, and the size of its argument on 64-bit Linux (208 bytes).
 _TIME_ERROR, _TIMEX_BYTES = 5, 208
-# Time stamps of logs and of SLURM's accounting are of no use beyond it; a message takes a part of it.
+# With a larger difference, time stamps of logs and of SLURM's accounting are useless; a message takes a part of it.
 _CLOCK_S = 1.0
 
 
@@ -63,11 +63,11 @@ def examine(
     folder: Path = Path("runs"),
     gang_timeout_s: float | None = None,
 ) -> Diagnosis:
-    """Looks at this installation and machine.
+    """Return the checks of this installation and machine.
 
     Args:
-        experiment: what shall run here; None checks the machine alone.
-        folder: where it would write.
+        experiment: the experiment that should run here; None checks the machine alone.
+        folder: the folder that it would write to.
         gang_timeout_s: joins the job that the environment names and makes one all-reduce; None does not.
     """
     env = dict(os.environ)
@@ -84,7 +84,7 @@ def examine(
     try:
         gang = read_gang(env)
         several = gang is not None and gang.num_processes > 1
-    except MeshkitError:  # of which check_variables speaks
+    except MeshkitError:  # `check_variables` reports this error.
         gang, several = None, True
     results += check_network(gang, several=several)
     needed_bytes = None
@@ -101,10 +101,10 @@ def examine(
 
 
 def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
-    """Whether the model can be built, and the bytes of the checkpoints that a run keeps, one more being written.
+    """Return whether the model can be built, and the bytes of the checkpoints that a run keeps, plus one being written.
 
     Returns:
-        The check, and those bytes; None where no checkpoints are written or the model is wrong.
+        The check, and those bytes; None if no checkpoints are written or the model is wrong.
     """
     import jax
     from flax import nnx
@@ -115,7 +115,7 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     from meshkit.step.state import describe_model
     from meshkit.step.train_step import make_optimizer
 
-    use_no_accelerator()  # the model without its arrays needs no GPU, and a GPU's memory is not ours to take
+    use_no_accelerator()  # An abstract model needs no GPU, and must not take a GPU's memory.
     try:
         spec = resolve(experiment)
         model = describe_model(spec)
@@ -136,7 +136,7 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
 
 
 def check_program(experiment: ProgramExperiment) -> Result:
-    """Return whether `program.make` makes its step, for the cluster's GPUs, none of which need be here."""
+    """Return whether `program.make` makes its step for the cluster's GPUs, none of which need be attached."""
     from meshkit.planning.planner import absent_program
     from meshkit.step.given import group_arguments
 
@@ -156,12 +156,13 @@ def check_program(experiment: ProgramExperiment) -> Result:
 def check_network(
     gang: Gang | None, *, several: bool, ports: Path = _PORT_RANGE, reserved: Path = _RESERVED_PORTS
 ) -> list[Result]:
-    """This machine's name, a port on it, the range of ports that launchers use, its clock, and the certificates.
+    """Return the checks of this machine's name, a port on it, launchers' ports, its clock, and the certificates.
+
 
     Args:
         gang: the job of the process that would train, if it is part of one.
-        several: whether it is one of several, even where the environment is wrong and `gang` is None.
-        ports, reserved: where Linux says from which ports connections get theirs, and which it leaves out.
+        several: whether it is one of several, even if the environment is wrong and `gang` is None.
+        ports, reserved: files of Linux with the ports that connections get, and those that it leaves out.
     """
     found = [_host_name(gang, several), _port(several), *_port_range(ports, reserved, several)]
     if gang is not None and gang.num_processes > 1:
@@ -170,12 +171,12 @@ def check_network(
 
 
 def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None = None) -> Result:
-    """Whether the clock can be right, and whether a time service keeps it.
+    """Return whether the clock can be right, and whether a time service keeps it.
 
     Args:
-        several: whether other machines are part of the job; their clocks are compared with `--gang`.
-        now_s: in place of the clock.
-        kept: in place of what the kernel says; None where it does not.
+        several: whether other machines are part of the job; `--gang` compares their clocks.
+        now_s: replaces the clock.
+        kept: replaces the kernel's answer; None if it gives none.
     """
     now_s = time.time() if now_s is None else now_s
     if now_s < _BUILT:
@@ -190,10 +191,10 @@ def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None 
 
 
 def clock_is_kept() -> bool | None:
-    """What the kernel says; None where it does not, or is not Linux."""
+    """Return whether the kernel says that a time service keeps the clock; None if it does not say, or is not Linux."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
         return None
-    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # modes = 0: it only reads
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # With modes = 0, it only reads.
     return None if state < 0 else state != _TIME_ERROR
 
 
@@ -206,16 +207,16 @@ def _host_name(gang: Gang | None, several: bool) -> Result:
         return warning("host_name", text, "/etc/hosts or DNS") if several else ok("host_name", text)
     first = gang is None or gang.process_id == 0
     if several and first and address.startswith("127.") and not (gang and gang.on_loopback):
-        message = f"the name {host} means {address} here, so other machines cannot be told it as coordinator."
+        message = f"the name {host} is {address} here, so other machines cannot use it as coordinator."
         return warning("host_name", message, "MESHKIT_COORDINATOR with an address that others reach")
     return ok("host_name", f"{host} is {address}")
 
 
 def _port(several: bool) -> Result:
-    """A port of those that launchers take for a coordinator, on the loopback address and on that of the host's name."""
+    """Return whether a coordinator's port can be used on the loopback address and on that of the host's name."""
     addresses = ["127.0.0.1"]
     if several:
-        with suppress(OSError):  # of which the check of the host's name speaks
+        with suppress(OSError):  # The check of the host's name reports this error.
             addresses.append(socket.gethostbyname(socket.gethostname()))
     ports = f"{FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}"
     found = []
@@ -223,18 +224,18 @@ def _port(several: bool) -> Result:
         try:
             found.append(f"{address}:{_open_port(address)}")
         except OSError as e:
-            message = f"a port of {ports}, as launches use for their coordinator, cannot be opened and reached on "
+            message = f"a port for a coordinator ({ports}) cannot be opened and reached on "
             return error("ports", f"{message}{address}: {e}.", "the firewall, or a sandbox")
     return ok("ports", f"a launch's coordinator can listen and be reached here ({', '.join(found)})")
 
 
 def _open_port(address: str) -> int:
-    """A port of the launchers' range on which something listened and was reached; one that is taken is passed over.
+    """Return a port of the launchers' range on which something listened and was reached; taken ones are skipped.
 
-    As process 0 does, it listens on all interfaces where the address is none of this machine's own.
+    Like process 0, it listens on all interfaces if the address is not one of this machine's own.
 
     Raises:
-        OSError: none could be opened, or it could not be reached.
+        OSError: no port could be opened, or it could not be reached.
     """
     for last in (False,) * 9 + (True,):
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
@@ -251,7 +252,7 @@ def _open_port(address: str) -> int:
 
 
 def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
-    """Connections that get the coordinator's port for themselves: rare, and then the first attempt is lost."""
+    """Warn of connections that may take the coordinator's port, which is rare but costs the first attempt."""
     try:
         first, last = (int(word) for word in ports.read_text().split())
         kept = reserved.read_text().strip() if reserved.is_file() else ""
@@ -260,7 +261,7 @@ def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
     ours = range(FIRST_PORT, FIRST_PORT + NUM_PORTS)
     if first > ours[-1] or last < ours[0] or _covers(kept, ours):
         return []
-    text = f"connections get ports {first} to {last}, among them those of coordinators, {ours[0]} to {ours[-1]}."
+    text = f"connections get ports {first} to {last}, which include those of coordinators, {ours[0]} to {ours[-1]}."
     hint = f"sysctl net.ipv4.ip_local_reserved_ports={ours[0]}-{ours[-1]}"
     return [warning("ports", text, hint)] if several else []
 
@@ -271,17 +272,17 @@ def _covers(reserved: str, ours: range) -> bool:
 
 
 def _coordinator(gang: Gang) -> list[Result]:
-    """Process 0: whether it can listen. The others: whether they know its name; it may not listen yet."""
+    """Return whether process 0 can listen, or whether another process knows its name; it may not listen yet."""
     try:
         socket.getaddrinfo(*gang.address)
     except OSError as e:
-        message = f"this machine knows no host by the name of the coordinator {gang.coordinator} ({e.strerror})."
+        message = f"this machine cannot resolve the coordinator's name {gang.coordinator} ({e.strerror})."
         return [error("coordinator", message, "its address, or a name that is in /etc/hosts or DNS here")]
     if gang.process_id != 0:
         return []
     bind = bind_address(gang.coordinator)
     if bind is None:
-        message = f"{gang.coordinator} is no address of this machine, on which process 0 listens; it listens on all."
+        message = f"{gang.coordinator} is not an address of this machine, so that process 0 listens on all interfaces."
         return [warning("coordinator", message, "an address of this machine that the others reach")]
     address = split_address(bind)
     try:
@@ -294,9 +295,9 @@ def _coordinator(gang: Gang) -> list[Result]:
 
 def _certificates(gang: Gang) -> Result:
     if gang.mtls is None:
-        text = "whoever reaches the coordinator's port can join or stop the job (--mtls)"
-        known = "processes know each other by a secret, but jax's meeting" if gang.secret else "the processes' meeting"
-        return ok("mtls", f"{known} is in the open: {text}")
+        text = "anybody who reaches the coordinator's port can join or stop the job (--mtls)"
+        known = "processes prove a secret to each other, but jax's rendezvous" if gang.secret else "the rendezvous"
+        return ok("mtls", f"{known} is not encrypted: {text}")
     try:
         certificates_of(gang)
     except MeshkitError as e:
@@ -305,17 +306,17 @@ def _certificates(gang: Gang) -> Result:
 
 
 def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
-    """A roll call and one all-reduce over all processes that the environment names.
+    """Return the checks of a rendezvous and one all-reduce over all processes that the environment names.
 
     Args:
-        env: of this process, one of the job's.
-        timeout_s: for the others to come, and again for the all-reduce.
+        env: environment of this process, one of the job's.
+        timeout_s: limit for the others to come, and again for the all-reduce.
     """
     try:
         gang = read_gang(env)
         if gang is None or gang.num_processes == 1:
             alone = "the environment names no job of several processes."
-            return [error("gang", alone, "meshkit launch, or srun, around it")]
+            return [error("gang", alone, "meshkit launch, or srun, around the command")]
         certificates = certificates_of(gang)
         wait_for_name(gang, timeout_s)
         attendance = call_roll(gang, timeout_s, bind=bind_address(gang.coordinator), certificates=certificates)
@@ -329,7 +330,7 @@ def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
 def _clocks(attendance: Attendance) -> Result:
     clocks = attendance.clocks_s
     spread = max(clocks.values()) - min(clocks.values())
-    text = f"{attendance.expected} processes on {len(set(attendance.hosts.values()))} hosts came to the roll call"
+    text = f"{attendance.expected} processes on {len(set(attendance.hosts.values()))} hosts came to the rendezvous"
     if spread <= _CLOCK_S:
         return ok("roll_call", f"{text}; their clocks agree within {spread + 0.05:.1f} s")
     worst = max(clocks, key=lambda i: abs(clocks[i]))
@@ -338,7 +339,7 @@ def _clocks(attendance: Attendance) -> Result:
 
 
 def try_all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
-    """The sum over all devices of the job, in a child process, since what hangs must be ended."""
+    """Return the sum over all devices of the job, made in a child process, since a hanging one must be ended."""
     limit_s = 2 * timeout_s + 30
     with Child(CHILD, env) as child:
         try:
@@ -349,7 +350,7 @@ def try_all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Resu
         except ChildFailed as e:
             log = e.log.splitlines() if isinstance(e, ChildDied) else []
             last = next((line.strip() for line in reversed(log) if "rror" in line), str(e))
-            message = f"all came, but the all-reduce failed; process {gang.process_id} said: {last[:300]}"
+            message = f"all processes came, but the all-reduce failed; process {gang.process_id} said: {last[:300]}"
             return error("gang", message, "the logs of all; NCCL_DEBUG=INFO tells what NCCL tried")
 
 

@@ -1,4 +1,4 @@
-"""The process in which `meshkit doctor` does what may end or hang one: it tries flags of XLA, or a job's all-reduce."""
+"""Run what may end or hang a process for `meshkit doctor`: flags of XLA, or a job's all-reduce."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from meshkit.distributed.join import join_gang
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what an all-reduce over the job of this environment gave, joined within `join_s`; without that, nothing
-    but that XLA has started."""
+    """Return the result of an all-reduce over the job of this environment, joined within `join_s` seconds.
+
+    Without `join_s`, only start XLA.
+    """
     if "join_s" in request:
         return all_reduce(request["join_s"])
     jax.devices()
@@ -24,7 +26,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_reduce(timeout_s: float) -> dict[str, Any]:
-    """Joins, and makes one all-reduce of the devices' numbers."""
+    """Join the job, and make one all-reduce of the devices' numbers."""
     began = time.perf_counter()
     join_gang(timeout_s=timeout_s)
     devices = jax.devices()

@@ -1,7 +1,7 @@
-"""What the machine has and the site allows, as checks: packages, GPUs and NICs, limits, disk, roots, caches.
+"""Check the machine and the site: packages, GPUs and NICs, limits, disk, roots, caches.
 
-And environment variables that make a job slow, hang or fail: NCCL's, XLA's, memory's, proxies'. A `Diagnosis` of
-`Result`s is what `meshkit doctor --json` prints; `show` is how it reads in a terminal.
+Environment variables that make a job slow, hang or fail are checked, too: NCCL's, XLA's, memory's, proxies'.
+`meshkit doctor --json` prints a `Diagnosis` of `Result`s, and `show` prints it for a terminal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FEW_FILES, _GOOD_FILES = 1024, 65536
 _WRITTEN_BYTES = 64 << 20
 _SLOW_BYTES_PER_S = 100e6
 _LEAST_FREE_BYTES = 1 << 30
-# Of this user, or of the container: jax, NCCL and the checkpoint writer start some hundred threads a process.
+# The limit of this user, or of the container: jax, NCCL and the checkpoint writer start some hundred threads a process.
 _FEW_THREADS = 4096
 PIDS_FILES = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 _SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
@@ -77,17 +77,17 @@ CHILD = "meshkit.verbs.doctor.child"
 
 
 class Result(BaseModel):
-    """One check."""
+    """The result of one check."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     check: str
     status: Status
-    """`error` is what makes a job fail or hang; `warning` what makes it slow, or fails later."""
+    """`error` makes a job fail or hang; `warning` makes it slow, or may make it fail later."""
     message: str
-    """What was found, with the numbers."""
+    """The finding, with its numbers."""
     hint: str | None = None
-    """The way out; None where all is well."""
+    """The remedy; None if nothing is wrong."""
 
 
 class Diagnosis(BaseModel):
@@ -101,43 +101,42 @@ class Diagnosis(BaseModel):
 
     @property
     def errors(self) -> tuple[Result, ...]:
-        """The checks that found what makes a job fail."""
+        """The checks that found a reason for a job to fail."""
         return tuple(c for c in self.checks if c.status == "error")
 
     def to_dict(self) -> dict:
-        """As JSON has it."""
         found = self.model_dump(mode="json")
         return {"schema": found.pop("schema_"), **found}
 
 
 def ok(check: str, message: str) -> Result:
-    """A check that found nothing wrong."""
+    """Return a check that found nothing wrong."""
     return Result(check=check, status="ok", message=redact(message))
 
 
 def warning(check: str, message: str, hint: str) -> Result:
-    """A check that found what makes a job slow, or fails later."""
+    """Return a check that found a reason for a job to be slow, or to fail later."""
     return Result(check=check, status="warning", message=redact(message), hint=redact(hint))
 
 
 def failed(check: str, problem: MeshkitError, hint: str) -> Result:
-    """A check that ended in an error, which may know the way out better than `hint`.
+    """Return a check that ended in an error, whose own hint comes before `hint`.
 
     Args:
-        check: the name that the check has in the report.
-        problem: what was raised.
-        hint: the way out where `problem` names none; it is shown behind `try`.
+        check: the check's name in the report.
+        problem: the error that was raised.
+        hint: the remedy if `problem` has none; it is shown behind `try`.
     """
     return error(check, problem.message, problem.hint or hint)
 
 
 def error(check: str, message: str, hint: str) -> Result:
-    """A check that found what makes a job fail or hang."""
+    """Return a check that found a reason for a job to fail or hang."""
     return Result(check=check, status="error", message=redact(message), hint=redact(hint))
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
-    """Prints one line a check, and the way out below those that found something."""
+    """Print one line a check, and the remedies below those that found something."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for c in diagnosis.checks:
         word, style = _MARKS[c.status]
@@ -150,10 +149,11 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def check_packages(*, has_gpus: bool = False) -> list[Result]:
-    """Versions of jax and its parts, and whether its plugin fits and this installation compiles for GPUs.
+    """Return the versions of jax and its parts, and whether its plugin fits and this installation compiles for GPUs.
+
 
     Args:
-        has_gpus: whether GPUs are here: without a plugin that fits, jax does not see them.
+        has_gpus: whether GPUs are attached; jax only sees them with a plugin that fits.
     """
     jax, jaxlib = version_of("jax"), version_of("jaxlib")
     if jax is None or jaxlib is None:
@@ -174,12 +174,12 @@ def check_packages(*, has_gpus: bool = False) -> list[Result]:
 
 
 def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected: int | None = None) -> list[Result]:
-    """GPUs and network adapters.
+    """Return the GPUs and network adapters.
 
     Args:
         probe: the machine.
-        gpus_expected: of a host of the experiment's cluster; None if it is not known, 0 for a CPU.
-        nics_expected: of that host; None if it is not known, or one host needs none.
+        gpus_expected: GPUs of a host of the experiment's cluster; None if unknown, 0 for a CPU.
+        nics_expected: adapters of that host; None if unknown, or if one host needs none.
     """
     try:
         topology = discover(probe)
@@ -211,11 +211,11 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
 
 
 def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result]:
-    """Shared memory and the limits of a process.
+    """Return the checks of shared memory and of the limits of a process.
 
     Args:
-        has_gpus: then fewer than 65536 open files are a warning, too, and locked memory is checked.
-        shm: the folder of shared memory; where there is none it is not checked.
+        has_gpus: whether fewer than 65536 open files are a warning, too, and locked memory is checked.
+        shm: the folder of shared memory; a missing folder is not checked.
     """
     found = []
     if shm.is_dir():
@@ -245,11 +245,11 @@ def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result
 
 
 def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
-    """Whether checkpoints can be written to a folder, how much room it has, and how fast it takes 64 MiB.
+    """Return whether checkpoints can be written to a folder, its free room, and how fast it takes 64 MiB.
 
     Args:
-        folder: the run folder; where it is not there yet, its nearest parent that is.
-        needed_bytes: of the checkpoints that the experiment keeps, and one more while it is written.
+        folder: the run folder; if it does not exist yet, its nearest existing parent is checked.
+        needed_bytes: bytes of the checkpoints that the experiment keeps, and one more while it is written.
     """
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     probe = there / f".meshkit-doctor-{socket.gethostname()}-{os.getpid()}"
@@ -272,21 +272,21 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
 
 
 def _threads() -> Result:
-    """The smallest of what a user and a container may start; a thread counts as a process."""
+    """Return the smaller limit on threads, of a user and of a container; a thread counts as a process."""
     limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
     for name in PIDS_FILES:
-        with suppress(OSError, ValueError):  # "max", or no cgroup
+        with suppress(OSError, ValueError):  # It says "max", or there is no cgroup.
             limits["pids.max of the container"] = int(Path(name).read_text())
     finite = {name: value for name, value in limits.items() if value != resource.RLIM_INFINITY}
     if finite and (least := min(finite.values())) < _FEW_THREADS:
         name = min(finite, key=lambda name: finite[name])
-        message = f"{least} threads ({name}); a process of a large job starts hundreds, and fails where it cannot."
+        message = f"{least} threads ({name}); a process of a large job starts hundreds, and fails beyond the limit."
         return warning("threads", message, f"{name} {_FEW_THREADS} or more")
     return ok("threads", "enough threads for a process")
 
 
 def write_rate(path: Path) -> float:
-    """Bytes per second of 64 MiB with fsync."""
+    """Return the bytes per second of 64 MiB with fsync."""
     block = os.urandom(1 << 20)
     began = time.perf_counter()
     with path.open("wb") as file:
@@ -298,7 +298,7 @@ def write_rate(path: Path) -> float:
 
 
 def check_site() -> list[Result]:
-    """The declared roots, and the folder of compiled programs."""
+    """Return the declared roots, and the folder of compiled programs."""
     return [*_roots(), _cache()]
 
 
@@ -335,25 +335,25 @@ def _cache() -> Result:
 def check_variables(
     env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = _INTERFACES
 ) -> list[Result]:
-    """Everything that the environment alone shows.
+    """Return all checks that need the environment only.
 
     Args:
-        env: of the process that would train.
-        memory_fraction: of the experiment, if there is one.
+        env: environment of the process that would train.
+        memory_fraction: the experiment's, if there is one.
         interfaces: folder with one entry for each network interface.
     """
     found = [_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
     proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
     if proxies:
-        found.append(ok("proxies", f"{', '.join(proxies)}: left out when the processes of a job meet"))
+        found.append(ok("proxies", f"{', '.join(proxies)}: ignored when the processes of a job meet"))
     return found
 
 
 def check_xla_flags(env: Mapping[str, str]) -> Result:
-    """Whether jaxlib takes XLA_FLAGS: an unknown flag aborts the process, so another process tries.
+    """Return whether jaxlib takes XLA_FLAGS; a child process tries, since an unknown flag aborts it.
 
     Args:
-        env: of the process that would train. The other process gets it, with JAX on the CPU, and 60 s.
+        env: environment of the process that would train. The child gets it, with JAX on the CPU, and 60 s.
     """
     flags = env.get("XLA_FLAGS", "")
     if not flags.strip():
@@ -362,7 +362,7 @@ def check_xla_flags(env: Mapping[str, str]) -> Result:
         try:
             child.ask({}, _XLA_TIMEOUT_S)
         except TimeoutError:
-            why = f"jaxlib was not done with XLA_FLAGS after {_XLA_TIMEOUT_S} s."
+            why = f"jaxlib did not finish reading XLA_FLAGS within {_XLA_TIMEOUT_S} s."
             return warning("xla_flags", why, "unset XLA_FLAGS")
         except ChildFailed as e:
             log = e.log.splitlines() if isinstance(e, ChildDied) else []
@@ -383,7 +383,7 @@ def _launcher(env: Mapping[str, str]) -> Result:
 
 
 def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:
-    """What NCCL's own files say, which persist longest: variable -> value, file."""
+    """Return variable -> (value, file) of NCCL's own files, which persist longest."""
     said: dict[str, tuple[str, Path]] = {}
     named = env.get("NCCL_CONF_FILE")
     for file in (Path("/etc/nccl.conf"), Path(named) if named else Path(env.get("HOME", "/")) / ".nccl.conf"):
@@ -397,7 +397,7 @@ def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:
 
 
 def _nccl(env: Mapping[str, str]) -> list[Result]:
-    """Variables of NCCL, and files it reads, that cost bandwidth or name what is not there."""
+    """Return the checks of NCCL's variables and files that cost bandwidth or name something missing."""
     found, files = [], {name: pair for name, pair in _nccl_files(env).items() if name not in env}
     env = {**{name: value for name, (value, _) in files.items()}, **env}
     left = [name for name in _DEBUG_NCCL if name in env]
@@ -416,7 +416,7 @@ def _nccl(env: Mapping[str, str]) -> list[Result]:
 
 
 def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:
-    """NCCL_SOCKET_IFNAME: a list of prefixes, `=` before exact names, `^` before those to leave out."""
+    """Check NCCL_SOCKET_IFNAME: a list of prefixes, `=` before exact names, `^` before those to leave out."""
     wanted = env.get("NCCL_SOCKET_IFNAME")
     if not wanted:
         return []
@@ -434,7 +434,7 @@ def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:
         lost = [x for x in listed if not any(matches(n, x) for n in there)]
     if not lost:
         return [ok("nccl_sockets", f"NCCL_SOCKET_IFNAME={wanted} matches an interface")]
-    message = f"NCCL_SOCKET_IFNAME={wanted} leaves no interface: this machine has {', '.join(there)}."
+    message = f"NCCL_SOCKET_IFNAME={wanted} matches no interface: this machine has {', '.join(there)}."
     return [error("nccl_sockets", message, "unset NCCL_SOCKET_IFNAME, or name one of them")]
 
 

@@ -1,4 +1,4 @@
-"""`meshkit topo`: what this machine (or a recorded one) is, as a cluster, and where it differs from a declared one.
+"""`meshkit topo`: describe this machine (or a recorded one) as a cluster, and compare it with a declared one.
 
-Enters: a machine, or a record of one. Leaves: `TopoReport`, a cluster file, a bundle. Imports no jax.
+A machine enters, or a record of one; `TopoReport`, a cluster file and a bundle leave. Imports no jax.
 """

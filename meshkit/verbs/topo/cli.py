@@ -33,12 +33,12 @@ def topo(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What this machine is: GPUs, NVLink, NICs, PCIe.
+    """Describe this machine: GPUs, NVLink, NICs, PCIe.
 
-    As a table, a picture, and a cluster file. Needs no GPU: it says so where there is none.
+    It shows a table and a picture, and writes a cluster file. It needs no GPU, and says so if there is none.
     """
     from meshkit.config.experiment import load_any
-    from meshkit.verbs.topo.topo import render, run
+    from meshkit.verbs.topo.topo import examine, render
 
     if action not in (None, "record"):
         raise ConfigError(f"`topo` has no action '{action}'.", hint="meshkit topo record --out DIR")
@@ -47,7 +47,7 @@ def topo(
     declared = load_any(check).cluster if check else None
     recording = out if action == "record" else None
     cluster_file = None if action == "record" else out
-    report = run(bundle=bundle, check=declared, out=cluster_file, record=recording, xml=xml, matrix=matrix, gpu=gpu)
+    report = examine(bundle=bundle, check=declared, out=cluster_file, record=recording, xml=xml, matrix=matrix, gpu=gpu)
     if as_json:
         output(report.to_json())
     else:

@@ -1,6 +1,6 @@
-"""The report of `meshkit topo`: looks at a machine, describes it, compares, writes; what `--json` and a terminal print.
+"""The report of `meshkit topo`: examine a machine, describe it, compare, write, and render for a terminal.
 
-The terminal has tables and a picture in text; 80 columns are enough.
+The terminal shows tables and a picture in text; 80 columns are enough.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAYERS = {"infiniband": "InfiniBand", "ethernet": "RoCE", "tcp": "Ethernet"}
 
 
 class PciePart(Part):
-    """The slot of a device: what runs, and the most that device and slot can do; null = unknown."""
+    """The slot of a device: its present state, and the most that device and slot support; null if unknown."""
 
     generation: int | None = None
     width: int | None = None
@@ -74,7 +74,7 @@ class NicPart(Part):
 
 
 class LinkPart(Part):
-    """How two devices reach each other, in the words of `nvidia-smi topo -m`."""
+    """The path between two devices, in the words of `nvidia-smi topo -m`."""
 
     a: str
     b: str
@@ -90,7 +90,7 @@ class DomainPart(Part):
 
 
 class RdmaPart(Part):
-    """GPUDirect RDMA; null = unknown."""
+    """GPUDirect RDMA; null if unknown."""
 
     works: bool | None
     peer_memory: bool | None
@@ -99,7 +99,7 @@ class RdmaPart(Part):
 
 
 class MismatchPart(Part):
-    """Where the machine differs from the declared cluster."""
+    """A difference between the machine and the declared cluster."""
 
     code: str
     where: str
@@ -115,7 +115,7 @@ class OtherPart(Part):
 
 
 class TopoReport(Part):
-    """What `meshkit topo` says; `cluster` loads with `Cluster.load`, and is null where nothing can be loaded."""
+    """The report of `meshkit topo`; `cluster` loads with `Cluster.load`, and is null if nothing can be loaded."""
 
     schema_: Literal["meshkit.topo/1"] = Field(default=SCHEMA, alias="schema")
     source: str
@@ -138,7 +138,7 @@ class TopoReport(Part):
     recorded: str | None
 
 
-def run(
+def examine(
     *,
     bundle: Path | None = None,
     check: Cluster | None = None,
@@ -148,26 +148,28 @@ def run(
     matrix: Path | None = None,
     gpu: str | None = None,
 ) -> TopoReport:
-    """Looks at this machine, or at what was recorded of one.
+    """Examine this machine, or a recorded one, and return its report.
 
     Args:
         bundle: a bundle of `meshkit topo record`, or a folder with one per host.
         check: a cluster to compare with.
         out: a cluster file to write.
-        record: where to write a scrubbed bundle of this machine.
+        record: path of a scrubbed bundle of this machine to write.
         xml: NCCL's topology XML to read instead of this machine.
         matrix: output of `nvidia-smi topo -m` to read instead.
-        gpu: catalog key of the GPUs, where discovery does not know it.
+        gpu: catalog key of the GPUs, if discovery does not know it.
 
     Raises:
-        ConfigError: contradictory arguments, a file that is missing or exists, nothing to write for `out`.
-        TraceError: a file that is damaged.
+        ConfigError: arguments contradict each other, a file is missing or exists, or `out` has nothing to write.
+        TraceError: a file is damaged.
     """
     given: list[tuple[Path | None, Form]] = [(bundle, "bundle"), (xml, "xml"), (matrix, "matrix")]
     sources: list[tuple[Path, Form]] = [(path, form) for path, form in given if path is not None]
     if len(sources) > 1 or (sources and record is not None):
         names = [f"--{form}" for _, form in sources] + ([] if record is None else ["record"])
-        raise ConfigError(f"{' and '.join(names)} are given, but one machine is described.", hint="one of them")
+        raise ConfigError(
+            f"{' and '.join(names)} are given, but only one machine can be described.", hint="one of them"
+        )
     if record is not None:
         found, *others = [record_bundle(record, LiveProbe())]
     elif sources:
@@ -226,7 +228,6 @@ def _gpu_parts(found: Topology) -> Iterator[GpuPart]:
 
 
 def _cluster(found: Topology, gpu: str | None) -> tuple[dict[str, Any] | None, ConfigError | None]:
-    """The cluster table, or why there is none."""
     try:
         table = to_cluster(found, gpu=gpu)
         Cluster.load(table)
@@ -236,7 +237,7 @@ def _cluster(found: Topology, gpu: str | None) -> tuple[dict[str, Any] | None, C
 
 
 def _shipped(table: dict[str, Any] | None) -> str | None:
-    """The shipped cluster that this is a host of; None when it is none."""
+    """Return the shipped cluster that this is a host of; None if it is none."""
     if table is None:
         return None
     mine = Cluster.load(table).to_dict() | {"name": None}
@@ -259,14 +260,14 @@ def _write(out: Path, table: dict[str, Any], found: Topology) -> str:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{out} exists, and `topo` overwrites nothing.", hint="another --out") from None
+        raise ConfigError(f"{out} exists, and `topo` never overwrites.", hint="another --out") from None
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}.", hint="another --out") from None
     return str(out)
 
 
 def render(report: TopoReport) -> RenderableType:
-    """The report for `rich.print`: headline, tables, picture, cluster, and what is wrong."""
+    """Return the report for `rich.print`: headline, tables, picture, cluster, and differences."""
     recorded = [f"recorded in {report.recorded}"] if report.recorded else []
     if not report.gpus:
         findings = [f"✗ {finding.message}" for finding in report.findings]
@@ -285,7 +286,7 @@ def render(report: TopoReport) -> RenderableType:
     if report.checked_against and not report.findings:
         parts.append(Padding(Text(f"✓ as {report.checked_against} says", "green"), (1, 0, 0, 0)))
     findings = (Text.assemble(("✗ ", "red"), finding.message) for finding in report.findings)
-    parts += _section(f"not as {report.checked_against} says", findings)
+    parts += _section(f"differences from {report.checked_against}", findings)
     parts += _section("notes", (f"- {warning}" for warning in report.warnings))
     parts += [Text(f"\n{line}") for line in ([f"wrote {report.written}"] if report.written else []) + recorded]
     return Group(*parts)
@@ -304,7 +305,6 @@ def _heading(text: str) -> RenderableType:
 
 
 def _section(title: str, lines: Iterable[str | Text]) -> list[RenderableType]:
-    """A heading and its lines; nothing where there are none."""
     found = [Text(line) if isinstance(line, str) else line for line in lines]
     return [_heading(title), *found] if found else []
 
@@ -329,7 +329,7 @@ def _gpu_table(report: TopoReport) -> RenderableType:
             _or_dash(gpu.nvlink_domain),
             f"{near} ({gpu.nearest_path})" if near else "-",
         )
-        table.add_row(*map(Text, cells))  # Text, as a plain string would be read for markup
+        table.add_row(*map(Text, cells))  # A plain string would be read for markup.
     return table
 
 
@@ -346,28 +346,28 @@ def _nic_table(report: TopoReport) -> RenderableType:
 def _rdma(report: TopoReport) -> str:
     rdma = report.gpudirect_rdma
     if rdma.works is None and rdma.acs_bridges is None:
-        return "GPUDirect RDMA: not known"
+        return "GPUDirect RDMA: unknown"
     ways = [name for name, there in (("nvidia_peermem", rdma.peer_memory), ("dma-buf", rdma.dma_buf)) if there]
     text = f"GPUDirect RDMA: {'by ' + ' and '.join(ways) if ways else 'no' if rdma.works is False else 'not known'}"
     if rdma.acs_bridges is None:
-        return f"{text}; ACS not readable"
+        return f"{text}; ACS unknown"
     return f"{text}; ACS redirects on {rdma.acs_bridges} bridges" if rdma.acs_bridges else f"{text}; ACS off"
 
 
 def _picture(report: TopoReport) -> Iterator[Tree]:
-    """Hosts, their NUMA nodes, and each GPU with the NICs that are near it."""
+    """Yield the hosts, their NUMA nodes, and each GPU with its nearest NICs."""
     for host in range(report.hosts):
         tree = Tree(Text(f"host {host}", style="bold"), guide_style="bright_black")
         gpus = [gpu for gpu in report.gpus if gpu.host == host]
         nics = [nic for nic in report.nics if nic.host == host]
         for numa in sorted({d.numa for d in (*gpus, *nics)}, key=lambda n: (n is None, n)):
-            branch = tree.add(Text("NUMA node not known" if numa is None else f"NUMA {numa}"))
+            branch = tree.add(Text("NUMA node unknown" if numa is None else f"NUMA {numa}"))
             _draw_node(branch, [g for g in gpus if g.numa == numa], [n for n in nics if n.numa == numa])
         yield tree
 
 
 def _draw_node(branch: Tree, gpus: Sequence[GpuPart], nics: Sequence[NicPart]) -> None:
-    """GPUs behind one switch with their NICs on one line each; then NICs that are near none."""
+    """Draw GPUs behind one switch with their NICs, on a line each; then NICs that are near no GPU."""
     groups: dict[tuple[str, ...], list[GpuPart]] = {}
     for gpu in gpus:
         groups.setdefault(gpu.nearest_nics, []).append(gpu)
@@ -393,7 +393,7 @@ def _port(nic: NicPart) -> str:
 
 def _domains(report: TopoReport) -> RenderableType:
     if not report.domains:
-        fabric = {"pcie": "over PCIe", "shared_memory": "through host memory", None: "in a way that nothing tells"}
+        fabric = {"pcie": "over PCIe", "shared_memory": "through host memory", None: "in an unknown way"}
         return Padding(Text(f"GPUs reach each other {fabric.get(report.scale_up, 'over NVLink')}."), (1, 0, 0, 0))
     lines = []
     for index, domain in enumerate(report.domains[:8]):
@@ -413,7 +413,7 @@ def _paths(report: TopoReport, gpus: Sequence[str]) -> str:
 
 
 def _short(cluster: dict | None) -> str:
-    return f"{cluster['gpu']} over {cluster['scale_up']}" if cluster else "which nothing tells"
+    return f"{cluster['gpu']} over {cluster['scale_up']}" if cluster else "unknown"
 
 
 def _nvlink(gpu: GpuPart) -> str:
@@ -437,7 +437,6 @@ def _rate(nic: NicPart) -> str:
 
 
 def _last(name: str) -> str:
-    """An id without its host, which the picture draws around it."""
     return name.split(".", 1)[1] if name.startswith("host") and "." in name else name
 
 

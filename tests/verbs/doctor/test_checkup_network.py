@@ -89,7 +89,7 @@ def test_the_coordinators_port(monkeypatch):
     assert ("coordinator", "error") not in wrong(check_network(read_gang(gang(port)), several=True))
     monkeypatch.setattr(network, "bind_address", lambda _: None)
     assert (
-        "no address of this machine"
+        "not an address of this machine"
         in wrong(check_network(read_gang(gang(port)), several=True))[("coordinator", "warning")]
     )
 
@@ -100,7 +100,7 @@ def test_a_coordinator_that_nobody_knows(monkeypatch):
 
     monkeypatch.setattr(network.socket, "getaddrinfo", nobody)
     found = wrong(check_network(read_gang(gang(1) | {"MESHKIT_COORDINATOR": "gpu7:61000"}), several=True))
-    assert "knows no host by the name of the coordinator gpu7:61000" in found[("coordinator", "error")]
+    assert "cannot resolve the coordinator's name gpu7:61000" in found[("coordinator", "error")]
 
 
 def test_certificates(tmp_path):
@@ -113,7 +113,7 @@ def test_certificates(tmp_path):
 @pytest.mark.parametrize(
     ("clocks", "status", "says"),
     [
-        ({0: 0.0, 1: 0.4}, "ok", "2 processes on 2 hosts came to the roll call; their clocks agree"),
+        ({0: 0.0, 1: 0.4}, "ok", "2 processes on 2 hosts came to the rendezvous; their clocks agree"),
         ({0: 0.0, 1: 5.0}, "warning", "the clock of process 1 (b) is +5.0 s off"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_gang_of_two_that_sums(tmp_path, monkeypatch, certified):
         checks = {c["check"]: c for c in json.loads(out)["checks"]}
         assert process.returncode == 0, err
         assert "2 processes with" in checks["gang"]["message"]
-        assert "came to the roll call" in checks["roll_call"]["message"]
+        assert "came to the rendezvous" in checks["roll_call"]["message"]
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ def wrong(results):
         ({"NCCL_DEBUG": "INFO"}, "nccl", "warning", "fills the logs"),
         ({"NCCL_TOPO_FILE": "/missing/topo.xml"}, "nccl", "error", "/missing/topo.xml"),
         ({"NCCL_SOCKET_IFNAME": "ens"}, "nccl_sockets", "error", "this machine has eth0, lo"),
-        ({"NCCL_SOCKET_IFNAME": "=eth"}, "nccl_sockets", "error", "leaves no interface"),
-        ({"NCCL_SOCKET_IFNAME": "^eth"}, "nccl_sockets", "error", "leaves no interface"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, "nccl_sockets", "error", "matches no interface"),
+        ({"NCCL_SOCKET_IFNAME": "^eth"}, "nccl_sockets", "error", "matches no interface"),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "memory", "warning", "0.92"),
         (
             {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5", "XLA_CLIENT_MEM_FRACTION": ".9"},

@@ -10,7 +10,7 @@ from rich.console import Console
 from meshkit.config.cluster import Cluster
 from meshkit.discover import FixtureProbe, LiveProbe, record
 from meshkit.errors import ConfigError, TraceError
-from meshkit.verbs.topo.topo import TopoReport, render, run
+from meshkit.verbs.topo.topo import TopoReport, examine, render
 
 DATA = Path(__file__).parents[2] / "data/topo"
 P4D = DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml"
@@ -24,7 +24,7 @@ ARGUMENTS = [{"xml": P4D}, {"xml": NDV5}, {"matrix": TEXTS}, {"matrix": ASUS}]
 def no_gpu(monkeypatch):
     """Any machine, as if it had no driver."""
     monkeypatch.setattr(LiveProbe, "nvml", lambda self: "no NVIDIA driver")
-    monkeypatch.setattr(LiveProbe, "run", lambda self, *command: None)
+    monkeypatch.setattr(LiveProbe, "run_command", lambda self, *command: None)
 
 
 def drawn(report):
@@ -35,7 +35,7 @@ def drawn(report):
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: next(iter(a.values())).stem)
 def test_json_has_every_key_and_reads_back(arguments):
-    report = run(**arguments)
+    report = examine(**arguments)
     value = json.loads(report.to_json())
     assert value["schema"] == "meshkit.topo/1"
     assert set(value) == {field.alias or name for name, field in TopoReport.model_fields.items()}
@@ -45,63 +45,63 @@ def test_json_has_every_key_and_reads_back(arguments):
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: next(iter(a.values())).stem)
 def test_the_drawing_fits_80_columns(arguments):
-    text = drawn(run(**arguments, check=Cluster.load("dgx_h100")))
+    text = drawn(examine(**arguments, check=Cluster.load("dgx_h100")))
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "dgx_h100" in text
 
 
 def test_the_picture_shows_which_nic_is_near_which_gpu():
-    text = drawn(run(xml=P4D))
+    text = drawn(examine(xml=P4D))
     assert "├── NUMA 0\n│   ├── gpu0  gpu1 ─PIX─ nic0 100 Gb/s RoCE\n" in text
     assert "    └── gpu6  gpu7 ─PIX─ nic3 100 Gb/s RoCE\n" in text
 
 
 def test_a_machine_without_a_gpu_says_so_in_one_line(no_gpu):
-    report = run()
+    report = examine()
     assert drawn(report) == "No NVIDIA GPU: no NVIDIA driver.\n"
     assert (report.gpus, report.cluster, report.findings) == ((), None, ())
 
 
 def test_a_machine_without_a_gpu_is_not_the_declared_one(no_gpu, tmp_path):
-    assert [f.code for f in run(check=Cluster.load("dgx_h100")).findings] == ["gpu_count"]
-    assert run(check=Cluster.load("cpu8")).findings == ()
+    assert [f.code for f in examine(check=Cluster.load("dgx_h100")).findings] == ["gpu_count"]
+    assert examine(check=Cluster.load("cpu8")).findings == ()
     with pytest.raises(ConfigError, match="no GPU to describe"):
-        run(out=tmp_path / "cluster.toml")
+        examine(out=tmp_path / "cluster.toml")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_machine_without_a_gpu_can_be_recorded_and_replayed(no_gpu, tmp_path):
-    assert run(record=tmp_path / "b").recorded == str(tmp_path / "b")
-    assert run(bundle=tmp_path / "b").nothing_here == "no NVIDIA driver"
+    assert examine(record=tmp_path / "b").recorded == str(tmp_path / "b")
+    assert examine(bundle=tmp_path / "b").nothing_here == "no NVIDIA driver"
 
 
 def test_a_cluster_file_loads_with_its_notes(tmp_path):
-    report = run(xml=NDV5, out=tmp_path / "mine.toml")
+    report = examine(xml=NDV5, out=tmp_path / "mine.toml")
     assert report.shipped == "dgx_h100"
     assert "the file does not say gpu = h100_sxm" in (tmp_path / "mine.toml").read_text()
     cluster = Cluster.load(tmp_path / "mine.toml", hosts=4)
     assert (cluster.name, cluster.hosts, cluster.num_gpus) == ("mine", 4, 32)
-    with pytest.raises(ConfigError, match="overwrites nothing"):
-        run(xml=NDV5, out=tmp_path / "mine.toml")
+    with pytest.raises(ConfigError, match="never overwrites"):
+        examine(xml=NDV5, out=tmp_path / "mine.toml")
 
 
 def test_check_says_what_differs():
-    report = run(xml=P4D, check=Cluster.load("dgx_h100"))
+    report = examine(xml=P4D, check=Cluster.load("dgx_h100"))
     assert [f.code for f in report.findings] == ["gpu_kind", "nic_count", "nic_kind"]
-    assert run(xml=NDV5, check=Cluster.load("dgx_h100")).findings == ()
+    assert examine(xml=NDV5, check=Cluster.load("dgx_h100")).findings == ()
 
 
 def test_further_machines_of_a_file_are_listed():
-    report = run(matrix=TEXTS)
+    report = examine(matrix=TEXTS)
     assert report.cluster is None  # two cards with two links each: nothing says what they are
     assert [other.num_gpus for other in report.others] == [2, 8, 8]
     assert report.others[2].cluster["gpu"] == "h100_sxm"
-    assert run(matrix=TEXTS, gpu="v100").cluster["gpu"] == "v100"
+    assert examine(matrix=TEXTS, gpu="v100").cluster["gpu"] == "v100"
 
 
 def test_gpu_must_be_of_the_catalog(tmp_path):
     with pytest.raises(ConfigError, match="the catalog has no GPU 'h1000'"):
-        run(xml=NDV5, gpu="h1000", out=tmp_path / "c.toml")
+        examine(xml=NDV5, gpu="h1000", out=tmp_path / "c.toml")
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_gpu_must_be_of_the_catalog(tmp_path):
     [{"xml": P4D, "matrix": ASUS}, {"bundle": DATA, "xml": P4D}, {"xml": P4D, "record": DATA / "new"}],
 )
 def test_one_machine_at_a_time(arguments):
-    with pytest.raises(ConfigError, match="one machine is described"):
-        run(**arguments)
+    with pytest.raises(ConfigError, match="only one machine can be described"):
+        examine(**arguments)
 
 
 def test_files_that_are_missing_or_something_else():
     with pytest.raises(ConfigError, match="no such topology"):
-        run(xml=DATA / "none.xml")
+        examine(xml=DATA / "none.xml")
     with pytest.raises(ConfigError, match="is a folder"):
-        run(matrix=DATA)
+        examine(matrix=DATA)
     with pytest.raises(TraceError, match=r"no bundle\.json"):
-        run(bundle=DATA)
+        examine(bundle=DATA)
 
 
 def test_a_bundle_of_cards_is_drawn(tmp_path):
@@ -127,7 +127,7 @@ def test_a_bundle_of_cards_is_drawn(tmp_path):
         {"index": i, "name": "NVIDIA RTX PRO 6000 Blackwell Server Edition", "bus": f"0000:0{i}:00.0"} for i in (1, 2)
     ]
     record(tmp_path / "b", FixtureProbe(nvml={"gpus": gpus}))
-    report = run(bundle=tmp_path / "b", gpu="rtx_pro_6000")
+    report = examine(bundle=tmp_path / "b", gpu="rtx_pro_6000")
     assert report.cluster == {
         "gpu": "rtx_pro_6000",
         "hosts": 1,
@@ -142,7 +142,7 @@ def test_names_that_look_like_markup_or_escapes_are_only_text(tmp_path):
     gpus = [{"index": 0, "name": "[/red]\x1b[31m card", "bus": "0000:01:00.0"}]
     files = {f"/sys/class/infiniband/{name}/ports/1/state": "4: ACTIVE" for name in ("mlx5_0", "[bold]", "\x1b[0m")}
     record(tmp_path / "b", FixtureProbe(nvml={"gpus": gpus}, files=files))
-    text = drawn(run(bundle=tmp_path / "b"))
+    text = drawn(examine(bundle=tmp_path / "b"))
     assert "[/red] [31m card" in text
     assert "\x1b" not in text
     assert "[bold]" not in text
