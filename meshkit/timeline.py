@@ -1,7 +1,7 @@
-"""Spans of work on devices, and the sweep that says what overlapped what.
+"""Spans of work on devices, and the sweep that splits a step into overlapped and exposed parts.
 
-plan simulates a Timeline, profile reads one.
-All times are seconds on one clock; a span is a row `(start_s, end_s)` of a float64 array of shape [n, 2].
+plan simulates a Timeline, and profile reads one. All times are seconds on one clock; a span is a row `(start_s, end_s)`
+of a float64 array of shape [n, 2].
 """
 
 from __future__ import annotations
@@ -18,23 +18,32 @@ from meshkit.hlo.schedule import Collective
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What one device did in one step."""
+    """The work of one device in one step."""
 
-    device: int  # global device id (partition id in a simulation)
-    step: int  # step number
-    window: tuple[float, float]  # (start_s, end_s) of the step on this device
-    compute: np.ndarray  # [n, 2] spans of kernels that compute
-    compute_op: np.ndarray  # [n] indices into `Timeline.op_names`
-    communication: np.ndarray  # [m, 2] spans of collectives
-    collective: np.ndarray  # [m] indices into `Timeline.collectives`; -1: communication that maps to no instruction
-    copies: np.ndarray  # [k, 2] spans of memory copies
-    transfer_s: np.ndarray | None = None  # [m] seconds of each that moved data; None where waiting is unknown
-    input_end_s: float | None = None  # end of the last copy from the host, in the step's window; None without any
+    device: int
+    """Global device id (partition id in a simulation)."""
+    step: int
+    window: tuple[float, float]
+    """(start_s, end_s) of the step on this device."""
+    compute: np.ndarray
+    """[n, 2] spans of kernels that compute."""
+    compute_op: np.ndarray
+    """[n] indices into `Timeline.op_names`."""
+    communication: np.ndarray
+    """[m, 2] spans of collectives."""
+    collective: np.ndarray
+    """[m] indices into `Timeline.collectives`; -1 for communication that maps to no instruction."""
+    copies: np.ndarray
+    """[k, 2] spans of memory copies."""
+    transfer_s: np.ndarray | None = None
+    """[m] seconds for which each moved data; None if waiting is unknown."""
+    input_end_s: float | None = None
+    """End of the last copy from the host, in the step's window; None without any."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Steps of devices, and the tables their indices point into."""
+    """Steps of devices, and the tables that their indices point into."""
 
     steps: tuple[DeviceStep, ...]
     collectives: tuple[Collective, ...]
@@ -46,36 +55,52 @@ class Overlap:
     """Seconds of one window, split by what ran: `compute_s + exposed_s + other_s + idle_s == window_s`."""
 
     window_s: float
-    compute_s: float  # union of the compute spans
-    communication_s: float  # union of the communication spans; `overlapped_s + exposed_s` of it
-    overlapped_s: float  # communication under compute
-    exposed_s: float  # communication with no compute at the same time
-    other_s: float  # memory copies under neither compute nor communication
-    idle_s: float  # nothing ran
+    compute_s: float
+    """Union of the compute spans."""
+    communication_s: float
+    """Union of the communication spans: `overlapped_s + exposed_s`."""
+    overlapped_s: float
+    """Communication under compute."""
+    exposed_s: float
+    """Communication with no compute at the same time."""
+    other_s: float
+    """Memory copies under neither compute nor communication."""
+    idle_s: float
+    """Time in which nothing ran."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One device step taken apart: its totals, and what each collective had of them.
+    """The totals of one device step, and the part of each collective in them.
 
     The arrays have one entry per collective of the timeline, and a last one for unmapped communication. `share_s` and
     `exposed_share_s` divide every instant equally among the rows active in it, and a row's part equally among its
     instances, so they add up to `total.communication_s` and `total.exposed_s`. `busy_s` does not add up.
     """
 
-    total: Overlap  # the window split by what ran
-    share_s: np.ndarray  # additive parts of communication
-    exposed_share_s: np.ndarray  # additive parts of exposed communication
-    sole_exposed_s: np.ndarray  # the row of this collective was the only thing that ran
-    busy_s: np.ndarray  # sum of the instances' own durations, inside the window
-    transfer_s: np.ndarray | None  # sum of the instances' seconds that moved data; None where unknown
-    count: np.ndarray  # instances
-    exposed_wait_s: np.ndarray | None = None  # what of `exposed_share_s` was waiting for peers; None where unknown
-    between_s: float = 0.0  # idle after the last operation: before the next step begins
-    input_s: float = 0.0  # idle after the last operation, until the next step's input has come from the host
+    total: Overlap
+    """The window split by what ran."""
+    share_s: np.ndarray
+    """Additive parts of communication."""
+    exposed_share_s: np.ndarray
+    """Additive parts of exposed communication."""
+    sole_exposed_s: np.ndarray
+    """Seconds in which nothing but the row of this collective ran."""
+    busy_s: np.ndarray
+    """Sum of the instances' own durations, inside the window."""
+    transfer_s: np.ndarray | None
+    """Sum of the instances' seconds that moved data; None if unknown."""
+    count: np.ndarray
+    """Number of instances."""
+    exposed_wait_s: np.ndarray | None = None
+    """The part of `exposed_share_s` that waited for peers; None if unknown."""
+    between_s: float = 0.0
+    """Idle time after the last operation, before the next step begins."""
+    input_s: float = 0.0
+    """Idle time after the last operation, until the next step's input has come from the host."""
 
-    def each_of(self, steps: int) -> Sweep:
-        """The mean of the training steps that one execution of a program makes."""
+    def mean_over(self, steps: int) -> Sweep:
+        """Return the mean of the training steps that one execution of a program makes."""
 
         def share(value: Any) -> Any:
             return None if value is None else value / steps
@@ -86,9 +111,9 @@ class Sweep:
 
 
 def overlap(compute, communication, window, *, copies=None) -> Overlap:
-    """The union-based split of a window into compute, overlapped and exposed communication, copies and idle time.
+    """Split a window by unions into compute, overlapped and exposed communication, copies and idle time.
 
-    overlapped = |U(compute) ∩ U(communication)|: spans that overlap each other count once.
+    overlapped = |U(compute) ∩ U(communication)|: overlapping spans count once.
 
     Args:
         compute: float array [n, 2] of (start_s, end_s).
@@ -97,7 +122,7 @@ def overlap(compute, communication, window, *, copies=None) -> Overlap:
         copies: the same for memory copies, if they are known.
 
     Raises:
-        ConfigError: an array of another shape, a span that ends before it starts, or a value that is not finite.
+        ConfigError: an array has another shape, a span ends before it starts, or a value is not finite.
     """
     bounds = _checked_spans([window], "window")
     if bounds.shape != (1, 2):
@@ -108,7 +133,7 @@ def overlap(compute, communication, window, *, copies=None) -> Overlap:
 
 
 def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None) -> Sweep:
-    """Splits one device step, in O(n log n) over its spans.
+    """Split one device step, in O(n log n) over its spans.
 
     Args:
         step: spans on one device.
@@ -155,33 +180,33 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
 def exposed_waits(
     communication: np.ndarray, transfer_s: np.ndarray, row: np.ndarray, exposed: np.ndarray
 ) -> np.ndarray:
-    """[m] what of each collective's exposed share was waiting, which comes before its transfer.
+    """Return [m] the waiting part of each collective's exposed share; waiting comes before the transfer.
 
     Args:
         communication: [m, 2] spans.
-        transfer_s: [m] seconds of each that moved data; NaN where unknown, which counts as all of it.
-        row: [m] row of each, as of `sweep`.
-        exposed: [n, 2] when nothing computes and a collective runs, from `exposed_spans`.
+        transfer_s: [m] seconds for which each moved data; NaN if unknown, which counts as all of it.
+        row: [m] row of each, as in `sweep`.
+        exposed: [n, 2] intervals in which a collective runs and nothing computes, from `exposed_spans`.
     """
     begins = np.clip(communication[:, 1] - transfer_s, communication[:, 0], communication[:, 1])
     begins = np.where(np.isnan(begins), communication[:, 0], begins)
     parts = np.concatenate([np.stack([communication[:, 0], begins], 1), np.stack([begins, communication[:, 1]], 1)])
     segments = _Segments(parts, np.tile(row, 2), _Cover(exposed))
-    segments.exposed = segments.seconds - segments.exposed  # the cover is of what is exposed
+    segments.exposed = segments.seconds - segments.exposed  # The cover is what is exposed, not what computes.
     return segments.instance_shares()[1][: len(row)]
 
 
 def exposed_spans(step: DeviceStep) -> np.ndarray:
-    """[n, 2] intervals of a step in which a collective runs and nothing computes, in seconds from its start."""
+    """Return [n, 2] intervals of a step in which a collective runs and nothing computes, in seconds from its start."""
     compute, communication = (
         _Cover(_clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window))
         for s in (step.compute, step.communication)
     )
     edges = np.concatenate([compute.starts, compute.ends])
     i = np.searchsorted(communication.starts, edges, "right")
-    edges = edges[edges <= _led(-np.inf, communication.ends)[i]]  # what lies outside of communication cuts nothing
+    edges = edges[edges <= _led(-np.inf, communication.ends)[i]]  # Spans outside communication cut nothing.
     cuts = np.unique(np.concatenate([edges, communication.starts, communication.ends]))
-    # between two cuts all is covered or nothing: half of it tells them apart whatever the running sums round to
+    # Between two cuts everything or nothing is covered: half of it tells them apart, however the running sums round.
     half = 0.5 * np.diff(cuts)
     covered, communicating = np.diff(compute.until(cuts)) > half, np.diff(communication.until(cuts)) > half
     exposed = np.r_[False, communicating & ~covered, False]
@@ -190,14 +215,14 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
 
 
 def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
-    """[num_ops] seconds of the compute of a step by operation: of k that run at once each has 1/k of the time.
+    """Return [num_ops] seconds of compute by operation; each of k that run at once gets 1/k of the time.
 
     Args:
         step: its `compute` is cut to the window.
         num_ops: length of the timeline's `op_names`, which `compute_op` points into.
     """
     spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
-    if (spans[1:, 0] >= spans[:-1, 1]).all():  # one stream: a share is a duration
+    if (spans[1:, 0] >= spans[:-1, 1]).all():  # On one stream, a share is a duration.
         return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
     segments = _Segments(spans, step.compute_op, _Cover(np.zeros((0, 2))))
     return np.bincount(step.compute_op, weights=segments.instance_shares()[0], minlength=num_ops)
@@ -205,44 +230,47 @@ def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class KernelTotals:
-    """What each operation that computes took; indexed as `Timeline.op_names`."""
+    """The time of each operation that computes, indexed as `Timeline.op_names`."""
 
-    time_s: np.ndarray  # its part of the union of compute: of k that run at once each has 1/k. Adds up to `compute_s`.
-    busy_s: np.ndarray  # sum of its own durations
-    count: np.ndarray  # how often it ran
+    time_s: np.ndarray
+    """Its part of the union of compute; each of k that run at once gets 1/k. The parts add up to `compute_s`."""
+    busy_s: np.ndarray
+    """Sum of its own durations."""
+    count: np.ndarray
+    """Number of its runs."""
 
     @classmethod
-    def of(cls, step: DeviceStep, num_ops: int) -> KernelTotals:
-        """The totals of one device step."""
+    def measure(cls, step: DeviceStep, num_ops: int) -> KernelTotals:
+        """Return the totals of one device step."""
         seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
         busy_s, count = (np.bincount(step.compute_op, weights=w, minlength=num_ops) for w in (seconds, None))
         time_s = shares_by_op(step, num_ops)
-        same = np.array_equal(time_s, busy_s)  # one stream: kept once, as there is one of these for every step
+        same = np.array_equal(time_s, busy_s)  # With one stream they are kept once, since every step has such an array.
         return cls(busy_s if same else time_s, busy_s, count.astype(np.int32))
 
     @classmethod
     def sum(cls, parts: Iterable[KernelTotals]) -> KernelTotals:
-        """All parts together; one may lack the operations that were first seen after it."""
+        """Return all parts together; one may lack the operations that were first seen after it."""
         listed = list(parts)
         totals = np.zeros((3, max((len(part.count) for part in listed), default=0)))
         for part in listed:
             totals[:, : len(part.count)] += np.stack([part.time_s, part.busy_s, part.count])
         return cls(*totals)
 
-    def each_of(self, steps: int) -> KernelTotals:
-        """The mean of so many steps."""
+    def mean_over(self, steps: int) -> KernelTotals:
+        """Return the mean of so many steps."""
         return KernelTotals(self.time_s / steps, self.busy_s / steps, self.count / steps)
 
 
 def kernel_totals(timeline: Timeline) -> KernelTotals:
-    """What each operation of a timeline took, as means over its device steps."""
+    """Return the time of each operation of a timeline, as means over its device steps."""
     n = len(timeline.op_names)
-    every = (KernelTotals.of(step, n) for step in timeline.steps)
-    return KernelTotals.sum([KernelTotals(*np.zeros((3, n))), *every]).each_of(max(1, len(timeline.steps)))
+    every = (KernelTotals.measure(step, n) for step in timeline.steps)
+    return KernelTotals.sum([KernelTotals(*np.zeros((3, n))), *every]).mean_over(max(1, len(timeline.steps)))
 
 
 class _Cover:
-    """The union of spans: disjoint intervals in time, and how much of them lies before any instant.
+    """The union of spans: disjoint intervals in time, and the covered seconds before any instant.
 
     Args:
         spans: [n, 2], in any order.
@@ -260,26 +288,26 @@ class _Cover:
         self.seconds = float(self._before[-1])
 
     def until(self, at: np.ndarray) -> np.ndarray:
-        """[n] seconds of the union before each instant."""
+        """Return [n] seconds of the union before each instant."""
         i = np.searchsorted(self.starts, at, "right")
         last_end = _led(0.0, self.ends)[i]
         return self._before[i] - np.where(i > 0, np.maximum(0.0, last_end - at), 0.0)
 
     def common_s(self, other: _Cover) -> float:
-        """Seconds in both unions."""
+        """Return the seconds in both unions."""
         few, many = (self, other) if len(self.starts) < len(other.starts) else (other, self)
         return float((many.until(few.ends) - many.until(few.starts)).sum())
 
     def spans(self) -> np.ndarray:
-        """[n, 2] the disjoint intervals."""
+        """Return [n, 2] the disjoint intervals."""
         return np.stack([self.starts, self.ends], axis=1)
 
 
 def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: float) -> Overlap:
-    """The window split by what ran.
+    """Return the window split by what ran.
 
     Raises:
-        AssertionError: the parts do not add up (a bug of ours).
+        AssertionError: the parts do not add up, which is a bug of meshkit.
     """
     overlapped = compute.common_s(communication)
     busy = _Cover(np.concatenate([compute.spans(), communication.spans()]))
@@ -300,12 +328,12 @@ def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: 
 
 
 class _Segments:
-    """Time cut at every boundary of a communication span: between two cuts the same rows are active.
+    """Time split at every boundary of a communication span, so that the active rows are constant in each part.
 
     Args:
         communication: [m, 2] spans, clipped to the window, seconds from its start.
         row: [m] row of each.
-        compute: what they can hide under.
+        compute: the compute that can hide them.
     """
 
     def __init__(self, communication: np.ndarray, row: np.ndarray, compute: _Cover):
@@ -317,17 +345,17 @@ class _Segments:
         self._merge_rows()
 
     def _active(self, at: np.ndarray) -> np.ndarray:
-        """How many of the spans cover each segment."""
         n = len(self.times)
         return np.cumsum(np.bincount(at[:, 0], minlength=n) - np.bincount(at[:, 1], minlength=n))[:-1]
 
     def _merge_rows(self) -> None:
-        """Walks the boundaries row by row, in time; fills `active_rows`, the rows active per segment."""
+        """Walk the boundaries row by row, in time, and fill `active_rows`, the rows active per segment."""
         m = len(self.at)
         boundary, sign = self.at.T.ravel(), np.repeat([1, -1], m)
         order = np.lexsort((sign, boundary, np.tile(self.row, 2)))
         self.boundary = boundary[order]
-        self.instances = np.cumsum(sign[order])  # of the row, after this boundary; 0 again at the end of each row
+        # Instances of the row after this boundary; 0 again at the end of each row.
+        self.instances = np.cumsum(sign[order])
         self.position = np.empty(2 * m, np.intp)
         self.position[order] = np.arange(2 * m)
         before = _led(0, self.instances[:-1])[: 2 * m]
@@ -335,7 +363,7 @@ class _Segments:
         self.active_rows = self._active(np.stack([self.boundary[opens], self.boundary[closes]], axis=1))
 
     def instance_shares(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[m] share, exposed share and sole exposed seconds of each communication span."""
+        """Return [m] share, exposed share and sole exposed seconds of each communication span."""
         rows = np.maximum(self.active_rows, 1)
         return (
             self._integral(np.where(self.active_rows > 0, self.seconds / rows, 0.0)),
@@ -344,10 +372,10 @@ class _Segments:
         )
 
     def _integral(self, row_seconds: np.ndarray) -> np.ndarray:
-        """[m] what each span gets of `row_seconds` (per segment), its row's instances sharing equally.
+        """Return [m] the part of each span in `row_seconds` (per segment), which a row's instances share equally.
 
-        Two running sums do it: one over segments gives the seconds between neighbouring boundaries of a row, one over
-        those, each divided by the instances active, gives a span its part as a difference of two values.
+        Two running sums do it. One over segments gives the seconds between neighbouring boundaries of a row. One over
+        those, each divided by its active instances, gives a span's part as a difference of two values.
         """
         until = _led(0.0, np.cumsum(row_seconds))[self.boundary]
         between = np.diff(until, append=until[-1:])
@@ -357,7 +385,7 @@ class _Segments:
 
 
 def _checked_spans(spans, name: str) -> np.ndarray:
-    """Spans that a user gave, as float64 [n, 2]."""
+    """Return the user's spans as float64 [n, 2]."""
     try:
         array = np.asarray(spans, np.float64)
     except (TypeError, ValueError) as e:
@@ -376,10 +404,10 @@ def _checked_spans(spans, name: str) -> np.ndarray:
 
 
 def _led(first: float, rest: np.ndarray) -> np.ndarray:
-    """[n + 1] a value and those behind it; `np.r_` takes ten times as long."""
+    """Return [n + 1] a value and the values behind it; `np.r_` would take ten times as long."""
     return np.concatenate(([first], rest))
 
 
 def _clipped(spans: np.ndarray, window) -> np.ndarray:
-    """Spans cut to the window, in seconds from its start (so that an epoch's magnitude costs no precision)."""
+    """Return the spans clipped to the window, in seconds from its start, so that an epoch costs no precision."""
     return np.clip(spans - window[0], 0.0, window[1] - window[0])

@@ -91,7 +91,7 @@ def summarize(
     row_of, groups = group_rows(timeline.collectives)
     each, known = facts.steps_per_call, instructions or {}
     found = swept.sweeps if swept else [sweep(step, len(timeline.collectives), row_of) for step in timeline.steps]
-    sweeps = [one.each_of(each) for one in found]
+    sweeps = [one.mean_over(each) for one in found]
     rows = communication_rows(timeline, sweeps, row_of, groups, known, machines.cluster)
     step = step_part(source, sweeps, facts, machines.num_gpus, step_bounds)
     totals = None
@@ -370,7 +370,7 @@ def _step_samples(
     """
     left_out = trace.left_out if trace else ()
     by_step: dict[int, list[tuple[Sweep, int]]] = {}
-    found = [*zip(timeline.steps, sweeps), *((out.step, out.swept.each_of(each)) for out in left_out)]
+    found = [*zip(timeline.steps, sweeps), *((out.step, out.swept.mean_over(each)) for out in left_out)]
     for step, swept in found:
         by_step.setdefault(step.step, []).append((swept, step.device))
     why = {out.step.step: out.why for out in left_out}

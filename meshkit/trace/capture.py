@@ -1,10 +1,10 @@
-"""Capture of real steps: a profiler trace, and what the trace does not say.
+"""Capture real steps: a profiler trace, and the facts that the trace does not have.
 
     trace/plugins/profile/p0/HOST.xplane.pb   what ran (TensorBoard and XProf open `trace/` as well)
-    trace/program-p0.hlo.pb.gz                the compiled program: what each operation communicates
+    trace/program-p0.hlo.pb.gz                the compiled program, with each operation's communication
     trace/capture-p0.json                     mesh, devices, links, cluster, steps, work, options, versions, cost
 
-Each process writes its own files; of a large job some are enough. The trace itself is not looked at here:
+Each process writes its own files; of a large job some processes are enough. The trace itself is not read here:
 `meshkit.verbs.profile.profiler` reads the files, on any machine.
 """
 
@@ -31,26 +31,30 @@ from meshkit.redaction import recorded_environment
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace import captured
 
-_HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none
+_HOST_TRACER_LEVEL = 1  # The lowest level at which XLA:CPU's operations are traced; GPU kernels need none.
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A compiled step, and what is known of it."""
+    """A compiled step, and the known facts of it."""
 
-    program: Any  # the compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`
-    mesh: jax.sharding.Mesh  # the mesh it was compiled for
-    cluster: Cluster | None = None  # what the mesh was built from, if it was
+    program: Any
+    """The compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`."""
+    mesh: jax.sharding.Mesh
+    """The mesh that it was compiled for."""
+    cluster: Cluster | None = None
+    """The cluster that the mesh was built from, if any."""
     mesh_spec: MeshSpec | None = None
     facts: StepFacts = NO_FACTS
-    options: Mapping[str, Any] | None = None  # what it was compiled with
+    options: Mapping[str, Any] | None = None
+    """The options that it was compiled with."""
 
 
 class Capture:
     """Traces the steps from `first` to `last` of a training loop, both included.
 
-    The loop calls `before(step, state)` and `after(step, outputs)` around every step; all but two of the calls are one
-    comparison. Before the first step, and after the last, it waits until the device has nothing left to do.
+    The loop calls `before(step, state)` and `after(step, outputs)` around every step; all but two of the calls make one
+    comparison only. Before the first step, and after the last, it waits until the device has nothing left to do.
 
         capture = Capture(run / "trace", CapturedStep(compiled, mesh), steps=(10, 13))
         for step in range(steps):
@@ -59,13 +63,13 @@ class Capture:
             capture.after(step, (state, metrics))
 
     Args:
-        folder: where the files go; what an earlier capture of this process left there is removed.
-        step: what runs.
+        folder: the folder for the files; files of an earlier capture of this process are removed.
+        step: the step that runs.
         steps: (first, last).
-        processes: which processes capture; None for all. In the others nothing happens.
+        processes: processes that capture; None for all. In the others nothing happens.
 
     Raises:
-        ConfigError: `last` before `first`, or a program that holds no compiled module.
+        ConfigError: `last` is before `first`, or the program has no compiled module.
     """
 
     def __init__(
@@ -81,25 +85,25 @@ class Capture:
         self._done = 0
         self._start_s = self._began = 0.0
         self.untraced_step_s: float | None = None
-        """Set it before the first step: a step's median without a trace, to tell the overhead."""
+        """A step's median without a trace, to tell the overhead; set it before the first captured step."""
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
-        """Starts the trace if this is the first step to capture, once `pending` arrays are ready.
+        """Start the trace if this is the first step to capture, once `pending` arrays are ready.
 
         Args:
-            step: number of the step that comes next.
-            pending: a pytree of arrays; None waits for all that this process holds.
+            step: number of the next step.
+            pending: a pytree of arrays; None waits for all arrays of this process.
         """
         if step == self.first and not self.active:
             self.start(pending)
 
     def after(self, step: int, pending: Any = None) -> None:
-        """Counts a step, and stops the trace after the last one, once `pending` arrays are ready.
+        """Count a step, and stop the trace after the last one, once `pending` arrays are ready.
 
         Args:
-            step: number of the step that was called last.
-            pending: as of `before`, waited for after the last step only.
+            step: number of the last step.
+            pending: as in `before`; waited for after the last step only.
         """
         if self.active:
             self._done += 1
@@ -107,25 +111,26 @@ class Capture:
                 self.stop(pending)
 
     def start(self, pending: Any = None) -> None:
-        """Starts the trace.
+        """Start the trace.
 
-        Removes what an earlier capture left before. Does nothing in a process that was not chosen.
+        It removes the files of an earlier capture first, and does nothing in a process that was not chosen.
 
         Args:
-            pending: a pytree of arrays to wait for; None: all that this process holds.
+            pending: a pytree of arrays to wait for; None waits for all arrays of this process.
         """
         if self._processes is not None and jax.process_index() not in self._processes:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
         began = time.perf_counter()
         clean(self.folder)
-        start_trace(self.folder, programs=False)  # recorded apart, in a form that can be read without the trace
+        # The program is recorded apart, in a form that can be read without the trace.
+        start_trace(self.folder, programs=False)
         self.active, self._done = True, 0
         self._began = time.perf_counter()
         self._start_s = self._began - began
 
     def stop(self, pending: Any = None) -> None:
-        """Stops the trace once `pending` arrays are ready (None: all of this process), and writes the other files."""
+        """Stop the trace once `pending` arrays are ready (None: all of this process), and write the other files."""
         if not self.active:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
@@ -141,14 +146,13 @@ class Capture:
         self._write(cost)
 
     def abandon(self) -> None:
-        """Stops the trace and keeps nothing: the steps failed."""
+        """Stop the trace and keep nothing, since the steps failed."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()
             clean(self.folder)
 
     def _write(self, cost: captured.CapturedCost) -> None:
-        """Writes the program and the sidecar."""
         process = jax.process_index()
         program_file = f"program-p{process}.hlo.pb.gz"
         serialized = self._module.as_serialized_hlo_module_proto()
@@ -189,17 +193,17 @@ class Capture:
             jaxlib=metadata.version("jaxlib"),
             runtime=mesh.devices.flat[0].client.platform_version,
         )
-        # last, and complete: a reader that finds this file finds the others
+        # It is written last and at once, so that a reader who finds this file finds the others.
         (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
 
 
 @contextlib.contextmanager
 def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Iterator[None]:
-    """Traces what runs inside the block, with the programs in the trace itself: nobody has to know them.
+    """Trace a block, with its programs in the trace itself, so that nobody has to know them.
 
     Args:
-        folder: where the trace goes; what an earlier one of this process left there is removed.
-        processes: which processes trace; None for all.
+        folder: the folder for the trace; an earlier trace of this process is removed.
+        processes: processes that trace; None for all.
     """
     if processes is not None and jax.process_index() not in processes:
         yield
@@ -218,10 +222,10 @@ def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Ite
 
 
 def start_trace(folder: Path, *, programs: bool) -> None:
-    """Starts the profiler, in a session of this process.
+    """Start the profiler, in a session of this process.
 
     Args:
-        folder: made where it is not there; the trace goes to `plugins/profile/p<process>/` in it.
+        folder: made if needed; the trace goes to `plugins/profile/p<process>/` in it.
         programs: whether the profiler puts the HLO of what runs into the trace.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,12 +233,12 @@ def start_trace(folder: Path, *, programs: bool) -> None:
     options.python_tracer_level = 0
     options.host_tracer_level = _HOST_TRACER_LEVEL
     options.enable_hlo_proto = programs
-    options.session_id = f"p{jax.process_index()}"  # processes on one host would overwrite each other's file
+    options.session_id = f"p{jax.process_index()}"  # Processes on one host would overwrite each other's file.
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 
 def clean(folder: Path) -> None:
-    """Removes what an earlier capture of this process left."""
+    """Remove the files of an earlier capture of this process."""
     process = jax.process_index()
     shutil.rmtree(folder / "plugins" / "profile" / f"p{process}", ignore_errors=True)
     for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
@@ -242,17 +246,17 @@ def clean(folder: Path) -> None:
 
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
-    """The processes that capture: None all, a number that many evenly over the job, a list those.
+    """Return the processes that capture: None for all, a number for so many spread over the job, a list for those.
 
     Args:
-        choice: as [profile] processes gives it; a number beyond those of the job is all of them.
-        processes: how many the job has.
+        choice: as [profile] processes gives it; a number larger than the job takes all of them.
+        processes: number of the job's processes.
 
     Returns:
-        their numbers in order, each once; None for all.
+        Their numbers in order, each once; None for all.
 
     Raises:
-        ConfigError: a process that the job does not have.
+        ConfigError: the job does not have one of the processes.
     """
     if choice is None:
         return None
@@ -268,7 +272,6 @@ def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tupl
 
 
 def _written_trace(folder: Path, process: int) -> captured.CapturedTrace | None:
-    """The trace file that the profiler left."""
     found = sorted((folder / "plugins" / "profile" / f"p{process}").glob("*.xplane.pb"))
     if not found:
         return None
@@ -277,38 +280,40 @@ def _written_trace(folder: Path, process: int) -> captured.CapturedTrace | None:
 
 
 def _compiled_module(program: Any) -> Any:
-    """The HLO module of a compiled program."""
     try:
         modules = program.runtime_executable().hlo_modules()
     except AttributeError:
         raise ConfigError(
             f"`program` is {a_type(program)}, but a capture needs the compiled program it traces.",
-            hint="jitted.lower(*args).compile(), and calling what that returns",
+            hint="jitted.lower(*args).compile(), and a call of its result",
         ) from None
     return modules[0]
 
 
 def serialized_module(program: Any) -> bytes:
-    """A compiled program as its `HloModuleProto`.
+    """Return a compiled program as its `HloModuleProto`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the program is not compiled.
     """
     return _compiled_module(program).as_serialized_hlo_module_proto()
 
 
 def trace_devices(mesh: jax.sharding.Mesh) -> tuple[captured.CapturedDevice, ...]:
-    """This process's devices, as its traces number them."""
+    """Return this process's devices, as its traces number them."""
     return tuple(captured.CapturedDevice(id=id_, ordinal=i) for i, id_ in device_numbers(mesh.local_devices).items())
 
 
 def device_numbers(devices: Sequence[Any]) -> dict[int, int]:
-    """The number of a device of this process in its traces -> the device's id in the job."""
+    """Return number of a device in this process's traces -> the device's id in the job."""
     return {_ordinal(d): d.id for d in devices}
 
 
 def _ordinal(device: Any) -> int:
-    """XLA:CPU traces use global ids, the CUDA profiler the process's own numbering."""
+    """Return a device's number in traces.
+
+    XLA:CPU's use global ids, the CUDA profiler numbers each process's devices.
+    """
     if device.platform == "cpu":
         return device.id
     return device.id if device.local_hardware_id is None else device.local_hardware_id
@@ -317,7 +322,7 @@ def _ordinal(device: Any) -> int:
 def captured_memory(
     devices: Any, before_bytes: int | None = None, program_bytes: int | None = None
 ) -> captured.CapturedMemory:
-    """The allocator of the fullest of some devices; none of CPU devices, which count nothing."""
+    """Return the allocator of the fullest of some devices; CPU devices count nothing, and have none."""
     found = [stats for d in devices if (stats := d.memory_stats())]
     if not found:
         return captured.CapturedMemory()
@@ -331,6 +336,6 @@ def captured_memory(
 
 
 def program_bytes_of(program: Any) -> int | None:
-    """What XLA counts for a compiled program; None where it does not say."""
+    """Return XLA's bytes for a compiled program; None if it does not say."""
     found = memory_of(program) if hasattr(program, "memory_analysis") else None
     return bytes_at_once(found) if found else None

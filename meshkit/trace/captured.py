@@ -1,7 +1,6 @@
-"""A run folder's capture, as files on disk -> checked records, the compiled program, and the traces to read.
+"""Open the capture of a run folder: check its records, the compiled program and the traces before they are read.
 
-`meshkit.trace.capture` writes the files. Everything that can be mixed up, cut short or missing is found here, before a
-number is computed from it.
+`meshkit.trace.capture` writes the files. Every mix-up, cut or gap in them is found here, before a number is computed.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Note, Trace, read_trace, some
 from meshkit.units import format_bytes
 
-TRACE_FOLDER = "trace"  # of a run folder
+TRACE_FOLDER = "trace"  # A folder inside a run folder.
 _LARGEST_RECORD_BYTES = 16 * 2**20
-LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
-# Numbers of a sidecar that comes from elsewhere: arrays and ranges are made of them.
+LARGEST_PROGRAM_BYTES = 2**30  # Limit of the unpacked file; a proto cannot have more than twice that.
+# Limits on numbers of a sidecar from elsewhere, since arrays and ranges are made of them.
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
-_MOST_ENTRIES = 6  # of a folder that are named
+_MOST_ENTRIES = 6  # A message names so many files of a folder.
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
-# What of a step's facts a sidecar holds.
+# The parts of a step's facts that a sidecar holds.
 _WORK = {
     *("model_flops", "model_flops_causal", "hardware_flops_per_gpu", "tokens", "peak_flops_per_gpu", "training_steps"),
     *("steps_per_call", "pipeline"),
@@ -57,43 +56,48 @@ class CapturedMesh(_Record):
     device_ids: tuple[Id, ...]
 
     def placement(self, cluster: Cluster | None, spec: MeshSpec | None) -> Placement:
-        """Where its devices are: as its spec says, else by id, in the order of the cluster's GPU index.
+        """Return the placement of its devices: as its spec says, else by id, in the order of the cluster's GPU index.
 
         Args:
-            cluster: GPUs and links; None takes all devices for one domain, as does one of another size without a spec.
-            spec: the mesh as declared on that cluster; None goes by the ids.
+            cluster: GPUs and links; None, or a cluster of another size without a spec, takes all devices for one
+                domain.
+            spec: the mesh as declared on that cluster; with None, the ids decide.
         """
         if spec is not None and cluster is not None:
             return spec.resolve(cluster).placement(cluster)
-        gpus = np.argsort(np.argsort(self.device_ids))  # rank of each id
+        gpus = np.argsort(np.argsort(self.device_ids))
         if cluster is None or cluster.num_gpus != gpus.size:
             return Placement.from_shape(self.axes, self.shape)
         return Placement.of_gpus(self.axes, self.shape, gpus, cluster)
 
 
 class CapturedDevice(_Record):
-    """A device of one process: its id in the job, and the number under which this process's trace knows it."""
+    """A device of one process: its id in the job, and its number in this process's trace."""
 
     id: Id
     ordinal: Id
 
 
 class CapturedMemory(_Record):
-    """Allocator of the fullest local device, whose peak is of the whole process and cannot be set back."""
+    """Allocator of the fullest local device; its peak is that of the whole process and cannot be reset."""
 
-    pool_bytes: int | None = None  # what it may take
-    peak_bytes: int | None = None  # the most it had taken
-    before_bytes: int | None = None  # that peak before the first step: compiling tries kernels out, the state is made
-    program_bytes: int | None = None  # what XLA counts for the program that was compiled here
+    pool_bytes: int | None = None
+    """Bytes that it may take."""
+    peak_bytes: int | None = None
+    """The most bytes that it ever held."""
+    before_bytes: int | None = None
+    """That peak before the first step, when compiling tries kernels and the state is made."""
+    program_bytes: int | None = None
+    """Bytes that XLA counts for the program that was compiled here."""
 
     @property
     def before_steps(self) -> bool:
-        """Whether the peak is not of the steps."""
+        """Whether the peak was reached before the first step."""
         return self.peak_bytes is not None and self.peak_bytes == self.before_bytes
 
 
 class CapturedTrace(_Record):
-    """The trace file as it was written: what is read later must be the same."""
+    """The trace file as it was written, to check that the same file is read later."""
 
     file: str
     bytes: int
@@ -101,16 +105,20 @@ class CapturedTrace(_Record):
 
 
 class CapturedCost(_Record):
-    """What the capture itself took."""
+    """Time that the capture itself took."""
 
-    start_s: float  # to start the profiler
-    stop_s: float  # to stop it and write its file
-    traced_step_s: float | None = None  # mean step while it ran
-    untraced_step_s: float | None = None  # median step of the same run before it started; None if there was none
+    start_s: float
+    """Seconds to start the profiler."""
+    stop_s: float
+    """Seconds to stop it and write its file."""
+    traced_step_s: float | None = None
+    """Mean step while it ran."""
+    untraced_step_s: float | None = None
+    """Median step of the same run before it started; None without any."""
 
 
 class CaptureRecord(_Record):
-    """What a process knew when it captured: `capture-pN.json`. Keys may be added, never renamed."""
+    """The record of a process about its capture: `capture-pN.json`. Keys may be added, never renamed."""
 
     schema_name: Literal["meshkit.capture/1"] = "meshkit.capture/1"
     process: ProcessId
@@ -148,7 +156,7 @@ class CaptureRecord(_Record):
     @field_validator("cluster")
     @classmethod
     def _names_no_file(cls, table: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A file that a sidecar names would be one of this machine, read and quoted for whoever wrote the sidecar."""
+        """Refuse a file in a sidecar's table: it would be read on this machine for whoever wrote the sidecar."""
         if table and table.get("file") is not None:
             raise ValueError("holds the machines of the capture, and may not name a file")
         return table and {**table, "calibration": None}
@@ -167,20 +175,28 @@ class CaptureRecord(_Record):
 
 @dataclass(frozen=True)
 class Captured:
-    """One capture."""
+    """One capture, opened and checked."""
 
-    folder: Path  # `trace/` of the run
-    records: tuple[CaptureRecord, ...]  # the sidecars, by process
-    cluster: Cluster | None  # what the mesh was built from, if that was recorded
-    placement: Placement  # where the partitions of the program were
-    module: Module  # the compiled program
-    schedule: Schedule | None  # the same, read; None where this version does not know a form of HLO in it
-    program: TracedProgram  # what its traces are read with
-    broken: dict[int, str]  # process -> what is wrong with its trace file, of those that cannot be used
+    folder: Path
+    """`trace/` of the run."""
+    records: tuple[CaptureRecord, ...]
+    """The sidecars, by process."""
+    cluster: Cluster | None
+    """The cluster that the mesh was built from, if it was recorded."""
+    placement: Placement
+    """Placement of the program's partitions."""
+    module: Module
+    """The compiled program."""
+    schedule: Schedule | None
+    """Its schedule; None where this version does not know a form of HLO in it."""
+    program: TracedProgram
+    """The description with which its traces are read."""
+    broken: dict[int, str]
+    """Process -> the reason why its trace file cannot be used."""
 
     @property
     def record(self) -> CaptureRecord:
-        """The first process's; what concerns the whole job is in all of them."""
+        """The first process's record; all records agree on what concerns the whole job."""
         return self.records[0]
 
     @property
@@ -191,19 +207,19 @@ class Captured:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The processes that should have, and have left nothing."""
+        """The processes that should have captured, and left nothing."""
         return tuple(sorted(set(self.expected) - {r.process for r in self.records}))
 
 
 def open_capture(run: str | Path, *, only_process: int | None = None) -> Captured:
-    """The capture of a run folder, checked.
+    """Return the capture of a run folder, checked.
 
     Args:
         run: the folder.
-        only_process: of a capture by several processes, whose part is read; None all.
+        only_process: the process whose part is read; None for all.
 
     Raises:
-        TraceError: there is none, its files contradict each other, or none of its traces can be used.
+        TraceError: there is no capture, its files contradict each other, or none of its traces can be used.
     """
     captured = open_program(run, only_process=only_process)
     errors: dict[int, TraceError] = {}
@@ -218,14 +234,14 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
 
 
 def open_program(run: str | Path, *, only_process: int | None = None) -> Captured:
-    """The program and the sidecars of a capture, whose traces may be elsewhere.
+    """Return the program and the sidecars of a capture, whose traces may be elsewhere.
 
     Args:
         run: the folder.
-        only_process: whose part is read; None all.
+        only_process: the process whose part is read; None for all.
 
     Raises:
-        TraceError: there is none, or its files contradict each other.
+        TraceError: there is no capture, or its files contradict each other.
     """
     folder = _trace_folder(Path(run))
     records = read_records(folder)
@@ -242,14 +258,14 @@ def open_program(run: str | Path, *, only_process: int | None = None) -> Capture
 
 
 def read_captured(captured: Captured, rows: np.ndarray | None = None, chosen: Container[int] | None = None) -> Trace:
-    """Reads the traces of a capture.
+    """Read the traces of a capture.
 
     Args:
         captured: from `open_capture`.
         rows, chosen: report row of each collective, and the steps to keep; see `read_trace`.
 
     Raises:
-        TraceError: no trace can be read, or none is of the program.
+        TraceError: no trace can be read, or none contains the program.
     """
     first_step, num_steps = captured.record.first_step, captured.record.num_steps or None
     files = [
@@ -271,19 +287,19 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None, chosen: Co
 
 
 def notes_of_capture(captured: Captured) -> Iterator[Note]:
-    """What is known to be missing before a trace is opened."""
+    """Yield notes on what is known to be missing before a trace is opened."""
     expected, missing, broken = captured.expected, captured.missing, captured.broken
-    if 0 < captured.record.num_steps < 3:  # the last is never whole
+    if 0 < captured.record.num_steps < 3:  # The last step is never whole.
         yield Note(
             "one_step",
-            "One whole step is in the trace, the first that ran in it, and the first is often the slowest: capture "
-            "four ([profile] steps) for a mean.",
+            "The trace has one whole step, the first that ran in it, and the first is often the slowest: capture four "
+            "([profile] steps) for a mean.",
         )
     if missing:
         yield Note(
             "missing_processes",
-            f"The traces of {len(missing)} of {len(expected)} processes are missing ({some(missing)}); the means are "
-            "of the others.",
+            f"The traces of {len(missing)} of {len(expected)} processes are missing ({some(missing)}); means are over "
+            "the others.",
         )
     if broken:
         first, reason = next(iter(broken.items()))
@@ -292,24 +308,24 @@ def notes_of_capture(captured: Captured) -> Iterator[Note]:
     if len(expected) < captured.record.processes:
         yield Note(
             "process_subset",
-            f"{len(expected)} of {captured.record.processes} processes captured, as [profile] processes asks: the "
-            "means are of their devices, and waiting is unknown in groups with others.",
+            f"{len(expected)} of {captured.record.processes} processes captured, as [profile] processes asks: means "
+            "are over their devices, and waiting is unknown in groups with others.",
         )
     memory = captured.record.memory
     if memory.before_steps:
         counted = f"; XLA counts {format_bytes(memory.program_bytes)} for the step" if memory.program_bytes else ""
         yield Note(
             "peak_before_steps",
-            f"The allocator's peak, {format_bytes(memory.peak_bytes)}, was reached before the first step, where XLA "
-            f"tries kernels out and the state is made{counted}.",
+            f"The allocator's peak, {format_bytes(memory.peak_bytes)}, was reached before the first step, when XLA "
+            f"tries kernels and the state is made{counted}.",
         )
 
 
 def read_records(folder: Path) -> list[CaptureRecord]:
-    """The sidecars of a capture, by process.
+    """Return the sidecars of a capture, by process.
 
     Raises:
-        TraceError: there are none, one is garbage, or they are of different captures.
+        TraceError: there are none, one is damaged, or they belong to different captures.
     """
     records = []
     for file in sorted(folder.glob("capture-p*.json")):
@@ -324,14 +340,14 @@ def read_records(folder: Path) -> list[CaptureRecord]:
     if not records:
         raise TraceError(f"there is no captured trace; {contents(folder)}.", at=str(folder), hint=_HINT)
     records.sort(key=lambda r: r.process)
-    # a smaller job that ran again in the same folder leaves the files of the larger one's other processes behind
+    # A smaller job that ran again in the same folder leaves the files of the larger job's other processes behind.
     records = [r for r in records if r.processes == records[0].processes]
     _check_one_job(folder, records)
     return records
 
 
 def _check_one_job(folder: Path, records: Sequence[CaptureRecord]) -> None:
-    """Whether the sidecars are those of one capture of one program."""
+    """Raise an error unless the sidecars belong to one capture of one program."""
     if len({r.process for r in records}) < len(records):
         raise TraceError("two files describe the capture of one process.", at=str(folder))
     if len({(r.module, r.mesh.device_ids) for r in records}) > 1:
@@ -346,14 +362,14 @@ def _check_one_job(folder: Path, records: Sequence[CaptureRecord]) -> None:
 
 
 def trace_file(folder: Path, record: CaptureRecord) -> Path:
-    """The trace of a process.
+    """Return the trace of a process.
 
     Args:
         folder: `trace/` of the run.
-        record: its sidecar; where the file that it names is not there, the only trace of the process's session is it.
+        record: its sidecar; if the file that it names is missing, the only trace of the process's session is taken.
 
     Raises:
-        TraceError: there is none, there are several, or the sidecar names one outside of the folder.
+        TraceError: there is none, there are several, or the sidecar names a file outside the folder.
     """
     session = folder / "plugins" / "profile" / f"p{record.process}"
     named = inside(folder, record.trace.file) if record.trace else None
@@ -361,7 +377,7 @@ def trace_file(folder: Path, record: CaptureRecord) -> Path:
         raise TraceError(
             f"process {record.process} names the trace {record.trace.file!r}, which is not in this folder.",
             at=str(folder),
-            hint="a capture from a source that you trust: this one is not honest",
+            hint="a capture from a source that you trust",
         )
     found = [named] if named is not None and named.is_file() else sorted(session.glob("*.xplane.pb"))
     if not found:
@@ -373,7 +389,7 @@ def trace_file(folder: Path, record: CaptureRecord) -> Path:
 
 
 def _check_trace(folder: Path, record: CaptureRecord) -> None:
-    """Whether the trace is there, and the one that was captured."""
+    """Raise an error unless the trace is there and is the one that was captured."""
     file = trace_file(folder, record)
     if record.trace is None:
         return
@@ -389,12 +405,12 @@ def _check_trace(folder: Path, record: CaptureRecord) -> None:
 
 
 def has_capture(run: Path) -> bool:
-    """Whether a folder is a run's with a capture, or the capture itself."""
+    """Return whether a folder is a run's with a capture, or the capture itself."""
     return any(next(folder.glob("capture-p*.json"), None) for folder in (run, run / TRACE_FOLDER))
 
 
 def contents(folder: Path) -> str:
-    """`it holds 12 entries (a, b, c, d, ...)`; `it is empty`."""
+    """Return `it holds 12 entries (a, b, c, d, ...)`; `it is empty`."""
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
@@ -404,7 +420,7 @@ def contents(folder: Path) -> str:
 
 
 def _trace_folder(run: Path) -> Path:
-    """The folder with the sidecars, of a run folder or itself."""
+    """Return the folder with the sidecars: the run folder's, or the folder itself."""
     folder = run / TRACE_FOLDER
     if folder.is_dir():
         return folder
@@ -417,7 +433,7 @@ def _trace_folder(run: Path) -> Path:
 
 
 def _read_module(folder: Path, record: CaptureRecord) -> Module:
-    """The compiled program, checked to be the one that the sidecar names."""
+    """Return the compiled program, checked to be the one that the sidecar names."""
     file = folder / Path(record.program_file).name
     try:
         module = Module(gunzip(read_regular(file, LARGEST_PROGRAM_BYTES), LARGEST_PROGRAM_BYTES))
@@ -431,16 +447,17 @@ def _read_module(folder: Path, record: CaptureRecord) -> Module:
 
 
 def traced_program(module: Module, read: ReadProgram, device_ids: Sequence[int]) -> TracedProgram:
-    """What the program says of the operations that its traces hold; its partitions run on `device_ids` in order.
+    """Return the program's description of the operations in its traces; its partitions run on `device_ids` in order.
 
     Args:
         module: the compiled program.
-        read: the same, from `read_program`; without a schedule `expected`, `kernels` and `graph_nodes` stay empty.
-        device_ids: [partitions] the global id of each one's device.
+        read: the same program, from `read_program`; without a schedule `expected`, `kernels` and `graph_nodes` stay
+            empty.
+        device_ids: [partitions] the global id of each partition's device.
     """
     instructions = module.instructions.values()
     fusions = (i for i in instructions if i.opcode == "fusion" and i.name in read.collectives)
-    # one kernel which computes a matmul and communicates
+    # One kernel may compute a matmul and communicate.
     fused = {i.name for i in fusions for c in i.called if {"dot", "convolution"} & {j.opcode for j in c.instructions}}
     expected: dict[str, int] = {}
     if read.schedule is not None:
@@ -461,6 +478,6 @@ def traced_program(module: Module, read: ReadProgram, device_ids: Sequence[int])
 
 
 def digest(file: Path) -> str:
-    """blake2b of a file."""
+    """Return the blake2b digest of a file."""
     with open_regular(file) as f:
         return hashlib.file_digest(f, "blake2b").hexdigest()[:32]

@@ -1,13 +1,13 @@
-"""Kernels inside CUDA graphs -> the instructions that they are.
+"""Find the instructions of kernels inside CUDA graphs.
 
-XLA:GPU replays runs of instructions as CUDA graphs, its command buffers, and the profiler then gives each kernel the
-name of its command buffer in place of its instruction's. What a graph launches are the instructions of one stretch of
-the program, in their order; so the order of its kernels is laid beside that of the program, as two texts are compared:
+XLA:GPU replays runs of instructions as CUDA graphs, its command buffers. The profiler then gives each kernel the name
+of its command buffer in place of its instruction's. A graph launches the instructions of one stretch of the program, in
+their order. So the order of its kernels is aligned with that of the program, as in a comparison of two texts:
 
-- a fusion's kernel bears the fusion's name, or that of an equal one which XLA compiled before;
-- a library's kernel says what it does (a matmul, attention, a collective), and a copy or a memset that it is one.
+- a fusion's kernel has the fusion's name, or that of an equal fusion which XLA compiled before;
+- a library's kernel tells its work (a matmul, attention, a collective), and a copy or a memset that it is one.
 
-What the comparison leaves over gets the instruction of its name, if there is one. All else stays without.
+A kernel that the comparison leaves over gets the instruction of its name, if there is one. All others have none.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _STEM = re.compile(r"(?:[._]+(?:\d+|clone|remat\d*|peeled|double|buffer))+$")
 _COPY = re.compile(r"^memcpy", re.IGNORECASE)
 _FILL = re.compile(r"^memset", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bprop|bwd|compute_dot_do_o|convert_dq|reduce_head", re.IGNORECASE)
-_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # adds up what the kernel before it multiplied
-_NUMBERS = ("partition-id", "replica-id")  # a memset of four bytes each
-_NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # a kernel of XLA's own, and a copy
+_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # This kernel adds up the products of the kernel before it.
+_NUMBERS = ("partition-id", "replica-id")  # Each is a memset of four bytes.
+_NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # XLA's own kernels, and copies.
 _SLICES = re.compile(r"copy|slice")
-MOST_CELLS = 30_000_000  # of one comparison: a graph of five thousand kernels; 0.3 GB for a second
-# What a pair of a kernel and an instruction is worth.
+MOST_CELLS = 30_000_000  # Cells of one comparison: a graph of five thousand kernels; 0.3 GB for a second.
+# The worth of a pair of a kernel and an instruction.
 _SAME_NAME, _SAME_WORK, _SAME_STEM, _SAME_KIND, _COPIES, _ANY_LIBRARY, _FILLS = 4.0, 3.8, 2.0, 3.0, 2.0, 0.8, 0.5
-_AGAIN = 1.0  # at most, of a second kernel of one instruction
-_LEFT_OUT, _UNKNOWN = 0.3, 0.5  # the cost of an instruction without a kernel, and of a kernel without an instruction
-_TAKEN = 0.7  # what is left of a pair's worth where another graph has the instruction
+_AGAIN = 1.0  # The most for a second kernel of one instruction.
+_LEFT_OUT, _UNKNOWN = 0.3, 0.5  # The costs of an instruction without a kernel, and of a kernel without an instruction.
+_TAKEN = 0.7  # The remaining share of a pair's worth if another graph has the instruction.
 
 
 def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, ...]:
-    """The instructions of a program that run on a GPU, in their order, what loops and calls run in their place.
+    """Return the instructions of a program that run on a GPU, in their order; bodies of loops and calls are in place.
 
     Args:
         module: the program.
-        schedule: the same, read; None gives no nodes.
+        schedule: its schedule; None gives no nodes.
     """
     if schedule is None:
         return ()
@@ -63,9 +63,9 @@ def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, .
 
 
 def _node(i: Instruction, module: Module) -> GraphNode:
-    """One instruction; of an asynchronous kernel that which it starts."""
+    """Return the node of one instruction; for an asynchronous kernel, of the one that it starts."""
     if i.collective is not None:
-        name = i.name.rpartition("/")[2]  # of several that are started together, as the program names it
+        name = i.name.rpartition("/")[2]  # The program names several that start together so.
         return GraphNode(name, "", name, "", i.collective.collective, copies=False, fills=False)
     at = module.instructions[i.name]
     if at.opcode == "async-start":
@@ -85,22 +85,21 @@ def _node(i: Instruction, module: Module) -> GraphNode:
 
 
 def _library(name: str) -> str:
-    """What a library's kernel or a custom call's target does: its kind, of attention with the direction."""
+    """Return the work of a library's kernel or a custom call's target: its kind; for attention, with the direction."""
     kind = kind_of_kernel(name)
     return f"{kind} backward" if kind == "attention" and _BACKWARD.search(name) else kind
 
 
 def _work(at: HloInstruction) -> Hashable:
-    """What an instruction does, by opcode, shape and literal."""
     return (at.opcode, *(value for number in (3, 8) for value in at.fields.get(number, ()) if number in at.fields))
 
 
 def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
-    """Gives the operations that ran inside graphs of a program their instruction; "" where it is not known.
+    """Give the operations that ran inside a program's graphs their instructions; "" where unknown.
 
     Args:
-        found: of one file; its `labels` and `devices` are changed in place.
-        program: whose `graph_nodes` the kernels are compared with.
+        found: operations of one file; its `labels` and `devices` are changed in place.
+        program: the program whose `graph_nodes` are compared with the kernels.
     """
     own = program.owns(found.labels)
     hidden = np.array([mine and _is_hidden(label) for label, mine in zip(found.labels, own)], bool)
@@ -115,7 +114,7 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
             of = int(ops.label[at[0]])
             if (of, name) not in known:
                 new = before[of]._replace(op=name)
-                if found.labels[of] is before[of] and hidden[of]:  # nobody needs it any more
+                if found.labels[of] is before[of] and hidden[of]:  # Nobody needs the old label any more.
                     known[of, name], found.labels[of] = of, new
                 else:
                     known[of, name] = len(found.labels)
@@ -125,14 +124,14 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
 
 
 def _is_hidden(label: Label) -> bool:
-    """Whether an operation has the name of a command buffer in place of its instruction's."""
+    """Return whether an operation has the name of a command buffer in place of its instruction's."""
     return label.graph and (not label.op or bool(_COMMAND_BUFFER.match(label.op)) or is_container(label))
 
 
 def _named(
     ops: DeviceOperations, rows: np.ndarray, labels: Sequence[Label], names: _Names
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Operations of one label and node, as indices, with the name of their instruction.
+    """Yield the operations of one label and node, as indices, with the name of their instruction.
 
     Args:
         rows: the operations to name, in time.
@@ -149,25 +148,24 @@ def _named(
     graph = np.array([graphs[key] for key in of_kind])[kind]
     found: dict[int, str] = {}
     for (buffer, number), at in zip(graphs, _parts(graph)):
-        if number < 0:  # nothing tells one node from another
+        if number < 0:  # Nothing distinguishes the nodes.
             continue
         ids, start, count = np.unique(launch[at], return_index=True, return_counts=True)
-        whole = at[launch[at] == ids[np.lexsort((start, -count))[0]]]  # the first launch of those with most kernels
+        whole = at[launch[at] == ids[np.lexsort((start, -count))[0]]]  # The first launch with the most kernels.
         once = np.sort(np.unique(kind[whole], return_index=True)[1])
         order = kind[whole[once]].tolist()
-        found |= zip(order, names.of(buffer, [label_of[k].name for k in order]))
+        found |= zip(order, names.instructions(buffer, [label_of[k].name for k in order]))
     for k, at in enumerate(_parts(kind)):
         name = found.get(k)
-        yield rows[at], names.by_name(label_of[k].name) if name is None else name
+        yield rows[at], names.instruction_named(label_of[k].name) if name is None else name
 
 
 def _parts(number: np.ndarray) -> list[np.ndarray]:
-    """Where each number of 0 ... n - 1 stands, in order."""
     return np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
 
 
 class _Names:
-    """Compares the kernels of graphs with a program's instructions; each order of kernels once."""
+    """Compares the kernels of graphs with a program's instructions, each order of kernels once."""
 
     def __init__(self, nodes: Sequence[GraphNode]):
         self._nodes = nodes
@@ -181,28 +179,30 @@ class _Names:
         self._copies, self._fills, self._several = (
             np.array([getattr(node, name) for node in nodes], bool) for name in ("copies", "fills", "several")
         )
-        self._taken: dict[int, str] = {}  # instruction -> the command buffer that has it
+        self._taken: dict[int, str] = {}  # Instruction -> the command buffer that has it.
         self._found: dict[tuple[str, ...], list[str]] = {}
         self._rows: dict[str, np.ndarray] = {}
         self._more = np.where(self._library != "", np.float32(_ANY_LIBRARY), np.float32(0))
 
-    def by_name(self, kernel: str) -> str:
-        """The instruction whose kernel bears a name; "" if there is none."""
+    def instruction_named(self, kernel: str) -> str:
+        """Return the instruction whose kernel has a name; "" if there is none."""
         i = self._by_kernel.get(kernel)
         return "" if i is None else self._nodes[i].name
 
-    def of(self, buffer: str, kernels: Sequence[str]) -> list[str]:
-        """The instruction of each kernel of a graph, in the order in which they ran; "" where it is not known."""
+    def instructions(self, buffer: str, kernels: Sequence[str]) -> list[str]:
+        """Return the instruction of each kernel of a graph, in the order in which they ran; "" where unknown."""
         key = (buffer, *kernels)
         if key not in self._found:
             found = self._compared(buffer, kernels) if self._nodes else [-1] * len(kernels)
             for i in found:
                 self._taken.setdefault(i, buffer)
-            self._found[key] = [self.by_name(k) if i < 0 else self._nodes[i].name for k, i in zip(kernels, found)]
+            self._found[key] = [
+                self.instruction_named(k) if i < 0 else self._nodes[i].name for k, i in zip(kernels, found)
+            ]
         return self._found[key]
 
     def _worth(self, kernel: str) -> np.ndarray:
-        """[instructions] what it is worth that a kernel is each."""
+        """Return [instructions] the worth of pairing a kernel with each."""
         if kernel in self._rows:
             return self._rows[kernel]
         worth = np.zeros(len(self._nodes), np.float32)
@@ -213,7 +213,7 @@ class _Names:
         elif _COPY.match(kernel):
             worth[self._copies] = _COPIES
         elif _CONTINUES.search(kernel):
-            pass  # no instruction begins with it
+            pass  # No instruction's name begins with it.
         elif _FILL.match(kernel):
             worth[self._library != ""] = _FILLS
             worth[self._fills] = _COPIES
@@ -230,7 +230,7 @@ class _Names:
         return worth
 
     def _compared(self, buffer: str, kernels: Sequence[str]) -> list[int]:
-        """Of each kernel the instruction, -1 for none, so that pairs in order are worth the most."""
+        """Return the instruction of each kernel, -1 for none, so that pairs in order have the most worth."""
         rows = [self._worth(kernel) for kernel in kernels]
         exact = [np.flatnonzero(row >= _SAME_WORK) for row in rows]
         near = np.concatenate(exact) if any(map(len, exact)) else np.arange(len(self._nodes))
@@ -241,20 +241,20 @@ class _Names:
         if count * len(kernels) > MOST_CELLS:
             return [-1] * len(kernels)
         place = np.arange(count, dtype=np.float32) * _LEFT_OUT
-        best = np.zeros(count, np.float32)  # of what has been paired, where the last pair has this instruction
-        back = np.full((len(kernels), count), -1, np.int32)  # the last pair's instruction before; -1 for a start
+        best = np.zeros(count, np.float32)  # The best sum of pairs whose last pair has this instruction.
+        back = np.full((len(kernels), count), -1, np.int32)  # The instruction of the pair before; -1 for a start.
         paired = np.zeros((len(kernels), count), bool)
         started = np.zeros(count, bool)
         filled = False
         for j, row in enumerate(rows):
             worth = row[low:high] * np.where(taken, _TAKEN, 1.0)
-            reach = np.where(started, best + place, -np.inf)  # from an earlier instruction to the next
+            reach = np.where(started, best + place, -np.inf)  # Going from an earlier instruction to the next.
             ahead = np.maximum.accumulate(reach)
             source = np.maximum.accumulate(np.where(reach == ahead, np.arange(count), 0))
             ahead, source = np.roll(ahead, 1), np.roll(source, 1)
             ahead[0] = -np.inf
             value = ahead - place + _LEFT_OUT
-            fresh = value < -_UNKNOWN * j  # nothing before is worth as much as to begin here
+            fresh = value < -_UNKNOWN * j  # Starting here is worth more than anything before.
             new = worth + np.where(fresh, -_UNKNOWN * j, value)
             origin = np.where(fresh, -1, source)
             second = _AGAIN if not _FILL.match(kernels[j]) else 0.2

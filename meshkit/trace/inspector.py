@@ -1,8 +1,8 @@
-"""NCCL Inspector's files: what NCCL measured of each collective while a job ran -> communication rows, without a trace.
+"""Read NCCL Inspector's files, which time each collective of a job, into communication rows, without a trace.
 
 HOST-pidN.log of every process (JSON lines, formats v4.0 to v4.3; NVIDIA/nccl plugins/profiler/inspector)
   -> records by communicator, collective and sequence number -> instances: one collective on all its ranks
-  -> counts, bytes, seconds, and what of them was waiting for the last rank
+  -> counts, bytes, seconds, and the part of them that was waiting for the last rank
 
 Inspector keeps completed operations above a size (8 KiB by default) in a ring that overflows: counts are lower bounds
 where it says that it dropped some.
@@ -35,8 +35,8 @@ FORMATS = ("v4.0", "v4.1", "v4.2", "v4.3")
 _SUFFIXES = (".log", ".json", ".jsonl")
 _BODIES = ("coll_perf", "p2p_perf", "proxy_trace", "dump_stats")
 _LONGEST_LINE = 2**20
-_LARGEST, _MOST_RANKS = 2**53, 2**22  # of a number in a record, which a float holds; of a communicator
-# NCCL's name -> HLO's; of what the payload is counted in: a rank's message, or the message of each rank
+_LARGEST, _MOST_RANKS = 2**53, 2**22  # A float holds such numbers exactly; ranks of a communicator.
+# NCCL's name -> HLO's, and whether the payload counts a rank's message or the message of each rank.
 _KINDS = {
     "AllReduce": ("all-reduce", False),
     "AllGather": ("all-gather", True),
@@ -47,7 +47,7 @@ _KINDS = {
     "Send": ("send", False),
     "Recv": ("recv", False),
 }
-_MOST_UNSEEN = 0.05  # of a row's seconds that may be in instances of which a rank is missing, for waiting to be told
+_MOST_UNSEEN = 0.05  # Waiting needs instances with all ranks for the rest of a row's seconds.
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,24 @@ class Communicator:
 
 @dataclass
 class _Recording:
-    """The records of all files; what is counted by first sight has its number as value."""
+    """The records of all files; values of its dictionaries are numbers in order of first sight."""
 
-    hosts: list[str] = field(default_factory=list)  # of each file
-    communicators: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (id, ranks, nodes)
-    places: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (file, communicator, rank)
-    kinds: dict[str, int] = field(default_factory=dict)  # NCCL's names
+    hosts: list[str] = field(default_factory=list)
+    communicators: dict[tuple[str, int, int], int] = field(default_factory=dict)  # Keys are (id, ranks, nodes).
+    places: dict[tuple[int, int, int], int] = field(default_factory=dict)  # Keys are (file, communicator, rank).
+    kinds: dict[str, int] = field(default_factory=dict)
     table: array = field(default_factory=lambda: array("d"))
-    """Of each operation on one rank: place, kind, NCCL's sequence number, bytes of the message, microseconds."""
-    dropped: int = 0  # operations that Inspector lost
-    unread: int = 0  # lines that are no record, or belong to no communicator
-    by_cpu: int = 0  # operations whose time is of the host's clock
+    """Place, kind, NCCL's sequence number, bytes of the message and microseconds of each operation on one rank."""
+    dropped: int = 0
+    """Operations that Inspector lost."""
+    unread: int = 0
+    """Lines that are not a record, or belong to no communicator."""
+    by_cpu: int = 0
+    """Operations timed by the host's clock."""
 
     @property
     def operations(self) -> int:
-        """How many there are."""
+        """Number of operations."""
         return len(self.table) // 5
 
 
@@ -88,44 +91,46 @@ class InspectedRow:
     count: int
     payload_bytes: float
     busy_s: float
-    wait_s: float | None  # None where too many instances lack a rank
+    wait_s: float | None
+    """None where too many instances lack a rank."""
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """A job's communication, and what a reader of it must know."""
+    """A job's communication, and notes for its reader."""
 
     hosts: tuple[str, ...]
     devices: int
     operations: int
     dropped: int
     rows: tuple[InspectedRow, ...]
-    skew: Skew  # by file; of no stragglers where a process has several GPUs, which the files do not tell apart
+    skew: Skew
+    """Skew by file; without stragglers if a process has several GPUs, which the files do not tell apart."""
     notes: tuple[Note, ...]
 
 
 def find_inspector_files(path: Path) -> list[Path]:
-    """The files that Inspector wrote: that one, or those in a folder; empty where there is none."""
+    """Return the files that Inspector wrote: the given one, or those in a folder; empty without any."""
     candidates = [path] if path.is_file() else sorted(path.iterdir(), key=_numbered) if path.is_dir() else []
     return [file for file in candidates if file.suffix in _SUFFIXES and file.is_file() and _is_record(file)]
 
 
 def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspected:
-    """Reads Inspector's files of one job.
+    """Read Inspector's files of one job.
 
     Args:
-        files: of all its processes, from `find_inspector_files`.
-        placement: of its mesh, which says how many GPUs a host has.
+        files: files of all its processes, from `find_inspector_files`.
+        placement: placement of its mesh, which tells how many GPUs a host has.
 
     Raises:
-        TraceError: a file is of another version, or no operation is in any.
+        TraceError: a file has another version, or no file has an operation.
     """
     recording = _Recording()
     for file in files:
         _read(file, recording)
     if not recording.operations:
         raise TraceError(
-            "no collective is in these files of NCCL Inspector.",
+            "these files of NCCL Inspector have no collective.",
             at=str(files[0].parent),
             hint="a run to its end, or NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS=1000000 for a dump each second",
         )
@@ -143,11 +148,11 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
 
 
 def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | None:
-    """The groups along mesh axes that have the communicator's ranks and nodes; None where none or several do.
+    """Return the groups along mesh axes that have the communicator's ranks and nodes; None for none or several.
 
     Args:
-        placement: of the job's mesh. An axis of size 1 makes no group.
-        communicator: whose nodes are compared with the hosts, and with the NVLink domains, that the widest group has.
+        placement: placement of the job's mesh. An axis of size 1 makes no group.
+        communicator: the communicator; its nodes must be the hosts, or the NVLink domains, of the widest group.
     """
     sizes = dict(zip(placement.axis_names, placement.shape))
     real = [name for name, size in sizes.items() if size > 1]
@@ -162,24 +167,20 @@ def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | N
 
 
 def _groups_along(placement: Placement, names: Sequence[str]) -> np.ndarray:
-    """[groups, members] the partitions of each group along some axes."""
     along = [placement.axis_names.index(name) for name in names]
     ids = np.arange(placement.num_partitions).reshape(placement.shape)
     return np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(placement.shape[i] for i in along))
 
 
 def _numbered(file: Path) -> list[tuple[int, str]]:
-    """Sorts pid99 before pid100."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d{1,9})", file.name)]
 
 
 def _distinct(rows: np.ndarray) -> np.ndarray:
-    """[rows] how many different values each row has."""
     return 1 + (np.diff(np.sort(rows, axis=1), axis=1) > 0).sum(axis=1)
 
 
 def _is_record(file: Path) -> bool:
-    """Whether a file's first line is one of Inspector's."""
     try:
         with open_regular(file) as opened:
             first = from_json(opened.readline(_LONGEST_LINE))
@@ -189,7 +190,7 @@ def _is_record(file: Path) -> bool:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, line by line; an empty one for a line that is none."""
+    """Yield the objects of a file, line by line; an empty one for a line without any."""
     with open_regular(file) as opened:
         while line := opened.readline(_LONGEST_LINE):
             if line.isspace():
@@ -202,9 +203,10 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(file: Path, recording: _Recording) -> None:
-    """Adds the records of one file.
+    """Add the records of one file.
 
-    From v4.3 on the header and the metadata stand once, before the operations of a dump; earlier in each line.
+    From v4.3 on the header and the metadata come once, before the operations of a dump; earlier versions have them in
+    each line.
     """
     index, host, place, checked = len(recording.hosts), "", None, False
     kinds, places = recording.kinds, recording.places
@@ -234,22 +236,23 @@ def _read(file: Path, recording: _Recording) -> None:
 
 
 def _check_version(metadata: Mapping[str, Any], file: Path) -> None:
-    """Refuses a format that nobody has looked at.
+    """Raise an error for an unknown format.
 
     Raises:
-        TraceError: naming it.
+        TraceError: the format is unknown; the message names it.
     """
     version = metadata.get("inspector_output_format_version")
     if version not in FORMATS:
         raise TraceError(
-            f"this file of NCCL Inspector has format {str(version)[:20]!r}; {FORMATS[0]} to {FORMATS[-1]} are read.",
+            f"this file of NCCL Inspector has format {str(version)[:20]!r}, but meshkit reads {FORMATS[0]} to "
+            f"{FORMATS[-1]}.",
             at=str(file),
             hint="an Inspector of NCCL 2.28 to 2.30, or a newer meshkit",
         )
 
 
 def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int] | None:
-    """File, communicator and rank that a header names; None for one that names none."""
+    """Return file, communicator and rank of a header; None for one that names none."""
     if not isinstance(header, dict) or not isinstance(header.get("id"), str):
         return None
     rank, ranks, nodes = (_number(header.get(key), _MOST_RANKS) for key in ("rank", "n_ranks", "nnodes"))
@@ -260,7 +263,11 @@ def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int
 
 
 def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool] | None:
-    """NCCL's name, number, bytes and microseconds of an operation, and whether by the host's clock; None for none."""
+    """Return NCCL's name, number, bytes and microseconds of an operation, and whether the host timed it.
+
+    It is None for a record without an operation.
+
+    """
     body, prefix = record.get("coll_perf"), "coll"
     if body is None:
         body, prefix = record.get("p2p_perf"), "p2p"
@@ -274,14 +281,14 @@ def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool]
 
 
 def _number(value: Any, most: int = _LARGEST) -> int | float | None:
-    """A number that is not negative and that sums can hold; None for anything else."""
+    """Return a number that is not negative and that sums can hold; None for anything else."""
     return value if type(value) in (int, float) and 0 <= value <= most else None
 
 
 def _devices(recording: _Recording, placement: Placement | None) -> tuple[int, bool]:
-    """How many GPUs the files are of, and whether each is of one.
+    """Return the number of GPUs in the files, and whether each file has only one.
 
-    A process has at least as many GPUs as ranks in one communicator. Where its GPUs are in different communicators of
+    A process has at least as many GPUs as ranks in one communicator. If its GPUs are in different communicators of
     one shape, there are as many pairs of communicator and rank as GPUs, or a multiple of that.
     """
     shapes = [shape for _, *shape in recording.communicators]
@@ -298,7 +305,7 @@ def _devices(recording: _Recording, placement: Placement | None) -> tuple[int, b
 
 
 def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew, float]:
-    """Rows, the longest first; who is late; the share of seconds in instances that have all their ranks."""
+    """Return the rows, the longest first; the skew; and the share of seconds in instances with all their ranks."""
     table = np.frombuffer(recording.table).reshape(-1, 5)
     place, kind, number = table[:, :3].astype(np.int64).T
     size, busy_s = table[:, 3], table[:, 4] * 1e-6
@@ -306,7 +313,7 @@ def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew,
     ranks = np.array([ranks for _, ranks, _ in recording.communicators])
     names = list(recording.kinds)
     peer = np.array([name in ("Send", "Recv") for name in names])
-    # an instance: the records of one number in one communicator; the last rank to arrive takes the least time
+    # An instance has the records of one number in one communicator; the last rank to arrive takes the least time.
     order = np.lexsort((busy_s, number, kind, communicator))
     new = np.ones(len(order), bool)
     new[1:] = np.any([np.diff(a[order]) != 0 for a in (communicator, kind, number)], axis=0)
@@ -340,12 +347,12 @@ def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew,
 
 
 def _notes(recording: _Recording, devices: int, whole: float, *, declared: bool) -> Iterator[Note]:
-    """What was lost, assumed, and cannot be known."""
+    """Yield notes on what was lost or assumed, and what cannot be known."""
     operations = recording.operations
     yield Note(
         "inspector",
-        "From NCCL Inspector: communication alone, as long as its kernels ran. Compute is unknown, and so is what of "
-        "communication it covers.",
+        "From NCCL Inspector: communication only, as long as its kernels ran. Compute is unknown, and so is its "
+        "overlap with communication.",
     )
     if recording.dropped:
         share = recording.dropped / (operations + recording.dropped)
@@ -355,21 +362,21 @@ def _notes(recording: _Recording, devices: int, whole: float, *, declared: bool)
             "seconds are lower bounds. NCCL_INSPECTOR_DUMP_COLL_RING_SIZE=8192 or a shorter dump interval keeps them.",
         )
     if recording.unread:
-        yield Note("unread_lines", f"{recording.unread:,} lines are no whole record and were left out.")
+        yield Note("unread_lines", f"{recording.unread:,} lines are not complete records and were left out.")
     if recording.by_cpu:
         share = recording.by_cpu / operations
         yield Note(
-            "host_clock", f"{format_percent(share)} of the times are of the host's clock: they include its delays."
+            "host_clock", f"{format_percent(share)} of the times come from the host's clock, and include its delays."
         )
     if whole < 1 - _MOST_UNSEEN:
         yield Note(
             "waiting_unknown",
-            f"Of the collectives' seconds {format_percent(whole)} are of collectives that all their ranks recorded: in "
-            "the others waiting cannot be told from transfer.",
+            f"{format_percent(whole)} of the collectives' seconds are in collectives that all their ranks recorded; in "
+            "the others, waiting cannot be told from transfer.",
         )
     if not declared:
         yield Note(
             "no_mesh",
-            f"No mesh is known: rows go by the size of their communicators, over {devices} GPUs as the files tell; "
+            f"No mesh is known: rows are by the size of their communicators, over {devices} GPUs by the files; "
             "--experiment names axes and links.",
         )

@@ -1,9 +1,9 @@
-"""What is exposed in a captured step and who is waited for: a `meshkit.children.Child` beside a training process.
+"""Find exposed communication and stragglers in a captured step, in a low-priority process beside the training.
 
     a process's own trace -> its collectives: when each device came and left -> a table of some kilobytes
-    the tables of all processes -> clocks aligned by the ends of collectives -> waits -> who causes them
+    the tables of all processes -> clocks aligned by the ends of collectives -> waits -> stragglers
 
-It has the lowest priority, so that no step waits for a trace to be read.
+The process has the lowest priority, so that no step waits for a trace to be read.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_instances
 from meshkit.trace.skew import Instances, InstanceWaits, instance_waits, stragglers
 
-_MOST_ROWS = 4096  # of a table: of more, every second, fourth, ... collective of the program is left out
-_EVER = 1e9  # seconds: longer than any step
-_LEAST = 0.01  # of the step, that the others wait for a device that is late
+_MOST_ROWS = 4096  # Rows of a table; of a larger program every second, fourth, ... collective is left out.
+_EVER = 1e9  # Seconds, longer than any step.
+_LEAST = 0.01  # A straggler makes the others wait for this share of the step.
 
 
 class Watcher:
@@ -37,7 +37,7 @@ class Watcher:
 
     Args:
         program: file with the compiled program.
-        axes, shape, device_ids: of the mesh it was compiled for.
+        axes, shape, device_ids: the mesh that it was compiled for.
         devices: ordinal in this process's traces -> global device id.
     """
 
@@ -50,13 +50,13 @@ class Watcher:
         self.devices = {int(ordinal): device for ordinal, device in devices.items()}
 
     def table(self, trace: str) -> dict[str, Any]:
-        """What the devices of this process did in the step that a trace holds."""
+        """Return what the devices of this process did in the step of a trace, as a table."""
         (file,) = Path(trace).rglob("*.xplane.pb")
         found = read_instances(TraceFile(file, self.devices), self.program)
         entry, collective, _, start, end, _ = found.instances.columns()
-        shares = [  # of each span what is exposed, were all of it waiting
+        shares = [  # The exposed share of each span, were all of it waiting.
             exposed_waits(spans, np.zeros(len(spans)), np.arange(len(spans)), exposed)
-            for spans, exposed in zip(found.instances.by_step(np.stack([start, end], 1)), found.exposed)
+            for spans, exposed in zip(found.instances.split_steps(np.stack([start, end], 1)), found.exposed)
         ]
         exposed_s = np.concatenate(shares) if shares else np.zeros(0)
         every = 1
@@ -74,13 +74,13 @@ class Watcher:
         }
 
     def judge(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the tables of all processes say of the step.
+        """Return the stragglers of a step, by the tables of all processes.
 
         Returns:
-            `line`, numbers for its line in `metrics.jsonl`: `exposed_share` of the step, a mean over the processes, and
-            where the others wait for a device for 1 % of the step or more, that is `late_device`, and `late_share`. And
-            `late`: the process that others wait for most, None where nobody waits or there is but one. Of it `share`
-            (of the step, that each of the others waits for it in the open: a mean), `of_all` (what it causes of all
+            `line`, numbers for the step's line in `metrics.jsonl`: `exposed_share` of the step, a mean over the
+            processes, and, where the others wait for a device for 1 % of the step or more, this `late_device` and
+            `late_share`. And `late`: the process that others wait for most, None where nobody waits or there is only
+            one. It has `share` (of the step, for which the others visibly wait: a mean), `of_all` (its part in all
             waiting), `others` (processes that share a collective with it), and `longer` (its devices' compute over the
             median process's, less one).
         """
@@ -90,7 +90,7 @@ class Watcher:
         if waits is None or not waits.judged.count:
             return {"line": line, "late": None}
         row, number = waits.judged.row, waits.judged.instance
-        open_s = np.minimum(waits.wait_s, open_s)[row]  # compute that runs beside a wait costs nothing
+        open_s = np.minimum(waits.wait_s, open_s)[row]  # Compute that runs during a wait costs nothing.
         process, step_s = waits.process[row], float(np.median([t["step_s"] for t in tables]))
         late = stragglers(number, waits.device[row], process, open_s, waits.early[row])[0]
         if late.delay_s >= _LEAST * step_s:
@@ -113,7 +113,8 @@ class Watcher:
         }
 
     def _waits(self, tables: Sequence[Mapping[str, Any]]) -> tuple[InstanceWaits | None, np.ndarray]:
-        """What every device waited in every collective; and [rows] what of each was exposed, were it all waiting."""
+        """Return the waits of every device in every collective, and [rows] the exposed seconds if all were waiting."""
+
         collectives = self.program.distinct_collectives
         index = {c.name: i for i, c in enumerate(collectives)}
         instances, devices, exposed = Instances(), [], [np.zeros(0)]
@@ -145,7 +146,7 @@ def _unpacked(text: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Answers requests: of the first a `Watcher` is made, each other one is a `trace` to read or tables to `judge`."""
+    """Answer requests: the first makes a `Watcher`, each other one has a `trace` to read or tables to `judge`."""
     watcher: Watcher | None = None
 
     def answer(request: Mapping[str, Any]) -> Any:

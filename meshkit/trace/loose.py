@@ -1,9 +1,9 @@
-"""Loose traces: of any JAX job, without a run folder -> what `reader` needs to measure them.
+"""Find what `reader` needs to measure traces of any JAX job, without a run folder.
 
 FILE.xplane.pb[.gz], a folder of them, or plugins/profile/RUN/ as jax.profiler lays it out
-FILE.sqlite of nsys, a folder of them, the folder of nsys-jax, or one of several such folders
-  -> devices; the program that takes most of their time; its HLO, from the trace or from a file beside it
-  -> TracedProgram, and Notes of what had to be assumed and of what is missing
+FILE.sqlite of nsys, a folder of them, the folder of nsys-jax, or a folder of such folders
+  -> devices; the program with most of their time; its HLO, from the trace or from a file beside it
+  -> TracedProgram, and Notes on what is assumed or missing
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from meshkit.trace.xspace import Plane, read_xspace
 from meshkit.units import format_percent
 
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
-# Of meshkit, of XLA's dumps (which nsys-jax packs, and keeps by process where they differ), and of XProf.
+# Files of meshkit, of XLA's dumps (which nsys-jax packs, by process where they differ), and of XProf.
 _SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo.pb.xz", "*.hlo.pb.xz/*", "*.hlo_proto.pb")
-_DUMPED = re.compile(r"\bmodule_\d+\.")  # then the module's name
-_BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))  # MaxText's RUN/tensorboard, and above it
-_TOGETHER_S = 60.0  # between the hosts of one profile
-_OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
-_KEPT_EVENTS = 4_000_000  # that are not read a second time, of all files together: 120 MB
-_MOST_OTHERS = 4  # programs beside the steps' that are named
-_OF_A_RUN = ("report.json", "plan.json")  # files that name their run folder
-_MOST_GROUPS = 8  # of a row's groups that are spelled out
+_DUMPED = re.compile(r"\bmodule_\d+\.")  # The module's name follows.
+# MaxText has RUN/tensorboard, and a folder above it.
+_BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))
+_TOGETHER_S = 60.0  # Traces of one profile begin within this time on its hosts.
+_OF_A_PROCESS = re.compile(r"p\d+")  # A session as meshkit names it: one process of a capture.
+_KEPT_EVENTS = 4_000_000  # Events of all files that are not read a second time: 120 MB.
+_MOST_OTHERS = 4  # A note names so many programs beside the steps' program.
+_OF_A_RUN = ("report.json", "plan.json")  # These files name their run folder.
+_MOST_GROUPS = 8  # So many groups of a row are spelled out.
 
 
 @dataclass(frozen=True)
@@ -49,41 +50,49 @@ class Loose:
     """Traces, and the program whose executions are their steps."""
 
     files: tuple[TraceFile, ...]
-    hosts: Mapping[int, str]  # process -> its host, by the name of its file
+    hosts: Mapping[int, str]
+    """Process -> its host, by the name of its file."""
     program: TracedProgram
-    module: Module | None  # the compiled program; None where nobody has left it
-    read: ReadProgram | None  # the same, read
-    placement: Placement | None  # on the mesh; None where no mesh is known
+    module: Module | None
+    """The compiled program; None if it was not found."""
+    read: ReadProgram | None
+    """The same program, read."""
+    placement: Placement | None
+    """Placement on the mesh; None if no mesh is known."""
     cluster: Cluster | None
-    versions: Mapping[str, str]  # of jax and jaxlib, as the trace has them
-    damaged: Mapping[int, str]  # process -> what is wrong with its file
+    versions: Mapping[str, str]
+    """Versions of jax and jaxlib in the trace."""
+    damaged: Mapping[int, str]
+    """Process -> the reason why its file cannot be used."""
     notes: tuple[Note, ...]
-    num_devices: int  # that the program runs on, traced or not
-    operations: dict[int, Operations]  # process -> what its file holds, of the first files as far as memory is for it
+    num_devices: int
+    """Devices that the program runs on, traced or not."""
+    operations: dict[int, Operations]
+    """Process -> operations of its file, for the first files that fit in memory."""
 
 
 def is_loose(path: Path) -> bool:
-    """Whether a path is a trace, or a folder with traces in it or below, and no run folder with a capture."""
+    """Return whether a path is a trace, or a folder with traces in it or below, and not a run folder with a capture."""
     if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz", ".sqlite")) and not path.exists()):
         return path.suffix != ".json" or not (path.name in _OF_A_RUN or has_capture(path.parent))
     return path.is_dir() and not has_capture(path) and bool(_sessions(path))
 
 
 def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
-    """The traces of one profile, a file's or the newest session's, and the sessions that are left out, the newest last.
+    """Return the traces of one profile, a file's or the newest session's, and the sessions left out, the newest last.
 
-    Sessions of other hosts that began within a minute of the newest belong to it; their traces follow its own. So do
-    those of nsys, of any process.
+    Sessions of other hosts that began within a minute of the newest belong to it, and their traces come after its own.
+    Traces of nsys belong together, whatever their process.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is no trace.
     """
     if path.is_file():
-        host, timeline, _ = path.name.partition(".trace.json")  # jax writes both of a host
-        return [file for file in _of_jax(path.parent) if timeline and _host_of(file) == host] or [path], []
+        host, timeline, _ = path.name.partition(".trace.json")  # jax writes both for a host.
+        return [file for file in _jax_traces(path.parent) if timeline and _host_of(file) == host] or [path], []
     sessions = _sessions(path) if path.is_dir() else []
     if not path.exists():
-        hint = "a *.xplane.pb or *.sqlite file, or the folder it is in"
+        hint = "a *.xplane.pb or *.sqlite file, or its folder"
         raise TraceError("there is no such trace.", at=str(path), hint=hint)
     if not sessions:
         message = f"there is no trace (*.xplane.pb) in this folder or in plugins/profile/ below; {contents(path)}."
@@ -92,7 +101,7 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
     if all(_OF_A_PROCESS.fullmatch(s.name) for s in sessions):
         return [file for s in sessions for file in _traces(s)], []
     *earlier, newest = sessions
-    if not _of_jax(newest):  # a folder for each process
+    if not _jax_traces(newest):  # There is a folder for each process.
         near = sorted(s for s in sessions if _began_s(newest) - _began_s(s) <= _TOGETHER_S)
         return [file for s in near for file in _traces(s)], [s for s in earlier if s not in near]
     found, others, hosts = _traces(newest), [], {(newest.parent, file.name) for file in _traces(newest)}
@@ -113,17 +122,17 @@ def open_loose(
     program: str | None = None,
     devices: Mapping[int, int] | None = None,
 ) -> Loose:
-    """Finds the program and its devices in traces without a run folder.
+    """Find the program and its devices in traces without a run folder.
 
     Args:
         path: a file, or a folder of them.
-        mesh: the axes that the program's partitions are on, if known.
-        cluster: where its devices are, if known.
-        program: of several, the one whose executions are the steps: its module, or the function that was jitted.
-        devices: of a single trace, the number of each device in it -> its id; None where the numbers are ids.
+        mesh: the axes of the program's partitions, if known.
+        cluster: the cluster of its devices, if known.
+        program: the program whose executions are the steps: its module, or the jitted function's name.
+        devices: for a single trace, the number of each device in it -> its id; None if the numbers are ids.
 
     Raises:
-        TraceError: there is no trace, none can be read, none has an operation of a device, or none of that program.
+        TraceError: there is no trace, no trace can be read, or none has an operation of a device or of that program.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
     found, others = find_traces(Path(path))
@@ -132,14 +141,14 @@ def open_loose(
     own = [file for file in found if file.parent == found[0].parent]
     joined = len(own) < len(found) and not (_OF_A_PROCESS.fullmatch(found[0].parent.name) or is_nsys(found[0]))
     if module is not None and joined and len(_assigned(module)) < len(scan.devices):
-        scan = _Scan(own, program)  # the program runs on fewer devices: what was beside it is another job
+        scan = _Scan(own, program)  # The program runs on fewer devices: the others ran another job.
         module, ids = scan.module(), np.array(scan.devices)
         others += dict.fromkeys(file.parent for file in found[len(own) :])
     if module is not None:
         try:
             ids, placement = _placed(module, scan.devices, mesh, cluster)
-            read = _as_known(read_program(module, placement), axes=mesh is not None, links=cluster is not None)
-        except (ProgramError, UnicodeDecodeError) as error:  # names that are no text
+            read = _without_unknown(read_program(module, placement), axes=mesh is not None, links=cluster is not None)
+        except (ProgramError, UnicodeDecodeError) as error:  # A name is not text.
             module, read, placement, scan.reason = None, None, None, str(error)
     if module is not None and read is not None:
         schedule = read.schedule
@@ -147,7 +156,7 @@ def open_loose(
         traced = traced_program(module, read, ids.tolist())
         traced = replace(traced, program_id=scan.program, found=True, once=frozenset(once))
     else:
-        kinds = {kind: _of_kind(kind) for kind in ("", *KINDS)}
+        kinds = {kind: _stand_in(kind) for kind in ("", *KINDS)}
         traced = TracedProgram(scan.name, program_id=scan.program, found=True, kinds=kinds)
     missing = sorted(set(ids.tolist()) - set(scan.devices))
     return Loose(
@@ -167,18 +176,17 @@ def open_loose(
 
 
 def _traces(folder: Path) -> list[Path]:
-    """The traces that lie in a folder itself; those of nsys only where jax has left none."""
-    return _of_jax(folder) or _of_nsys(folder)
+    """Return the traces in a folder itself; those of nsys only if there are none of jax."""
+    return _jax_traces(folder) or _nsys_traces(folder)
 
 
-def _of_jax(folder: Path) -> list[Path]:
-    """The traces of jax in a folder; of a trace and its packed copy the first."""
+def _jax_traces(folder: Path) -> list[Path]:
+    """Return the traces of jax in a folder; of a trace and its packed copy, the first."""
     files = {file.name.removesuffix(".gz"): file for pattern in reversed(_PATTERNS) for file in folder.glob(pattern)}
     return [files[name] for name in sorted(files)]
 
 
-def _of_nsys(folder: Path) -> list[Path]:
-    """The exports of nsys in a folder, else the traces of nsys-jax."""
+def _nsys_traces(folder: Path) -> list[Path]:
     if found := sorted(folder.glob("*.sqlite")):
         return found
     for trace in (folder / "trace.parquet", folder / "nvtx_gpu_proj_trace" / "trace.parquet"):
@@ -188,9 +196,11 @@ def _of_nsys(folder: Path) -> list[Path]:
 
 
 def _sessions(folder: Path) -> list[Path]:
-    """The folders with traces: itself, else the sessions in `plugins/profile/`, else those of folders below; the newest
-    last."""
-    for traces in (_of_jax, _of_nsys):
+    """Return the folders with traces: itself, else the sessions in `plugins/profile/`, else those of folders below.
+
+    The newest is last.
+    """
+    for traces in (_jax_traces, _nsys_traces):
         if traces(folder):
             return [folder]
         for patterns in (["plugins/profile/*"], ["profile/*"], ["*"], _BELOW):
@@ -203,13 +213,13 @@ def _sessions(folder: Path) -> list[Path]:
 
 
 def _host_of(trace: Path) -> str:
-    """What a trace is called after: a host, a process, or the folder of nsys-jax."""
+    """Return the name that a trace has from its host, its process, or the folder of nsys-jax."""
     name = trace.name.split(".xplane")[0].removesuffix(".sqlite")
     return home(trace).name if name == "trace.parquet" else name
 
 
 def _began_s(session: Path) -> float:
-    """When a session began: jax names it so, to the second; else when its last trace was written."""
+    """Return when a session began, by jax's name of it, to the second; else when its last trace was written."""
     try:
         return time.mktime(time.strptime(session.name, "%Y_%m_%d_%H_%M_%S"))
     except ValueError:
@@ -227,7 +237,7 @@ class _EveryDevice(dict[int, int]):
 
 
 class _Scan:
-    """A first look at each file: which devices ran what, for how long."""
+    """A first look at each file: the devices, and how long each program ran on them."""
 
     def __init__(self, found: Sequence[Path], wanted: str | None = None, devices: Mapping[int, int] | None = None):
         self._ids_of = devices
@@ -236,11 +246,11 @@ class _Scan:
         self.damaged: dict[int, str] = {}
         self.versions: dict[str, str] = {}
         self.devices: list[int] = []
-        self.operations: dict[int, Operations] = {}  # process -> its file's, while there is room
-        self.kept: dict[tuple[str, int], bytes] = {}  # programs in the traces
-        self.reason = ""  # why there is no program
-        self._ids: list[set[int]] = []  # of each file's programs
-        self._busy: Counter[tuple[str, int]] = Counter()  # (module, the runtime's id) -> ps on all devices
+        self.operations: dict[int, Operations] = {}  # Process -> operations of its file, while there is room.
+        self.kept: dict[tuple[str, int], bytes] = {}  # Programs in the traces.
+        self.reason = ""  # The reason why there is no program.
+        self._ids: list[set[int]] = []  # Ids of each file's programs.
+        self._busy: Counter[tuple[str, int]] = Counter()  # (module, the runtime's id) -> ps on all devices.
         errors: list[TraceError] = []
         for process, path in enumerate(found):
             try:
@@ -256,10 +266,10 @@ class _Scan:
         named = [module for module in modules if module]
         self.name = max(named, key=modules.__getitem__) if named else ""
         if wanted is not None:
-            ends = wanted.rstrip("_")  # jax names the module of a `<lambda>` without its last underscore
+            ends = wanted.rstrip("_")  # jax names the module of a `<lambda>` without its last underscore.
             self.name = next((m for m in named if m in (wanted, ends, f"jit_{ends}")), "")
             if not self.name:
-                seen = ", ".join(sorted(named, key=lambda m: -modules[m])) or "none that is named"
+                seen = ", ".join(sorted(named, key=lambda m: -modules[m])) or "no named program"
                 raise TraceError(f"the trace has no program '{wanted}'.", at=str(found[0]), hint=seen)
         self.others = {m: modules[m] / max(1, sum(modules.values())) for m in named if m != self.name}
         self.programs = {program: busy for (module, program), busy in self._busy.items() if module == self.name}
@@ -289,7 +299,7 @@ class _Scan:
             return
         try:
             self.kept |= space.programs()
-        except TraceError as error:  # what ran can be read all the same
+        except TraceError as error:  # The operations can be read all the same.
             self.reason = error.message or ""
         for plane in space.planes:
             if plane.name == "/host:metadata":
@@ -297,7 +307,7 @@ class _Scan:
                 self.versions |= {name: v for name, v in known.items() if isinstance(v, str)}
 
     def _count(self, operations: Operations) -> None:
-        """Adds what each program took on the devices; loops are counted by what is inside."""
+        """Add each program's time on the devices; loops count by what is inside."""
         labels = operations.labels
         self._ids.append({label.program for label in labels})
         busy = np.zeros(len(labels))
@@ -308,20 +318,21 @@ class _Scan:
                 self._busy[label.module, label.program] += int(each)
 
     def module(self) -> Module | None:
-        """The compiled program, as the trace has it, else a file beside it; None, and why, where nobody has left it."""
+        """Return the compiled program from the trace, else from a file beside it; `reason` says why there is none."""
+
         exact = [blob for (name, id_), blob in self.kept.items() if name == self.name and id_ == self.program]
         named = [blob for (name, _), blob in self.kept.items() if name == self.name]
-        for blob in exact or named[:1] or list(self._beside()):
+        for blob in exact or named[:1] or list(self._programs_in_files()):
             try:
                 return _loaded(blob)
             except MeshkitError as error:
                 self.reason = error.message
-        self.reason = self.reason or "the trace holds no HLO of it, and no file beside it does"
+        self.reason = self.reason or "neither the trace nor a file beside it has its HLO"
         return None
 
-    def _beside(self) -> Iterator[bytes]:
-        """Programs of its name in files beside the traces, in `dump` there, or above `plugins/profile/RUN/`."""
-        numbered = "module_" if self.program is None else f"module_{self.program:04d}."  # as XLA's dump does
+    def _programs_in_files(self) -> Iterator[bytes]:
+        """Yield programs of its name in files beside the traces, in `dump` there, or above `plugins/profile/RUN/`."""
+        numbered = "module_" if self.program is None else f"module_{self.program:04d}."  # XLA's dump names it so.
         for folder in dict.fromkeys(home(f.path) for f in self.files):
             above = [folder.parents[2]] if folder.parts[-3:-1] == ("plugins", "profile") else []
             found = [p for at in (folder, folder / "dump", *above) for s in _SIDECARS for p in sorted(at.glob(s))]
@@ -337,16 +348,15 @@ class _Scan:
                     if text(fields, 1) == self.name or text(message(fields, 1), 1) == self.name:
                         yield content
                 except (OSError, ValueError, MeshkitError):
-                    continue  # somebody else's file
+                    continue  # Another program has written it.
 
 
 def _dump_name(program: Path) -> str:
-    """The name of a program's file, or of the folder that nsys-jax-combine has made of it."""
     return f"{program.parent.name}/{program.name}"
 
 
 def _nothing_ran(planes: Sequence[Plane], path: Path) -> TraceError:
-    """Why a file has no operation of a device that we read."""
+    """Return the error of a file without an operation of a supported device."""
     names = [plane.name for plane in planes]
     if any(name.startswith("/device:TPU") for name in names):
         return TraceError(
@@ -362,27 +372,27 @@ def _nothing_ran(planes: Sequence[Plane], path: Path) -> TraceError:
 
 
 def _loaded(content: bytes) -> Module:
-    """The program of a serialized `HloProto` or `HloModuleProto`."""
+    """Return the program of a serialized `HloProto` or `HloModuleProto`."""
     inner = next((v for v in read_fields(content).get(1, ()) if isinstance(v, bytes)), b"")
     try:
         wrapped = 3 in read_fields(inner)
-    except MeshkitError:  # a module's own field 1 is its name
+    except MeshkitError:  # A module's own field 1 is its name.
         wrapped = False
     return Module(inner if wrapped else content)
 
 
 def _assigned(module: Module) -> list[int]:
-    """The devices of a program's partitions, each with its replicas."""
+    """Return the devices of a program's partitions, each with its replicas."""
     return [device for m in messages(module.device_assignment, 3) for device in ints(m, 1)]
 
 
 def _placed(
     module: Module, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
 ) -> tuple[np.ndarray, Placement]:
-    """[partitions] the device of each, and where they are on the mesh (or on an axis of all devices)."""
+    """Return [partitions] the device of each, and their placement on the mesh, or on one axis of all devices."""
     assigned = _assigned(module)
     ids = np.array(assigned if len(assigned) > 1 else sorted(devices))
-    if not set(ids.tolist()) & set(devices):  # numbered in another way
+    if not set(ids.tolist()) & set(devices):  # They are numbered in another way.
         ids = np.array(sorted(devices))
     highest = 0
     for i in module.instructions.values():
@@ -403,7 +413,7 @@ def _placed(
     if count > cluster.num_gpus:
         raise ConfigError(
             f"the program in the trace runs on {count} devices, but the cluster has {cluster.num_gpus}.",
-            hint=f"a cluster of {-(-count // cluster.gpus_per_host)} hosts, or without --cluster",
+            hint=f"a cluster of {-(-count // cluster.gpus_per_host)} hosts, or leaving out --cluster",
         )
     if mesh is not None and mesh.size == cluster.num_gpus and _fills(mesh, cluster):
         return ids, mesh.placement(cluster)
@@ -411,12 +421,15 @@ def _placed(
 
 
 def _fills(mesh: MeshSpec, cluster: Cluster) -> bool:
-    """Whether a mesh says itself which of its factors are inside a domain of the cluster."""
+    """Return whether a mesh itself tells which of its factors are inside a domain of the cluster."""
     return int(np.prod([axis.number("nvlink") for axis in mesh.axes])) == cluster.gpus_used_per_domain
 
 
-def _as_known(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
-    """A program whose collectives say nothing of axes or links that nobody has declared; without axes their groups."""
+def _without_unknown(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
+    """Return a program whose collectives have no axes or links unless these are declared.
+
+    Without axes, they have their groups.
+    """
 
     def known(c: Collective) -> Collective:
         if not axes:
@@ -429,7 +442,6 @@ def _as_known(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
 
 
 def _groups_text(members: np.ndarray) -> str:
-    """`{0,1},{2,3}`; the first of many."""
     groups = [
         "{" + ",".join(map(str, g[:_MOST_GROUPS])) + (",...}" if len(g) > _MOST_GROUPS else "}")
         for g in members.tolist()
@@ -437,8 +449,8 @@ def _groups_text(members: np.ndarray) -> str:
     return ",".join(groups[:_MOST_GROUPS]) + (",..." if len(groups) > _MOST_GROUPS else "")
 
 
-def _of_kind(kind: str) -> Collective:
-    """What stands for all collectives of a kind of which only the kernels' names are known."""
+def _stand_in(kind: str) -> Collective:
+    """Return a stand-in for all collectives of a kind of which only the kernels' names are known."""
     return Collective(
         name=kind or "communication", key=kind, collective=kind or "unknown", axes=(), axes_complete=True, link="",
         fabric=None, dtype="", group_size=0, num_groups=0, gpus_per_domain=0, payload_bytes=0,
@@ -455,7 +467,7 @@ def _notes(
     *,
     communicates: bool,
 ) -> Iterator[Note]:
-    """What was assumed, and what is missing."""
+    """Yield notes on what was assumed, and what is missing."""
     if scan.name:
         which = f"'{scan.name}'" + (
             f" (program {scan.program})" if len(scan.programs) > 1 and scan.program is not None else ""
@@ -463,30 +475,30 @@ def _notes(
         message = f"Steps are the executions of {which}, which has {format_percent(scan.share)} of the devices' time."
         if scan.program is not None and (more := len(scan.programs) - 1):
             message += (
-                f" {more} more of that name ran, since shapes or shardings of its arguments changed between calls; "
-                "their executions are no steps: call it before the block, and keep what it gives back where it lay."
+                f" {more} more of that name ran, since shapes or shardings of its arguments changed between "
+                "calls; their executions are not steps: call it once before the block, and keep its results in place."
             )
         if scan.others:
             most = sorted(scan.others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
             message += f" Others: {', '.join(f'{name} {format_percent(share)}' for name, share in most)}."
     else:
-        message = "No kernel names its program: steps are what all kernels repeat, or the whole trace."
+        message = "No kernel names its program: a step is a repetition of all kernels, or the whole trace."
     yield Note("steps_found", message)
     if module is None:
         yield Note(
             "no_program",
-            f"The program is not known ({scan.reason}): kernels are classified by their names, and nothing is said of "
-            "bytes, groups, axes or waiting.",
+            f"The program is not known ({scan.reason}): kernels are classified by their names, and bytes, groups, axes "
+            "and waiting are unknown.",
         )
     elif mesh is None and communicates:
-        yield Note("no_mesh", "No mesh is known: rows go by collective and replica groups; --mesh names axes.")
+        yield Note("no_mesh", "No mesh is known: rows are by collective and replica groups; --mesh names axes.")
     if module is not None and cluster is None and communicates:
-        yield Note("no_cluster", "No cluster is known: links have no name and no peak; --cluster gives them.")
+        yield Note("no_cluster", "No cluster is known: links have no name and no peak; --cluster sets them.")
     if missing and module is not None:
         yield Note(
             "missing_processes",
-            f"The program runs on {len(missing)} more devices than these traces have ({some(missing)}): the means are "
-            "of the others, and waiting is unknown in groups with them.",
+            f"The program runs on {len(missing)} more devices than these traces have ({some(missing)}): means are over "
+            "the others, and waiting is unknown in groups with them.",
         )
     if scan.damaged:
         first, reason = next(iter(scan.damaged.items()))

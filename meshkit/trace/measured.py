@@ -1,6 +1,6 @@
-"""Measured costs: kernels in place of modelled ones, a calibration that plans read, a profile that XLA schedules by.
+"""Turn measured costs into inputs of others: a rehearsal's kernels, a plan's calibration, XLA's scheduling profile.
 
-trace -> seconds of every instruction -> simulation of a rehearsal, whose collectives did nothing when it was captured
+trace -> seconds of every instruction -> simulation of a rehearsal, whose collectives were disabled in the capture
       -> pgle.pbtxt                                             XLA's profile-guided latency estimator
       -> fits of collectives, sustained rates -> calibration.toml    later plans of this cluster
 """
@@ -38,20 +38,21 @@ from meshkit.trace.captured import Captured
 from meshkit.trace.reader import Trace
 
 PGLE_FILE = "pgle.pbtxt"
-_LEAST_FLOPS = 1e9  # of one kernel: below, its launch and ramp are what is measured
+_LEAST_FLOPS = 1e9  # FLOP of one kernel; a smaller one measures its launch and ramp.
 _LEAST_BYTES = 16 * 2**20
-_LEAST_MESSAGE_BYTES = 2**20  # below, a collective's time is its latency, and a bandwidth made of it is wrong
+# The time of a smaller collective is its latency, so that a bandwidth from it would be wrong.
+_LEAST_MESSAGE_BYTES = 2**20
 
 
 def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
-    """Instruction -> how often an execution ran it, as a mean over the captured steps.
+    """Return instruction -> runs in an execution, as a mean over the captured steps.
 
     A trace counts kernels, and one instruction may be several: cuDNN's attention backward three, a sort some dozens. So
-    the program says how often; where it does not know, or where the trace has lost kernels, each kernel is one run.
+    the program gives the number. If it does not know, or if the trace lost kernels, each kernel is one run.
 
     Args:
-        trace: whose kernels are counted, as means over its device steps.
-        schedule: of the program that was traced; None takes every kernel for one run.
+        trace: the trace whose kernels are counted, as means over its device steps.
+        schedule: schedule of the traced program; None takes every kernel for one run.
     """
     known = schedule.known_runs() if schedule is not None else {}
     counts = zip(trace.timeline.op_names, trace.kernels.count.tolist())
@@ -59,23 +60,23 @@ def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
 
 
 def kernel_seconds(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
-    """Instruction -> mean seconds of one run of it, all its kernels together, over the captured steps."""
+    """Return instruction -> mean seconds of one run, all its kernels together, over the captured steps."""
     busy = dict(zip(trace.timeline.op_names, trace.kernels.busy_s.tolist()))
     return {name: busy[name] / runs for name, runs in kernel_runs(trace, schedule).items()}
 
 
 class MeasuredKernels:
-    """Seconds of an instruction: measured kernels, and the models for collectives and copies.
+    """Seconds of instructions: measured for kernels, modelled for collectives and copies.
 
     Args:
         times: instruction -> seconds of one run, from `kernel_seconds`.
-        cluster: GPU and links that the models price the rest for.
+        cluster: GPU and links of the models.
     """
 
     def __init__(self, times: Mapping[str, float], cluster: Cluster):
         self._times, self._model = times, Pricer(cluster, Assumptions(contention=False, slowest=False))
         self.missing: dict[str, float] = {}
-        """Kernels that no step of the trace has, with what the kernel model says of them."""
+        """Kernels that no step of the trace has -> their seconds by the kernel model."""
         self.known_s = 0.0
 
     def __call__(self, i: Instruction) -> float:
@@ -91,13 +92,13 @@ class MeasuredKernels:
 
 
 def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
-    """Seconds of one run of every instruction of a program: of a collective what moves data, where waiting is known.
+    """Return the seconds of one run of every instruction; a collective has its transfer time, if waiting is known.
 
     Args:
-        trace, schedule: as of `kernel_runs`.
+        trace, schedule: as in `kernel_runs`.
 
     Returns:
-        instruction -> seconds; what did not run in the captured steps is not in it.
+        Instruction -> seconds, without instructions that did not run in the captured steps.
     """
     found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
@@ -106,7 +107,7 @@ def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, 
 
 
 def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
-    """Writes measured costs as the text form of `tensorflow.profiler.ProfiledInstructionsProto`.
+    """Write measured costs as the text form of `tensorflow.profiler.ProfiledInstructionsProto`.
 
     XLA reads it from `xla_gpu_pgle_profile_file_or_directory_path` (whose name must end in .pbtxt): the latency hiding
     scheduler then knows how long each collective and each kernel takes.
@@ -116,7 +117,7 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
         costs: instruction -> seconds.
 
     Raises:
-        TraceError: it cannot be written.
+        TraceError: the file cannot be written.
     """
     target = Path(path)
     try:
@@ -128,9 +129,9 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
 
 
 def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Path | None:
-    """Writes what a run measured of its machine, for `cluster.calibration`: fits of collectives, rates of kernels.
+    """Write a run's measurements of its machine for `cluster.calibration`: fits of collectives, rates of kernels.
 
-    None without a cluster, or where a run measured neither.
+    It writes nothing without a cluster, or if a run measured neither.
 
     Args:
         path: the TOML file; its folder is made.
@@ -138,10 +139,10 @@ def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Pat
         trace: the same capture, read.
 
     Returns:
-        the path that was written.
+        The written path, or None.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     cluster, record = captured.cluster, captured.record
     if cluster is None:
@@ -173,17 +174,18 @@ def rates_of(
     busy: float,
     runs: Mapping[str, float] | None = None,
 ) -> Rates:
-    """Sustained rates of the kernels, by class, as those of large ones: work of all of them over the time that it took.
+    """Return the sustained rates of the kernels by class: the work of all large ones over their time.
 
-    Matmuls count where they are nothing else, attention forward and backward; what multiplies nothing gives the rate of
-    memory. A class without a kernel has none. Tensor cores get the rate of a long run, as plans raise it to a step's.
+    Matmuls count if they are nothing else, attention by direction; kernels that multiply nothing give the rate of
+    memory. A class without a kernel has no rate. Tensor cores get the rate of a long run, since plans raise it to a
+    step's.
 
     Args:
         schedule: the program.
         times: instruction -> seconds of one run.
-        cluster: whose GPU ran it.
-        busy: share of the step in which tensor cores worked; 0 where they ran at the full clock, see `step_gain`.
-        runs: instruction -> how often it ran, to count large kernels alone; None counts each kernel once.
+        cluster: the cluster whose GPU ran it.
+        busy: share of the step in which tensor cores worked; 0 if they ran at the full clock, see `step_gain`.
+        runs: instruction -> number of its runs, to count only large kernels; None counts each kernel once.
     """
     rates, gpu = _sustained(_samples(schedule, times, cluster, runs)), cluster.gpu
     if gpu.compute_capability is None:
@@ -194,15 +196,15 @@ def rates_of(
 
 
 def tensor_share(trace: Trace, schedule: Schedule, gpu: Gpu) -> float:
-    """Share of a captured step, but for exposed communication, in which matmuls and attention ran, by their power.
+    """Return the share of a step without exposed communication in which tensor cores worked, weighted by power.
 
     Args:
-        trace: of the program; the share is of means over its device steps.
-        schedule: of the same program, which says what multiplies.
-        gpu: that ran it.
+        trace: trace of the program; the share is of means over its device steps.
+        schedule: schedule of the same program, which tells which instructions multiply.
+        gpu: the GPU that ran it.
 
     Returns:
-        0 to 1; 1 where nothing but exposed communication was measured.
+        0 to 1; 1 if nothing but exposed communication was measured.
     """
     kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel")
     power = {i.name: power_share(i.cost, gpu) for i in kernels if i.cost}
@@ -212,12 +214,11 @@ def tensor_share(trace: Trace, schedule: Schedule, gpu: Gpu) -> float:
     return min(1.0, tensor_s / step_s) if step_s > 0 else 1.0
 
 
-# (`matmul`, `attention` or `memory`; precision, direction or nothing; FLOP or bytes; seconds) of a kernel
+# A kernel's sample: `matmul`, `attention` or `memory`; precision, direction or ""; FLOP or bytes; seconds.
 _Sample = tuple[str, str, float, float]
 
 
 def _sustained(samples: Iterable[_Sample]) -> Rates:
-    """The work of all samples of a class over the time that it took."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kind, name, work, seconds in samples:
         if math.isfinite(seconds):
@@ -237,7 +238,7 @@ def _sustained(samples: Iterable[_Sample]) -> Rates:
 def _samples(
     schedule: Schedule, times: Mapping[str, float], cluster: Cluster, runs: Mapping[str, float] | None
 ) -> Iterator[_Sample]:
-    """Each kernel once; with `runs`, as often as it ran, and those alone that are large enough to sustain any rate."""
+    """Yield each kernel once; with `runs`, each large enough to sustain a rate, as often as it ran."""
     gpu = cluster.gpu
     for i in (i for body in schedule.computations.values() for i in body):
         cost, seconds = i.cost, times.get(i.name)
@@ -247,7 +248,7 @@ def _samples(
         flops = sum(cost.matmul_flops.values())
         if cost.attention_flops:
             kind, name = "attention", "backward" if cost.attention_backward else "forward"
-            work = cost.attention_flops / attention_share(cost, gpu)  # as the model multiplies it back
+            work = cost.attention_flops / attention_share(cost, gpu)  # The model multiplies by this share.
             enough = cost.attention_flops >= large * _LEAST_FLOPS and not (large and flops)
         elif len(cost.matmul_flops) == 1:
             kind, name = "matmul", precision_of(gpu, next(iter(cost.matmul_flops)))
@@ -263,7 +264,7 @@ def _samples(
 
 
 def _collective_times(trace: Trace) -> list[tuple[Collective, float, float]]:
-    """(collective, runs a step, seconds of one) of each that ran."""
+    """Return (collective, runs a step, seconds of one) for each that ran."""
     if not trace.sweeps:
         return []
     count, busy = (np.mean([getattr(s, name) for s in trace.sweeps], axis=0) for name in ("count", "busy_s"))
@@ -278,7 +279,7 @@ def _collective_times(trace: Trace) -> list[tuple[Collective, float, float]]:
 
 
 def _fits(trace: Trace) -> list[Fit]:
-    """One fit for each kind of collective over groups of one shape, where the largest message tells a bandwidth."""
+    """Return a fit for each kind of collective and shape of group whose largest message measures a bandwidth."""
     shapes: dict[tuple, list[tuple[float, float, float]]] = {}
     for c, count, seconds in _collective_times(trace):
         if c.group_size < 2 or c.collective not in calibration.COLLECTIVES or not c.axes:
@@ -307,16 +308,16 @@ def _fits(trace: Trace) -> list[Fit]:
 
 
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
-    """(latency_s, bytes_per_s, residual_median) of points (wire bytes, seconds, weight); None for no line.
+    """Return (latency_s, bytes_per_s, residual_median) of points (wire bytes, seconds, weight); None for no line.
 
-    Least squares of the relative error, so that small messages count as much as large ones. Messages of one size tell
-    no latency from bandwidth: all of their time is then bandwidth.
+    The relative error is the least in squares, so that small messages count as much as large ones. Messages of a single
+    size cannot separate latency from bandwidth: all of their time is then bandwidth.
 
     Args:
-        points: [n] wire bytes as of `wire_factor`, seconds of one run, which are not 0, and runs as the weight.
+        points: [n] wire bytes as in `wire_factor`, nonzero seconds of one run, and runs as the weight.
 
     Returns:
-        the residual is the median of |line / measured - 1|.
+        The latency and bandwidth, and as residual the median of |line / measured - 1|.
     """
     wire, seconds, weight = np.array(points, float).T
     if not (wire > 0).any():

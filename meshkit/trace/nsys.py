@@ -1,12 +1,13 @@
-"""What Nsight Systems recorded -> the operations of its GPUs, in the same columns as from an XSpace file.
+"""Read what Nsight Systems recorded into the operations of its GPUs, in the same columns as from an XSpace file.
 
     FILE.sqlite    `nsys export --type sqlite`: kernels and copies, CUDA's calls that launched them, NVTX ranges
-    trace.parquet  `nsys-jax`, or nsys' recipe nvtx_gpu_proj_trace: XLA's ranges, with when the GPU ran what is in them
+    trace.parquet  `nsys-jax`, or nsys' recipe nvtx_gpu_proj_trace: XLA's ranges, with the time of their GPU work
 
-XLA opens an NVTX range around what launches a thunk (`Thunk:#...,hlo_op=OP#`), inside one around each execution of a
-module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation has the instruction of the innermost thunk that
-launched it, and the module around that. Asynchronous thunks of a recent XLA lie outside of their module, and get that
-of what ran before and after them. Neither file holds the program: `loose` looks for XLA's dump beside it.
+XLA opens an NVTX range around the launches of a thunk (`Thunk:#...,hlo_op=OP#`), inside a range around each execution
+of a module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation has the instruction of the innermost thunk
+that launched it, and the module around that thunk. Asynchronous thunks of a recent XLA are outside their module, and
+get the
+module of the operations before and after them. Neither file holds the program: `loose` looks for XLA's dump beside it.
 
 Tables and columns are those of nsys' "SQLite Export Schema Reference"
 (docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html).
@@ -41,34 +42,35 @@ _KERNEL, _COPY, _FILL, _GRAPH = (
     f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 )
 _GPU = "TARGET_INFO_GPU"
-_OF_GPU = {  # its columns, in the words of an XSpace file
+_OF_GPU = {  # Column -> its name in an XSpace file.
     "name": "gpu_device_name",
     "computeMajor": "compute_cap_major",
     "computeMinor": "compute_cap_minor",
     "totalMemory": "memory_size",
 }
 _COPY_NAMES = {1: "MemcpyH2D", 2: "MemcpyD2H", 8: "MemcpyD2D", 10: "MemcpyP2P"}  # CUpti_ActivityMemcpyKind
-_THREAD_BITS = 24  # of a globalTid: what is above them is the process
-_ID_BITS = 40  # of the id of a range; above them the report that it is of
-_WARNING = 2  # the severity of a diagnostic
+_THREAD_BITS = 24  # The bits of a globalTid above these are the process.
+_ID_BITS = 40  # The bits of a range's id above these are the report.
+_WARNING = 2  # The severity of a diagnostic.
 _LONGEST_TEXT = 1 << 20
-_EVENT_BYTES, _TEXT_BYTES = 24, 4  # that an event and a text take at least in a file; with more of them it is damaged
-_WHOLE_GRAPH = -2  # in place of a node, where nsys has traced graphs and not their nodes
-_DEEPEST = 64  # ranges inside each other; XLA's are some ten
-_LATEST_NS = 1 << 53  # 104 days from the start of the session; picoseconds up to it fit into 64 bits
+# The least bytes of an event and of a text in a file; a file with more of them is damaged.
+_EVENT_BYTES, _TEXT_BYTES = 24, 4
+_WHOLE_GRAPH = -2  # This stands for a node where nsys traced whole graphs.
+_DEEPEST = 64  # Nested ranges; XLA nests about ten.
+_LATEST_NS = 1 << 53  # 104 days from the start of the session; picoseconds up to it fit into 64 bits.
 _NEVER = np.iinfo(np.int64).max
 _EXPORT = "nsys export --type sqlite REPORT.nsys-rep"
 _OLDER = ("Projected Start", "Projected Duration", "RangeId", "ParentId")
-_RECENT = ("Start", "End", "Range ID", "Parent ID")  # as the recipe names them since nsys 2024.5
+_RECENT = ("Start", "End", "Range ID", "Parent ID")  # The recipe has these names since nsys 2024.5.
 
 _Launchers = dict[int, dict[int, tuple[int, int]]]
 """Process -> its launching threads -> the local number and the global id of the device that each launches on."""
 
 
 def home(path: Path) -> Path:
-    """The folder of a trace; of one of nsys-jax that which holds nvtx_gpu_proj_trace/trace.parquet, its dump and more.
+    """Return the folder of a trace; for nsys-jax, the folder that holds nvtx_gpu_proj_trace/trace.parquet and its dump.
 
-    Where nsys-jax-combine has put processes together, trace.parquet is a folder with a file for each.
+    Where nsys-jax-combine has merged processes, trace.parquet is a folder with a file for each.
     """
     folder = path.absolute().parent
     folder = folder.parent if folder.suffix == ".parquet" else folder
@@ -76,7 +78,7 @@ def home(path: Path) -> Path:
 
 
 def is_nsys(path: Path) -> bool:
-    """Whether a file is SQLite or Parquet, by how it begins."""
+    """Return whether a file is SQLite or Parquet, by its first bytes."""
     try:
         with open_regular(path) as file:
             return file.read(len(_SQLITE)).startswith((_SQLITE, _PARQUET))
@@ -85,13 +87,14 @@ def is_nsys(path: Path) -> bool:
 
 
 def read_nsys(file: TraceFile) -> Operations:
-    """Reads the operations of the GPUs of one export, of all its processes; devices are numbered over all of them.
+    """Return the operations of the GPUs of one export, of all its processes; devices are numbered over all of them.
 
     Args:
-        file: whose devices are read, and no others.
+        file: the file, and the devices that are read.
 
     Raises:
-        TraceError: it cannot be read, is no export of nsys, or has no operation of a GPU; or pyarrow is missing.
+        TraceError: the file cannot be read, is not an export of nsys, or has no operation of a GPU; or pyarrow is
+            missing.
     """
     try:
         with open_regular(file.path) as opened:
@@ -102,7 +105,7 @@ def read_nsys(file: TraceFile) -> Operations:
             events = _read_parquet(file.path, opened, size) if parquet else _read_sqlite(file.path, size)
     except OSError as error:
         raise TraceError(f"the trace cannot be read: {error.strerror or error}.", at=str(file.path)) from None
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # of names that are no text
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: a name is not text.
         raise TraceError(f"this SQLite file is damaged: {error}.", at=str(file.path), hint=_EXPORT) from None
     if not len(events.start_ns):
         message = "nsys recorded no operation of a GPU."
@@ -112,13 +115,13 @@ def read_nsys(file: TraceFile) -> Operations:
 
 @dataclass
 class _Names:
-    """Numbers for what is told apart: kernels, instructions, modules."""
+    """Assigns numbers to kernels, instructions and modules."""
 
     values: list[Any] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
 
     def number(self, value: Any) -> int:
-        """The number of a value, the same each time."""
+        """Return the number of a value, the same each time."""
         found = self._numbers.setdefault(value, len(self.values))
         if found == len(self.values):
             self.values.append(value)
@@ -127,26 +130,34 @@ class _Names:
 
 @dataclass
 class _Events:
-    """Operations of all devices of a file, in any order, and what their numbers stand for."""
+    """Operations of all devices of a file, in any order, and the tables behind their numbers."""
 
-    start_ns: np.ndarray  # [n]
-    end_ns: np.ndarray  # [n]
-    device: np.ndarray  # [n] indices into `ordinals`
-    name: np.ndarray  # [n] indices into `names`
-    op: np.ndarray  # [n] indices into `ops`; -1 outside of a thunk
-    module: np.ndarray  # [n] indices into `modules`; -1 outside of a module
-    execution: np.ndarray  # [n] an id of the range of the module; -1 outside of one
-    launch: np.ndarray  # [n] of a graph; -1 outside of one
-    node: np.ndarray  # [n] of a graph; -1 outside of one
-    copy: np.ndarray  # [n] bool
+    start_ns: np.ndarray
+    end_ns: np.ndarray
+    device: np.ndarray
+    """Indices into `ordinals`."""
+    name: np.ndarray
+    """Indices into `names`."""
+    op: np.ndarray
+    """Indices into `ops`; -1 outside a thunk."""
+    module: np.ndarray
+    """Indices into `modules`; -1 outside a module."""
+    execution: np.ndarray
+    """An id of the module's range; -1 outside one."""
+    launch: np.ndarray
+    """Launch of a graph; -1 outside one."""
+    node: np.ndarray
+    """Node of a graph; -1 outside one."""
+    copy: np.ndarray
     ordinals: Sequence[int]
     names: list[str]
     ops: list[str]
-    modules: Sequence[tuple[str, int]]  # name, and the runtime's id of the program
+    modules: Sequence[tuple[str, int]]
+    """(name, the runtime's id of the program)."""
     found: Operations
 
     def operations(self, file: TraceFile) -> Operations:
-        """The same by device, of those that the file's `devices` names."""
+        """Return the operations by device, for the devices that the file names."""
         found = self.found
         good = (self.end_ns >= self.start_ns) & (self.start_ns >= 0) & (self.end_ns <= _LATEST_NS)
         found.discarded = int((~good).sum())
@@ -175,7 +186,7 @@ class _Events:
         return found
 
     def _place_thunks(self, order: np.ndarray) -> None:
-        """Gives thunks outside of any module that of what ran before them, where what ran after them has the same.
+        """Give thunks outside any module the module of the operations before and after them, where both agree.
 
         Args:
             order: the operations by device, each sorted by start.
@@ -191,7 +202,7 @@ class _Events:
         self.module[rows], self.execution[rows] = self.module[first[same]], self.execution[first[same]]
 
     def _runs(self, order: np.ndarray) -> np.ndarray:
-        """[n] which execution of its module on its device an operation is of, counted from 0; -1 outside of one."""
+        """Return [n] the execution of its module on its device that an operation belongs to, from 0; -1 outside one."""
         run = np.full(len(self.start_ns), -1, np.int64)
         rows = order[self.execution[order] >= 0]
         _, first, inverse = np.unique(self.execution[rows], return_index=True, return_inverse=True)
@@ -225,20 +236,20 @@ class _Database:
         self._connection.close()
 
     def columns(self, table: str) -> set[str]:
-        """The columns of a table; of one that is not there, none."""
+        """Return the columns of a table; none for a missing table."""
         if table not in self.tables:
             return set()
         return {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
 
     def rows(self, table: str, *columns: str, where: str = "TRUE") -> Iterator[tuple]:
-        """The rows of a table; of one that is not there, none.
+        """Yield the rows of a table; none for a missing table.
 
         Args:
             table, columns: by name.
             where: a condition in SQL.
 
         Raises:
-            TraceError: it lacks one of the columns, or has more rows than the file has room for.
+            TraceError: the table lacks one of the columns, or has more rows than the file has room for.
         """
         count = 0
         for row in self._select(table, columns, '"{}"', where):
@@ -247,7 +258,7 @@ class _Database:
         self._check(table, count)
 
     def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
-        """[rows] each, every value as a number, -1 where there is none."""
+        """Return the columns as numbers, [rows] each, -1 where there is none."""
         cells = chain.from_iterable(self._select(table, columns, 'CAST(IFNULL("{}", -1) AS INTEGER)'))
         parts: list[tuple[np.ndarray, ...]] = []
         while len(part := np.fromiter(islice(cells, CHUNK * len(columns)), np.int64)):
@@ -257,17 +268,16 @@ class _Database:
         return found
 
     def _select(self, table: str, columns: Sequence[str], form: str, where: str = "TRUE") -> Iterable[tuple]:
-        """The rows of a table, one more than it may have at most."""
+        """Return the rows of a table, at most one more than it may have."""
         if table not in self.tables:
             return ()
         if missing := {*columns} - self.columns(table):
-            message = f"table {table} of this SQLite file has no column {min(missing)}: it is of another schema."
+            message = f"table {table} of this SQLite file has no column {min(missing)}: its schema is another one."
             raise TraceError(message, at=str(self.path), hint=f"a recent nsys, and {_EXPORT}")
         chosen = ", ".join(map(form.format, columns))
         return self._connection.execute(f'SELECT {chosen} FROM "{table}" WHERE {where} LIMIT {self._most(table) + 1}')
 
     def _most(self, table: str) -> int:
-        """Rows that the file has room for."""
         return self._size // (_TEXT_BYTES if table == "StringIds" else _EVENT_BYTES)
 
     def _check(self, table: str, count: int) -> None:
@@ -315,7 +325,7 @@ def _read_sqlite(path: Path, size: int) -> _Events:
 
 
 def _table(database: _Database, table: str, strings: Mapping[int, Any], names: _Names) -> list[np.ndarray]:
-    """Start, end, device, process, correlation, name, node and whether it copies, of each operation of a table."""
+    """Return start, end, device, process, correlation, name, node and whether it copies, for each row of a table."""
     kind = {_KERNEL: "demangledName", _COPY: "copyKind"}.get(table)
     node = "graphNodeId" if "graphNodeId" in database.columns(table) else "correlationId"
     columns = ("start", "end", "deviceId", "globalPid", "correlationId", kind or "start", node)
@@ -334,19 +344,18 @@ def _table(database: _Database, table: str, strings: Mapping[int, Any], names: _
 
 
 def _operation_name(table: str, id_: int, strings: Mapping[int, Any]) -> str:
-    """What an operation is called, as jax's profiler calls it."""
     if table == _KERNEL:
         return str(strings.get(id_, ""))
     return _COPY_NAMES.get(id_, "Memcpy") if table == _COPY else "Memset" if table == _FILL else "CUDA graph"
 
 
 def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n] thread and time of the call of CUDA that launched each operation, by their correlation id; -1 for none."""
+    """Return [n] thread and time of the CUDA call that launched each operation, by correlation id; -1 for none."""
     columns = ("start", "globalTid", "correlationId")
     start, thread, ids = database.numbers("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
     if not len(start):
         return np.full(len(process), -1), np.full(len(process), -1)
-    processes = np.unique(process >> _THREAD_BITS)  # without its inverse it hashes, and sorts nothing
+    processes = np.unique(process >> _THREAD_BITS)  # Without its inverse, it hashes and sorts nothing.
 
     def key(process: np.ndarray, id_: np.ndarray) -> np.ndarray:
         return np.searchsorted(processes, process >> _THREAD_BITS) << 32 | id_ & 0xFFFFFFFF
@@ -360,15 +369,16 @@ def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray)
 
 @dataclass
 class _Ranges:
-    """Ranges of one kind; those of a thread lie beside or inside each other."""
+    """Ranges of one kind; those of a thread are side by side or nested."""
 
-    start: np.ndarray  # [n]
-    end: np.ndarray  # [n]
-    thread: np.ndarray  # [n]
-    meaning: np.ndarray  # [n] a number of what each says
+    start: np.ndarray
+    end: np.ndarray
+    thread: np.ndarray
+    meaning: np.ndarray
+    """[n] number of the meaning of each."""
 
     def innermost(self, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
-        """[m] the innermost range around each time on its thread; -1 where there is none."""
+        """Return [m] the innermost range around each time on its thread; -1 where there is none."""
         found, depth = np.full(len(time), -1, np.int64), self._depth()
         for level in np.unique(depth)[:_DEEPEST]:
             rows = np.flatnonzero(depth == level)
@@ -380,7 +390,7 @@ class _Ranges:
         return found
 
     def _depth(self) -> np.ndarray:
-        """[n] how many ranges of its thread are open when each has begun, itself included."""
+        """Return [n] the number of open ranges on its thread when each begins, itself included."""
         step = np.repeat([1, -1], len(self.start))
         order = np.lexsort((step, np.r_[self.start, self.end], np.r_[self.thread, self.thread]))
         depth = np.empty(len(step), np.int64)
@@ -389,7 +399,7 @@ class _Ranges:
 
 
 def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """[m] the last of some threads and starts, sorted by both, that is not after each (`on`, `time`); -1 for none."""
+    """Return [m] the last of the sorted (thread, start) pairs that is not after each (`on`, `time`); -1 for none."""
     asked = np.r_[np.zeros(len(start), bool), np.ones(len(time), bool)]
     order = np.lexsort((asked, np.r_[start, time], np.r_[thread, on]))
     found = np.empty(len(order), np.int64)
@@ -398,7 +408,7 @@ def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarra
 
 
 def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[_Ranges, _Ranges]:
-    """The ranges of thunks and of modules, whose meanings are numbers of `ops` and `modules`."""
+    """Return the ranges of thunks and of modules, whose meanings are numbers of `ops` and `modules`."""
     start, end, thread, id_ = database.numbers("NVTX_EVENTS", "start", "end", "globalTid", "textId")
     said = [
         said for (said,) in database.rows("NVTX_EVENTS", "text", where='CAST(IFNULL("textId", -1) AS INTEGER) = -1')
@@ -411,15 +421,15 @@ def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, module
     kind, meaning = np.array(meanings, np.int64).reshape(-1, 2)[number].T
     end = np.where(end < 0, _NEVER, end)
 
-    def of(wanted: int) -> _Ranges:
+    def ranges_of(wanted: int) -> _Ranges:
         rows = (kind == wanted) & (start >= 0) & (thread >= 0)
         return _Ranges(start[rows], end[rows], thread[rows], meaning[rows])
 
-    return of(_OF_THUNK), of(_OF_MODULE)
+    return ranges_of(_OF_THUNK), ranges_of(_OF_MODULE)
 
 
 def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:
-    """What a range is of, and the number of a thunk's instruction, of a module, or of a function of NCCL."""
+    """Return the kind of a range, and the number of its instruction, module or NCCL function."""
     if thunk := _THUNK.match(text):
         return _OF_THUNK, ops.number(thunk[1])
     if module := _MODULE.match(text):
@@ -430,12 +440,10 @@ def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:
 
 
 def _pick(values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """[n] some values by their indices; -1 for an index of -1."""
     return np.where(at >= 0, np.append(values, -1)[at], -1)
 
 
 def _launchers(threads: Iterable[tuple[Any, Any]]) -> _Launchers:
-    """What XLA names its launching threads after."""
     found: _Launchers = defaultdict(dict)
     for name, thread in threads:
         if (launcher := _LAUNCHER.match(str(name))) and isinstance(thread, int):
@@ -444,7 +452,7 @@ def _launchers(threads: Iterable[tuple[Any, Any]]) -> _Launchers:
 
 
 def _ordinals(devices: Sequence[tuple[int, int]], launchers: _Launchers) -> list[int]:
-    """The global id of each (process, local number) where XLA's threads say it, else a count of them.
+    """Return the global id of each (process, local number) if XLA's threads name it, else a count.
 
     A process with one launching thread has one device, whatever its local number is.
     """
@@ -453,7 +461,7 @@ def _ordinals(devices: Sequence[tuple[int, int]], launchers: _Launchers) -> list
         of = dict(launchers.get(process, {}).values())
         found.append(of.get(local, -1) if len(of) != 1 else next(iter(of.values())))
     if -1 in found or len(set(found)) < len(found):
-        # processes that see all GPUs of their machine each use others
+        # Processes that see all GPUs of their machine each use different ones.
         by_gpu = len({local for _, local in devices}) == len(devices)
         rank = {device: i for i, device in enumerate(sorted(devices, key=lambda d: d[1] if by_gpu else d))}
         found = [rank[device] for device in devices]
@@ -461,20 +469,18 @@ def _ordinals(devices: Sequence[tuple[int, int]], launchers: _Launchers) -> list
 
 
 def _clock_ns(database: _Database) -> int | None:
-    """When the session began, since the epoch."""
     begun = database.numbers("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")[0]
     return int(begun[0]) if len(begun) and begun[0] > 0 else None
 
 
 def _hardware(database: _Database) -> dict[str, int | float | str]:
-    """What the file says of the first GPU, in the words of an XSpace file."""
+    """Return the file's description of the first GPU, with the names of an XSpace file."""
     there = [column for column in _OF_GPU if column in database.columns(_GPU)]
     first = next(database.rows(_GPU, *there), ()) if there else ()
     return {_OF_GPU[column]: value for column, value in zip(there, first) if isinstance(value, int | str)}
 
 
 def _messages(database: _Database) -> list[str]:
-    """What nsys warns of."""
     if not {"severity", "text"} <= database.columns("DIAGNOSTIC_EVENT"):
         return []
     rows = database.rows("DIAGNOSTIC_EVENT", "severity", "text")
@@ -485,15 +491,18 @@ def _messages(database: _Database) -> list[str]:
 
 
 def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
-    """Thunks that hold no thunk, and calls of NCCL outside of any, each one operation: from the first of what it ran on
-    the GPU to the last."""
+    """Return one operation for each innermost thunk, and for each NCCL call outside any.
+
+    It spans the GPU work of the thunk from first to last.
+    """
     read = _Columns(path, opened, size)
-    recent = "Text" in read.names  # as the recipe names them since nsys 2024.5
+    recent = "Text" in read.names  # The recipe has these names since nsys 2024.5.
     texts, text = read.texts("Text" if recent else "Name")
     names = (*(_RECENT if recent else _OLDER), "PID", "TID")
     start, end, id_, above, process, thread = (read.numbers(name) for name in names)
     end = end if recent else start + end
-    rank = read.numbers("Rank") if "Rank" in read.names else np.zeros_like(id_)  # of a recipe over several reports
+    # A recipe over several reports has ranks.
+    rank = read.numbers("Rank") if "Rank" in read.names else np.zeros_like(id_)
     id_, above = id_ | rank << _ID_BITS, np.where(above >= 0, above | rank << _ID_BITS, -1)
     thread = thread | (process | rank << _THREAD_BITS) << _THREAD_BITS
     ops, modules = _Names(), _Names()
@@ -510,9 +519,9 @@ def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
     module = _pick(meaning, execution)
     launchers = _launchers(_thread_names(path))
     devices, device = _devices(thread[rows], module, modules.values, launchers)
-    found = Operations(hardware=_hardware_beside(path))
+    found = Operations(hardware=_sidecar_hardware(path))
     if lost := int((device < 0).sum()):
-        found.messages.append(f"{lost} ranges of XLA are on threads without a GPU that is known, and are left out.")
+        found.messages.append(f"{lost} ranges of XLA are on threads without a known GPU, and are left out.")
     return _Events(
         start[rows], end[rows], device, meaning[rows],
         op=np.where(kind[rows] == _OF_THUNK, meaning[rows], -1),
@@ -550,7 +559,7 @@ class _Columns:
             unpacked = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
             self.names = {*self._file.schema_arrow.names}
         if about.num_rows > size or not 0 <= unpacked <= max(LEAST_ROOM_BYTES, MOST_TIMES * size):
-            raise TraceError("this Parquet file unpacks to more than any trace does.", at=str(path))
+            raise TraceError("this Parquet file unpacks to more than any trace needs.", at=str(path))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -562,18 +571,20 @@ class _Columns:
     def _column(self, name: str) -> Any:
         if name not in self.names:
             listed = ", ".join(sorted(self.names)[:6])
-            message = f"this Parquet file is no nvtx_gpu_proj_trace of nsys: it has no column '{name}', but {listed}."
+            message = (
+                f"this Parquet file is not an nvtx_gpu_proj_trace of nsys: it has no column '{name}', but {listed}."
+            )
             raise TraceError(message, at=str(self.path), hint="trace.parquet, as nsys-jax writes it")
         return self._file.read([name])[name]
 
     def numbers(self, name: str) -> np.ndarray:
-        """[rows] whole numbers; -1 where a row has none."""
+        """Return [rows] whole numbers; -1 where a row has none."""
         with self._errors():
             column = self._column(name).fill_null(-1).cast("int64", safe=False)
             return self._whole(column.to_numpy())
 
     def texts(self, name: str) -> tuple[list[str], np.ndarray]:
-        """The distinct texts of a column, and [rows] which one each row has; a row without one has an empty text."""
+        """Return the distinct texts of a column, and [rows] the index of each row's text; a missing text is empty."""
         with self._errors():
             column = self._column(name).cast("string").fill_null("").dictionary_encode().combine_chunks()
             return column.dictionary.to_pylist(), self._whole(column.indices.to_numpy())
@@ -585,14 +596,14 @@ class _Columns:
 
 
 def _parents(id_: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """[n] the row of the range around each; -1 for none."""
+    """Return [n] the row of the range around each; -1 for none."""
     order = np.argsort(id_, kind="stable")
     at = order[np.minimum(np.searchsorted(id_[order], above), len(order) - 1)] if len(order) else order
     return np.where((id_[at] == above) & (above >= 0), at, -1)
 
 
 def _nearest(wanted: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """[n] the row of the innermost wanted range around each, itself included; -1 for none."""
+    """Return [n] the row of the innermost wanted range around each, itself included; -1 for none."""
     at = np.arange(len(parent))
     for _ in range(_DEEPEST):
         beside = (at >= 0) & ~wanted[at]
@@ -605,16 +616,16 @@ def _nearest(wanted: np.ndarray, parent: np.ndarray) -> np.ndarray:
 def _devices(
     thread: np.ndarray, module: np.ndarray, modules: Sequence[tuple[str, int]], launchers: _Launchers
 ) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """(process, local number) of each device, and [n] which one an operation ran on, by the thread that launched it.
+    """Return (process, local number) of each device, and [n] the device of each operation, by its launching thread.
 
-    Where nobody names the threads, those that run one program together are taken in their order. What another thread
-    launches runs on the first device; if it lies outside of any module and there are several, on an unknown one (-1).
+    If nobody names the threads, those that run one program together are taken in their order. Work that another thread
+    launches runs on the first device; outside any module, if there are several devices, on an unknown one (-1).
     """
     threads, inverse = np.unique(thread, return_inverse=True)
     launching = {t: local for of in launchers.values() for t, (local, _) in of.items()}
-    together: dict[tuple[int, int], set[int]] = defaultdict(set)  # (process, program) -> the threads that run it
+    together: dict[tuple[int, int], set[int]] = defaultdict(set)  # (process, program) -> threads that run it.
     for t, m in {*zip(inverse.tolist(), module.tolist())}:
-        if m >= 0 and modules[m][1] >= 0:  # others are what XLA compiles to compare kernels
+        if m >= 0 and modules[m][1] >= 0:  # XLA compiles others to compare kernels.
             together[int(threads[t]) >> _THREAD_BITS, m].add(int(threads[t]))
     several: dict[int, set[int]] = defaultdict(set)
     for (process, _), of in together.items():
@@ -635,10 +646,10 @@ def _devices(
 
 
 @contextmanager
-def _beside(path: Path, name: str) -> Iterator[_Columns | None]:
-    """What nsys-jax writes beside a trace; None where it is not there."""
+def _sidecar(path: Path, name: str) -> Iterator[_Columns | None]:
+    """Give a file that nsys-jax writes beside a trace; None if it is missing."""
     found = home(path) / name
-    if found.is_dir():  # of several processes
+    if found.is_dir():  # It is a folder for several processes.
         found /= path.name
     if not is_nsys(found):
         yield None
@@ -648,20 +659,20 @@ def _beside(path: Path, name: str) -> Iterator[_Columns | None]:
 
 
 def _thread_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Names of threads, with their process above `_THREAD_BITS`."""
-    with _beside(path, "thread-metadata.parquet") as read:
+    """Yield the names of threads, with their process above `_THREAD_BITS`."""
+    with _sidecar(path, "thread-metadata.parquet") as read:
         if read is not None:
             texts, text = read.texts("Name")
             threads = read.numbers("PID") << _THREAD_BITS | read.numbers("TID")
             yield from ((texts[i], thread) for i, thread in zip(text.tolist(), threads.tolist()))
 
 
-def _hardware_beside(path: Path) -> dict[str, int | float | str]:
-    """What nsys-jax says of the first GPU, in the words of an XSpace file."""
+def _sidecar_hardware(path: Path) -> dict[str, int | float | str]:
+    """Return nsys-jax's description of the first GPU, with the names of an XSpace file."""
     found: dict[str, int | float | str] = {}
-    with _beside(path, "device-metadata.parquet") as read:
+    with _sidecar(path, "device-metadata.parquet") as read:
         for column, word in _OF_GPU.items():
-            name = str((_GPU, column))  # as pandas writes a column of two levels
+            name = str((_GPU, column))  # pandas writes a column of two levels so.
             if read is not None and name in read.names:
                 texts, text = read.texts(name)
                 for value in [texts[i] for i in text[:1].tolist()]:

@@ -1,9 +1,9 @@
-"""One process's trace file -> the operations of its devices as columns, what each is, and in which execution it ran.
+"""Read one process's trace file into the operations of its devices as columns, with their kinds and executions.
 
-Operations that have the same kernel name, HLO instruction and module share a `Label`, so that whatever must be decided
-about them by name is decided once: compute, communication, copies, containers, or compute and communication at once.
-An operation communicates if its HLO instruction does, or, where the trace has lost the instruction, if its kernel is
-one of a communication library's; never because of the stream it ran on.
+Operations with the same kernel name, HLO instruction and module share a `Label`, so that every decision about them by
+name is made once: compute, communication, copies, containers, or compute and communication at once. An operation
+communicates if its HLO instruction does or, where the trace lost the instruction, if its kernel belongs to a
+communication library; never because of the stream that it ran on.
 """
 
 from __future__ import annotations
@@ -23,82 +23,99 @@ from meshkit.hlo.schedule import Collective
 from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, concatenated, read_xspace
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
-# Bounded: a message is as long as somebody likes.
+# Bounded, since a message can have any length.
 DROPPED = re.compile(
     r"(?<![0-9])([0-9]{1,15})[^.;\n]{0,80}\bdropped\b|\bdropped\b[^0-9]{0,80}([0-9]{1,15})", re.IGNORECASE
 )
-_GRAPH_STATS = ("correlation_id", "cuda_graph_node_id")  # launch and node
+_GRAPH_STATS = ("correlation_id", "cuda_graph_node_id")
 _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH_STATS, "run_id", "program_id")
 _HARDWARE = ("gpu_device_name", "device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
-_MOST_DECIDED = 1 << 22  # ids of a plane; others are decided anew in every block
-BLOCK = 1 << 17  # events of which all columns are in memory at a time
-_LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no time of this trace
+_MOST_DECIDED = 1 << 22  # Ids of a plane; others are decided anew in every block.
+BLOCK = 1 << 17  # Events of which all columns are in memory at a time.
+_LONGEST_TRACE_NS = 86_400 * 10**9  # A day; a time further from the start does not belong to this trace.
 
 
 @dataclass(frozen=True)
 class TraceFile:
     """One process's XSpace file."""
 
-    path: Path  # the `.xplane.pb` file
-    devices: Mapping[int, int]  # ordinal in the file -> global device id; operations of other devices are ignored
-    process: int = 0  # the process of the job that wrote it
+    path: Path
+    devices: Mapping[int, int]
+    """Ordinal in the file -> global device id; operations of other devices are ignored."""
+    process: int = 0
+    """The process of the job that wrote it."""
 
 
 class Label(NamedTuple):
-    """What operations of the same kind have in common; a tuple, since a trace may have a hundred thousand."""
+    """The common properties of operations of one kind; a tuple, since a trace may have a hundred thousand labels."""
 
-    name: str  # of the kernel, or of the thunk on a CPU
-    op: str  # the HLO instruction; empty where the trace has lost it
-    module: str  # and its module
-    copy: bool  # a memory copy or a memset
-    graph: bool  # ran as a node of a CUDA graph
-    program: int = -1  # the runtime's id of the program; -1 where the trace has none
+    name: str
+    """Name of the kernel, or of the thunk on a CPU."""
+    op: str
+    """The HLO instruction; empty where the trace lost it."""
+    module: str
+    copy: bool
+    """Whether it is a memory copy or a memset."""
+    graph: bool
+    """Whether it ran as a node of a CUDA graph."""
+    program: int = -1
+    """The runtime's id of the program; -1 where the trace has none."""
 
 
 @dataclass(frozen=True)
 class DeviceOperations:
     """Operations of one device, sorted by start; [n] each, times in ps on the clock of the process."""
 
-    start_ps: np.ndarray  # from the start of the profile
+    start_ps: np.ndarray
     end_ps: np.ndarray
-    label: np.ndarray  # indices into `Operations.labels`
-    run: np.ndarray  # the runtime's id of the execution; -1 where the trace has none
-    nodes: np.ndarray | None = None  # [n, 2] launch and node of a CUDA graph, -1 outside of one; None where none ran
+    label: np.ndarray
+    """Indices into `Operations.labels`."""
+    run: np.ndarray
+    """The runtime's id of the execution; -1 where the trace has none."""
+    nodes: np.ndarray | None = None
+    """[n, 2] launch and node of a CUDA graph, -1 outside one; None where none ran."""
 
 
 @dataclass
 class Operations:
-    """What one file holds about the devices of interest."""
+    """The operations of one file on the wanted devices."""
 
-    labels: list[Label] = field(default_factory=list)  # the kinds of operations
-    devices: dict[int, DeviceOperations] = field(default_factory=dict)  # global device id -> its operations
-    clock_ns: int | None = None  # time since the epoch at which this process's clock reads zero; None if unknown
-    messages: list[str] = field(default_factory=list)  # what the profiler reports about itself
-    dropped: int | None = None  # events that it says it lost; None if it does not say
-    discarded: int = 0  # events with impossible times, left out
-    cpu: bool = False  # the devices are CPUs
-    hardware: dict[str, int | float | str] = field(default_factory=dict)  # what the trace says of a GPU
+    labels: list[Label] = field(default_factory=list)
+    devices: dict[int, DeviceOperations] = field(default_factory=dict)
+    """Global device id -> its operations."""
+    clock_ns: int | None = None
+    """Time since the epoch at which this process's clock reads zero; None if unknown."""
+    messages: list[str] = field(default_factory=list)
+    """Messages of the profiler about itself."""
+    dropped: int | None = None
+    """Events that the profiler says it lost; None if it does not say."""
+    discarded: int = 0
+    """Events with impossible times, which were left out."""
+    cpu: bool = False
+    """Whether the devices are CPUs."""
+    hardware: dict[str, int | float | str] = field(default_factory=dict)
+    """The trace's description of a GPU."""
 
     @property
     def events(self) -> int:
-        """Operations read."""
+        """Number of operations that were read."""
         return sum(len(d.start_ps) for d in self.devices.values())
 
 
 def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
-    """Reads one file, or what of it was read already.
+    """Return the operations of one file.
 
     Args:
-        file: whose devices are read, and no others.
-        space: the same file from `read_xspace`, no events of which were read yet; None opens it.
+        file: the file, and the devices that are read.
+        space: the same file from `read_xspace`, before any of its events was read; None opens it.
 
     Returns:
-        the operations of its GPUs, or of XLA:CPU's devices where it has no GPU.
+        The operations of its GPUs, or of XLA:CPU's devices if it has no GPU.
 
     Raises:
-        TraceError: it cannot be read, is no trace, or has two planes of one device.
+        TraceError: the file cannot be read, is not a trace, or has two planes of one device.
     """
     space = space or read_xspace(file.path)
     lost = [int(m[1] or m[2]) for text in space.messages for m in DROPPED.finditer(text)]
@@ -120,7 +137,7 @@ def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
 
 
 def _duration_ns(space: XSpace, found: Operations) -> int:
-    """How long the profile ran, with a second to spare; notes its beginning."""
+    """Return the duration of the profile, with a second to spare, and note its beginning."""
     for plane in space.planes:
         if plane.name == "Task Environment":
             start, stop = plane.stats.get("profile_start_time"), plane.stats.get("profile_stop_time")
@@ -140,16 +157,16 @@ class _Reader:
         self.decided = _Decided()
 
     def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
-        """Raw files hold stream lines only; lines such as "XLA Ops" are derived by viewers, and would count twice."""
+        """Add a GPU's stream lines; viewers derive lines such as "XLA Ops", which would count twice."""
         lines = [line for line in plane.lines if line.name.startswith("Stream #")]
         blocks = self._blocks(space, plane, lines, _GPU_STATS)
         self._add(device, [self._columns(plane, e, start, start + e.duration_ps) for e, start in blocks])
 
     def cpu_plane(self, space: XSpace, plane: Plane, devices: Mapping[int, int]) -> None:
-        """XLA:CPU's thunks, whatever thread they ran on.
+        """Add XLA:CPU's thunks, whatever thread they ran on.
 
-        The event of a thunk that hands its work to a thread pool ends at the hand-over; the `end: ` marker that
-        carries its id says when the work was done.
+        The event of a thunk that hands its work to a thread pool ends at the hand-over; the `end: ` marker with the
+        same id tells when the work was done.
         """
         is_end = np.array(list(plane.event_names.ids(beginning="end: ")), np.int64)
         parts = []
@@ -168,9 +185,9 @@ class _Reader:
     def _blocks(
         self, space: XSpace, plane: Plane, lines: Sequence[Line], wanted: Sequence[str]
     ) -> Iterator[tuple[Events, np.ndarray]]:
-        """The events of some lines with when each starts, in ps; so many together that little memory is taken."""
+        """Yield the events of some lines and their starts in ps, in blocks that take little memory."""
         parts, count = [], 0
-        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # of what 64 bits hold; times beyond are discarded later
+        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # 64 bits hold this; times beyond are discarded later.
         for line in lines:
             since = self._since_ns(line) * _PS_PER_NS
             for events in space.events(plane, line, wanted):
@@ -183,14 +200,14 @@ class _Reader:
             yield _joined(parts, wanted)
 
     def _since_ns(self, line: Line) -> int:
-        """Time of a line since the profile began; some writers count from the epoch."""
+        """Return the time of a line since the profile began; some writers count from the epoch."""
         since = line.timestamp_ns
         if since > _LONGEST_TRACE_NS and self.found.clock_ns:
             since -= self.found.clock_ns
         return min(max(since, -_LONGEST_TRACE_NS), 2 * _LONGEST_TRACE_NS)
 
     def _columns(self, plane: Plane, events: Events, start, end) -> tuple[np.ndarray, ...]:
-        """What is kept of those whose times are possible: start, end, label, run, and launch and node of a graph."""
+        """Return start, end, label, run, and launch and node of a graph, of the events with possible times."""
         limit = self.duration_ns * _PS_PER_NS
         good = (end >= start) & (start >= -limit) & (end <= limit)
         if not good.all():
@@ -203,10 +220,10 @@ class _Reader:
         launch, node = (events.stats.get(name, none) for name in _GRAPH_STATS)
         nodes = (np.where(node == NO_VALUE, -1, column) for column in (launch, node))
         part = (start, end, label, np.where(run == NO_VALUE, -1, run), *nodes)
-        return tuple(concatenated([part], len(part)))  # where none has a run or a node, these take no room
+        return tuple(concatenated([part], len(part)))  # Columns without any run or node take no room.
 
     def _add(self, device: int, parts: list[tuple[np.ndarray, ...]]) -> None:
-        """Keeps the operations of one device, sorted by start."""
+        """Keep the operations of one device, sorted by start."""
         columns = concatenated(parts, 6)
         if not len(columns[0]):
             return
@@ -221,7 +238,7 @@ class _Reader:
         self.found.devices[device] = DeviceOperations(start, end, label, run, nodes)
 
     def _labels(self, plane: Plane, events: Events) -> np.ndarray:
-        """[n] index of each event's label."""
+        """Return [n] index of each event's label."""
         none = np.full(len(events.metadata), NO_VALUE)
         copy = events.stats.get("memcpy_details", none) != NO_VALUE
         graph = events.stats.get("cuda_graph_id", none)
@@ -241,7 +258,7 @@ class _Reader:
         return label
 
     def _decide(self, plane: Plane, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """[n] index of the label of each of some distinct rows."""
+        """Return [n] index of the label of each of some distinct rows."""
         op, module, metadata, flags, program = (column.tolist() for column in columns)
         ops, modules = (plane.texts(set(ids)) for ids in (op, module))
         names = {id_: plane.event_names.get(id_) for id_ in set(metadata)}
@@ -261,16 +278,16 @@ class _Decided:
     """Labels of a plane's rows of ids that were decided before, by the instruction's id.
 
     Args:
-        plane: whose ids they are.
+        plane: the plane that the ids belong to.
     """
 
     def __init__(self, plane: Plane | None = None):
         self.plane = plane
-        self._columns: list[np.ndarray] = []  # each [ids + 2]: the last row decided that has this instruction
+        self._columns: list[np.ndarray] = []  # Each has [ids + 2] entries: the last decided row with this instruction.
         self._label = np.zeros(0, np.int32)
 
     def labels(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """[n] the index of each row's label; -1 where it was not decided."""
+        """Return [n] the index of each row's label; -1 where it was not decided."""
         if not self._columns:
             return np.full(len(columns[0]), -1, np.int32)
         slot = self._slot(columns[0])
@@ -280,7 +297,7 @@ class _Decided:
         return label
 
     def add(self, columns: Sequence[np.ndarray], label: np.ndarray) -> None:
-        """Keeps the labels of some distinct rows."""
+        """Keep the labels of some distinct rows."""
         more = int(np.clip(columns[0].max(), 0, _MOST_DECIDED)) + 3 - len(self._label)
         if more > 0:
             held = self._columns or [np.zeros(0, np.int64)] * len(columns)
@@ -292,19 +309,18 @@ class _Decided:
         self._label[slot] = label
 
     def _slot(self, op: np.ndarray) -> np.ndarray:
-        """[n] where a row with this instruction is; what is beyond all that were decided shares a place."""
+        """Return [n] the slot of a row with this instruction; instructions beyond all decided ones share a slot."""
         return np.clip(op, -1, len(self._label) - 2) + 1
 
 
 def _joined(parts: list[tuple[Events, np.ndarray]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
-    """Some parts, which are taken out of the list, as one: events and when each starts."""
     events, start = [e for e, _ in parts], [s for _, s in parts]
     parts.clear()
     return Events.joined(events, wanted), np.concatenate(start or [np.zeros(0, np.int64)])
 
 
 def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:
-    """[n] when each event's work was done: at its end marker, found by the id both carry, else at its own end."""
+    """Return [n] the end of each event's work: its end marker with the same id, else its own end."""
     end = start + events.duration_ps
     stats = events.stats
     if not marker.any():
@@ -319,14 +335,14 @@ def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:
 
 
 def _flow(kind: np.ndarray, id_: np.ndarray) -> np.ndarray:
-    """A number for a flow: its id, with its kind in the top bits."""
+    """Return a number for a flow: its id, with its kind in the top bits."""
     return id_ ^ (np.where(kind == NO_VALUE, 0, kind) << 58)
 
 
 def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """[n] number of each row among the distinct rows of some columns, and one row of each.
+    """Return [n] number of each row among the distinct rows of some columns, and one row of each.
 
-    The first column (the instruction) nearly always determines the others: rows that agree with the one row that was
+    The first column (the instruction) nearly always determines the others, so rows that agree with the row that was
     picked for their instruction need no sorting.
     """
     leader = columns[0]
@@ -334,7 +350,7 @@ def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     code = np.where(leader == NO_VALUE, leader.max(initial=0) + 1, leader)
     code = code - code.min()
-    # ids far apart, or so far that their difference has no room: a table of them would be larger than the events
+    # The ids are so far apart that a table of them would be larger than the events, or their difference overflows.
     if code.max() > 4 * len(code) + 1024 or code.min() < 0:
         code = np.unique(code, return_inverse=True)[1]
     pick = np.full(int(code.max()) + 1, -1, np.int64)
@@ -358,7 +374,7 @@ def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 
 COMPUTE, COMMUNICATION, COPY, CONTAINER, FUSED = range(5)
-_MOST_FOUND = 10_000  # executions in a trace that numbers none; real ones have some tens
+_MOST_FOUND = 10_000  # Executions in a trace without numbers; real ones have some tens.
 
 # ncclKernel (before 2.19), ncclDevKernel, ncclSymk (symmetric memory, 2.27); the other libraries that XLA can call;
 # XLA's own kernels (one-shot and multimem all-reduce, ragged all-to-all, their barrier); DeepEP's dispatch and combine
@@ -369,7 +385,7 @@ _COMMUNICATION_KERNEL = re.compile(
     re.IGNORECASE,
 )
 _COMMUNICATION_OP = re.compile(rf"^(?:{'|'.join(COLLECTIVES)})\b")
-_KERNEL_KINDS = (  # in the names of kernels that communicate, the first that fits
+_KERNEL_KINDS = (  # Names of kernels that communicate contain these; the first that fits counts.
     ("ragged-all-to-all", "raggedalltoall"),
     ("all-gather", "allgather"),
     ("all-reduce", "allreduce"),
@@ -382,27 +398,34 @@ _KERNEL_KINDS = (  # in the names of kernels that communicate, the first that fi
 KINDS = (
     *dict.fromkeys(kind for kind, _ in _KERNEL_KINDS),
     "collective-permute",
-)  # what `kind_of_collective` tells apart
-_COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # how their names begin
-_FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)  # MemcpyH2D, CopyHostToDevice
+)  # `kind_of_collective` returns these.
+_COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # Names of copies begin so.
+_FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)
 _OVER_HOST = re.compile(rf"{_FROM_HOST.pattern}|d(?:evice)?_?(?:to|2)_?h", re.IGNORECASE)
 _CONTAINER_OP = re.compile(rf"^(?:{'|'.join(CONTROL)})(?:\.\d+)*$")
-# a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
+# The name of a kernel that fuses a matmul and a collective: gemm_all_reduce, AllGatherMatmul, ...
 _MATMUL = re.compile(r"gemm|matmul", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class GraphNode:
-    """An instruction as a graph shows it."""
+    """An instruction as it appears in a CUDA graph."""
 
-    name: str  # as traces without graphs name it
-    kernel: str  # the name of its kernel, if XLA compiles one for it
-    work: Hashable  # equal for instructions that may share a kernel
-    library: str  # what a library does for it: `matmul`, `attention`, `sort`, ...; "" where XLA compiles its kernel
-    collective: str  # what it communicates; "" if it does not
-    copies: bool  # whether it may be a plain copy
-    fills: bool  # whether it may be a plain memset
+    name: str
+    """The name in traces without graphs."""
+    kernel: str
+    """The name of its kernel, if XLA compiles one for it."""
+    work: Hashable
+    """A value that is equal for instructions that may share a kernel."""
+    library: str
+    """The work of a library: `matmul`, `attention`, `sort`, ...; "" if XLA compiles its kernel."""
+    collective: str
+    """The kind of its collective; "" if it does not communicate."""
+    copies: bool
+    """Whether it may be a plain copy."""
+    fills: bool
+    """Whether it may be a plain memset."""
 
     @property
     def several(self) -> bool:
@@ -412,31 +435,40 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """What must be known of a compiled program to read its trace."""
+    """The facts of a compiled program that are needed to read its trace."""
 
-    module: str  # name of the HLO module whose executions are the steps
-    collectives: Mapping[str, Collective] = field(default_factory=dict)  # instruction name -> what it communicates
-    containers: Set[str] = frozenset()  # its loops, calls and conditionals, whose time is that of the operations inside
-    fused: Set[str] = frozenset()  # its instructions that compute and communicate in one kernel
+    module: str
+    """Name of the HLO module whose executions are the steps."""
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
+    """Instruction name -> its collective."""
+    containers: Set[str] = frozenset()
+    """Loops, calls and conditionals, whose time is that of the operations inside."""
+    fused: Set[str] = frozenset()
+    """Instructions that compute and communicate in one kernel."""
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Instruction name -> [groups, members] global device ids, or [pairs, 2] of a collective-permute."""
+    """Instruction name -> [groups, members] global device ids, or [pairs, 2] for a collective-permute."""
     expected: Mapping[str, int] = field(default_factory=dict)
-    """Instruction name -> how often one execution runs it, where the program says."""
-    program_id: int | None = None  # the runtime's, where several programs bear the name; None if that is not known
-    graph_nodes: Sequence[GraphNode] = ()  # its instructions in their order, where the program says
-    kernels: Set[str] = frozenset()  # of them those that compute on the GPU itself, what they copy included
-    found: bool = False  # nobody said how often the program ran, or whether the trace begins and ends between steps
-    once: Set[str] = frozenset()  # of a found program: its instructions that run once an execution, where known
+    """Instruction name -> runs in one execution, if the program tells."""
+    program_id: int | None = None
+    """The runtime's id, if several programs have the name; None if unknown."""
+    graph_nodes: Sequence[GraphNode] = ()
+    """Instructions in their order, if the program tells."""
+    kernels: Set[str] = frozenset()
+    """Instructions that compute on the GPU itself, including copies."""
+    found: bool = False
+    """Whether nobody said how often the program ran, or whether the trace begins and ends between steps."""
+    once: Set[str] = frozenset()
+    """Instructions of a found program that run once an execution, if known."""
     kinds: Mapping[str, Collective] = field(default_factory=dict)
-    """Kind of collective -> what stands for all of that kind, where only names of kernels are known."""
+    """Kind of collective -> a stand-in for all of that kind, if only names of kernels are known."""
 
     @property
     def distinct_collectives(self) -> tuple[Collective, ...]:
-        """Each collective once: what the indices of a timeline point into."""
+        """The distinct collectives, which the indices of a timeline point into."""
         return tuple(dict.fromkeys((*self.collectives.values(), *self.kinds.values())))
 
     def owns(self, labels: Sequence[Label]) -> np.ndarray:
-        """[labels] whether each is one of the program's; ids of programs may differ between processes, names do not."""
+        """Return [labels] whether each belongs to the program, by its id, or by name if the ids differ."""
         named = np.array([label.module == self.module for label in labels], bool)
         if self.program_id is not None:
             same = named & np.array([label.program == self.program_id for label in labels], bool)
@@ -446,34 +478,42 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class Classes:
-    """What each label is, [labels]."""
+    """The class of each label, [labels]."""
 
-    kind: np.ndarray  # COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED
-    collective: np.ndarray  # index into the timeline's collectives; -1 for none, or for one that maps to no instruction
-    op: np.ndarray  # index into the timeline's op names, of what computes; else -1
-    input: np.ndarray  # whether it copies from the host
-    own_copy: np.ndarray  # whether it copies on the GPU, for an instruction of the program
-    of_program: np.ndarray  # whether it is an operation of the program
-    foreign: np.ndarray  # whether it is one of another program
-    lost: np.ndarray  # ran in a CUDA graph, and its instruction is not known where that of others is
+    kind: np.ndarray
+    """COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED."""
+    collective: np.ndarray
+    """Index into the timeline's collectives; -1 for none, or for one that maps to no instruction."""
+    op: np.ndarray
+    """Index into the timeline's op names of what computes; else -1."""
+    input: np.ndarray
+    """Whether it copies from the host."""
+    own_copy: np.ndarray
+    """Whether it copies on the GPU, for an instruction of the program."""
+    of_program: np.ndarray
+    """Whether it is an operation of the program."""
+    foreign: np.ndarray
+    """Whether it is an operation of another program."""
+    lost: np.ndarray
+    """Whether it ran in a CUDA graph and its instruction is unknown, while that of others is known."""
 
 
 class Classifier:
-    """Decides what operations are, the same over all files of a program."""
+    """Decides the classes of operations, the same over all files of a program."""
 
     def __init__(self, program: TracedProgram):
         self._program = program
         self.collectives = program.distinct_collectives
-        """What `Classes.collective` points into."""
+        """The collectives that `Classes.collective` points into."""
         self.op_names: dict[str, int] = {}
-        """Names of what computes -> what `Classes.op` says of them."""
+        """Name of what computes -> its value in `Classes.op`."""
         self._index = {c: i for i, c in enumerate(self.collectives)}
         self._decided: dict[tuple, tuple[int, Collective | None]] = {}
 
     def classify(self, labels: Sequence[Label]) -> Classes:
-        """The classes of the labels of one file."""
+        """Return the classes of the labels of one file."""
         own, decided = self._program.owns(labels), self._decided
-        named = bool(self._program.kinds)  # nothing but names is known, in graphs and out of them
+        named = bool(self._program.kinds)  # Only names are known, in graphs and outside.
         kinds, collectives, ops = [], [], []
         for label, mine in zip(labels, own.tolist()):
             key = (label.name, label.op, label.copy, mine)
@@ -502,12 +542,12 @@ class Classifier:
 
 @lru_cache(maxsize=10_000)
 def is_fused(name: str) -> bool:
-    """Whether a kernel's name says that it computes and communicates at once."""
+    """Return whether a kernel's name says that it computes and communicates at once."""
     return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
 
 
 def kind_of_collective(label: Label) -> str:
-    """What an operation communicates by the name of its instruction, else of its kernel; "" where neither says."""
+    """Return the kind of collective in the name of an operation's instruction, else of its kernel; "" for none."""
     if op := _COMMUNICATION_OP.match(label.op):
         return op[0]
     name = label.name.lower().replace("_", "").replace("-", "")
@@ -516,17 +556,16 @@ def kind_of_collective(label: Label) -> str:
 
 @lru_cache(maxsize=10_000)
 def is_communication(kernel: str) -> bool:
-    """Whether a kernel is one of a communication library's by its name."""
+    """Return whether a kernel's name belongs to a communication library."""
     return bool(_COMMUNICATION_KERNEL.search(kernel))
 
 
 def is_container(label: Label) -> bool:
-    """Whether an operation is a loop, a call or a conditional by its name: its time is that of what is inside."""
+    """Return whether an operation is a loop, call or conditional by its name, so that its time is that of its body."""
     return bool(_CONTAINER_OP.match(label.op))
 
 
 def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, Collective | None]:
-    """What a label is, and what it communicates."""
     if (of_program and label.op in program.containers) or _CONTAINER_OP.match(label.op):
         return CONTAINER, None
     collective = program.collectives.get(label.op) if of_program else None
@@ -541,9 +580,9 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
 def step_windows(
     start: np.ndarray, end: np.ndarray, op: np.ndarray, run: np.ndarray, num_steps: int | None = None
 ) -> list[tuple[float, float]]:
-    """Windows of the executions, in order; the last one is dropped unless it is the only one.
+    """Return the windows of the executions, in order; the last one is dropped unless it is the only one.
 
-    What follows the last execution is not in the trace, so its idle time is unknown: alone, it ends with its last
+    The trace does not show what follows the last execution, so its idle time is unknown: alone, it ends with its last
     operation.
 
     Args:
@@ -559,20 +598,21 @@ def step_windows(
 
 
 def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
-    """Windows of the executions where nobody numbered or counted them, and the trace may begin and end inside of one.
+    """Return the windows of executions without numbers or a count; the trace may begin and end inside one.
 
-    The operations that ran equally often tell where executions begin: of those that run once an execution, where
-    `once` [ids] knows them, the most; else all where their numbers have a divisor in common, else the rarest that are
-    a quarter of all. More than any trace has are no executions: then the trace is one.
+    Operations that ran equally often tell where executions begin. These are, if `once` [ids] knows them, most of the
+    operations that run once an execution; else all operations if their counts have a common divisor; else the rarest
+    that
+    make up a quarter of all. More windows than any trace has are not executions: then the trace is a single window.
 
     Args:
-        start, end, op: as of `step_windows`.
-        once: of each id of an operation, whether one execution runs it once.
+        start, end, op: as in `step_windows`.
+        once: whether one execution runs an operation once, by its id.
     """
     every = np.bincount(op, minlength=len(once))
     ids = np.flatnonzero(every)
     count = every[ids]
-    chosen, least = np.ones(len(ids), bool), 2  # windows, of three executions: of two that nobody knows there is none
+    chosen, least = np.ones(len(ids), bool), 2  # Two windows need three executions: fewer are no evidence of a period.
     if once[ids].any():
         values, votes = np.unique(count[once[ids]], return_counts=True)
         executions = values[np.argmax(votes)]
@@ -588,26 +628,26 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The runtime's ids of the executions and when each starts, in time; empty where the trace has none.
+    """Return the runtime's ids of the executions and their starts, in time; empty where the trace has none.
 
     Args:
         start: times of the program's operations on one device, sorted.
         run: the runtime's id of the execution of each.
     """
     numbered = run != -1
-    ids, index = np.unique(run[numbered], return_index=True)  # first of each run, as start is sorted
+    ids, index = np.unique(run[numbered], return_index=True)  # It is the first of each run, since start is sorted.
     starts = start[numbered][index]
     order = np.argsort(starts, kind="stable")
     return ids[order], starts[order]
 
 
 def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -> np.ndarray:
-    """Start of each execution where none is numbered: an op that ran m times per execution opens one every m times.
+    """Return the start of each execution without numbers: an op that ran m times per execution opens one every m times.
 
-    Ops whose count is no multiple of the number of executions (a conditional; events that the profiler dropped) are
-    left out.
+    Ops whose count is not a multiple of the number of executions are left out (conditionals, or events that the
+    profiler dropped).
     """
-    # by op, in time; numpy sorts 16-bit numbers by radix, in one pass
+    # By op, in time; numpy sorts 16-bit numbers by radix, in one pass.
     count = np.bincount(op)
     begin = np.cumsum(count) - count
     begin, count = begin[count > 0], count[count > 0]
@@ -621,7 +661,7 @@ def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -
 
 
 def _number_of_runs(count: np.ndarray, num_steps: int | None) -> int:
-    """The number given, if it fits most ops; else the largest number that fits all."""
+    """Return the given number if it fits most ops; else the largest number that fits all."""
     if num_steps and np.mean(count % num_steps == 0) > 0.5:
         return num_steps
     return int(np.gcd.reduce(count))

@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers, over a whole file in memory.
+"""Decode the wire format of protocol buffers, over a whole file in memory.
 
 `Buffer.fields` walks one message in Python; `Buffer.varints` decodes many numbers side by side.
 """
@@ -17,15 +17,15 @@ import numpy as np
 from meshkit.config.files import open_regular, unpacked
 
 _LARGEST_UNPACKED_BYTES = 8 * 2**30
-_MOST_TOGETHER_BYTES = 1 << 20  # of strings that are decoded at once
-_PAD = 32  # bytes behind the data: a damaged event may point a little beyond its end
+_MOST_TOGETHER_BYTES = 1 << 20  # Strings of so many bytes are decoded at once.
+_PAD = 32  # Bytes behind the data, since a damaged event may point a little beyond its end.
 _CONTINUES = np.uint64(0x8080808080808080)
 _PAYLOAD = np.uint64(0x7F7F7F7F7F7F7F7F)
 _VARINT, _FIXED64, _MESSAGE, _FIXED32 = 0, 1, 2, 5
 
 
 class WireError(Exception):
-    """Bytes that are no protocol buffer."""
+    """Bytes that are not a protocol buffer."""
 
 
 class Malformed(WireError):
@@ -33,7 +33,7 @@ class Malformed(WireError):
 
 
 def span_of(value: object) -> tuple[int, int]:
-    """Where a message or string is, of a field's value.
+    """Return the position of a message or string, which a field's value holds.
 
     Raises:
         WireError: the field holds a number.
@@ -44,21 +44,23 @@ def span_of(value: object) -> tuple[int, int]:
 
 
 def _memory(size: int) -> mmap.mmap:
-    """Room for so many bytes and some zeros behind them, of which pages can be given back one by one."""
+    """Return room for so many bytes and some zeros behind them, whose pages can be given back one by one."""
     memory = mmap.mmap(-1, size + _PAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # halves the time to fill it
-        with suppress(OSError):  # a kernel without them
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Huge pages halve the time to fill it.
+        with suppress(OSError):  # A kernel may not have them.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def assembled(word: np.ndarray) -> np.ndarray:
-    """[n] the number that begins each word of eight bytes: its seven-bit groups up to a byte without the top bit.
+    """Return [n] the number that begins each word of eight bytes.
+
+    It has the seven-bit groups up to a byte without the top bit.
 
     The groups are pushed together in three steps, pairs first.
     """
     stop = ~word & _CONTINUES
-    value = word & (stop ^ (stop - np.uint64(1))) & _PAYLOAD  # no stop: every byte
+    value = word & (stop ^ (stop - np.uint64(1))) & _PAYLOAD  # Without a stop, every byte belongs to it.
     value = (value & np.uint64(0x007F007F007F007F)) | ((value & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
     value = (value & np.uint64(0x00003FFF00003FFF)) | ((value & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
     value = (value & np.uint64(0x000000000FFFFFFF)) | ((value & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
@@ -70,24 +72,28 @@ class Buffer:
     """A file in memory."""
 
     path: Path
-    size: int  # bytes of the file
-    memory: mmap.mmap  # where they are
-    data: memoryview  # the bytes, to walk through
-    bytes: np.ndarray  # the same and some padding, to gather from
-    words: np.ndarray  # [size + 25] the eight bytes from every position on, little-endian; a view
+    size: int
+    """Bytes of the file."""
+    memory: mmap.mmap
+    data: memoryview
+    """The bytes, to walk through."""
+    bytes: np.ndarray
+    """The same with padding, to gather from."""
+    words: np.ndarray
+    """[size + 25] the eight bytes from every position on, little-endian; a view."""
 
     @classmethod
     def read(cls, path: Path) -> Buffer:
-        """Reads a whole file, unpacked if its name ends in `.gz`.
+        """Read a whole file, unpacked if its name ends in `.gz`.
 
         Raises:
-            OSError: it cannot be read.
-            WireError: it is no whole gzip file, or unpacks to more than 8 GiB or 100 times its size.
+            OSError: the file cannot be read.
+            WireError: it is not a whole gzip file, or unpacks to more than 8 GiB or 100 times its size.
         """
         if path.suffix == ".gz":
             try:
                 with open_regular(path) as packed:
-                    return cls.of(path, list(unpacked(packed, _LARGEST_UNPACKED_BYTES)))
+                    return cls.from_pieces(path, list(unpacked(packed, _LARGEST_UNPACKED_BYTES)))
             except ValueError as e:
                 raise WireError(str(e)) from None
         with open_regular(path) as f:
@@ -97,8 +103,8 @@ class Buffer:
         return cls._over(path, memory, size)
 
     @classmethod
-    def of(cls, path: Path, pieces: list[bytes]) -> Buffer:
-        """What was read of a file already, in pieces, which are taken out of the list."""
+    def from_pieces(cls, path: Path, pieces: list[bytes]) -> Buffer:
+        """Return the buffer of a file that was read already, in pieces, which are taken out of the list."""
         size, at = sum(map(len, pieces)), 0
         memory = _memory(size)
         pieces.reverse()
@@ -115,16 +121,16 @@ class Buffer:
         return cls(path, size, memory, data.data, data, words)
 
     def forget(self, start: int, end: int) -> None:
-        """Gives back the memory of bytes that nobody reads again; they are zeros from now on."""
+        """Give back the memory of bytes that nobody reads again; they are zeros from now on."""
         first, last = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
         if last > first and hasattr(self.memory, "madvise"):
             self.memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
     def varint(self, at: int, end: int) -> tuple[int, int]:
-        """A number, and where it ends.
+        """Return a number, and the position behind it.
 
         Raises:
-            WireError: it has no end.
+            WireError: the number has no end.
         """
         if at < end and (value := self.data[at]) < 0x80:
             return value, at + 1
@@ -141,13 +147,16 @@ class Buffer:
         raise WireError(f"a number at byte {at} has no end")
 
     def fields(self, start: int, end: int) -> Iterator[tuple[int, int | bytes | tuple[int, int]]]:
-        """Field numbers and values of one message: whole numbers (signed), fixed bytes, or (start, end) of a message.
+        """Yield the field numbers and values of one message.
+
+        A value is a whole number (signed), fixed bytes, or (start, end) of a message.
+
 
         Args:
-            start, end: where the message's bytes are in the file.
+            start, end: positions of the message's bytes in the file.
 
         Returns:
-            an iterator over (field number, value): a string is a (start, end) too, a fixed field its 4 or 8 bytes.
+            An iterator over (field number, value). A string is a (start, end), too, and a fixed field its 4 or 8 bytes.
 
         Raises:
             WireError: the bytes are no message.
@@ -173,10 +182,10 @@ class Buffer:
                 raise WireError(f"a field without a number before byte {at}")
 
     def skip(self, at: int, end: int) -> int:
-        """Where the field that begins at `at` ends.
+        """Return the position behind the field that begins at `at`.
 
         Raises:
-            WireError: it is no field.
+            WireError: there is no field.
         """
         key, at = self.varint(at, end)
         kind = key & 7
@@ -190,11 +199,11 @@ class Buffer:
         raise WireError(f"byte {at} begins no field")
 
     def text(self, start: int, end: int) -> str:
-        """A string."""
+        """Return a string."""
         return str(self.data[start:end], "utf-8", "replace")
 
     def texts(self, start: np.ndarray, end: np.ndarray) -> list[str]:
-        """[n] strings, given in their order in the file: many are decoded at once, and then cut apart."""
+        """Return [n] strings, given in their order in the file: many are decoded at once and then split."""
         found: list[str] = []
         for i in range(0, len(start), 1024):
             begins, ends = start[i : i + 1024], end[i : i + 1024]
@@ -202,16 +211,16 @@ class Buffer:
             if last - first > _MOST_TOGETHER_BYTES:
                 found += [self.text(a, b) for a, b in zip(begins.tolist(), ends.tolist())]
                 continue
-            every = str(self.data[first:last], "latin-1")  # a letter is a byte, whatever it means
+            every = str(self.data[first:last], "latin-1")  # In latin-1, a letter is a byte.
             cut = [every[a:b] for a, b in zip((begins - first).tolist(), (ends - first).tolist())]
             found += cut if every.isascii() else [t.encode("latin-1").decode("utf-8", "replace") for t in cut]
         return found
 
     def varints(self, at: np.ndarray, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """[n] numbers that begin at each position, and how many bytes each takes.
+        """Return [n] numbers that begin at each position, and the number of bytes that each takes.
 
-        A number of more than eight bytes has length 0, unless `wide`, which decodes all ten (the length is then not to
-        be used).
+        A number of more than eight bytes has length 0. With `wide` all ten bytes are decoded, and the length must not
+        be used.
 
         Args:
             at: [n] positions of their first bytes.
@@ -226,13 +235,12 @@ class Buffer:
         return value, length
 
     def _ninth_and_tenth(self, at: np.ndarray) -> np.ndarray:
-        """The bits of a number beyond its first eight bytes."""
         ninth, tenth = self.bytes[at + 8].astype(np.uint64), self.bytes[at + 9].astype(np.uint64)
         more = ninth >= np.uint64(0x80)
         return ((ninth & np.uint64(0x7F)) << np.uint64(56)) | np.where(more, tenth << np.uint64(63), np.uint64(0))
 
     def _inside(self, at: int, length: int, end: int) -> int:
-        """Where some bytes end, if there are as many."""
+        """Return the position behind some bytes, if there are as many."""
         if at + length > end:
             raise WireError(f"{length} bytes from byte {at} on reach beyond the {end} there are")
         return at + length

@@ -1,16 +1,17 @@
-"""Profiler traces (XSpace files of GPU or CPU runs) -> a Timeline of measured device steps.
+"""Read profiler traces (XSpace files of GPU or CPU runs) into a Timeline of measured device steps.
 
     file -> operations -> classes -> windows of steps -> sweep    (one file at a time: of a step that is swept, only
     all files -> steps in common -> wait and transfer -> Trace     its collectives' instances have to be remembered)
 
-A trace names the HLO instruction of every operation; what those communicate, and where, is known from the compiled
-program that was recorded with the trace.
+A trace names the HLO instruction of every operation. The compiled program, which was recorded with the trace, tells
+what these instructions communicate, and where.
 
-Steps are dispatched ahead of time, so a host's annotation says nothing about when a device ran one. A step is therefore
-cut on the device: from the first operation of execution k to the first of execution k + 1, idle time between included.
+Steps are dispatched ahead of time, so a host's annotation does not tell when a device ran one. A step is therefore cut
+on
+the device: from the first operation of execution k to the first of execution k + 1, idle time included.
 
-Nothing that was lost goes by in silence: what the profiler dropped, kernels without a name, devices and processes
-without a trace, collectives that ran more or less often than the program says (`Facts`, and `Note`s of them).
+Every loss is reported (`Facts`, and `Note`s of them): events that the profiler dropped, kernels without a name, devices
+and processes without a trace, collectives that ran more or less often than the program says.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from meshkit.trace.operations import (
 from meshkit.trace.skew import Instances, Skew, measure_skew
 from meshkit.units import format_percent, format_seconds
 
-COMMAND_BUFFERS_FLAG = "--xla_gpu_enable_command_buffer="  # the empty value turns CUDA graphs off
-MOST_UNMAPPED = 0.02  # share of communication above which numbers by axis are not believed
-_OUTLIER = 1.5  # x the median step
-_WARM_UP = 0.02  # of the median step, by which a first step is longer than every later one
-_MOST_APART = 3.0  # x the shortest window, of what can be one step
-_KEPT_SPANS = 4_000_000  # of all steps together, for drawing: 100 MB
+COMMAND_BUFFERS_FLAG = "--xla_gpu_enable_command_buffer="  # An empty value turns CUDA graphs off.
+MOST_UNMAPPED = 0.02  # With a larger share of unmapped communication, numbers by axis are not reported.
+_OUTLIER = 1.5  # An outlier takes this many median steps.
+_WARM_UP = 0.02  # A warm-up step is longer than every later one by this share of the median step.
+_MOST_APART = 3.0  # Windows of one kind of step differ by a smaller factor.
+_KEPT_SPANS = 4_000_000  # Spans of all steps together that are kept for drawing: 100 MB.
 _NO_SPANS = np.zeros((0, 2))
 _NO_INDEX = np.zeros(0, np.int32)
 Apart = Literal["warm-up", "outlier", "not chosen"]
@@ -59,7 +60,7 @@ Apart = Literal["warm-up", "outlier", "not chosen"]
 
 @dataclass(frozen=True)
 class Note:
-    """What a reader of the numbers must know; `seconds` is a mean per device step."""
+    """A caveat of the numbers, for their reader; `seconds` is a mean per device step."""
 
     code: str
     message: str
@@ -68,36 +69,57 @@ class Note:
 
 @dataclass
 class Facts:
-    """Sums over everything that was read; seconds are of the operations' own durations, in the steps that count."""
+    """Sums over everything that was read; seconds are the operations' own durations, in the steps that count."""
 
-    device_steps: int = 0  # that count
-    events: int = 0  # operations read
-    dropped: int | None = None  # operations lost by the profiler; None where it does not say
-    discarded: int = 0  # operations with impossible times
-    graph_s: float = 0.0  # inside CUDA graphs without a name
-    graphs: bool = False  # kernels ran inside CUDA graphs
+    device_steps: int = 0
+    """Device steps that count."""
+    events: int = 0
+    """Operations that were read."""
+    dropped: int | None = None
+    """Operations that the profiler lost; None if it does not say."""
+    discarded: int = 0
+    """Operations with impossible times."""
+    graph_s: float = 0.0
+    """Seconds inside CUDA graphs without a name."""
+    graphs: bool = False
+    """Whether kernels ran inside CUDA graphs."""
     copies_s: float = 0.0
-    own_copies_s: float = 0.0  # of it on the GPU itself, by instructions of the program
-    fused_s: float = 0.0  # in kernels that compute and communicate at once
+    own_copies_s: float = 0.0
+    """Seconds of copies on the GPU itself, by instructions of the program."""
+    fused_s: float = 0.0
+    """Seconds in kernels that compute and communicate at once."""
     compute_s: float = 0.0
-    mapped_compute_s: float = 0.0  # in kernels that compute and whose instruction is known
+    mapped_compute_s: float = 0.0
+    """Seconds in kernels that compute and whose instruction is known."""
     communication_s: float = 0.0
-    own_s: float = 0.0  # of it not in other programs, which run between the executions of the one that is measured
-    mapped_s: float = 0.0  # in communication whose instruction is known
-    on_axes_s: float = 0.0  # in communication that also lies on mesh axes
-    partial_steps: int = 0  # executions that were not seen on every device
-    missing_devices: list[int] = field(default_factory=list)  # devices without an operation of the program
+    own_s: float = 0.0
+    """Seconds of communication of the measured program; other programs run between its executions."""
+    mapped_s: float = 0.0
+    """Seconds of communication whose instruction is known."""
+    on_axes_s: float = 0.0
+    """Seconds of communication that also lies on mesh axes."""
+    partial_steps: int = 0
+    """Executions that were not seen on every device."""
+    missing_devices: list[int] = field(default_factory=list)
+    """Devices without an operation of the program."""
     odd_executions: dict[int, int] = field(default_factory=dict)
-    """Device -> executions, where they are not those that were captured."""
+    """Device -> number of executions, where it differs from the captured number."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Collectives that ran more or less often than the program says: name -> (expected, seen)."""
-    namesakes: int = 0  # programs in a trace that bear the name of the one that is measured, itself included
-    cpu: bool = False  # the devices are CPUs
-    hardware: dict[str, int | float | str] = field(default_factory=dict)  # what a trace says of its GPUs
-    kernels: dict[int, float] = field(default_factory=dict)  # device -> operations in a step but copies, as a mean
-    step_s: float = 0.0  # the median device step
-    damaged: dict[int, str] = field(default_factory=dict)  # process -> what is wrong with its trace
-    messages: list[str] = field(default_factory=list)  # what the profiler says itself
+    """Name of a collective that ran more or less often than the program says -> (expected, seen)."""
+    namesakes: int = 0
+    """Programs in a trace with the name of the measured one, itself included."""
+    cpu: bool = False
+    """Whether the devices are CPUs."""
+    hardware: dict[str, int | float | str] = field(default_factory=dict)
+    """A trace's description of its GPUs."""
+    kernels: dict[int, float] = field(default_factory=dict)
+    """Device -> mean operations in a step, without copies."""
+    step_s: float = 0.0
+    """The median device step."""
+    damaged: dict[int, str] = field(default_factory=dict)
+    """Process -> the reason why its trace cannot be used."""
+    messages: list[str] = field(default_factory=list)
+    """The profiler's own messages."""
 
     @property
     def mapped_share(self) -> float | None:
@@ -116,22 +138,22 @@ class Facts:
 
     @property
     def believes_axes(self) -> bool:
-        """Whether enough communication is mapped to say anything by axis."""
+        """Whether enough communication is mapped to report numbers by axis."""
         share = self.mapped_share
         return not self.hidden and (share is None or 1 - share <= MOST_UNMAPPED)
 
     @property
     def hidden(self) -> list[str]:
-        """Collectives that the program runs, and that were not seen where CUDA graphs hide what runs in them."""
+        """Collectives of the program that were not seen because CUDA graphs hide them."""
         return [name for name, (_, seen) in self.odd_counts.items() if not seen] if self.graph_s else []
 
     def counts(self, expected: Mapping[str, int], collectives: Sequence[Collective], sweeps: Sequence[Sweep]) -> None:
-        """Compares how often collectives ran with what the program says.
+        """Record collectives that ran more or less often than the program says.
 
         Args:
-            expected: instruction name -> how often one execution runs it; what is not in it is not compared.
-            collectives: as the entries of a sweep's arrays stand for them.
-            sweeps: of the device steps; one that differs makes an entry in `odd_counts`, with the mean over all.
+            expected: instruction name -> runs in one execution; a missing name is not compared.
+            collectives: the collectives behind the entries of a sweep's arrays.
+            sweeps: the device steps; one that differs makes an entry in `odd_counts`, with the mean over all.
         """
         if not sweeps or not expected:
             return
@@ -144,32 +166,41 @@ class Facts:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A device step that is in no other number of a trace."""
+    """A device step that no other number of a trace includes."""
 
-    step: DeviceStep  # without its spans
+    step: DeviceStep  # It has no spans.
     swept: Sweep
     why: Apart
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What was read, and what could not be."""
+    """The measured steps of a trace, and notes on what could not be read."""
 
-    timeline: Timeline  # the steps with their spans; of a large trace those of the first devices only
-    steps: Timeline  # the usual steps of every device, or those that were chosen; of many steps without spans
-    sweeps: tuple[Sweep, ...]  # of `steps`
-    kernels: KernelTotals  # what computes, as means over `steps`
-    skew: Skew  # waiting and transfer, and who waited for whom
-    facts: Facts  # how much of the trace could be used
-    notes: tuple[Note, ...]  # what a reader of the numbers must know
-    left_out: tuple[LeftOut, ...] = ()  # warm-up and outliers, or what was not chosen
-    kernel_s: tuple[np.ndarray, ...] = ()  # [operations] of each of `steps`, as `KernelTotals.time_s`; short of zeros
+    timeline: Timeline
+    """The steps with their spans; of a large trace, those of the first devices only."""
+    steps: Timeline
+    """The usual steps of every device, or the chosen ones; spans are dropped if there are many steps."""
+    sweeps: tuple[Sweep, ...]
+    """The sweeps of `steps`."""
+    kernels: KernelTotals
+    """Totals of compute, as means over `steps`."""
+    skew: Skew
+    """Waiting and transfer, and the stragglers."""
+    facts: Facts
+    """How much of the trace could be used."""
+    notes: tuple[Note, ...]
+    """Caveats for the reader of the numbers."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Warm-up and outliers, or steps that were not chosen."""
+    kernel_s: tuple[np.ndarray, ...] = ()
+    """[operations] times of each of `steps`, as in `KernelTotals.time_s`; trailing zeros are left out."""
 
     def incomparable(self, device: str) -> str | None:
-        """Why nothing can be concluded from how the steps differ, as a sentence; None where it can.
+        """Return a sentence on why the steps cannot be compared with each other; None if they can.
 
         Args:
-            device: what one is called.
+            device: the word for a device.
         """
         windows = [swept.total.window_s for swept in self.sweeps]
         short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
@@ -200,23 +231,24 @@ def read_trace(
     kept_spans: int = _KEPT_SPANS,
     operations: MutableMapping[int, Operations] | None = None,
 ) -> Trace:
-    """The steps of a program in the traces of its processes.
+    """Return the steps of a program in the traces of its processes.
 
     Args:
         files: one per process; they are read one after the other.
-        program: whose executions are the steps.
+        program: the program whose executions are the steps.
         rows: [collectives + 1] row of the report of each distinct collective in order (last: unmapped), as for `sweep`.
         first_step: number of the first execution in the trace.
-        num_steps: executions in the trace, if known; helps where the trace does not number them.
-        steps_per_execution: training steps in each, which are numbered so.
+        num_steps: executions in the trace, if known; it helps if the trace does not number them.
+        steps_per_execution: training steps in each execution, which are numbered one by one.
         chosen: numbers of the steps to keep; None sets warm-up and outliers apart.
-        kept_spans: how many spans to keep for drawing.
-        operations: process -> those of its file, where they have been read; each is taken out when its turn comes.
+        kept_spans: number of spans to keep for drawing.
+        operations: process -> operations of its file, if they were read already; each is taken out when its turn comes.
 
     Raises:
-        TraceError: the only file cannot be read, or none has an operation of the program on these devices.
+        TraceError: the only file cannot be read, or no file has an operation of the program on these devices.
     """
-    if len({file.process for file in files}) < len(files):  # not said: every file is a process with its own clock
+    # Without process numbers, every file is a process with its own clock.
+    if len({file.process for file in files}) < len(files):
         files = [replace(file, process=i) for i, file in enumerate(files)]
     reader = _Reader(program, rows, num_steps, kept_spans)
     errors: list[TraceError] = []
@@ -236,21 +268,22 @@ class OneStep:
     """The communication of one execution, as the devices of one process saw it."""
 
     collectives: tuple[Collective, ...]
-    steps: list[DeviceStep]  # of each device
+    steps: list[DeviceStep]
+    """The step of each device."""
     sweeps: list[Sweep]
-    exposed: list[np.ndarray]  # [n, 2] of each: when a collective runs and nothing computes
-    instances: Instances  # on the same clock
+    exposed: list[np.ndarray]  # [n, 2] for each: intervals of a collective without compute.
+    instances: Instances
 
 
 def read_instances(file: TraceFile, program: TracedProgram) -> OneStep:
-    """The communication of the one execution of a program that a trace holds.
+    """Return the communication of the one execution of a program that a trace holds.
 
     Args:
         file: the trace of one process.
-        program: whose execution it is; without its `groups`, `OneStep.exposed` stays empty.
+        program: the program; without its `groups`, `OneStep.exposed` stays empty.
 
     Raises:
-        TraceError: it cannot be read, or holds none.
+        TraceError: the trace cannot be read, or has no execution.
     """
     reader = _Reader(program, None, 1, 0)
     reader.read(file)
@@ -265,18 +298,18 @@ class _Reader:
         self.classifier = Classifier(program)
         self.collectives = self.classifier.collectives
         self.steps: list[DeviceStep] = []
-        self.operations: list[int] = []  # of each
+        self.operations: list[int] = []
         self.sweeps: list[Sweep] = []
         self.runs: list[int] = []
-        self.exposed: list[np.ndarray] = []  # of each device step: when a collective runs and nothing computes
+        self.exposed: list[np.ndarray] = []  # Intervals of each device step with a collective and no compute.
         self.instances = Instances()
-        self.kernels: dict[int, KernelTotals] = {}  # by execution: sums over devices
-        self.kernel_s: list[np.ndarray] = []  # of each device step
-        self.seconds: list[dict[str, float]] = []  # of each device step: names of `Facts` -> seconds
+        self.kernels: dict[int, KernelTotals] = {}  # Sums over devices, by execution.
+        self.kernel_s: list[np.ndarray] = []  # Times of each device step.
+        self.seconds: list[dict[str, float]] = []  # Name of `Facts` -> seconds, for each device step.
         self.facts = Facts()
 
     def read(self, file: TraceFile, operations: Operations | None = None) -> None:
-        """Adds one file, or what was read of it; nothing of one that cannot be read."""
+        """Add one file, or its operations that were read already; a file that cannot be read adds nothing."""
         operations = operations or (read_nsys(file) if is_nsys(file.path) else read_operations(file))
         name_graph_kernels(operations, self.program)
         facts, labels = self.facts, operations.labels
@@ -303,12 +336,12 @@ class _Reader:
                 facts.missing_devices.append(device)
 
     def _device(self, device: int, ops: DeviceOperations, classes: Classes, once: np.ndarray, clock_s: float) -> None:
-        """Cuts the operations of one device into its executions of the program, and sweeps each."""
+        """Cut the operations of one device into its executions of the program, and sweep each."""
         mine = classes.of_program[ops.label]
         if not mine.any():
             self.facts.missing_devices.append(device)
             return
-        start, end, label, run = (  # nothing is copied where all are
+        start, end, label, run = (  # If all belong to the program, nothing is copied.
             column if mine.all() else column[mine] for column in (ops.start_ps, ops.end_ps, ops.label, ops.run)
         )
         if self.program.found and (run == -1).all():
@@ -327,7 +360,7 @@ class _Reader:
             self._add(step, int(runs[i]) if len(runs) else -1, own, clock_s + w0 * 1e-12)
 
     def _step(self, device, number, window, ops: DeviceOperations, inside: slice, classes: Classes) -> DeviceStep:
-        """One execution on one device as spans; keeps the seconds of what it holds."""
+        """Return one execution on one device as spans, and keep the seconds of its parts."""
         label = ops.label[inside]
         begin = int(window[0])
         spans = np.stack([ops.start_ps[inside] - begin, ops.end_ps[inside] - begin], axis=1) * 1e-12
@@ -361,14 +394,14 @@ class _Reader:
         return step
 
     def _add(self, step: DeviceStep, run: int, own: np.ndarray, starts_at_s: float) -> None:
-        """Sweeps a device step and keeps what the steps together need; its spans only while there is room."""
+        """Sweep a device step and keep what all steps need; its spans are kept only while there is room."""
         swept = sweep(step, len(self.collectives), self.rows)
         self.instances.add(step, own, starts_at_s)
-        if self.program.groups:  # else nobody asks for them
+        if self.program.groups:  # Without groups nobody asks for them.
             self.exposed.append(exposed_spans(step) + starts_at_s)
         self._count_communication(step)
         key = step.step if run == -1 else run
-        kernels = KernelTotals.of(step, len(self.classifier.op_names))
+        kernels = KernelTotals.measure(step, len(self.classifier.op_names))
         self.kernels[key] = KernelTotals.sum([self.kernels[key], kernels]) if key in self.kernels else kernels
         self.kernel_s.append(kernels.time_s.astype(np.float32))
         spans = len(step.compute) + len(step.communication) + len(step.copies)
@@ -381,7 +414,6 @@ class _Reader:
         self.runs.append(run)
 
     def _count_communication(self, step: DeviceStep) -> None:
-        """Keeps seconds of communication: all, of known instructions, on mesh axes."""
         each = np.diff(step.communication, axis=1).ravel()
         known = (step.collective >= 0) & (not self.program.kinds)
         on_axes = np.array([bool(c.axes) or c.group_size == 1 for c in self.collectives] + [False])
@@ -389,14 +421,14 @@ class _Reader:
         self.seconds[-1] |= {name: float(of.sum()) for name, of in seconds.items()}
 
     def trace(self, first_step: int, each: int, chosen: Container[int] | None) -> Trace:
-        """What all files together say."""
+        """Return the result of all files together."""
         executions = _numbers(self.steps, self.runs)
-        whole, numbers = _in_common(self.steps, executions, self.facts), first_step + executions * each
+        whole, numbers = _seen_everywhere(self.steps, executions, self.facts), first_step + executions * each
         left_out = self._left_out(numbers, whole, chosen)
         keep = whole & ~np.isin(numbers, [out.step.step for out in left_out])
         skew = measure_skew(self.instances, self.collectives, self.program.groups, self.steps, numbers, keep)
         steps, sweeps, n = [], [], len(self.collectives)
-        _, owners, _, starts, ends, _ = (self.instances.by_step(column) for column in self.instances.columns())
+        _, owners, _, starts, ends, _ = (self.instances.split_steps(column) for column in self.instances.columns())
         rows = np.arange(n + 1) if self.rows is None else np.asarray(self.rows)
         for entry in np.flatnonzero(keep).tolist():
             step, swept = replace(self.steps[entry], step=int(numbers[entry])), self.sweeps[entry]
@@ -413,7 +445,7 @@ class _Reader:
         for name in self.seconds[0]:
             setattr(self.facts, name, sum(s[name] for s, kept in zip(self.seconds, keep) if kept))
         keys = {self.steps[i].step if self.runs[i] == -1 else self.runs[i] for i in np.flatnonzero(keep).tolist()}
-        kernels = KernelTotals.sum(self.kernels[key] for key in keys).each_of(len(steps))
+        kernels = KernelTotals.sum(self.kernels[key] for key in keys).mean_over(len(steps))
         every = Timeline(tuple(steps), self.collectives, tuple(self.classifier.op_names))
         drawn = replace(every, steps=tuple(s for s in steps if len(s.compute) or len(s.communication)) or every.steps)
         self.facts.counts(self.program.expected, self.collectives, sweeps)
@@ -426,10 +458,10 @@ class _Reader:
         return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes, left_out, kernel_s)
 
     def _left_out(self, numbers: np.ndarray, whole: np.ndarray, chosen: Container[int] | None) -> tuple[LeftOut, ...]:
-        """The device steps that are not usual, or not chosen.
+        """Return the device steps that are unusual, or not chosen.
 
         Raises:
-            TraceError: none is chosen.
+            TraceError: no step is chosen.
         """
         windows: dict[int, list[float]] = {}
         for entry in np.flatnonzero(whole).tolist():
@@ -437,10 +469,10 @@ class _Reader:
         why: dict[int, Apart] = {}
         if chosen is not None:
             why = {number: "not chosen" for number in windows if number not in chosen}
-        elif not self.facts.cpu:  # virtual devices take whatever the CPUs leave them
+        elif not self.facts.cpu:  # Virtual devices take whatever the CPUs leave them.
             why = unusual({number: sum(of) / len(of) for number, of in windows.items()})
         if len(why) == len(windows):
-            raise TraceError(f"none of the {len(windows)} steps is chosen.", hint=f"steps of {some(windows)}")
+            raise TraceError(f"no step is chosen of the {len(windows)} in the trace.", hint=f"steps of {some(windows)}")
         entries = ((i, int(numbers[i])) for i in np.flatnonzero(whole).tolist())
         return tuple(
             LeftOut(_bare(replace(self.steps[i], step=n)), self.sweeps[i], why[n]) for i, n in entries if n in why
@@ -448,11 +480,11 @@ class _Reader:
 
 
 def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
-    """Which steps are not like the others: number -> why. Of fewer than three none is.
+    """Return number -> reason of the unusual steps; fewer than three steps have none.
 
     An outlier takes more than 1.5 x the median. Warm-up are the first steps, at most half of all, that take longer than
-    every later one that is usual, by more than those differ. Where more than a quarter are outliers, and more than one,
-    nobody knows what is usual, and all steps are.
+    every later usual step, by more than these differ. If more than a quarter are outliers, and more than one, nobody
+    knows what is usual, and all steps count as usual.
 
     Args:
         times_s: number of a step -> seconds.
@@ -474,7 +506,7 @@ def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
 
 
 def _apart(left_out: Sequence[LeftOut], usual_s: float) -> Iterator[Note]:
-    """Which steps are in no number."""
+    """Yield a note on the steps that no number includes."""
     times: dict[tuple[int, Apart], list[float]] = {}
     for out in left_out:
         times.setdefault((out.step.step, out.why), []).append(out.swept.total.window_s)
@@ -490,7 +522,7 @@ def _apart(left_out: Sequence[LeftOut], usual_s: float) -> Iterator[Note]:
 
 
 def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) -> TraceError:
-    """Why a file holds no execution of the program, and what to do."""
+    """Return the error of a file without an execution of the program, with what to do."""
     devices = sorted(file.devices.values())
     if any(label.graph for label in labels):
         return TraceError(
@@ -508,14 +540,15 @@ def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) 
 
 
 def _bare(step: DeviceStep) -> DeviceStep:
-    """A device step without its spans."""
     empty = {"compute": _NO_SPANS, "communication": _NO_SPANS, "copies": _NO_SPANS}
     return replace(step, **empty, compute_op=_NO_INDEX, collective=_NO_INDEX)
 
 
 def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
-    """[entries] which execution each is, the same on every device: by the runtime's id where all have one, else as
-    counted on its own device."""
+    """Return [entries] the number of each execution, the same on every device.
+
+    It is the runtime's id where all have one, else a count on each device.
+    """
     numbers = np.array([step.step for step in steps], np.int64)
     if -1 in runs:
         return numbers
@@ -526,14 +559,14 @@ def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
     return np.array([order[run] for run in runs], np.int64)
 
 
-def _in_common(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Facts) -> np.ndarray:
-    """[entries] whether an execution was seen whole on every device that has any."""
+def _seen_everywhere(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Facts) -> np.ndarray:
+    """Return [entries] whether an execution was seen whole on every device that has any."""
     devices = np.array([step.device for step in steps], np.int64)
     seen = Counter(numbers.tolist())
     everywhere = [number for number, count in seen.items() if count == len(set(devices.tolist()))]
     if not everywhere:
         raise TraceError(
-            "no execution of the program was seen on every device.",
+            "no execution of the program was seen on all devices.",
             hint="capturing again: the traces are of different steps, or have lost most of their events",
         )
     keep = np.isin(numbers, everywhere)
@@ -542,14 +575,12 @@ def _in_common(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Facts) -
 
 
 def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Everything in the facts that is not as it should be."""
+    """Yield a note on everything in the facts that is not as it should be."""
     each = max(1, facts.device_steps)
     if facts.graph_s:
         hidden = ""
         if facts.hidden:
-            hidden = (
-                f" {len(facts.hidden)} collectives of the program were not seen, and what they take counts as compute."
-            )
+            hidden = f" {len(facts.hidden)} collectives of the program were not seen, so their time counts as compute."
         yield Note(
             "command_buffers",
             "Kernels ran inside CUDA graphs, where the trace does not say which instruction they belong to; capture "
@@ -559,10 +590,10 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
         )
     share = facts.kernels_mapped_share
     if share is not None and 1 - share > MOST_UNMAPPED:
-        message = f"{format_percent(1 - share)} of the compute belong to no instruction of the program."
+        message = f"{format_percent(1 - share)} of the compute belongs to no instruction of the program."
         yield Note("unmapped_kernels", message, (facts.compute_s - facts.mapped_compute_s) / each)
     if facts.fused_s:
-        message = "Kernels that compute and communicate at once count as both, so their communication as overlapped."
+        message = "Kernels that compute and communicate at once count as both, and their communication as overlapped."
         yield Note("fused_kernels", message, facts.fused_s / each)
     yield from _lost(facts)
     yield from _executions(facts)
@@ -570,18 +601,22 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
     clocks, wait_s = skew.clocks, skew.median_wait_s
     if clocks is not None and clocks.residual_s is not None and skew.method != "clocked" and wait_s is not None:
         message = (
-            f"The clocks of {clocks.count} processes agree to {format_seconds(clocks.residual_s)} only, against a "
-            f"median wait of {format_seconds(wait_s)}: waiting is told by the shortest instance, not by start times."
+            f"The clocks of {clocks.count} processes only agree to {format_seconds(clocks.residual_s)}, against a "
+            f"median wait of {format_seconds(wait_s)}: the shortest instance measures waiting, not the start times."
         )
         yield Note("clocks", message)
 
 
 def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Processes whose clocks differ by whole steps: clocks of machines agree far better, so it is their steps."""
+    """Yield a note on processes whose clocks differ by whole steps.
+
+    Clocks of machines agree far better than that, so their steps must differ.
+
+    """
     clocks = skew.clocks
     if clocks is None or not clocks.from_epoch or not facts.step_s:
         return
-    usual = np.sort(clocks.offset_s)[(clocks.count - 1) // 2]  # of a process, so not between two of them
+    usual = np.sort(clocks.offset_s)[(clocks.count - 1) // 2]  # It is one process's offset, not a value between two.
     steps = (clocks.offset_s - usual) / facts.step_s
     shifted = {int(p): round(k) for p, k in zip(clocks.process, steps.tolist()) if round(k) and abs(k - round(k)) < 0.1}
     if shifted:
@@ -590,14 +625,14 @@ def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
             "shifted_steps",
             f"The traces of processes {some(shifted)} are shifted against the others: what is counted as one step "
             f"began {format_seconds(abs(by) * facts.step_s)} {'later' if by > 0 else 'earlier'} in process {process}, "
-            f"{abs(by)} x the step. Waiting and stragglers are of different steps; capture the same steps everywhere.",
+            f"{abs(by)} x the step. Waiting and stragglers mix different steps; capture the same steps everywhere.",
         )
 
 
 def _lost(facts: Facts) -> Iterator[Note]:
-    """What is missing from the trace, or damaged."""
+    """Yield notes on what is missing from the trace, or damaged."""
     if facts.dropped:
-        message = f"The profiler dropped {facts.dropped} events: seconds are missing from these numbers."
+        message = f"The profiler dropped {facts.dropped} events: these numbers lack their seconds."
         yield Note("dropped_events", message)
     usual = float(np.median(list(facts.kernels.values()))) if facts.kernels else 0.0
     if fewer := {d: n for d, n in facts.kernels.items() if n < (1 - MOST_UNMAPPED) * usual}:
@@ -605,8 +640,8 @@ def _lost(facts: Facts) -> Iterator[Note]:
         yield Note(
             "fewer_kernels",
             f"Devices {some(fewer)} have fewer operations a step than the others (device {device}: "
-            f"{fewer[device]:,.0f}, the median {usual:,.0f}): the profiler dropped some, "
-            "or their part of the program is another.",
+            f"{fewer[device]:,.0f}, the median {usual:,.0f}): the profiler dropped some, or they run another part "
+            "of the program.",
         )
     if facts.discarded:
         message = f"{facts.discarded} events have impossible times and were left out: the trace is damaged."
@@ -623,11 +658,9 @@ def _lost(facts: Facts) -> Iterator[Note]:
 
 
 def _executions(facts: Facts) -> Iterator[Note]:
-    """Which executions of the program are not those that were captured."""
+    """Yield notes on executions of the program that differ from the captured ones."""
     if facts.namesakes > 1:
-        message = (
-            f"{facts.namesakes} programs of the same name ran in the trace, and cannot be told apart in the steps."
-        )
+        message = f"{facts.namesakes} programs of the same name ran in the trace, and the steps may mix them."
         yield Note("namesakes", message)
     if facts.missing_devices:
         message = f"Devices {some(facts.missing_devices)} have no operation of the program in their trace."
@@ -636,8 +669,8 @@ def _executions(facts: Facts) -> Iterator[Note]:
         device, seen = next(iter(facts.odd_executions.items()))
         yield Note(
             "executions",
-            f"{len(facts.odd_executions)} devices have another number of executions than were captured (device "
-            f"{device}: {seen}): events are missing, or the program also ran outside of the steps.",
+            f"{len(facts.odd_executions)} devices have another number of executions than the capture (device "
+            f"{device}: {seen}): events are missing, or the program also ran outside the steps.",
         )
     if facts.partial_steps:
         message = f"{facts.partial_steps} executions were not seen on every device and are left out."
@@ -652,6 +685,6 @@ def _executions(facts: Facts) -> Iterator[Note]:
 
 
 def some(values: Iterable[int]) -> str:
-    """The first of some numbers, in words."""
+    """Return the first of some numbers, as text."""
     listed = sorted(values)
     return ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")

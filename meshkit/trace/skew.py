@@ -1,18 +1,17 @@
-"""Waiting for a late peer apart from moving data; who is waited for.
+"""Separate waiting for a late peer from moving data, and name the stragglers.
 
-An instance is one collective, in one step, its k-th time, over one group of devices. All of its members leave it
-together, so whoever is in it longer than the one that spends the least time has waited. Two ways to tell how long:
+An instance is one collective in one step, its k-th time, over one group of devices. All members leave it together, so a
+member that spends more time in it than the fastest one has waited. There are two ways to measure how long:
 
     clock-free   wait = duration - the shortest duration of any member              (needs no common clock)
     clocked      wait = from the own start to the last member's start               (one process, or aligned clocks)
 
-Clock-free calls the slowness of everybody but one a wait; clocked does not, and is used where clocks are good enough.
-Of an instance that was not seen on every member neither is known.
+If all members but one are slow, clock-free counts their slowness as waiting. Clocked does not, and is used if the
+clocks are good enough. Of an instance that was not seen on every member, neither is known.
 
-Clocks of several processes are aligned by the ends of their collectives: the members leave together, so their end times
-differ by their clocks alone. Each process gets the offset that makes its ends agree best with everybody's (medians,
-which a few late ends do not move); groups need not span the job, only be connected. What then still differs is the
-residual.
+The ends of collectives align the clocks of several processes: the members leave together, so their end times differ
+only by their clocks. Each process gets the offset with which its ends agree best with all others' (medians, which a few
+late ends do not move). Groups need not span the job, only connect it. The remaining difference is the residual.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ from meshkit.hlo.schedule import Collective
 from meshkit.timeline import DeviceStep
 
 _PERMUTE = "collective-permute"
-_MOST_RESIDUAL = 0.2  # share of the median wait that aligned clocks may be wrong by
-_LEAST_RESIDUAL = 0.01  # share of a collective's median duration by which they may be wrong where nobody waits
+_MOST_RESIDUAL = 0.2  # Aligned clocks may be wrong by this share of the median wait.
+_LEAST_RESIDUAL = 0.01  # They may be wrong by this share of a collective's median duration if nobody waits.
 _PASSES = 12
-_DRIFT_AFTER_S = 10.0  # over a shorter trace two crystals drift apart by less than a collective's ends scatter
+_DRIFT_AFTER_S = 10.0  # Over a shorter trace, two crystals drift less than a collective's ends scatter.
 
 
 class Instances:
-    """The communication of every device step, in order: which collective, its k-th time, from when to when."""
+    """The communication of every device step in order: the collective, its k-th time, start and end."""
 
     def __init__(self) -> None:
-        self.clock_ns: dict[int, int | None] = {}  # process -> when its clock reads zero
-        self.process: list[int] = []  # of each device step
+        self.clock_ns: dict[int, int | None] = {}  # Process -> time at which its clock reads zero.
+        self.process: list[int] = []  # The process of each device step.
         self._columns: list[tuple[np.ndarray, ...]] = []
         self._bounds = [0]
 
     def begin(self, process: int, clock_ns: int | None) -> float:
-        """Begins a process; returns when its clock reads zero, in seconds after the first process's does; 0 if unknown.
+        """Begin a process, and return its clock's zero in seconds after the first process's; 0 if unknown.
 
         Args:
             process: its number in the job.
-            clock_ns: time since the epoch at which its clock reads zero; None where the trace does not say.
+            clock_ns: time since the epoch at which its clock reads zero; None if the trace does not tell.
         """
         self.clock_ns[process] = clock_ns
         first = next(iter(self.clock_ns.values()))
         return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
 
     def add(self, step: DeviceStep, own: np.ndarray, starts_at_s: float) -> None:
-        """Adds the communication of the next device step, of the process that was begun last.
+        """Add the communication of the next device step, of the process that was begun last.
 
         Args:
             step: its spans.
@@ -79,8 +78,8 @@ class Instances:
             self._columns = [tuple(np.concatenate(c) for c in zip(*self._columns))]
         return self._columns[0]
 
-    def by_step(self, column: np.ndarray) -> list[np.ndarray]:
-        """A column, cut into the device steps."""
+    def split_steps(self, column: np.ndarray) -> list[np.ndarray]:
+        """Return a column, split into the device steps."""
         return np.split(column, self._bounds[1:-1])
 
 
@@ -90,33 +89,43 @@ class Straggler:
 
     device: int
     process: int
-    caused_wait_s: float  # what the other members of its groups waited for it, all added up
-    waited_s: float  # what it waited itself
-    last_share: float  # share of its instances that it was the last to reach
-    delay_s: float  # what each of the others waited for it, as a mean over the members of each group
+    caused_wait_s: float
+    """Seconds that the other members of its groups waited for it, all added up."""
+    waited_s: float
+    """Seconds that it waited itself."""
+    last_share: float
+    """Share of its instances in which it arrived last."""
+    delay_s: float
+    """Seconds that each of the others waited for it, as a mean over the members of each group."""
 
 
 @dataclass(frozen=True)
 class Skew:
     """Wait and transfer of every instance whose members were all seen."""
 
-    method: str | None = None  # how waits were measured, `clocked` or `clock_free`; None where nothing is known
-    clocks: Clocks | None = None  # those of the processes, where there are several
-    instances: int = 0  # how many were judged
-    median_wait_s: float | None = None  # of the instances' members that waited, clock-free
-    wait_clock_free_s: float | None = None  # all added up
+    method: str | None = None
+    """How waits were measured, `clocked` or `clock_free`; None if nothing is known."""
+    clocks: Clocks | None = None
+    """Clocks of the processes, if there are several."""
+    instances: int = 0
+    """Number of instances with known waits."""
+    median_wait_s: float | None = None
+    """Median over the instances' members that waited, clock-free."""
+    wait_clock_free_s: float | None = None
+    """Sum of all waits."""
     wait_clocked_s: float | None = None
-    stragglers: tuple[Straggler, ...] = ()  # the device that caused the most waiting first
+    stragglers: tuple[Straggler, ...] = ()
+    """Stragglers, the device that caused the most waiting first."""
     transfers: Sequence[np.ndarray] = ()
-    """[m] seconds of each communication span of every device step that moved data, NaN where unknown; empty for all."""
+    """[m] transfer seconds of each communication span of every device step, NaN if unknown; empty if all are."""
 
 
 @dataclass(frozen=True)
 class _Judged:
     """Rows of the instance table that form whole instances."""
 
-    row: np.ndarray  # [n] rows of the table
-    instance: np.ndarray  # [n] number of the instance each belongs to
+    row: np.ndarray  # [n] rows of the table.
+    instance: np.ndarray  # [n] instance of each row.
     count: int
 
 
@@ -128,18 +137,18 @@ def measure_skew(
     numbers: np.ndarray,
     keep: np.ndarray,
 ) -> Skew:
-    """Wait and transfer of the communication of all device steps.
+    """Return the wait and transfer of the communication of all device steps.
 
     Args:
-        instances: of all device steps.
-        collectives: of the timeline.
+        instances: communication of all device steps.
+        collectives: the timeline's collectives.
         groups: collective's name -> [groups, members] device ids, or [pairs, 2] of a collective-permute.
         steps: the device steps.
-        numbers: [entries] which execution each is.
-        keep: [entries] which take part.
+        numbers: [entries] execution of each.
+        keep: [entries] whether each takes part.
 
     Returns:
-        one without a `method` where no instance was seen on all its members.
+        The skew; without a `method` if no instance was seen on all its members.
     """
     waits = instance_waits(instances, collectives, groups, [step.device for step in steps], numbers, keep)
     if waits is None:
@@ -160,33 +169,39 @@ def measure_skew(
         stragglers=stragglers(
             judged.instance, *(of[judged.row] for of in (waits.device, waits.process, waits.wait_s, waits.early))
         ),
-        transfers=instances.by_step(np.where(known, (duration - waits.wait_s) * share, np.nan)),
+        transfers=instances.split_steps(np.where(known, (duration - waits.wait_s) * share, np.nan)),
     )
 
 
 @dataclass(frozen=True)
 class InstanceWaits:
-    """What each row of the instance table waited; NaN where it is in no whole instance."""
+    """The waits of each row of the instance table; NaN if it belongs to no whole instance."""
 
     judged: _Judged
-    permutes: list[tuple[np.ndarray, np.ndarray]]  # rows of each collective-permute, and the set of neighbours
-    device: np.ndarray  # [rows] global id
-    process: np.ndarray  # [rows]
-    duration_s: np.ndarray  # [rows] end less start
-    free_s: np.ndarray  # [rows] clock-free: its duration less the shortest of the instance
-    clocked_s: np.ndarray  # [rows] until the last member began; at most its duration
-    start_s: np.ndarray  # [rows] on the aligned clocks
+    permutes: list[tuple[np.ndarray, np.ndarray]]
+    """Rows of each collective-permute, and the set of neighbours of each."""
+    device: np.ndarray
+    """[rows] global id."""
+    process: np.ndarray
+    duration_s: np.ndarray
+    """[rows] end less start."""
+    free_s: np.ndarray
+    """[rows] clock-free wait: the row's duration less the shortest of the instance."""
+    clocked_s: np.ndarray
+    """[rows] time until the last member began; at most the row's duration."""
+    start_s: np.ndarray
+    """[rows] start on the aligned clocks."""
     clocks: Clocks | None
 
     @cached_property
     def median_s(self) -> float:
-        """Of the rows that waited, clock-free."""
+        """The median wait of the rows that waited, clock-free."""
         waits = self.free_s[self.free_s > 0]
         return float(np.median(waits)) if len(waits) else 0.0
 
     @cached_property
     def method(self) -> str:
-        """Aligned clocks can tell who came last, or are wrong by too little of a collective to matter."""
+        """The better way to measure: `clocked` if the clocks are aligned well enough, else `clock_free`."""
         durations = self.duration_s[~np.isnan(self.free_s)]
         usual_s = float(np.median(durations)) if len(durations) else 0.0
         most = max(_MOST_RESIDUAL * self.median_s, _LEAST_RESIDUAL * usual_s)
@@ -195,12 +210,12 @@ class InstanceWaits:
 
     @property
     def wait_s(self) -> np.ndarray:
-        """[n] by that method."""
+        """[n] waits by that method."""
         return self.clocked_s if self.method == "clocked" else self.free_s
 
     @property
     def early(self) -> np.ndarray:
-        """[n] the larger, the earlier a row's device came."""
+        """[n] values that are larger, the earlier a row's device came."""
         return -self.start_s if self.method == "clocked" else self.duration_s
 
 
@@ -212,13 +227,13 @@ def instance_waits(
     numbers: np.ndarray,
     keep: np.ndarray,
 ) -> InstanceWaits | None:
-    """What every device waited in every instance; None where there is none. `devices` are those of the device steps.
+    """Return the waits of every device in every instance; None without any.
 
     Args:
-        instances, collectives, groups: as of `measure_skew`.
+        instances, collectives, groups: as in `measure_skew`.
         devices: [entries] global id of the device of each device step.
-        numbers: [entries] which execution each is.
-        keep: [entries] which take part; the rows of others stay NaN.
+        numbers: [entries] execution of each.
+        keep: [entries] whether each takes part; the rows of others stay NaN.
     """
     entry, collective, occurrence, start, end, _ = instances.columns()
     if not len(entry) or not groups:
@@ -237,7 +252,7 @@ def instance_waits(
         n = int(peers.max(initial=-1)) + 1
         shortest = _extreme(np.minimum, duration[rows], peers, n, np.inf)
         last = _extreme(np.maximum, start[rows], peers, n, -np.inf)
-        # a permute's instance is a device and its neighbours: each device has its own, and is its first member
+        # An instance of a permute is a device with its neighbours: each device has its own, and is its first member.
         own = _first_of_each(peers, n) if rows is not judged.row else np.arange(len(rows))
         mine, which = rows[own], peers[own]
         free[mine] = np.maximum(0.0, duration[mine] - shortest[which])
@@ -246,7 +261,7 @@ def instance_waits(
 
 
 def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """[m] how many spans of the same collective began earlier in this step."""
+    """Return [m] how many spans of the same collective began earlier in this step."""
     order = np.lexsort((start, collective, ~own))
     sorted_ = collective[order]
     first = np.r_[True, sorted_[1:] != sorted_[:-1]] if len(order) else np.zeros(0, bool)
@@ -259,7 +274,7 @@ def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> n
 def _group(
     collectives: Sequence[Collective], groups: Mapping[str, np.ndarray], collective, device, step, occurrence, usable
 ) -> tuple[_Judged, list[tuple[np.ndarray, np.ndarray]]]:
-    """Rows by instance; and of each collective-permute rows by device, with its neighbours."""
+    """Return the rows by instance; and of each collective-permute the rows by device, with its neighbours."""
     rows: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     permutes: list[tuple[np.ndarray, np.ndarray]] = []
@@ -275,7 +290,7 @@ def _group(
             continue
         group = _group_of(members, device[mine])
         mine, group = mine[group >= 0], group[group >= 0]
-        # where a member lost an event, its k-th time is another's k+1-th: none of that step's can be told apart
+        # If a member lost an event, its k-th time is another's k+1-th: no instance of that step can be matched.
         whole = _complete(step[mine] * len(members) + group, device[mine], occurrence[mine], members.shape[1])
         mine, group = mine[whole], group[whole]
         _, number, size = np.unique(moment[mine] * len(members) + group, return_inverse=True, return_counts=True)
@@ -290,13 +305,13 @@ def _group(
 
 
 def _complete(where: np.ndarray, device: np.ndarray, occurrence: np.ndarray, members: int) -> np.ndarray:
-    """[n] whether the devices of a step's group all ran a collective equally often.
+    """Return [n] whether the devices of a step's group all ran a collective equally often.
 
     Args:
         where: number of the step's group.
-        device: which device.
-        occurrence: which time, from 0 on each device.
-        members: devices of a group; 0 to judge each device by the others.
+        device: the device.
+        occurrence: number of its run, from 0 on each device.
+        members: devices of a group; 0 to compare each device with the others.
     """
     if not len(where):
         return np.zeros(0, bool)
@@ -310,7 +325,6 @@ def _complete(where: np.ndarray, device: np.ndarray, occurrence: np.ndarray, mem
 
 
 def _rows_by_collective(collective: np.ndarray, usable: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The usable rows of each collective."""
     rows = np.flatnonzero(usable)
     rows = rows[np.argsort(collective[rows], kind="stable")]
     found, begin = np.unique(collective[rows], return_index=True)
@@ -318,7 +332,6 @@ def _rows_by_collective(collective: np.ndarray, usable: np.ndarray) -> Iterator[
 
 
 def _group_of(members: np.ndarray, device: np.ndarray) -> np.ndarray:
-    """[n] which group each device is in; -1 for none."""
     flat = members.ravel()
     order = np.argsort(flat, kind="stable")
     at = np.minimum(np.searchsorted(flat[order], device), len(flat) - 1)
@@ -326,9 +339,9 @@ def _group_of(members: np.ndarray, device: np.ndarray) -> np.ndarray:
 
 
 def _neighbours(pairs: np.ndarray, device, moment, rows) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of each device of a permute and of those it exchanges with, and a number for each such set.
+    """Return the rows of each device of a permute and of its partners, and a number for each such set.
 
-    A device's own row stands first in its set. A set with a neighbour that was not seen is left out.
+    A device's own row is first in its set. A set with a neighbour that was not seen is left out.
     """
     if not len(rows):
         return rows, rows
@@ -350,14 +363,12 @@ def _neighbours(pairs: np.ndarray, device, moment, rows) -> tuple[np.ndarray, np
 
 
 def _first_of_each(number: np.ndarray, n: int) -> np.ndarray:
-    """[n] the first row of each number; -1 for none."""
     first = np.full(n, -1, np.int64)
     first[number[::-1]] = np.arange(len(number))[::-1]
     return first
 
 
 def _extreme(ufunc, values: np.ndarray, number: np.ndarray, n: int, start: float) -> np.ndarray:
-    """[n] the least or the most of the values of each number."""
     result = np.full(n, start)
     ufunc.at(result, number, values)
     return result
@@ -366,13 +377,13 @@ def _extreme(ufunc, values: np.ndarray, number: np.ndarray, n: int, start: float
 def stragglers(
     instance: np.ndarray, device: np.ndarray, process: np.ndarray, wait_s: np.ndarray, early: np.ndarray
 ) -> tuple[Straggler, ...]:
-    """Devices by the wait they cause: that of each instance goes to the member that came last.
+    """Return the devices by the waits that they cause: each instance's waits count for the member that came last.
 
     Args:
-        instance: [n] number of the instance, of which none is left out.
-        device, process: [n] whose row it is.
-        wait_s: [n] what it waited.
-        early: [n] the larger, the earlier it came.
+        instance: [n] number of the instance, with no number left out.
+        device, process: [n] of each row.
+        wait_s: [n] wait of each row.
+        early: [n] values that are larger, the earlier a row came.
     """
     if not len(instance):
         return ()
@@ -395,36 +406,42 @@ def stragglers(
 
 @dataclass(frozen=True)
 class Clocks:
-    """Offsets that were taken out."""
+    """The offsets that align the processes' clocks."""
 
-    process: np.ndarray  # [p] numbers of the processes
-    offset_s: np.ndarray  # [p] what each clock is ahead by, against the first one it is connected with
-    drift: np.ndarray  # [p] seconds per second by which each clock runs fast; zeros in a short trace
-    middle_s: float  # when the offset holds exactly
+    process: np.ndarray
+    """[p] numbers of the processes."""
+    offset_s: np.ndarray
+    """[p] seconds by which each clock is ahead of the first one that it is connected with."""
+    drift: np.ndarray
+    """[p] seconds per second by which each clock runs fast; zeros in a short trace."""
+    middle_s: float
+    """The time at which the offset holds exactly."""
     residual_s: float | None
-    """Median over instances of (last - first) of the aligned ends; None without instances in common."""
-    connected: bool  # whether collectives connect all processes
-    from_epoch: bool = False  # whether each trace says when it began, so that offsets are those of the machines
+    """Median over instances of (last - first) of the aligned ends; None without common instances."""
+    connected: bool
+    """Whether collectives connect all processes."""
+    from_epoch: bool = False
+    """Whether each trace tells when it began, so that offsets are those of the machines."""
 
     @property
     def count(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return len(self.process)
 
     def ahead_s(self, process: np.ndarray, at_s: np.ndarray) -> np.ndarray:
-        """[n] what to take from times `at_s` on the clocks of some processes; 0 for one without collectives."""
+        """Return [n] seconds to subtract from times `at_s` on the clocks of some processes; 0 without collectives."""
         i = np.minimum(np.searchsorted(self.process, process), len(self.process) - 1)
         ahead = self.offset_s[i] + self.drift[i] * (at_s - self.offset_s[i] - self.middle_s)
         return np.where(self.process[i] == process, ahead, 0.0)
 
 
 def align(instance: np.ndarray, process: np.ndarray, end_s: np.ndarray) -> Clocks | None:
-    """The clocks of all processes that have ends of instances; None where there is but one.
+    """Return the clocks of all processes with ends of instances; None for a single process.
 
     Args:
         instance: [n] number of the instance.
-        process: [n] process that saw this end.
-        end_s: [n] on that process's clock.
+        process: [n] process of this end.
+        end_s: [n] time on that process's clock.
     """
     known, at = np.unique(process, return_inverse=True)
     if len(known) < 2:
@@ -441,7 +458,7 @@ def align(instance: np.ndarray, process: np.ndarray, end_s: np.ndarray) -> Clock
 
 
 def _ends(instance, process, end_s, processes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One end for each process of an instance (the mean of its devices'), of instances with several processes."""
+    """Return one end for each process of an instance (the mean of its devices'), if several processes share it."""
     key, number, size = np.unique(instance * processes + process, return_inverse=True, return_counts=True)
     end = np.bincount(number, weights=end_s) / size
     inst, proc = key // processes, key % processes
@@ -451,7 +468,7 @@ def _ends(instance, process, end_s, processes: int) -> tuple[np.ndarray, np.ndar
 
 
 def _along_tree(inst, proc, end, processes: int) -> tuple[np.ndarray, bool]:
-    """First offsets: from process to process, the median difference of the ends that both saw."""
+    """Return first offsets: from process to process, the median difference of their common ends."""
     first = np.r_[True, np.diff(inst) > 0] if len(inst) else np.zeros(0, bool)
     hub = np.flatnonzero(first)[inst] if len(inst) else np.zeros(0, np.int64)
     pair, difference = proc[hub] * processes + proc, end - end[hub]
@@ -477,7 +494,7 @@ def _along_tree(inst, proc, end, processes: int) -> tuple[np.ndarray, bool]:
 
 
 def _correction(inst, proc, end, processes: int) -> np.ndarray:
-    """[processes] median of how far each one's ends lie behind the mean end of their instances."""
+    """Return [processes] median of how far each one's ends lie behind the mean end of their instances."""
     if not len(inst):
         return np.zeros(processes)
     mean = np.bincount(inst, weights=end) / np.bincount(inst)
@@ -485,7 +502,7 @@ def _correction(inst, proc, end, processes: int) -> np.ndarray:
 
 
 def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
-    """[n] the median of the values of each number; 0 for none."""
+    """Return [n] the median of the values of each number; 0 for none."""
     order = np.lexsort((values, number))
     count = np.bincount(number, minlength=n)
     begin = np.cumsum(count) - count
@@ -496,7 +513,7 @@ def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
 
 
 def _drift(inst, proc, end, processes: int) -> tuple[np.ndarray, float]:
-    """[processes] how fast each clock runs, by a line through its ends, and the middle of them."""
+    """Return [processes] the rate of each clock, by a line through its ends, and their middle."""
     drift, middle = np.zeros(processes), float(end.mean()) if len(end) else 0.0
     if not len(end) or np.ptp(end) < _DRIFT_AFTER_S:
         return drift, middle
@@ -508,7 +525,6 @@ def _drift(inst, proc, end, processes: int) -> tuple[np.ndarray, float]:
 
 
 def _residual(inst, end) -> float | None:
-    """Median over instances of how far the aligned ends lie apart."""
     if not len(inst):
         return None
     n = inst.max() + 1

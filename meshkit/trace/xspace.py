@@ -1,10 +1,10 @@
-"""XSpace profiler files as columns of numbers.
+"""Read XSpace profiler files as columns of numbers.
 
-    file -> planes -> lines, names, stats;  a line's events -> columns, when they are asked for
+    file -> planes -> lines, names, stats;  a line's events -> columns, when requested
 
-Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events: where they begin is found
-from many places of a line at once, and their fields and stats are decoded side by side. Events whose fields stand in an
-order that no writer uses are decoded one by one, so that any valid file reads right.
+Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events, so the beginnings of
+events are found from many places of a line at once, and their fields and stats are decoded side by side. Events whose
+fields have an order that no writer uses are decoded one by one, so that any valid file reads right.
 """
 
 from __future__ import annotations
@@ -25,33 +25,37 @@ _SHORT = {number << 3 | 2 for number in (_PLANE_EVENT_METADATA, _PLANE_STAT_META
 _LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENT = 2, 3, 4
 _EVENT_METADATA, _EVENT_OFFSET_PS, _EVENT_DURATION_PS, _EVENT_STAT = 1, 2, 3, 4
 _STAT_METADATA, _STAT_DOUBLE, _STAT_STRING, _STAT_BYTES, _STAT_REF = 1, 2, 5, 6, 7
-_METADATA_STAT = 5  # of an entry's value
-_PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runtime's id of the program
+_METADATA_STAT = 5
+_PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)` is a module and the runtime's id of the program.
 _EVENT_TAG = _LINE_EVENT << 3 | 2
-CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
-# How an event begins: its length, id and time. A stat in it begins in another way.
+CHUNK = 1 << 14  # Events decoded at a time: the temporaries stay in the cache, and memory is bounded.
+# An event begins with its length, id and time; a stat in it begins in another way.
 _EVENT = re.compile(rb"\x22(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])\x08[\x80-\xff]{0,3}[\x00-\x7f]\x10")
-STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # of a line that is entered at many places
-NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
+STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # A longer line is entered at many places.
+NO_VALUE = np.iinfo(np.int64).min  # The value of a stat that an event does not have.
 _NOTHING = np.zeros(0, np.int64)
-_MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes more memory than an event of a file
+# Limits of a file and of a plane, each of which takes more memory than an event of a file.
+_MOST_PLANES, _MOST_LINES = 10_000, 100_000
 
 
 @dataclass
 class Line:
     """One line (a stream, a thread) of a plane."""
 
-    name: str  # `Stream #...` of a GPU's
-    timestamp_ns: int  # since the profile began; some writers count from the epoch
-    span: tuple[int, int]  # where its bytes are in the file
+    name: str
+    """`Stream #...` for a GPU's stream."""
+    timestamp_ns: int
+    """Time since the profile began; some writers count from the epoch."""
+    span: tuple[int, int]
+    """Position of its bytes in the file."""
 
 
 class Names:
-    """What ids stand for: a metadata map of a plane.
+    """The names behind ids: a metadata map of a plane.
 
     Args:
         buffer: the file.
-        spans: where the map's entries `{key, value {id, name}}` are.
+        spans: positions of the map's entries `{key, value {id, name}}`.
     """
 
     def __init__(self, buffer: Buffer, spans: Sequence[tuple[int, int]]):
@@ -66,11 +70,11 @@ class Names:
             self.names.update([_read_named(buffer, *spans[i])])
 
     def get(self, id_: int) -> str:
-        """The name of an id; empty for one that the plane does not name."""
+        """Return the name of an id; empty for one that the plane does not name."""
         return self.names.get(id_, "")
 
     def ids(self, *, of: Sequence[str] = (), beginning: str = "") -> dict[int, str]:
-        """Ids of some names, or of all that begin in a way."""
+        """Return the ids of some names, or of all names with a prefix."""
         if (of, beginning) not in self._found:
             some = {i: n for i, n in self.names.items() if n in of or (beginning and n.startswith(beginning))}
             self._found[of, beginning] = some
@@ -79,19 +83,21 @@ class Names:
 
 @dataclass
 class Plane:
-    """One plane: its lines, and the names that ids in its events stand for."""
+    """One plane: its lines, and the names behind ids in its events."""
 
     name: str
     lines: list[Line]
     event_names: Names
     stat_names: Names
     stats: dict[str, int | float | str]
-    span: tuple[int, int] = (0, 0)  # where its bytes are in the file
-    strings: list[str] = field(default_factory=list)  # what `intern` has given an id, in order
+    span: tuple[int, int] = (0, 0)
+    """Position of its bytes in the file."""
+    strings: list[str] = field(default_factory=list)
+    """The texts that `intern` gave an id, in order."""
     _interned: dict[str, int] = field(default_factory=dict)
 
     def text(self, value: int) -> str:
-        """What a string stat's value stands for; empty for none, the number itself for a number."""
+        """Return the text behind a string stat's value; empty for none, the number itself for a number."""
         if value >= 0:
             return self.stat_names.get(value) or str(value)
         if value == NO_VALUE:
@@ -99,12 +105,12 @@ class Plane:
         return self.strings[-value - 2] if -value - 2 < len(self.strings) else str(value)
 
     def texts(self, values: Iterable[int]) -> dict[int, str]:
-        """What some string stats' values stand for, see `text`."""
+        """Return the texts behind some string stats' values, see `text`."""
         names = self.stat_names.names
         return {value: names.get(value) or self.text(value) for value in values}
 
     def intern(self, text: str) -> int:
-        """An id for `text`, below -1, where an event carries its string itself."""
+        """Return an id for `text`, below -1, if an event carries its string itself."""
         if text not in self._interned:
             self._interned[text] = -2 - len(self.strings)
             self.strings.append(text)
@@ -115,20 +121,21 @@ class Plane:
 class Events:
     """Events in the file's order, as columns."""
 
-    metadata: np.ndarray  # [n] ids into the plane's `event_names`
-    offset_ps: np.ndarray  # [n] from the line's timestamp
-    duration_ps: np.ndarray  # [n]
+    metadata: np.ndarray
+    """[n] ids into the plane's `event_names`."""
+    offset_ps: np.ndarray
+    """[n] times from the line's timestamp."""
+    duration_ps: np.ndarray
     stats: dict[str, np.ndarray]
-    """Wanted stat -> [n] values; `NO_VALUE` where the event has none. Strings are ids for `Plane.text`."""
+    """Wanted stat -> [n] values; `NO_VALUE` if the event has none. Strings are ids for `Plane.text`."""
 
     def rows(self, rows: np.ndarray) -> Events:
-        """Some of them."""
         stats = {name: values[rows] for name, values in self.stats.items()}
         return Events(self.metadata[rows], self.offset_ps[rows], self.duration_ps[rows], stats)
 
     @classmethod
     def joined(cls, parts: list[Events], wanted: Sequence[str]) -> Events:
-        """All events of some parts, which are taken out of the list; `wanted` are the stats that each part has."""
+        """Return all events of some parts, which are taken out of the list; each part has the stats `wanted`."""
         columns = [(p.metadata, p.offset_ps, p.duration_ps, *(p.stats[name] for name in wanted)) for p in parts]
         parts.clear()
         metadata, offset_ps, duration_ps, *stats = concatenated(columns, 3 + len(wanted))
@@ -136,16 +143,16 @@ class Events:
 
 
 def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.ndarray]:
-    """So many columns, one part after the other; of one value everywhere, they take no room.
+    """Return so many columns, with the parts one after the other; a constant column takes no room.
 
-    Takes the parts out of the list, a column at a time: never are all of them in memory twice.
+    The parts are taken out of the list a column at a time, so that they are never all in memory twice.
 
     Args:
-        parts: of each the columns, [n] with its own n.
+        parts: the columns of each part, [n] with its own n.
         count: columns of a part.
 
     Returns:
-        [sum of n] each; a column of one value is a view that cannot be written to.
+        [sum of n] each; a constant column is a read-only view.
     """
     columns = [list(part) for part in parts]
     parts.clear()
@@ -163,18 +170,18 @@ def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.nda
 
 @dataclass
 class XSpace:
-    """One file: its planes in order, and what the profiler says about itself."""
+    """One file: its planes in order, and the profiler's messages about itself."""
 
     buffer: Buffer
     planes: list[Plane] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
     def events(self, plane: Plane, line: Line, wanted: Sequence[str]) -> Iterator[Events]:
-        """The events of a line of this file in pieces, with the stats of some names; a line can be read once.
+        """Yield the events of a line in pieces, with the stats of some names; a line can be read once.
 
         Args:
             plane, line: of this file.
-            wanted: names of stats, each a column [n] of int64; of no other stat anything is kept.
+            wanted: names of stats, each a column [n] of int64; no other stat is kept.
 
         Raises:
             TraceError: the line is damaged.
@@ -189,10 +196,10 @@ class XSpace:
             raise TraceError(f"{where} is damaged: {e}.", at=str(self.buffer.path)) from None
 
     def programs(self) -> dict[tuple[str, int], bytes]:
-        """(module, the runtime's id) -> serialized `HloProto` of the programs that the profiler has put in the file.
+        """Return (module, the runtime's id) -> serialized `HloProto` of the programs in the file.
 
         Raises:
-            TraceError: their plane is damaged.
+            TraceError: the plane of the programs is damaged.
         """
         found: dict[tuple[str, int], bytes] = {}
         try:
@@ -206,7 +213,7 @@ class XSpace:
         return found
 
     def _program(self, plane: Plane, start: int, end: int) -> Iterator[tuple[tuple[str, int], bytes]]:
-        """The program of one entry of the plane's metadata."""
+        """Yield the program of one entry of the plane's metadata."""
         key, name = _read_named(self.buffer, start, end)
         named = _PROGRAM.match(name)
         known = (named[1], _signed(int(named[2]))) if named else (name, key)
@@ -225,18 +232,18 @@ class XSpace:
 
 _JSON = (
     "JSON: a timeline for Perfetto or chrome://tracing, of jax or of PyTorch's Kineto, without the program",
-    "of jax: the *.xplane.pb that lies beside it; of PyTorch: Holistic Trace Analysis reads it",
+    "of jax: the *.xplane.pb beside it; of PyTorch: Holistic Trace Analysis reads it",
 )
 _ARCHIVE = ("an archive, as nsys-jax writes it", "unpacking it; meshkit profile FOLDER reads what is in it")
 _NSYS = ("a report of Nsight Systems", "nsys export --type sqlite REPORT.nsys-rep; meshkit profile reads its SQLite")
-_LONGEST_SPACE = 64  # before the brace of JSON
+_LONGEST_SPACE = 64  # Spaces before the brace of JSON.
 
 
 def read_xspace(path: str | Path) -> XSpace:
-    """Reads the outline of a file: planes, lines and names; events are decoded when asked for.
+    """Read the outline of a file: planes, lines and names; events are decoded when asked for.
 
     Raises:
-        TraceError: it cannot be read, or is no XSpace.
+        TraceError: the file cannot be read, or is not an XSpace.
     """
     path = Path(path)
     try:
@@ -271,13 +278,13 @@ def read_xspace(path: str | Path) -> XSpace:
 
 
 def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
-    """Lines, names and stats of a plane; names are far more than all else, so they are walked through by hand."""
+    """Return the lines, names and stats of a plane; an inlined loop walks the names, which are most of a plane."""
     name, lines = "", []
     spans: dict[int, list[tuple[int, int]]] = {_PLANE_EVENT_METADATA: [], _PLANE_STAT_METADATA: [], _PLANE_STAT: []}
     data, at = buffer.data, start
     while at < end:
         key, length = data[at], data[at + 1]
-        if key in _SHORT and length < 0x80 and at + 2 + length <= end:  # a name
+        if key in _SHORT and length < 0x80 and at + 2 + length <= end:  # It is a name.
             spans[key >> 3].append((at + 2, at + 2 + length))
             at += 2 + length
             continue
@@ -302,7 +309,10 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
 
 
 def _read_line(buffer: Buffer, start: int, end: int) -> Line:
-    """Name and time of a line. Writers put both before its events; without a name there they are looked for behind."""
+    """Return the name and time of a line.
+
+    Writers put both before its events; without a name there, it is looked for behind them.
+    """
     line = Line("", 0, (start, end))
     for number, value in buffer.fields(start, end):
         if number == _LINE_NAME:
@@ -315,17 +325,16 @@ def _read_line(buffer: Buffer, start: int, end: int) -> Line:
 
 
 def _signed(number: int) -> int:
-    """A 64-bit number as events have it."""
     return number - (1 << 64) if number >> 63 == 1 else number
 
 
 def _entries(buffer: Buffer, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
-    """[n] key, where the name begins, its length, and whether the entry has the fields in this order."""
+    """Return [n] key, position and length of the name, and whether the entry has the fields in this order."""
     data = buffer.bytes
     key, length = buffer.varints(begin + 1)
     plain = (data[begin] == 0x08) & (length > 0)
     at, value = np.minimum(begin + 1 + length, end), key
-    for tag in (0x12, 0x08, 0x12):  # the message, its id, its name
+    for tag in (0x12, 0x08, 0x12):  # The tags of the message, its id and its name.
         value, length = buffer.varints(at + 1)
         plain &= (data[at] == tag) & (length > 0)
         at = np.minimum(at + 1 + length, end)
@@ -334,19 +343,19 @@ def _entries(buffer: Buffer, begin: np.ndarray, end: np.ndarray) -> tuple[np.nda
 
 
 def _read_named(buffer: Buffer, start: int, end: int) -> tuple[int, str]:
-    """Key and name of an entry of a metadata map, in any order."""
+    """Return the key and name of an entry of a metadata map, with its fields in any order."""
     key, name = 0, ""
     for number, value in buffer.fields(start, end):
         if number == 1 and isinstance(value, int):
             key = value
-        elif number == 2:  # of this message field 2; what follows it (stats) can be long and is not looked at
+        elif number == 2:  # Its field 2 is the name; the stats behind it can be long, and are not read.
             named = (buffer.text(*span_of(v)) for field, v in buffer.fields(*span_of(value)) if field == 2)
             name = next(named, "")
     return key, name
 
 
 def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | float | str]:
-    """The id of a stat's name (-1: none), the field that its value stands in (0: none), and the value."""
+    """Return the id of a stat's name (-1: none), the field of its value (0: none), and the value."""
     id_, kind, found = -1, 0, 0
     for number, value in buffer.fields(start, end):
         if number == _STAT_METADATA and isinstance(value, int):
@@ -361,7 +370,7 @@ def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | fl
 
 
 def event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Begin and end of the events of a line, a chunk at a time."""
+    """Yield the beginnings and ends of a line's events, a chunk at a time."""
     while start < end:
         if buffer.data[start] != _EVENT_TAG:
             start = buffer.skip(start, end)
@@ -376,10 +385,10 @@ def event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarr
 
 
 def event_starts(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
-    """Begins of some events from `start` on, and where the next is; none where this way finds none.
+    """Return the beginnings of some events from `start` on, and of the next; none if this method finds none.
 
-    A line is entered at many places that look like an event; from each the events are followed to the next place. What
-    stands before the first place that was not met is right, since its chain of lengths began at `start`.
+    A line is entered at many places that look like an event; from each, the events are followed to the next place. All
+    events before the first place that was not met are right, since their chain of lengths began at `start`.
     """
     end = min(end, start + STRETCH_BYTES)
     places = (_EVENT.search(buffer.data, at, min(at + 512, end)) for at in range(start + _LANE_BYTES, end, _LANE_BYTES))
@@ -403,7 +412,7 @@ def event_starts(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]
 
 
 def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
-    """Begins of some events from `start` on, and where what follows them is."""
+    """Return the beginnings of some events from `start` on, and the position behind them."""
     begins: list[int] = []
     data, varint = buffer.data, buffer.varint
     while start < end and data[start] == _EVENT_TAG and len(begins) < CHUNK:
@@ -418,10 +427,12 @@ def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """The length that stands before each message: backwards to the tag, the only byte of them below 128 but the last.
+    """Return the length before each message, read backwards to the tag.
+
+    The tag and the last byte of the length are the only ones below 128.
 
     Raises:
-        WireError: an event of 2 MiB or more, which is none.
+        WireError: an event has 2 MiB or more, so it is none.
     """
     length = data[begin - 1].astype(np.int64)
     more = data[begin - 2] > 0x7F
@@ -435,18 +446,18 @@ def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
 
 
 class _Decoder:
-    """Decodes a chunk of events: all at once where they have the form that writers give them, else one by one."""
+    """Decodes a chunk of events: all at once if they have the form that writers use, else one by one."""
 
     def __init__(self, buffer: Buffer, plane: Plane, slots: dict[int, int], wanted: Sequence[str]):
         self.buffer, self.plane, self.slots, self.wanted = buffer, plane, slots, wanted
-        # of a stat's id: any of one byte, and the last of those beyond the highest
+        # A stat's id has a slot: any id of one byte, and the last slot for those beyond the highest.
         self.slot_of = np.full(max(0x80, max(slots, default=0) + 2), -1, np.int8)
         for id_, slot in slots.items():
             if 0 <= id_ < len(self.slot_of):
                 self.slot_of[id_] = slot
 
     def decode(self, begin: np.ndarray, end: np.ndarray) -> Events:
-        """The events of a chunk, given where each begins and ends."""
+        """Return the events of a chunk, given their beginnings and ends."""
         n = len(begin)
         self.odd = np.zeros(n, bool)
         self.values = np.full((len(self.wanted), n), NO_VALUE, np.int64)
@@ -465,20 +476,23 @@ class _Decoder:
         return events
 
     def _optional(self, at: np.ndarray, end: np.ndarray, tag: int) -> tuple[np.ndarray, np.ndarray]:
-        """A varint field that may be absent; events whose value needs more than 8 bytes are marked as odd."""
+        """Return a varint field that may be absent, and the position behind it.
+
+        Values beyond 8 bytes are marked as odd.
+        """
         value, length = self.buffer.varints(at + 1)
         present = (self.buffer.bytes[at] == tag) & (at < end)
         self.odd |= present & (length == 0)
         return np.where(present, value, 0), np.where(present, at + 1 + length, at)
 
     def _stats(self, at: np.ndarray, end: np.ndarray) -> None:
-        """Walks the stats of all events side by side: the first of each, the second, ..."""
+        """Walk the stats of all events side by side: the first of each, the second, ..."""
         event = np.flatnonzero((at < end) & ~self.odd)
         at, end = at[event], end[event]
         while len(event):
             word = self.buffer.words[at]
             low = word.astype(np.uint32)
-            # tag of a stat, its length below 128, tag of its metadata id
+            # These are the tag of a stat, its length below 128, and the tag of its metadata id.
             plain = (low & 0xFF80FF) == (_EVENT_STAT << 3 | 2) | (_STAT_METADATA << 3) << 16
             if not plain.all():
                 self.odd[event[~plain]] = True
@@ -504,10 +518,10 @@ class _Decoder:
                 event, at, end = event[more], at[more], end[more]
 
     def _values(self, event: np.ndarray, slot: np.ndarray, at: np.ndarray, end: np.ndarray, rest: np.ndarray) -> None:
-        """Whole numbers and references, whose first bytes are in `rest`; other values are decoded one by one."""
+        """Read whole numbers and references, whose first bytes are in `rest`; decode other values one by one."""
         tag, number = rest & 0xFF, (rest >> 8) & 0xFFFFFF
         whole = ((tag == 3 << 3) | (tag == 4 << 3) | (tag == _STAT_REF << 3)) & (at < end)
-        short = (~number & 0x808080).all()  # up to three bytes, as nearly all are
+        short = (~number & 0x808080).all()  # Nearly all numbers have up to three bytes.
         value = assembled(number) if short else self.buffer.varints(at + 1, wide=True)[0]
         if not whole.all():
             self.odd[event[~whole]] = True
@@ -515,7 +529,7 @@ class _Decoder:
         self.values[slot, event] = value
 
     def _slow(self, events: Events, i: int, start: int, end: int) -> None:
-        """Decodes one event whose fields stand in any order."""
+        """Decode one event whose fields are in any order."""
         header = {_EVENT_METADATA: 0, _EVENT_OFFSET_PS: 0, _EVENT_DURATION_PS: 0}
         self.values[:, i] = NO_VALUE
         for number, value in self.buffer.fields(start, end):

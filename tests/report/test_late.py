@@ -9,7 +9,7 @@ from meshkit.report.summarize import Machines, group_rows, summarize
 from meshkit.report.verdict import Known, add_findings
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
-from meshkit.verbs.profile.profiler import waited_for
+from meshkit.verbs.profile.profiler import find_stragglers
 from tests.report import planted
 from tests.trace.trace_files import gpu_op, plane_text, program, write_planes
 
@@ -42,7 +42,7 @@ def judge(case, folder):
 
 def judge_trace(trace, of):
     report = summarize(trace.steps, source="profile", swept=trace, machines=Machines(cluster=planted.H100))
-    waited = waited_for(trace, {0: "host0", 1: "host1"})
+    waited = find_stragglers(trace, {0: "host0", 1: "host1"})
     report = report.model_copy(update={"quality": quality_part(trace), "stragglers": waited})
     return add_findings(report, Known(trace, of, cluster=planted.H100))
 

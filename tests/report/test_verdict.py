@@ -16,7 +16,7 @@ from meshkit.report.summarize import group_rows, summarize
 from meshkit.report.verdict import Known, add_findings
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
-from meshkit.verbs.profile.profiler import waited_for
+from meshkit.verbs.profile.profiler import find_stragglers
 from tests.trace.trace_files import clock_text, collective, gpu_op, plane_text, program, write_planes
 
 H100 = Cluster.load("dgx_h100")
@@ -71,7 +71,7 @@ def report_of(folder, devices, *, collectives=(), groups=PAIR, quality=None, his
     report = report.model_copy(
         update={
             "quality": quality_part(trace).model_copy(update=quality or {}),
-            "stragglers": waited_for(trace, {f.process: f"n{f.process}" for f in files}),
+            "stragglers": find_stragglers(trace, {f.process: f"n{f.process}" for f in files}),
         }
     )
     assert cluster is None or isinstance(cluster, Cluster)

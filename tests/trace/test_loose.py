@@ -87,7 +87,7 @@ def test_collectives_that_cuda_graphs_hide_withhold_the_axes(tmp_path):
     report = withhold_axes(summarize(trace.steps, source="profile", swept=trace), trace)
     assert "1 collectives of the program ran inside CUDA graphs" in report.warnings[0].message
     assert [row.time_s is None for row in report.communication] == [False, True]
-    assert "what they take counts as compute" in next(n.message for n in trace.notes if n.code == "command_buffers")
+    assert "so their time counts as compute" in next(n.message for n in trace.notes if n.code == "command_buffers")
 
 
 def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():

@@ -311,7 +311,7 @@ def test_columns_of_a_recent_nsys_read_as_those_of_an_older_one(tmp_path):
     parquet.write_table(pa.table(columns), folder / "trace.parquet")
     (loose, recent), (_, older) = read(tmp_path), read(MAXTEXT)
     assert [s.total for s in recent.sweeps] == [s.total for s in older.sweeps]
-    assert "no HLO of it, and no file beside it" in next(n.message for n in loose.notes if n.code == "no_program")
+    assert "neither the trace nor a file beside it" in next(n.message for n in loose.notes if n.code == "no_program")
 
 
 def test_calls_of_nccl_outside_of_thunks_are_communication_and_reports_of_a_recipe_are_apart(tmp_path):
@@ -327,7 +327,7 @@ def test_calls_of_nccl_outside_of_thunks_are_communication_and_reports_of_a_reci
     seen = {found.labels[i] for of in found.devices.values() for i in of.label.tolist()}
     assert [(each.name, each.op) for each in seen if not each.module] == [("ncclGroupEnd", "")]
     assert is_communication("ncclGroupEnd")
-    assert found.messages == ["2 ranges of XLA are on threads without a GPU that is known, and are left out."]
+    assert found.messages == ["2 ranges of XLA are on threads without a known GPU, and are left out."]
     one, other = found.devices[1], found.devices[5]
     assert (one.start_ps.tolist(), one.run.tolist()) == (other.start_ps.tolist(), other.run.tolist())
 
@@ -418,12 +418,12 @@ def test_damage_is_an_error_with_its_place_or_a_valid_reading(kind, tmp_path):
 def test_parquet_of_others_is_refused(tmp_path):
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(TraceError, match="no nvtx_gpu_proj_trace of nsys: it has no column 'Name', but a"):
+    with pytest.raises(TraceError, match="not an nvtx_gpu_proj_trace of nsys: it has no column 'Name', but a"):
         open_loose(path)
     names = ("Projected Start", "Projected Duration", "RangeId", "ParentId", "PID", "TID")
     parquet.write_table(pa.table({"Name": ["train"], **{name: [1] for name in names}}), path)
     with pytest.raises(TraceError, match="has no ranges of XLA's thunks"):
         open_loose(path)
     parquet.write_table(pa.table({"Name": ["x"] * 10**6, **{name: [1] * 10**6 for name in names}}), path)
-    with pytest.raises(TraceError, match="unpacks to more than any trace does"):
+    with pytest.raises(TraceError, match="unpacks to more than any trace needs"):
         open_loose(path)

@@ -69,7 +69,7 @@ def test_steps_of_executions_that_make_several_are_numbered_and_chosen():
     assert {(s.device, s.step) for s in trace.steps.steps} == {(0, 9), (1, 9)}
     assert [(out.step.step, out.why) for out in trace.left_out] == [(5, "not chosen")] * 2
     assert [n.code for n in trace.notes] == ["steps_left_out"]
-    with pytest.raises(TraceError, match="none of the 2 steps is chosen"):
+    with pytest.raises(TraceError, match="no step is chosen of the 2"):
         read_synthetic([ALL_GATHER], chosen=range(9, 12))
 
 

@@ -132,11 +132,11 @@ def _plan(loaded: Experiment | ProgramExperiment, imbalance: float) -> Plan:
 
 def _with_named_change(report: Report, loaded: Experiment | ProgramExperiment, made: Plan) -> Report:
     """Return the report, its verdict with the change that helps the step most where the search finds one."""
-    from meshkit.report.causes import judged_plan
+    from meshkit.report.causes import add_plan_findings
     from meshkit.search.named_change import find_change
 
     change = find_change(report, loaded, made.planned)
-    return report if change is None else judged_plan(report, made.planned, change)
+    return report if change is None else add_plan_findings(report, made.planned, change)
 
 
 def _show(report: Report, made: Plan, title: str, start: float, out: Path | None, as_json: bool) -> None:

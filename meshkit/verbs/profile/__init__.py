@@ -1,1 +1,1 @@
-"""`meshkit profile` and `mk.profile`: a captured run, measured."""
+"""`meshkit profile` and `mk.profile`: measure a captured run."""

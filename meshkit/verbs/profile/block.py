@@ -1,8 +1,8 @@
-"""`mk.profile`: the executions of a program in a block of somebody's own loop, traced and measured.
+"""`mk.profile`: trace and measure the executions of a program in a block of a user's own loop.
 
-the block -> RUN/trace/ (meshkit.trace.capture) -> profiler.py, when its report is first asked for
+the block -> RUN/trace/ (meshkit.trace.capture) -> profiler.py, when its report is first requested
 
-This is the one half of the verb that runs where the job runs, and so the one that imports jax.
+This half of the verb runs where the job runs, so that it imports jax.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from meshkit.verbs.profile.profiler import MeasuredTraces, Measurement, TracedJo
 
 
 class ProfileCapture:
-    """What `mk.profile` yields: `.report` and `.timeline` once the block is left.
+    """The capture that `mk.profile` yields, with `.report` and `.timeline` once the block has ended.
 
     Args:
         folder: the run folder.
-        traced: of a block without a compiled program, where its devices are and what its steps do.
-        program: of such a block, the program whose executions are the steps; None is that with the most time.
+        traced: for a block without a compiled program, the placement of its devices and the facts of its steps.
+        program: for such a block, the program whose executions are the steps; None is the one with the most time.
     """
 
     def __init__(self, folder: Path, traced: TracedJob | None = None, program: str | None = None):
@@ -63,7 +63,7 @@ class ProfileCapture:
         return self._measured.timeline
 
     def report_of(self, program: str) -> Report:
-        """The report of another program that ran in the block, by its module or by the function that was jitted.
+        """Return the report of another program that ran in the block, by its module or its jitted function.
 
         Args:
             program: `jit_step`, or the function's name `step`.
@@ -86,7 +86,7 @@ def profile(
     tokens: float | None = None,
     processes: int | Sequence[int] | None = None,
 ) -> Iterator[ProfileCapture]:
-    """Traces what runs inside the block, and measures the executions of one program in it.
+    """Trace what runs inside the block, and measure the executions of one program in it.
 
         with mk.profile("runs/mine", mesh=mesh, cluster=cluster) as capture:
             for batch in batches:
@@ -95,16 +95,17 @@ def profile(
 
     Args:
         folder: the run folder; the trace goes to `trace/` in it.
-        program: the step that the block calls: a jitted function or its name, or what `jitted.lower(...).compile()`
-            returns, of which memory and compiler options are recorded too; None is the program with the most time.
-        mesh: the mesh it was compiled for; without it rows go by replica groups.
-        cluster: where the devices are; without it the link of each collective is that of one domain.
-        mesh_spec: the spec the mesh was built from, if it was.
+        program: the step that the block calls: a jitted function or its name, or the result of
+            `jitted.lower(...).compile()`, whose memory and compiler options are recorded, too; None is the program with
+            the most time.
+        mesh: the mesh that it was compiled for; without it, rows are by replica groups.
+        cluster: the cluster of its devices; without it, the link of each collective is that of one domain.
+        mesh_spec: the spec that the mesh was built from, if any.
         model_flops, tokens: of one step over all devices, for MFU and tokens per second.
-        processes: which processes of the job capture, or how many; None for all.
+        processes: processes of the job that capture, or their number; None for all.
 
     Raises:
-        ConfigError: `program` is none, or a process that the job does not have.
+        ConfigError: `program` is not a program, or the job does not have one of the processes.
     """
     check_kinds(profile, folder=folder, mesh=mesh, cluster=cluster, mesh_spec=mesh_spec)
     folder = Path(folder)
@@ -133,10 +134,10 @@ def profile(
 
 
 def _name_of(program: Any) -> str | None:
-    """The module, or the function, that a program is.
+    """Return the name of a program: its module, or its function.
 
     Raises:
-        ConfigError: it is no program.
+        ConfigError: `program` is not a program.
     """
     if program is None or isinstance(program, str):
         return program
@@ -145,7 +146,7 @@ def _name_of(program: Any) -> str | None:
     name = getattr(program, "__name__", None)
     if name is None or not hasattr(program, "lower"):
         raise ConfigError(
-            f"`program` is {a_type(program)}, but a profile is of a jitted function or of a compiled program.",
+            f"`program` is {a_type(program)}, but a profile needs a jitted function or a compiled program.",
             hint="jax.jit(step), its name, or jax.jit(step).lower(*args).compile()",
         )
-    return re.sub(r"\W", "_", name)  # as jax names modules: `<lambda>` is `jit__lambda_`
+    return re.sub(r"\W", "_", name)  # jax names modules so: `<lambda>` is `jit__lambda_`.

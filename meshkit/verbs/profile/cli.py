@@ -106,7 +106,7 @@ def profile(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no cyclic garbage, since a hundred thousand names of a trace would be gone through again and again."""
+    """Pause the search for cyclic garbage, which would walk a trace's hundred thousand names again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -117,10 +117,10 @@ def _uncollected() -> Iterator[None]:
 
 
 def _chosen(steps: str | None) -> Container[int] | None:
-    """The numbers of the steps that an option names; None where it is not given.
+    """Return the numbers of the steps that an option names; None without the option.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the option names no steps.
     """
     if steps is None or steps == "all":
         return None if steps is None else range(sys.maxsize)
@@ -137,10 +137,10 @@ def _chosen(steps: str | None) -> Container[int] | None:
 
 
 def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) -> tuple[MeshSpec | None, Cluster | None]:
-    """The mesh and the cluster that the options name.
+    """Return the mesh and the cluster that the options name.
 
     Raises:
-        ConfigError: an experiment beside a mesh or a cluster, or a value that is none.
+        ConfigError: an experiment is given with a mesh or a cluster, or a value is malformed.
     """
     from meshkit.config.cluster import Cluster
     from meshkit.config.mesh import MeshSpec
@@ -149,7 +149,9 @@ def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) ->
         from meshkit.config.experiment import load
 
         if mesh is not None or cluster is not None:
-            raise ConfigError("--experiment says both mesh and cluster.", hint="it, or --mesh and --cluster")
+            raise ConfigError(
+                "--experiment already names mesh and cluster.", hint="only --experiment, or --mesh and --cluster"
+            )
         job = load(experiment)
         return job.mesh, job.cluster
     axes = None
@@ -159,7 +161,7 @@ def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) ->
             name, _, size = (word.strip() for word in part.partition("="))
             if not name or not size.isdecimal() or name in sizes:
                 raise ConfigError(
-                    f"'{mesh}' is no list of axes and their sizes.", at="--mesh", hint="--mesh data=2,tensor=4"
+                    f"'{mesh}' is not a list of axes and their sizes.", at="--mesh", hint="--mesh data=2,tensor=4"
                 )
             sizes[name] = int(size)
         axes = MeshSpec.parse(sizes)

@@ -1,9 +1,9 @@
-"""One step of anybody's loop every so many, captured and measured while the loop goes on.
+"""Capture one step of a user's loop every so many, and measure it while the loop goes on.
 
     with live.step(n) -> a trace of step n -> a process beside the loop -> Report -> `live.line`, `live.report`
 
-The loop waits for the profiler's start and end and for the devices in between. What that takes, and what the process
-beside it takes of the CPUs, is counted; captures become rarer until it is a given share of the loop's time.
+The loop waits for the profiler to start and stop, and for the devices in between. This time counts, and so do the CPU
+seconds of the process beside the loop; captures become rarer until they take a given share of the loop's time.
 """
 
 from __future__ import annotations
@@ -26,45 +26,48 @@ from meshkit.config.places import describe_error
 from meshkit.console import say
 from meshkit.errors import ConfigError, MeshkitError, check_kinds
 from meshkit.report.schema import Report, StragglerPart
-from meshkit.trace.beside import Beside
 from meshkit.trace.capture import device_numbers
+from meshkit.trace.step_tracer import StepTracer
 from meshkit.units import format_percent
 
-_USUAL = 32  # steps, whose median is the usual one
-_SLOWED = 2  # steps that a capture makes longer: its own, and the next
-_LATE = 0.01  # of the step, from which a late device is named
-_MOST_AXES = 3  # that are named
+_USUAL = 32  # The median of so many steps is the usual one.
+_SLOWED = 2  # A capture makes its own step longer, and the next one.
+_LATE = 0.01  # A straggler is named from this share of the step on.
+_MOST_AXES = 3  # The line names so many axes.
 
 
 class Live:
-    """What `mk.live` returns: `step` goes around each step of a loop, `line` says what the last captured one did."""
+    """The object that `mk.live` returns.
+
+    `step` goes around each step of a loop, and `line` describes the last captured one.
+    """
 
     line: str = ""
-    """A sentence on the last captured step that was read: what of it was exposed communication, and which device is
-    late. Empty until there is one."""
+    """A sentence on the last captured step that was read: its exposed communication, and its straggler. Empty until
+    there is one."""
     report: Report | None = None
     """The measured report of that step."""
 
     def __init__(self, every: int, job: Mapping[str, Any], budget: float):
         self._every, self._job, self._budget = every, job, budget
-        self._beside = Beside("meshkit.verbs.profile.live_reader", programs=True)
+        self._tracer = StepTracer("meshkit.verbs.profile.live_reader", programs=True)
         self._reading: threading.Thread | None = None
         self._warned = False
         self._captures, self._cost_s = 0, 0.0
         self._began = self._entered = 0.0
         self._usual: deque[float] = deque(maxlen=_USUAL)
-        self._slowed = 0  # steps to come that the last capture makes longer
+        self._slowed = 0  # Coming steps that the last capture makes longer.
         atexit.register(self.close)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Go around a step of the loop, which is captured where it is its turn.
+        """Go around a step of the loop, and capture it if it is its turn.
 
-        The first step, in which programs are compiled, never is. An exception of the step is passed on, and its capture
-        dropped; whatever fails in a capture is said once on stderr, and the loop goes on.
+        The first step, in which programs are compiled, is never captured. An exception in the step is passed on, and
+        its capture dropped. A failing capture is reported once on stderr, and the loop goes on.
 
         Args:
-            number: of the step. In a job of several processes all count alike, so that they capture the same steps.
+            number: number of the step. All processes of a job must count alike, so that they capture the same steps.
         """
         try:
             captures = self._count() and self._is_due(number) and self._start()
@@ -72,22 +75,22 @@ class Live:
             if captures:
                 self._stop(number)
         except BaseException:
-            if self._beside.tracing:
+            if self._tracer.tracing:
                 with contextlib.suppress(Exception):
-                    self._beside.stop()
-                self._beside.forget()
+                    self._tracer.stop()
+                self._tracer.forget()
             raise
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait until the last captured step is read, or for so many seconds; return `line`."""
+        """Wait until the last captured step is read, or for so many seconds, and return `line`."""
         if self._reading is not None:
             self._reading.join(timeout_s)
         return self.line
 
     def close(self) -> None:
         """End the process beside the loop and remove its folder, as the end of a `with` and of the program do."""
-        self._warned = True  # what is being read is lost, which is no news
-        self._beside.close()
+        self._warned = True  # The step that is being read is lost, which needs no warning.
+        self._tracer.close()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -97,7 +100,7 @@ class Live:
         self.close()
 
     def _count(self) -> bool:
-        """Takes the time of the step before; returns whether there was one."""
+        """Measure the time of the step before, and return whether there was one."""
         now, before = time.perf_counter(), self._entered
         self._entered = now
         if not before:
@@ -111,35 +114,35 @@ class Live:
         return True
 
     def _is_due(self, number: int) -> bool:
-        """Whether a step is captured: one of every so many, if another capture like the others fits the budget.
+        """Return whether a step is captured: one of every so many, if another capture fits the budget.
 
-        Where it does not, every second one of them is left out from now on: so processes that take differently long
-        still meet at the same steps.
+        If it does not fit, every second capture is left out from now on, so that processes with different times still
+        capture the same steps.
         """
         if number % self._every or self._slowed or (self._reading is not None and self._reading.is_alive()):
             return False
-        spent_s = self._cost_s + self._beside.cpu_s / (os.cpu_count() or 1)
+        spent_s = self._cost_s + self._tracer.cpu_s / (os.cpu_count() or 1)
         if self._captures and spent_s * (1 + 1 / self._captures) > self._budget * (self._entered - self._began):
             self._every *= 2
             return False
         return True
 
     def _start(self) -> bool:
-        """Starts a trace in which nothing is of the step before; returns whether it runs."""
+        """Start a trace without anything of the step before, and return whether it runs."""
         self._captures, self._slowed = self._captures + 1, _SLOWED
         try:
             jax.block_until_ready(jax.live_arrays())
-            self._beside.start()
-        except Exception as error:  # somebody else's profiler, or no right to one
+            self._tracer.start()
+        except Exception as error:  # Another profiler may run, or the right to profile may be missing.
             self._warn(f"no step can be captured: {describe_error(error)}")
-        return self._beside.tracing
+        return self._tracer.tracing
 
     def _stop(self, number: int) -> None:
-        """Ends the trace with the step, and has it read behind the back of those that follow."""
+        """End the trace with the step, and have it read while the next steps run."""
         try:
-            with contextlib.suppress(Exception):  # of the step itself: who reads its results hears of it
+            with contextlib.suppress(Exception):  # An error of the step itself reaches the reader of its results.
                 jax.block_until_ready(jax.live_arrays())
-            self._beside.stop()
+            self._tracer.stop()
             self._reading = threading.Thread(target=self._read, args=(number,), name="meshkit-live", daemon=True)
             self._reading.start()
         except Exception as error:
@@ -148,19 +151,19 @@ class Live:
     def _read(self, number: int) -> None:
         try:
             devices = device_numbers(jax.local_devices())
-            answer = self._beside.ask({"trace": str(self._beside.traces), "devices": devices, **self._job})
+            answer = self._tracer.ask({"trace": str(self._tracer.traces), "devices": devices, **self._job})
             self.report = Report.model_validate_json(answer)
             self.line = describe_report(number, self.report)
         except Exception as error:
             why = error.message if isinstance(error, MeshkitError) else describe_error(error)
             self._warn(f"the captured step {number} cannot be read: {why}")
         finally:
-            self._beside.forget()
+            self._tracer.forget()
 
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            with contextlib.suppress(OSError):  # of a stderr that nobody reads any more
+            with contextlib.suppress(OSError):  # Nobody may read stderr any more.
                 say(f"warning: {what.removesuffix('.')}. The loop goes on; this is said once.")
 
 
@@ -172,7 +175,7 @@ def live(
     mesh_spec: MeshSpec | None = None,
     budget: float = 0.01,
 ) -> Live:
-    """Captures one step of a loop every so many, and says while the loop goes on how much communication is exposed.
+    """Capture one step of a loop every so many, and tell its exposed communication while the loop goes on.
 
         with mk.live(every=500, mesh=mesh) as live:
             for number, batch in enumerate(batches):
@@ -181,23 +184,23 @@ def live(
                 if number % 100 == 0:
                     print(number, loss, live.line)
 
-    A captured step is traced, and read by a process beside the loop at the lowest priority. Of a job of several
-    processes each captures and reads its own devices; those that count their steps alike meet at the same ones.
+    A captured step is traced, and a process beside the loop reads it at the lowest priority. In a job of several
+    processes each captures and reads its own devices; processes that count their steps alike capture the same ones.
 
     Args:
-        every: steps between two captures, at least.
+        every: least number of steps between two captures.
         mesh: the mesh of the programs in the step, whose axes the line names.
-        cluster: where the devices are.
-        mesh_spec: the spec that the mesh was built from, if it was.
-        budget: share of the loop's time that captures may take: by the loop's clock, and CPU seconds of the process
-            beside it over the number of CPUs. The first capture is always made; then they become rarer until they fit.
+        cluster: the cluster of the devices.
+        mesh_spec: the spec that the mesh was built from, if any.
+        budget: share of the loop's time that captures may take: by the loop's clock, and by CPU seconds of the reader
+            process over the number of CPUs. The first capture is always made; then they become rarer until they fit.
 
     Returns:
-        what goes around each step (`step`), with the `line` and the `report` of the last captured one; `wait` waits for
-        these, `close` ends it.
+        An object whose `step` goes around each step. It has the `line` and the `report` of the last captured one;
+        `wait` waits for these, and `close` ends it.
 
     Raises:
-        ConfigError: `every` is no number of steps, `budget` is not positive, or another argument is of another kind.
+        ConfigError: `every` is not a number of steps, `budget` is not positive, or another argument has the wrong type.
     """
     check_kinds(live, mesh=mesh, cluster=cluster, mesh_spec=mesh_spec)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -214,11 +217,11 @@ def live(
 
 
 def describe_report(number: int, report: Report) -> str:
-    """A sentence on a captured step: its exposed communication, by axes where they are known, and its late device.
+    """Return a sentence on a captured step: its exposed communication, by axes if they are known, and its straggler.
 
     Args:
-        number: of the step.
-        report: of it alone.
+        number: number of the step.
+        report: report of this step alone.
     """
     step_s = report.step.time_s or 1.0
     exposed: dict[str, float] = {}
@@ -234,7 +237,7 @@ def describe_report(number: int, report: Report) -> str:
 
 
 def _late_s(device: StragglerPart) -> float:
-    """What each of the others waits for a device, as a mean; where no waiting is known, what it does longer."""
+    """Return the mean time that the others wait for a device; if waiting is unknown, the time by which it is slower."""
     if device.delay_s is not None:
         return device.delay_s
     return device.late.behind_s if device.late else 0.0
@@ -243,13 +246,13 @@ def _late_s(device: StragglerPart) -> float:
 def describe_overlap(
     number: int, exposed_share: float, late_device: int | None = None, late_share: float = 0.0, axes: str = ""
 ) -> str:
-    """`captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`.
+    """Return `captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`.
 
     Args:
-        number: of the step.
-        exposed_share, late_share: of the step.
-        late_device: the device that is late by `late_share`; None where none is.
-        axes: what of the communication is over which axes.
+        number: number of the step.
+        exposed_share, late_share: shares of the step.
+        late_device: the device that is late by `late_share`; None for none.
+        axes: axes of the communication, with their parts.
     """
     by = f" ({axes})" if axes else ""
     late = "" if late_device is None else f", device {late_device} is late by {format_percent(late_share)}"

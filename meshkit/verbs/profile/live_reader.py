@@ -1,4 +1,4 @@
-"""The process beside a loop: a trace of one step -> its report; `mk.live` asks it. It imports no jax, to start soon."""
+"""Turn a trace of one step into its report, in the process that `mk.live` starts; it imports no jax, to start fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 
 
 def main() -> None:
-    """Answers requests: the folder of a `trace`, and `mesh`, `cluster` and `devices` as of `TracedJob`."""
+    """Answer requests with the folder of a `trace`, and `mesh`, `cluster` and `devices` as in `TracedJob`."""
 
     def answer(request: Mapping[str, Any]) -> str:
         mesh, cluster = request["mesh"], request["cluster"]

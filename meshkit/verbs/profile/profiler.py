@@ -1,10 +1,10 @@
-"""A captured run, any traces, or the files of NCCL Inspector -> the measured report.
+"""Turn a captured run, any traces, or files of NCCL Inspector into the measured report.
 
 trace + compiled program + mesh   (meshkit.trace.capture wrote them)
-  -> what each operation communicates, over which axes and link
+  -> the communication of each operation, with its axes and link
   -> Timeline -> Report
 
-Of a job that Inspector watched there are rows of communication, and nothing that needs a trace.
+Inspector's files only give rows of communication, and nothing that needs a trace.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from meshkit.trace.loose import Loose, open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Note, Trace, read_trace
 
-_UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # notes of a schedule that hides FLOP
+_UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # Notes of a schedule that hides FLOP.
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured report, the timeline it summarizes (which the HTML page draws), and where both come from."""
+    """The measured report, the timeline that it summarizes (which the HTML page draws), and their sources."""
 
     report: Report
     timeline: Timeline
@@ -75,11 +75,11 @@ class Measurement:
 
 
 def profile_run(run: str | Path, *, predicted: Report | None = None, steps: Container[int] | None = None) -> Report:
-    """The measured report of a run folder that holds a capture; writes its files into the folder (see `report.folder`).
+    """Return the measured report of a run folder with a capture, and write its files into the folder.
 
-    Also `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
-    large enough to measure one; and `pgle.pbtxt`, by which XLA schedules a recompile
-    (`--set xla.xla_gpu_pgle_profile_file_or_directory_path=...`).
+    It also writes `calibration.toml`, which a cluster may name for later plans, if the run had messages and kernels
+    large enough to measure; and `pgle.pbtxt`, by which XLA schedules a recompile (`--set
+    xla.xla_gpu_pgle_profile_file_or_directory_path=...`).
 
     Args:
         run: the folder, or the `report.json` in it.
@@ -99,11 +99,11 @@ def profile_run(run: str | Path, *, predicted: Report | None = None, steps: Cont
 def measure_run(
     run: str | Path, *, only_process: int | None = None, steps: Container[int] | None = None
 ) -> Measurement:
-    """The measured report of a run folder, and its timeline.
+    """Return the measured report of a run folder, and its timeline.
 
     Args:
         run: the folder.
-        only_process: reads the trace of this process alone; None reads those of all.
+        only_process: the process whose trace is read; None for all.
         steps: numbers of the steps that count; None sets warm-up and outliers apart.
 
     Raises:
@@ -133,13 +133,14 @@ def measure_run(
     untraced_s = _untraced_s(captured.records, history)
     traced = [r.cost.traced_step_s for r in captured.records if r.cost and r.cost.traced_step_s]
     overhead_s = None
-    if traced and untraced_s and report.step.time_s:  # as the host saw it: with starting, and waiting for the last step
+    # The host's time includes the start, and waiting for the last step.
+    if traced and untraced_s and report.step.time_s:
         overhead_s = max(0.0, min(max(traced), report.step.time_s) - untraced_s)
     parts = {
         "memory": _memory(captured.records, captured.cluster),
         "program": captured_program(record, captured.schedule),
         "quality": quality_part(trace, missing=captured.missing, overhead_s=overhead_s, steps_per_execution=each),
-        "stragglers": waited_for(trace, {r.process: r.host for r in captured.records}, instructions, each),
+        "stragglers": find_stragglers(trace, {r.process: r.host for r in captured.records}, instructions, each),
         "feedback": feedback_part(record.options),
     }
     report = _with_bandwidths(withhold_axes(report.model_copy(update=parts), trace))
@@ -168,21 +169,21 @@ def profile_traces(
     predicted: Report | None = None,
     steps: Container[int] | None = None,
 ) -> Report:
-    """Return the measured report of a trace that any JAX job has left, or of a folder of them; see `trace.loose`.
+    """Return the measured report of a trace of any JAX job, or of a folder of them; see `trace.loose`.
 
     Args:
         path: a `.xplane.pb` file (or `.gz`), an export of nsys (`.sqlite`), a folder of them, one that `jax.profiler`
             has written into, or one of nsys-jax.
-        program: of several in the trace, the one to measure; None is that with the most time.
-        mesh: the axes that the program's partitions are on; without it rows go by replica groups.
-        cluster: where its devices are; without it links have no name.
+        program: the program to measure, by name; None is the one with the most time.
+        mesh: the axes of the program's partitions; without it, rows are by replica groups.
+        cluster: the cluster of its devices; without it, links have no name.
         out: a folder for the report's files; None writes nothing.
-        predicted: a plan's report, which the page shows next to the measurement; None is the price of the traced
-            program, where that can be had.
+        predicted: a plan's report, which the page shows next to the measurement; None prices the traced program, if
+            possible.
         steps: numbers of the steps that count, from 0; None sets warm-up and outliers apart.
 
     Raises:
-        TraceError: there is no trace, it cannot be read, or no GPU and no CPU device ran anything.
+        TraceError: there is no trace, it cannot be read, or no GPU or CPU device ran anything.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
     found = measure_traces(path, TracedJob(mesh, cluster), program=program, steps=steps)
@@ -191,42 +192,50 @@ def profile_traces(
 
 @dataclass(frozen=True)
 class TracedJob:
-    """What is known of a job that left bare traces."""
+    """The known facts of a job that left bare traces."""
 
-    mesh: MeshSpec | None = None  # the axes that the program's partitions are on
-    cluster: Cluster | None = None  # where its devices are
+    mesh: MeshSpec | None = None
+    """The axes of the program's partitions."""
+    cluster: Cluster | None = None
+    """The cluster of its devices."""
     facts: StepFacts = NO_FACTS
-    devices: Mapping[int, int] | None = None  # number of a device in the one trace -> its id; None: the numbers are ids
+    devices: Mapping[int, int] | None = None
+    """Number of a device in a single trace -> its id; None if the numbers are ids."""
 
 
 @dataclass(frozen=True)
 class MeasuredTraces:
-    """What bare traces say: the measured report and the measured steps."""
+    """The measured report and the measured steps of bare traces."""
 
     report: Report
     timeline: Timeline
-    name: str  # of the file or folder
-    schedule: Schedule | None  # of the traced program on GPUs, if the trace holds its HLO
+    name: str
+    """Name of the file or folder."""
+    schedule: Schedule | None
+    """Schedule of the traced program on GPUs, if the trace has its HLO."""
     instructions: Mapping[str, InstructionInfo]
     machines: Machines
     facts: StepFacts
-    num_devices: int  # that the program runs on
-    gpu: Cluster | None  # that the trace names
+    num_devices: int
+    """Number of devices that the program runs on."""
+    gpu: Cluster | None
+    """A cluster of the GPU that the trace names."""
 
     def price(self) -> Report | None:
-        """Return what the model that plans predicts of the traced program, instruction by instruction.
+        """Return the plan's prediction of the traced program, instruction by instruction.
 
         Returns:
-            None where the trace does not hold its HLO, and where no cluster was given and the trace names no GPU that
-            the catalog has. Of the trace's own GPU the links are not known: a step that communicates has no time then,
-            and its collectives no price.
+            The report; None if the trace lacks the program's HLO, or if no cluster is given and the trace names no GPU
+            of the catalog. The links of the trace's own GPU are unknown: then a step that communicates has no time, and
+            its collectives no price.
         """
         schedule, known = self.schedule, self.machines.cluster
         cluster = known or self.gpu
         if schedule is None or cluster is None or cluster.is_cpu:
             return None
         simulation = simulate(schedule, cluster, gpus=self.num_devices, network=known is not None)
-        named = {c.name: c for c in self.timeline.collectives}  # with axes only where a mesh is known, as measured
+        # Measured collectives only have axes if a mesh is known.
+        named = {c.name: c for c in self.timeline.collectives}
         collectives = tuple(named.get(c.name, c) for c in simulation.timeline.collectives)
         priced = summarize_simulation(
             replace(simulation, timeline=replace(simulation.timeline, collectives=collectives)),
@@ -242,7 +251,7 @@ class MeasuredTraces:
         return priced.model_copy(update={"program": self.report.program} | without)
 
     def write(self, out: str | Path | None, predicted: Report | None) -> Report:
-        """Return the report beside a prediction, whose files it writes into a folder if there is one."""
+        """Return the report with a prediction, and write its files into a folder if one is given."""
         if out is not None:
             return write_folder(self.report, run_folder(Path(out)), self.timeline, predicted=predicted, title=self.name)
         return with_predicted(self.report, predicted)
@@ -251,14 +260,14 @@ class MeasuredTraces:
 def measure_traces(
     path: str | Path, job: TracedJob, *, program: str | None = None, steps: Container[int] | None = None
 ) -> MeasuredTraces:
-    """Return the measured report of bare traces, and what prices the traced program; see `profile_traces`.
+    """Return the measured report of bare traces, and the data that price the traced program; see `profile_traces`.
 
     Args:
         path, program, steps: see `profile_traces`.
-        job: what is known beside the traces; with a mesh rows have axes, with facts the report has MFU.
+        job: known facts of the job; with a mesh, rows have axes, and with facts the report has MFU.
 
     Raises:
-        TraceError: there is no trace, it cannot be read, or nothing of the program is in it.
+        TraceError: there is no trace, it cannot be read, or it lacks the program.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
     cluster = job.cluster
@@ -295,7 +304,7 @@ def measure_traces(
         jax=loose.versions.get("jax"),
         jaxlib=loose.versions.get("jaxlib"),
     )
-    parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts, instructions)}
+    parts = {"quality": quality, "program": compiled, "stragglers": find_stragglers(trace, loose.hosts, instructions)}
     report = _with_bandwidths(report.model_copy(update=parts))
 
     known = Known(trace, loose.program, read, instructions, cluster, gpu=gpu)
@@ -313,7 +322,7 @@ def measure_traces(
 
 
 def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
-    """Where the GPU is the trace's own: what is priced, and what is not."""
+    """Yield a note on the prices if the GPU is the one that the trace names."""
     if gpu is None:
         return
     message = f"Kernels are priced as on {gpu.gpu.name}, which the trace names."
@@ -323,14 +332,11 @@ def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
 
 
 def _with_bandwidths(report: Report) -> Report:
-    """The report, with what must be known of its bus bandwidths."""
-    return report.model_copy(
-        update={"warnings": (*report.warnings, *to_warnings(bandwidth_notes(report.communication)))}
-    )
+    return report.model_copy(update={"warnings": (*report.warnings, *to_warnings(bandwidth_notes(report.communication)))})
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema.MemoryPart:
-    """What the allocator counted on the fullest GPU; CPU devices count nothing."""
+    """Return the allocator's numbers on the fullest GPU; CPU devices count nothing."""
     peaks = [r.memory for r in records if r.memory.peak_bytes is not None]
     if not peaks:
         return schema.MemoryPart()
@@ -347,7 +353,7 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema
 
 
 def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
-    """The facts of a step with the FLOP of its compiled program, where that says how often each loop runs."""
+    """Return the facts of a step with the FLOP of its compiled program, if that tells how often each loop runs."""
     if schedule is None or facts.hardware_flops_per_gpu is not None or schedule.notes.keys() & _UNCOUNTED:
         return facts
     flops = useful_flops(schedule, facts.pipeline) / facts.steps_per_call
@@ -355,28 +361,28 @@ def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
 
 
 def _untraced_s(records: Sequence[CaptureRecord], history: schema.HistoryPart | None) -> float | None:
-    """A step of the same run before the trace began; without a history what the slowest process counted itself."""
+    """Return a step of the same run before the trace began; without a history, the slowest process's own count."""
     if history is not None and "step_time_s" in history.values:
         return untraced_step_s(history, records[0].first_step)
     return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
 
 
-def waited_for(
+def find_stragglers(
     trace: Trace,
     hosts: Mapping[int, str],
     instructions: Mapping[str, InstructionInfo] | None = None,
     steps_per_execution: int = 1,
 ) -> schema.StragglersPart | None:
-    """Who is waited for or late, with the compute and the host of each, and what it does longer than others.
+    """Return the stragglers, with the compute and the host of each, and the operations that take them longer.
 
     Args:
-        trace: of one program, with the skew of its collectives.
+        trace: trace of one program, with the skew of its collectives.
         hosts: process -> the name of its host.
-        instructions: of the program, as far as they are known.
-        steps_per_execution: training steps of one call of the program; compute is given for one of them.
+        instructions: known instructions of the program.
+        steps_per_execution: training steps of one call of the program; compute is for one of them.
 
     Returns:
-        None where the skew is of no collective, and no device is late.
+        The stragglers; None if the skew has no collective, and no device is late.
     """
     late = late_devices(trace, instructions or {}, steps_per_execution)
     if not trace.skew.instances and not late:
@@ -397,22 +403,22 @@ def profile_inspector(
     out: str | Path | None = None,
     predicted: Report | None = None,
 ) -> Report:
-    """The measured report of Inspector's files; see `trace.inspector`.
+    """Return the measured report of Inspector's files; see `trace.inspector`.
 
     Args:
-        files: of all processes of one job.
-        mesh: its axes, which communicators of their shape are named by; without it rows go by communicators' size.
-        cluster: where its GPUs are; without it links have no name.
+        files: files of all processes of one job.
+        mesh: the job's mesh, whose axes name communicators of their shape; without it, rows are by communicator size.
+        cluster: the cluster of its GPUs; without it, links have no name.
         out: a folder for the report's files; None writes nothing.
         predicted: a plan's report, which the page shows next to the measurement.
 
     Raises:
-        TraceError: a file is of another version, or no operation is in any.
-        ConfigError: a mesh without a cluster, or a cluster without a mesh.
+        TraceError: a file has another version, or no file has an operation.
+        ConfigError: a mesh is given without a cluster, or a cluster without a mesh.
     """
     if (mesh is None) != (cluster is None):
         raise ConfigError(
-            "Inspector's communicators are told apart by their ranks and the hosts that these are on.",
+            "Inspector's communicators are told apart by their ranks and hosts, so mesh and cluster belong together.",
             hint="--mesh and --cluster, --experiment, or none of them",
         )
     placement = mesh.placement(cluster) if mesh is not None and cluster is not None else None
@@ -446,7 +452,7 @@ def profile_inspector(
 
 
 def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: Cluster | None) -> CommunicationPart:
-    """A row of the report: means a step and GPU; what one GPU's NVLink and InfiniBand carry where the mesh is known."""
+    """Return a row of the report: means a step and GPU, and the traffic of one GPU's links if the mesh is known."""
     group = row.communicator
     shape = shape_on(placement, group) if placement is not None else None
     like = Collective(
@@ -475,7 +481,7 @@ def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: C
 
 
 def _step_times_s(folder: Path) -> list[float]:
-    """The steps' seconds by the metrics.jsonl in the folder, or beside it; empty without one."""
+    """Return the steps' seconds in the metrics.jsonl of the folder or its parent; empty without one."""
     for at in (folder, folder.absolute().parent):
         times = [r.get("step_time_s") for r in read_metrics(at / METRICS_FILE)]
         if known := [float(t) for t in times if isinstance(t, int | float) and t > 0]:
@@ -485,21 +491,19 @@ def _step_times_s(folder: Path) -> list[float]:
 
 def _note_of_steps(times: Sequence[float]) -> Note:
     if times:
-        message = (
-            f"Means are over the {len(times)} steps in {METRICS_FILE}, all of which Inspector is taken to have seen."
-        )
+        message = f"Means are over the {len(times)} steps in {METRICS_FILE}; Inspector is assumed to have seen all."
         return Note("steps_found", message)
     message = (
-        f"No {METRICS_FILE} is in the folder or above it: numbers are of the whole recording, as if it were one step."
+        f"No {METRICS_FILE} is in the folder or above it: numbers are for the whole recording, as if it were one step."
     )
     return Note("no_steps", message)
 
 
 def _unnamed(rows: Sequence[CommunicationPart], placement: Placement | None) -> list[Note]:
-    """Which communicators no single set of mesh axes explains."""
+    """Return a note on the communicators that no single set of mesh axes explains."""
     without = sorted({r.group_size or 0 for r in rows if not r.axes}) if placement is not None else []
     if not without:
         return []
     sizes = ", ".join(map(str, without))
-    message = f"Communicators of {sizes} ranks have the shape of no mesh axes, or of several: their rows have no axes."
+    message = f"Communicators of {sizes} ranks match no mesh axes, or several: their rows have no axes."
     return [Note("unmapped_communication", message, sum(r.busy_s or 0.0 for r in rows if not r.axes))]

@@ -49,8 +49,8 @@ from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.join import Agreement
 from meshkit.errors import MeshkitError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
-from meshkit.trace.beside import Beside
 from meshkit.trace.capture import CapturedStep, serialized_module, trace_devices
+from meshkit.trace.step_tracer import StepTracer
 from meshkit.units import format_percent, format_seconds
 
 LEAST_SHARE = 0.05  # share of the step that the others must lose, and of the clock that a GPU must lack
@@ -275,13 +275,13 @@ class StepCaptures:
         self._lost_s = self._each_s = 0.0  # what captures added so far; a training step
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
-        self._beside = Beside("meshkit.trace.live")
+        self._tracer = StepTracer("meshkit.trace.live")
         self._introduced = False
 
     @property
     def active(self) -> bool:
         """Whether a step is being captured."""
-        return self._beside.tracing
+        return self._tracer.tracing
 
     def is_due(self, first: int, last: int) -> bool:
         """Return whether the call of the step that makes these training steps is captured, by all processes."""
@@ -294,7 +294,7 @@ class StepCaptures:
         self._began = time.perf_counter()
         with self._stragglers.counted():
             try:
-                self._introduced &= not self._beside.start()
+                self._introduced &= not self._tracer.start()
             except Exception as error:  # somebody else's profiler, or no right to one
                 self._warn(f"no step can be captured: {describe_error(error)}")
 
@@ -309,7 +309,7 @@ class StepCaptures:
         problem = None
         with self._stragglers.counted():
             try:
-                self._beside.stop()
+                self._tracer.stop()
             except Exception as error:
                 problem = describe_error(error)
         self._took_s = time.perf_counter() - self._began
@@ -324,7 +324,7 @@ class StepCaptures:
     def close(self) -> None:
         """Ends the process that reads, and removes what was captured."""
         self._warned = True  # what is being read is lost, which is no news
-        self._beside.close()
+        self._tracer.close()
 
     def exchange(self, step: int, problem: str | None) -> None:
         """Reads the trace of a step, and hears from process 0 when the next one is captured."""
@@ -334,13 +334,13 @@ class StepCaptures:
                 if problem is not None:
                     raise TraceError(problem)
                 if not self._introduced:
-                    self._introduce(self._beside.folder / "program.hlo.pb")
-                said |= self.ask_reader({"trace": str(self._beside.traces)})
+                    self._introduce(self._tracer.folder / "program.hlo.pb")
+                said |= self.ask_reader({"trace": str(self._tracer.traces)})
                 said["lost_s"] = max(0.0, self._took_s - said["step_s"])
                 said["each_s"] = said["step_s"] / self._step.facts.steps_per_call
             except Exception as error:  # of a process, or a disk: the others hear of it
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
-            self._beside.forget()
+            self._tracer.forget()
         said["cpu_s"] = self._stragglers.cpu_s
         with self._stragglers.counted():
             try:
@@ -398,11 +398,11 @@ class StepCaptures:
         Raises:
             TraceError: what it could not do, or that it is gone.
         """
-        before_s = self._beside.cpu_s
+        before_s = self._tracer.cpu_s
         try:
-            return self._beside.ask(request)
+            return self._tracer.ask(request)
         finally:
-            self._stragglers.cpu_s += self._beside.cpu_s - before_s
+            self._stragglers.cpu_s += self._tracer.cpu_s - before_s
 
     def _introduce(self, program: Path) -> None:
         """Tells the process that reads what it will read traces of; the program in a file."""

@@ -273,7 +273,7 @@ def test_an_experiment_names_mesh_and_cluster(file):
         (["--mesh", "data"], "is no list of axes and their sizes"),
         (["--mesh", "data=2,data=2"], "is no list of axes and their sizes"),
         (["--mesh", "data=0"], "must be a positive integer"),
-        (["--mesh", "data=2", "--experiment", "x.toml"], "--experiment says both mesh and cluster"),
+        (["--mesh", "data=2", "--experiment", "x.toml"], "--experiment already names mesh and cluster"),
         (["--cluster", "nowhere"], "there is no shipped cluster"),
     ],
 )

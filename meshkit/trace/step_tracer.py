@@ -1,8 +1,8 @@
-"""One step of a job that goes on, traced into the folder of a process beside it, which reads the trace meanwhile.
+"""Trace one step of a running job into the folder of a reader process, which reads it while the job goes on.
 
-    start -> the step -> stop -> a request with `traces` -> the answer of the other process -> forget
+    start -> the step -> stop -> a request with `traces` -> the answer of the reader process -> forget
 
-The loop waits for the start and the end of the profiler, and for nothing that is read.
+The loop waits only for the profiler to start and stop, never for the trace to be read.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshkit.errors import TraceError
 from meshkit.trace.capture import start_trace
 
 
-class Beside:
-    """Traces single steps, and asks a process beside this one about them.
+class StepTracer:
+    """Traces single steps, and asks a reader process about them.
 
     Args:
-        module: of that process, which calls `meshkit.children.serve`.
-        programs: whether the traces hold the programs that run.
+        module: module of the reader process, which calls `meshkit.children.serve`.
+        programs: whether the traces contain the programs that run.
     """
 
     cpu_s: float = 0.0
-    """CPU seconds of that process so far."""
+    """CPU seconds of the reader process so far."""
     tracing: bool = False
     """Whether a trace is running."""
 
@@ -39,28 +39,28 @@ class Beside:
 
     @property
     def folder(self) -> Path:
-        """The folder of the process, for what it is to read; it is there once a step was traced."""
+        """The folder of the reader process, for files that it reads; it exists once a step was traced."""
         assert self._child is not None
         return self._child.folder
 
     @property
     def traces(self) -> Path:
-        """Where the trace is of the step that was traced last, until `forget`."""
+        """The trace of the step that was traced last, until `forget`."""
         return self.folder / "plugins"
 
     def start(self) -> bool:
-        """Start the trace of a step; return whether the process that will read it is a new one.
+        """Start the trace of a step; return whether its reader process is a new one.
 
         The process ends with the thread that calls this first.
 
         Raises:
-            Exception: the profiler or the process does not start, as where somebody else's profiler runs.
+            Exception: the profiler or the process does not start, for instance because another profiler runs.
         """
         new = self._child is None or self._child.ended()
         if new:
             self._end()
             self._child = Child(self._module, {**os.environ, "OMP_NUM_THREADS": "1"})
-        self.tracing = True  # before: an interrupt in between must find it
+        self.tracing = True  # It is set first, so that an interrupt in between finds it.
         try:
             start_trace(self.folder, programs=self._programs)
         except Exception:
@@ -82,7 +82,7 @@ class Beside:
         """Return the answer to a request.
 
         Raises:
-            TraceError: what the process could not do, or that it is gone.
+            TraceError: the process could not answer, or has ended.
         """
         assert self._child is not None
         try:
@@ -93,12 +93,11 @@ class Beside:
             self.cpu_s += self._child.cpu_s
 
     def forget(self) -> None:
-        """Remove the trace of the step that was traced last."""
         if self._child is not None:
             shutil.rmtree(self.traces, ignore_errors=True)
 
     def close(self) -> None:
-        """Stop what is running, end the process and remove its folder."""
+        """Stop a running trace, end the process and remove its folder."""
         with contextlib.suppress(Exception):
             self.stop()
         self._end()
