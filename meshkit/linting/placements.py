@@ -49,7 +49,7 @@ class Finding(Part):
     message: str
     """One sentence with the numbers."""
     hint: str | None = None
-    """What to do, where possible a line of TOML."""
+    """The remedy, where possible a line of TOML."""
     allowed: bool = False
     """Whether the experiment's allow list silences it."""
     reason: str | None = None

@@ -189,7 +189,7 @@ class Links:
     taken_for: Links | None = field(default=None, repr=False)
     """The links that NCCL takes these for, if it takes them for others."""
     known: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What the tuner expects, once computed."""
+    """Estimates of the tuner, once computed."""
 
 
 class _WayOut(NamedTuple):

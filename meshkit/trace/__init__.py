@@ -1,5 +1,5 @@
-"""What ran: captures of real steps, read back into a Timeline. See README.md.
+"""Capture real steps, and read them back into a Timeline. See README.md.
 
-Enters: a running program, or the files of one that ran. Leaves: a capture's record, and a Trace (measured Timeline).
+A running program enters, or the files of one that ran; a capture's record and a Trace (measured Timeline) leave.
 May be imported by report and the verbs.
 """
