@@ -1,7 +1,7 @@
 """Describe a machine, live or recorded, as a Topology; turn it into a cluster, or compare it with a declared one.
 
-A Probe of a machine enters, or a bundle, or a file of `nvidia-smi topo -m` or NCCL. A `Topology`, a cluster table,
-differences and NVLink identities leave. May be imported by sharding and the verbs; imports no jax.
+Enters: a Probe of a machine; a bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
+cluster table, differences, NVLink identities. May be imported by sharding and the verbs; imports no jax.
 """
 
 from __future__ import annotations

@@ -557,7 +557,6 @@ def _joining_blocks(body: Sequence[HloInstruction]) -> float:
     """Return the blocks of a fusion that joins arrays.
 
     A thread of its largest array makes four elements along memory, else one.
-
     """
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):

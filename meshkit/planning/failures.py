@@ -132,7 +132,6 @@ def _memory_costs(disk: Costs, cluster: Cluster, share: float, *, several: bool)
     A snapshot blocks as a checkpoint does, since the next step may change the state. The copy to the other host crosses
     the scale-out fabric during the following steps, and a lost host's share comes back the same way. `share` has the
     bytes of the state on one host, and `several` is whether there is another host.
-
     """
     link = cluster.link("infiniband")
     copied_s = share / (link.bytes_per_s * link.achieved * cluster.gpus_per_host) if several else 0.0

@@ -63,7 +63,6 @@ def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float) ->
 class Pricer:
     """Prices the instructions of one program on one cluster.
 
-
     Args:
         cluster: GPUs and links.
         assumptions: effects to take into account.

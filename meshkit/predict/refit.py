@@ -106,7 +106,6 @@ def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, 
         cluster: where it ran; a calibration that it names comes first, unless `fitted` is given.
         fitted: constants by name that replace the shipped ones.
 
-
     Raises:
         ConfigError: the collective is unknown, the group is not possible, or a calibration cannot be read.
     """

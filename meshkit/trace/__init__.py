@@ -1,5 +1,5 @@
 """Capture real steps, and read them back into a Timeline. See README.md.
 
-A running program enters, or the files of one that ran; a capture's record and a Trace (measured Timeline) leave.
+Enters: a running program, or the files of one that ran. Leaves: a capture's record, and a Trace (measured Timeline).
 May be imported by report and the verbs.
 """

@@ -266,7 +266,6 @@ def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool]
     """Return NCCL's name, number, bytes and microseconds of an operation, and whether the host timed it.
 
     It is None for a record without an operation.
-
     """
     body, prefix = record.get("coll_perf"), "coll"
     if body is None:

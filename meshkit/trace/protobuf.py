@@ -151,7 +151,6 @@ class Buffer:
 
         A value is a whole number (signed), fixed bytes, or (start, end) of a message.
 
-
         Args:
             start, end: positions of the message's bytes in the file.
 

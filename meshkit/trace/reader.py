@@ -611,7 +611,6 @@ def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
     """Yield a note on processes whose clocks differ by whole steps.
 
     Clocks of machines agree far better than that, so their steps must differ.
-
     """
     clocks = skew.clocks
     if clocks is None or not clocks.from_epoch or not facts.step_s:

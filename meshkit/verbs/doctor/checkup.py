@@ -158,7 +158,6 @@ def check_network(
 ) -> list[Result]:
     """Return the checks of this machine's name, a port on it, launchers' ports, its clock, and the certificates.
 
-
     Args:
         gang: the job of the process that would train, if it is part of one.
         several: whether it is one of several, even if the environment is wrong and `gang` is None.

@@ -151,7 +151,6 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 def check_packages(*, has_gpus: bool = False) -> list[Result]:
     """Return the versions of jax and its parts, and whether its plugin fits and this installation compiles for GPUs.
 
-
     Args:
         has_gpus: whether GPUs are attached; jax only sees them with a plugin that fits.
     """
