@@ -272,7 +272,7 @@ class _Database:
         if table not in self.tables:
             return ()
         if missing := {*columns} - self.columns(table):
-            message = f"table {table} of this SQLite file has no column {min(missing)}: its schema is another one."
+            message = f"table {table} of this SQLite file has no column {min(missing)}: it has another schema."
             raise TraceError(message, at=str(self.path), hint=f"a recent nsys, and {_EXPORT}")
         chosen = ", ".join(map(form.format, columns))
         return self._connection.execute(f'SELECT {chosen} FROM "{table}" WHERE {where} LIMIT {self._most(table) + 1}')

@@ -233,7 +233,7 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     files = write(tmp_path / "seen", "v5.0")
-    with pytest.raises(TraceError, match=r"format 'v5\.0'; v4\.0 to v4\.3 are read"):
+    with pytest.raises(TraceError, match=r"format 'v5\.0', but meshkit reads v4\.0 to v4\.3"):
         profile_inspector(files)
 
 
