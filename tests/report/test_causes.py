@@ -118,8 +118,8 @@ def test_what_does_not_fit_is_said_first(tmp_path):
     assert f'<p class="verdict">{report.verdict}</p>' in write_html(report, tmp_path / "a.html").read_text()
     assert report.to_dict()["verdict"] == report.verdict
     assert str(mk.render(report)).splitlines()[:3] == [
-        "The step does not fit: 3.00 GiB a GPU too much. The largest part is activations, 70.0",
-        "GiB. 20.0 % of the step of 1.00 s is exposed communication.",
+        "The step does not fit: 3.00 GiB a GPU too much. The largest part is activations,",
+        "70.0 GiB. 20.0 % of the step of 1.00 s is exposed communication.",
         "",
     ]
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_searched_is_said():
     for values in ("none", [], [object()], 3):
         with pytest.raises(mk.ConfigError, match="choice 'remat' must be a list"):
             mk.tune(tuned_steps.small, tuned_steps.SPEC, CLUSTER, choices={"remat": values})
-    with pytest.raises(mk.ConfigError, match="on a mesh of a cluster"):
+    with pytest.raises(mk.ConfigError, match="give a mesh and a cluster"):
         mk.tune(tuned_steps.small)
     with pytest.raises(RunError, match="none of 2 variants could be planned; the first: ValueError: no batch"):
         mk.tune(lambda mesh: (_ for _ in ()).throw(ValueError("no batch")), tuned_steps.SPEC, CLUSTER)
