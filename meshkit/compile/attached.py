@@ -74,6 +74,7 @@ class CompiledStep:
     program: Any  # takes state and batch
     options: Mapping[str, object]  # compiler options it was made with
     seconds: float  # that tracing, lowering and compiling took
+    executable_s: float = 0.0  # of these, that XLA took to compile it, or the cache to load it
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,12 @@ def compile_attached(
     """
     began = time.perf_counter()
     lowered = lower()
+    lower_s = time.perf_counter() - began
     try:
         if cluster.is_cpu:
             compiled, _ = compile_lowered(lowered, choices.options, choices.options)
-            return CompiledStep(compiled, choices.options, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            return CompiledStep(compiled, choices.options, seconds, seconds - lower_s)
         made = compile_for_gpus(lowered, cluster, placement, choices)
     except RefusedOption as e:
         message = f"XLA refuses the option {e.name}: {e.reason}."
@@ -154,7 +157,8 @@ def compile_attached(
     if jax.process_index() == 0:
         for line in made.log:
             say(f"meshkit: {line}")
-    return CompiledStep(made.program, {o.name: o.value for o in made.chosen}, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return CompiledStep(made.program, {o.name: o.value for o in made.chosen}, seconds, seconds - lower_s)
 
 
 def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choices: CompileChoices) -> _Executable:

@@ -67,6 +67,8 @@ class StepOrder:
     groupings: tuple[tuple[tuple[int, ...], ...], ...]
     """Processes that wait for each other, by group; groups within one process are left out."""
     collectives: tuple[StepCollective, ...]
+    read_from: str = ""
+    """A digest of the compiled step, where its partitions lie, and the launch."""
 
     def blocked(self, missing: Collection[int]) -> dict[int, int]:
         """Process -> index of the collective in which it waits, where some never come to any.
@@ -116,7 +118,7 @@ class StepOrder:
         said = json.loads(text)
         groupings = tuple(tuple(tuple(int(p) for p in group) for group in each) for each in said["groupings"])
         rows = (StepCollective(**{**row, "axes": tuple(row["axes"])}) for row in said["collectives"])
-        return cls(int(said["processes"]), groupings, tuple(rows))
+        return cls(int(said["processes"]), groupings, tuple(rows), str(said.get("read_from", "")))
 
     def write(self, folder: Path) -> None:
         """Leaves the order in a run folder, for the launcher. A disk that is full stops nothing."""

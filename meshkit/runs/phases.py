@@ -3,8 +3,9 @@
     trainer -> Phases.enter(phase, step) -> seconds by phase (goodput) | Pulse -> the supervisor
 
 The pulse is memory that both share. The main thread writes it as it moves, so no other thread has to run for it: a
-library that keeps the interpreter, storage that hangs and a full disk change nothing. It says how far a process is;
-whether it lives, is stopped or computes, the kernel knows.
+library that keeps the interpreter, storage that hangs and a full disk change nothing. It says how far a process is, and
+once its first step is made, how long each part of its start took; whether it lives, is stopped or computes, the kernel
+knows.
 
     phases of each attempt -> goodput/<when it began>.json, once a second -> read_goodput -> Goodput
 
@@ -34,11 +35,13 @@ from typing import Literal, NamedTuple, Self, get_args
 
 from meshkit.config.files import read_regular
 from meshkit.errors import PREEMPTED, USER_ERROR
+from meshkit.runs.standby import turn_came_at
 
 PULSE_VARIABLE = "MESHKIT_PULSE"
 Phase = Literal["start", "compile", "restore", "init", "data", "step", "evaluate", "check", "trace", "save", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_PULSE_BYTES = 128
+_MOVE_BYTES, _PARTS_BYTES = 128, 896  # of a pulse: where the process is, and behind it the parts of its start
+_PULSE_BYTES = _MOVE_BYTES + _PARTS_BYTES
 _FOLDER = "goodput"
 _EVERY_S = 1.0
 _MARKS = 16  # saved steps of an attempt that are remembered, the newest: an attempt resumes from one of the last few
@@ -76,9 +79,17 @@ class Pulse:
     def read(self) -> Move | None:
         """None before the first one; one that is just being written may be mixed of two."""
         try:
-            said = json.loads(os.pread(self.descriptor, _PULSE_BYTES, 0))
+            said = json.loads(os.pread(self.descriptor, _MOVE_BYTES, 0))
             return Move(int(said["moves"]), str(said["phase"]), int(said["step"]))
         except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def read_parts(self) -> dict[str, float] | None:
+        """Part of the start -> seconds, in their order; None until the first step is made."""
+        try:
+            said = json.loads(os.pread(self.descriptor, _PARTS_BYTES, _MOVE_BYTES))
+            return {str(part): float(seconds) for part, seconds in said.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
 
     def close(self) -> None:
@@ -96,6 +107,8 @@ class Phases:
 
     seconds: dict[str, float]
     """Phase -> seconds so far, without the present stay."""
+    parts: dict[str, float]
+    """Part of the start -> seconds, from the beginning of the process to the end of its first step."""
 
     def __init__(self, pulse: Path | None = None, *, clock: Callable[[], float] = time.monotonic):
         named = os.environ.get(PULSE_VARIABLE)
@@ -104,6 +117,8 @@ class Phases:
         self.phase: Phase = "start"
         self.step, self._moves = 0, 0
         self.seconds = {"start": _age_s()}
+        self.parts = dict(self.seconds)
+        self._part, self._part_began, self._has_stepped = "start", self._entered, False
         self._moving = threading.Lock()  # another thread may ask for the totals in the middle of a move
         self._shared: mmap.mmap | None = None
 
@@ -115,12 +130,30 @@ class Phases:
             step: None leaves the step as it is.
         """
         now = self._clock()
+        self.begin_part(phase)
+        leaves_step = self.phase == "step" and (phase != "step" or step not in (None, self.step))
+        if leaves_step and not self._has_stepped:
+            self._has_stepped = True
+            self._tell_parts()
         with self._moving:
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._entered
             self.phase, self._entered, self._moves = phase, now, self._moves + 1
         if step is not None:
             self.step = step
         self._tell()
+
+    def begin_part(self, name: str, *, ago_s: float = 0.0) -> None:
+        """Names a part of the start finer than its phase; after the first step nothing happens.
+
+        Args:
+            name: what has begun; `enter` begins one with the name of the phase.
+            ago_s: seconds since it began.
+        """
+        if self._has_stepped:
+            return
+        now = self._clock() - ago_s
+        self.parts[self._part] = self.parts.get(self._part, 0.0) + now - self._part_began
+        self._part, self._part_began = name, now
 
     @property
     def move(self) -> Move:
@@ -161,7 +194,12 @@ class Phases:
     def _tell(self) -> None:
         if self._shared is not None:
             record = json.dumps({"moves": self._moves, "phase": self.phase, "step": self.step})
-            self._shared[:] = record.encode().ljust(_PULSE_BYTES)
+            self._shared[:_MOVE_BYTES] = record.encode().ljust(_MOVE_BYTES)
+
+    def _tell_parts(self) -> None:
+        if self._shared is not None:
+            record = json.dumps({part: round(seconds, 3) for part, seconds in self.parts.items()})
+            self._shared[_MOVE_BYTES:] = record.encode().ljust(_PARTS_BYTES)
 
 
 def _mapped(path: Path) -> mmap.mmap | None:
@@ -177,7 +215,9 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 def _age_s() -> float:
-    """Return the seconds since this process was started; 0 where the system does not say."""
+    """Return the seconds since this process was started, or its turn came; 0 where the system does not say."""
+    if (turn := turn_came_at()) is not None:
+        return time.monotonic() - turn
     try:
         started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")

@@ -97,6 +97,9 @@ def local(
     attempt: Annotated[
         int | None, typer.Option(metavar="K", min=0, help="Restarts so far, by what restarts all machines.")
     ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby/--no-standby", help="Keep a gang ready for a restart: as much memory as imports.")
+    ] = True,
     mtls: Annotated[bool, typer.Option("--mtls", help=_MTLS_HELP)] = False,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -133,7 +136,8 @@ def local(
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
-    code = part.run(command, folder, Policy(max_restarts=restarts, save_grace_s=grace, limits=limits), say)
+    policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits, standby=standby and not own)
+    code = part.run(command, folder, policy, say)
     if code:
         raise typer.Exit(code)
 

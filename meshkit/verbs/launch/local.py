@@ -30,6 +30,7 @@ from meshkit.config.experiment import Experiment
 from meshkit.config.files import integer, open_regular
 from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
+    COORDINATOR,
     FIRST_PORT,
     JOIN_TIMEOUT,
     NUM_PORTS,
@@ -45,7 +46,9 @@ from meshkit.runs.limits import STALL_TIMEOUT, Limits
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.runs.snapshots import SNAPSHOTS_VARIABLE, SnapshotMemory
+from meshkit.runs.standby import STANDBY_VARIABLE
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
+from meshkit.verbs.launch.restart import Outage, Standby, Started
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = "120"
@@ -199,13 +202,20 @@ def free_port() -> int:
     """
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind((_LOOPBACK, port))
-            except OSError:
-                continue
+        if is_free(f"{_LOOPBACK}:{port}"):
             return port
     raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {_LOOPBACK}.")
+
+
+def is_free(address: str) -> bool:
+    """Whether nothing listens at host:port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep nobody off
+        try:
+            probe.bind(split_address(address))
+        except OSError:
+            return False
+    return True
 
 
 def _virtual_devices(env: Mapping[str, str], devices: int) -> dict[str, str]:
@@ -234,11 +244,15 @@ class Policy:
     save_grace_s: float = 120.0
     """Seconds that the processes get to save a checkpoint and end, once they are asked to stop."""
     failure_grace_s: float = 5.0
+    """Seconds that the others get once one has saved and left, or has failed after a signal to all."""
+    last_words_s: float = 1.0
     """Seconds that the others get once one has failed. They cannot save: that takes all of them."""
     pause_s: float = 1.0
-    """Seconds between two attempts."""
+    """Seconds between two attempts, the first of which has reached no new step."""
     limits: Limits = field(default_factory=Limits)
     """When a process that is alive counts as stuck."""
+    standby: bool = False
+    """Whether the processes of the next attempt are started while one trains: for `meshkit train`, which then waits."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +279,8 @@ class AttemptEnd:
     """What that process did."""
     before_steps: bool = False
     """Whether none had reached the training loop, so that there was nothing to save."""
+    outage: Outage | None = None
+    """When it failed, if it did."""
 
 
 class Supervisor:
@@ -298,6 +314,9 @@ class Supervisor:
         self._signals: list[signal.Signals] = []
         self._launch = str(uuid.uuid4())
         self._snapshots: list[SnapshotMemory] = []  # of each process, from its first attempt to the end
+        self._standby = Standby(self._started, self._logs / "standby", is_free)
+        self._last_attempt = 0
+        self._outage: Outage | None = None
 
     def run(self) -> int:
         """Attempts until the end.
@@ -310,8 +329,9 @@ class Supervisor:
         """
         first = next_attempt(self._logs)
         best, fruitless = last_step(self._folder), 0
-        with self._note_signals(), renewing(self._folder, self._launch), self._keeping():
-            for number in range(first, first + self._policy.max_restarts + 1):
+        self._last_attempt = first + self._policy.max_restarts
+        with self._note_signals(), renewing(self._folder, self._launch), self._keeping(), self._standby:
+            for number in range(first, self._last_attempt + 1):
                 attempt = self._attempt(number)
                 if attempt.received is not None or attempt.failed is None:
                     return _stopped(attempt)
@@ -320,53 +340,70 @@ class Supervisor:
                 assert ending is not None
                 if not ending.is_restartable and attempt.stuck is None and not attempt.left:
                     return ending.code
-                reached = last_step(self._folder)
+                reached, self._outage = last_step(self._folder), attempt.outage
                 best, fruitless = (reached, 0) if reached > best else (best, fruitless + 1)
                 if fruitless >= _FRUITLESS_ATTEMPTS:
                     raise _failed(attempt, f"and {fruitless} attempts in a row have reached no step after {best}")
-                if number == first + self._policy.max_restarts:
+                if number == self._last_attempt:
                     raise _failed(attempt, f"and its {self._policy.max_restarts} restarts are used up")
                 self._show(f"restart {number + 1 - first} of {self._policy.max_restarts}; step {reached} was reached")
-                if (received := self._pause()) is not None:
+                if (received := self._pause(self._policy.pause_s if fruitless else 0.0)) is not None:
                     return INTERRUPTED if received == signal.SIGINT else PREEMPTED
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self, number: int) -> AttemptEnd:
         """One attempt from its start to its end, with nothing of it left running."""
-        logs = self._logs / f"attempt{number}"
-        environments = self.environments(number)
         with ExitStack() as stack:
-            pulses = [stack.enter_context(closing(Pulse())) for _ in environments]
-            self._snapshots += [SnapshotMemory() for _ in environments[len(self._snapshots) :]]
-            told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
-            told = [{**t, SNAPSHOTS_VARIABLE: memory.value} for t, memory in zip(told, self._snapshots)]
-            environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
-            watchdog = Watchdog(pulses, self._policy.limits)
-            shared = [(pulse.descriptor, *memory.descriptors) for pulse, memory in zip(pulses, self._snapshots)]
-            gang = stack.enter_context(LocalGang(self.command, environments, logs, self._first_rank, shared))
+            logs = self._logs / f"attempt{number}"
+            started = self._standby.take(logs, stack) or stack.enter_context(self._started(number, logs))
+            gang, watchdog = started.gang, Watchdog(started.pulses, self._policy.limits)
             follower = Follower(gang.members[0].log)
             try:
                 end = self.watch(number, gang, follower, watchdog)
+                found_at = time.monotonic()
                 if end.stuck is not None:  # and then no grace: what is stuck does not end by itself
                     end = self._examine(end, gang, watchdog.witnesses(gang))
                     follower.new_lines(last=True)  # stacks, of which the name of the hang has what matters
                 elif end.failed is not None:
-                    gang.stop(self._policy.failure_grace_s)
+                    gang.stop(self._policy.last_words_s)
             finally:
                 gang.kill()
                 self._follow(gang, follower, last=True)
+            if end.failed is not None:
+                failed_at = found_at if end.stuck is not None else gang.began + end.failed.ended_s
+                end = replace(end, outage=Outage(failed_at, found_at, time.monotonic()))
             where = watchdog.where(end.failed, gang) if end.failed is not None else ""
             before_steps = watchdog.before_steps(gang)
         endings = tuple(m.ending for m in gang.members if m.ending is not None)
         return replace(end, endings=endings, where=where, before_steps=before_steps)
 
+    @contextmanager
+    def _started(self, number: int, logs: Path, waits_on: int | None = None) -> Iterator[Started]:
+        """The processes of an attempt; with `waits_on` they go on once each has read a byte from that descriptor."""
+        environments = self.environments(number)
+        with ExitStack() as stack:
+            pulses = tuple(stack.enter_context(closing(Pulse())) for _ in environments)
+            self._snapshots += [SnapshotMemory() for _ in environments[len(self._snapshots) :]]
+            told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
+            told = [{**t, SNAPSHOTS_VARIABLE: memory.value} for t, memory in zip(told, self._snapshots)]
+            waits = {} if waits_on is None else {STANDBY_VARIABLE: str(waits_on)}
+            environments = [{**e, **of_process, **waits} for e, of_process in zip(environments, told)]
+            shared = [(pulse.descriptor, *memory.descriptors) for pulse, memory in zip(pulses, self._snapshots)]
+            shared = [descriptors + (() if waits_on is None else (waits_on,)) for descriptors in shared]
+            gang = stack.enter_context(LocalGang(self.command, environments, logs, self._first_rank, shared))
+            yield Started(gang, pulses, environments[0].get(COORDINATOR))
+
     def watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:
         """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
         forwarded, saved, deadline, stop_others_at = 0, False, _NEVER, _NEVER
+        trains = False
         while True:
             ended = gang.poll()
             self._follow(gang, follower)
             now = time.monotonic()
+            if not trains and not forwarded and not ended and (starts := watchdog.starts()) is not None:
+                trains = True
+                self._trains(number, starts, now)
             if len(self._signals) > forwarded:
                 if forwarded:  # the second signal: now
                     return AttemptEnd(number, received=self._signals[0])
@@ -391,6 +428,14 @@ class Supervisor:
             if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
                 return AttemptEnd(number, stuck.member, stuck=stuck.why)
             time.sleep(_POLL_S)
+
+    def _trains(self, number: int, starts: Sequence[Mapping[str, float]], now: float) -> None:
+        """All processes of an attempt have made their first step: says what that took, and starts those on standby."""
+        if self._outage is not None:
+            self._show(self._outage.line(starts, now))
+            self._outage = None
+        if self._policy.standby and number < self._last_attempt:
+            self._standby.start(number + 1)
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
         """Names the hang, and leaves what it was named by in the run folder."""
@@ -426,8 +471,8 @@ class Supervisor:
         with suppress(OSError):
             self._print(line)
 
-    def _pause(self) -> signal.Signals | None:
-        deadline = time.monotonic() + self._policy.pause_s
+    def _pause(self, seconds: float) -> signal.Signals | None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._signals:
             time.sleep(_POLL_S)
         return self._signals[0] if self._signals else None

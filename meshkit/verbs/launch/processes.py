@@ -164,6 +164,17 @@ class LocalGang:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    def begin(self, logs: Path) -> None:
+        """Counts from now, where the processes have waited; their logs have moved to this folder."""
+        self._started = time.monotonic()
+        for member in self.members:
+            member.log = logs / member.log.name
+
+    @property
+    def began(self) -> float:
+        """When its processes were started, or went on, by `time.monotonic`."""
+        return self._started
+
     def poll(self) -> list[Member]:
         """The processes that have ended since the last call, the first of them first."""
         ended = [member for member in self.members if member.ending is None and self._has_ended(member)]
@@ -301,6 +312,11 @@ class Watchdog:
             seen.shift(since)
         running = [(m, self._last(m, gang)) for m in gang.running]
         return self._stopped(running, now) or self._late(running, now)
+
+    def starts(self) -> list[dict[str, float]] | None:
+        """Of each process, seconds by part of its start; None until all have made their first step."""
+        found = [pulse.read_parts() for pulse in self._pulses]
+        return [parts for parts in found if parts] if all(found) else None
 
     def where(self, member: Member, gang: LocalGang) -> str:
         """What a process did when it last said so."""

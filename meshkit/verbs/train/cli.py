@@ -28,6 +28,9 @@ def train(
 
     With [profile] steps in the experiment it also captures a trace of them.
     """
+    from meshkit.runs.standby import wait_for_turn
+
+    wait_for_turn("meshkit.verbs.train.trainer")
     from meshkit.config.experiment import load
     from meshkit.distributed.join import keep_stdout
     from meshkit.sharding.mesh import prepare_platform

@@ -135,17 +135,21 @@ def train(
     with memory, Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
         phases.enter("start")  # who has come to the meeting, and who has left it, is seen by that
+        phases.begin_part("rendezvous")
         join_gang()  # of the processes that the environment names, if it names any
         phases.enter("start")
+        phases.begin_part("devices")
         watch = around.enter_context(HangWatch(phases, folder, say_line))
         note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
         owner = around.enter_context(_own(folder, note))
         goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
         mesh = build_mesh(experiment.mesh, experiment.cluster)
         cache = around.enter_context(compile_cache(note))
+        phases.begin_part("program")
         spec = resolve(experiment)
         program = build_train_step(spec, mesh, experiment.rules)
         announce_findings(examine_experiment(experiment, program), console)
+        phases.begin_part("data")
         data = open_data(spec, find_tokenizer(experiment))
         check_tokens(spec, data, program.model.abstract_model())
         sinks = find_sinks(experiment)
@@ -153,12 +157,15 @@ def train(
         for text in (*program.notes, *changes):
             note(text)
         phases.enter("compile")
+        phases.begin_part("trace, lower")
         missed = cache.misses if cache else None
         compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
+        phases.begin_part("executable", ago_s=compiled.executable_s)
         compile_cached = cache.misses == missed if cache else None
         if jax.process_count() > 1:
             phases.enter("compile")  # this process has compiled; who is late is seen by that
-            watch.order = order_of_step(compiled.program, cast(jax.sharding.Mesh, mesh), experiment.placement)
+            phases.begin_part("agreement")
+            watch.order = order_of_step(compiled.program, cast(jax.sharding.Mesh, mesh), experiment.placement, folder)
             agree_on_order(watch.order, folder)
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
             run = _Run(

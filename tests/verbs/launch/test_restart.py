@@ -43,16 +43,17 @@ def last_step(out):
 
 
 def processes_of(out):
-    """Numbers of the processes that train into a folder, by rank."""
-    found = {}
+    """Numbers of the processes that train into a folder, by rank; not of those on standby for the next attempt."""
+    found, attempts = {}, {}
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
             if b"train" in words and str(out).encode() in words:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                rank = next(v for v in variables if v.startswith(b"MESHKIT_PROCESS_ID="))
-                found[int(rank.split(b"=")[1])] = int(entry.name)
-        except (OSError, StopIteration):
+                variables = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if v)
+                rank, attempt = (int(variables[name]) for name in (b"MESHKIT_PROCESS_ID", b"MESHKIT_ATTEMPT"))
+                if attempt <= attempts.get(rank, attempt):
+                    found[rank], attempts[rank] = int(entry.name), attempt
+        except (OSError, KeyError):
             continue
     return found
 

@@ -1,6 +1,7 @@
 """The collectives of a compiled step between processes, in their order; programs that differ are refused."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -80,3 +81,23 @@ def test_programs_that_differ_arerefuse_differenced_with_the_collective_at_which
     assert f"collective 2 is {total} in process 2, and {gather} in process 0" in error.value.message
     with pytest.raises(ConfigError, match=r"processes 1, 3 of 4 .*: collective 3 is none in process 1"):
         refuse_difference([said(mine), said(mine, without={2}), said(mine), said(mine, without={2})])
+
+
+def test_an_attempt_of_the_same_launch_takes_the_order_that_was_read_before(program, tmp_path, monkeypatch):
+    """Known by a line that only the file has; another launch, and another split of the devices, read their own."""
+    devices = [SimpleNamespace(process_index=i // 2) for i in range(8)]
+    driven = cast(jax.sharding.Mesh, SimpleNamespace(devices=np.array(devices, object).reshape(2, 4)))
+    order = lambda: order_of_step(program, driven, SPEC.placement(CLUSTER), tmp_path)
+    monkeypatch.setenv("MESHKIT_LAUNCH", "one")
+    first = order()
+    assert first is not None
+    marked = replace(first, collectives=(replace(first.collectives[0], line="marked"), *first.collectives[1:]))
+    marked.write(tmp_path)
+    assert order() == marked
+    monkeypatch.setenv("MESHKIT_LAUNCH", "another")
+    other = order()
+    assert other is not None
+    assert other.collectives == first.collectives
+    monkeypatch.setenv("MESHKIT_LAUNCH", "one")
+    driven.devices[0, 0].process_index = 3
+    assert order() != marked

@@ -1,0 +1,130 @@
+"""The gang of the next attempt, started while the present one trains, so that a failure does not wait for imports.
+
+    attempt has made its first step -> Standby.start -> processes that import and wait (runs/standby.py)
+    failure -> take: all of them there? port still free? -> a byte for each -> the gang of the next attempt
+            -> else that one is started as the first was
+
+A process that ends before it is needed is nobody's failure: the next attempt is then started without it.
+
+    failure -> Outage: found, ended -> first new step, parts of each process's start -> a line: what took how long
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from meshkit.errors import ConfigError
+from meshkit.runs.phases import Pulse
+from meshkit.verbs.launch.processes import LocalGang
+
+
+@dataclass(frozen=True)
+class Started:
+    """The processes of an attempt that run."""
+
+    gang: LocalGang
+    pulses: tuple[Pulse, ...]
+    """By which each says how far it is, in the order of the gang."""
+    coordinator: str | None = None
+    """Host:port on which they are to meet."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A failure, by `time.monotonic`."""
+
+    failed_at: float
+    """When the process ended; of one that is stuck, when it was called so."""
+    found_at: float
+    """When the launcher knew."""
+    ended_at: float
+    """When none of the gang was left."""
+
+    def line(self, starts: Sequence[Mapping[str, float]], now: float) -> str:
+        """Says how long it took until training went on, and what took it.
+
+        Args:
+            starts: of each process of the next attempt, seconds by part, the last of which is its first step.
+            now: when all have made that step.
+        """
+        slowest = dict(max(starts, key=lambda parts: sum(parts.values())))
+        total_s = now - self.failed_at
+        seconds = {"found": self.found_at - self.failed_at, "others ended": self.ended_at - self.found_at}
+        slowest["start"] = now - self.ended_at - sum(s for part, s in slowest.items() if part != "start")
+        told = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in (seconds | slowest).items())
+        return f"trains again {total_s:.2f} s after the failure: {told}"
+
+
+Start = Callable[[int, Path, int | None], AbstractContextManager[Started]]
+
+
+class Standby:
+    """At most one gang that waits. A context manager: on leaving it, none of its processes and files is left.
+
+    Args:
+        start: attempt, folder of logs, descriptor from which each process reads a byte before it goes on -> the gang.
+        folder: for what they print while they wait.
+        is_free: whether nobody listens at host:port.
+    """
+
+    def __init__(self, start: Start, folder: Path, is_free: Callable[[str], bool]):
+        self._start, self._folder, self._is_free = start, folder, is_free
+        self._held, self._started, self._lets_go = ExitStack(), None, -1
+
+    def start(self, number: int) -> None:
+        """Starts the processes of an attempt. Where the machine has no room for them there will be none."""
+        self.close()  # also what a launcher that was killed has left
+        reads, self._lets_go = os.pipe()
+        self._held.callback(os.close, self._lets_go)
+        try:
+            self._started = self._held.enter_context(self._start(number, self._folder, reads))
+        except (ConfigError, OSError):
+            self.close()
+        finally:
+            os.close(reads)
+
+    def take(self, logs: Path, into: ExitStack) -> Started | None:
+        """Lets the processes go on as those of the attempt that they were started for.
+
+        Args:
+            logs: folder of the attempt's logs; what the processes have printed moves there.
+            into: ends them.
+
+        Returns:
+            None where none wait, one of them has ended, or another program has taken their port.
+        """
+        try:
+            found = self._started
+            if (
+                found is None
+                or found.gang.poll()
+                or not (found.coordinator is None or self._is_free(found.coordinator))
+            ):
+                return None
+            self._folder.rename(logs)
+            found.gang.begin(logs)
+            os.write(self._lets_go, b"." * len(found.gang.members))
+            into.push(self._held.pop_all())
+            return found
+        except OSError:
+            return None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends those that wait."""
+        self._started = None
+        self._held.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
