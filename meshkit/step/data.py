@@ -244,9 +244,12 @@ def _mapped_array(places: Places, path: Path, length: int) -> np.ndarray:
 
 def stdlib_files() -> list[Path]:
     """Source files of the standard library, without its tests, in the order of their paths inside it."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = (p.relative_to(root) for p in root.rglob("*.py"))
-    return [root / p for p in sorted(files, key=Path.as_posix) if not _SKIPPED_FOLDERS.intersection(p.parts)]
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for folder, folders, files in os.walk(root):  # pathlib takes half a second, at every start
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        inside = os.path.relpath(folder, root).replace(os.sep, "/")
+        found += [f"{inside}/{name}".removeprefix("./") for name in files if name.endswith(".py")]
+    return [root / path for path in sorted(found)]
 
 
 def _opened_text(places: Places, path: Path) -> io.BufferedReader:
