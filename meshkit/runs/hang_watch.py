@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
 _MEET_S, _ANSWER_S = 2.0, 3.5  # for this process to say where it is, and for all
+_AWAY_S = 5.0  # longer between two looks: this process was stopped with its machine or its job
 _GRACE_S = 5.0  # beyond that, until a process that has not named the hang ends
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
@@ -82,9 +84,15 @@ class HangWatch:
 
     def _look(self) -> None:
         """Until somebody is late."""
+        looked, away_s, moves = time.monotonic(), 0.0, -1
         while not self._ended.wait(_LOOK_S):
-            said = self._phases.move.number > 0  # a loop of the user's need not say what it does
-            late = said and self._phases.age_s > self._limits.of(self._phases.phase)
+            since_s, move = time.monotonic() - looked, self._phases.move.number
+            looked += since_s
+            # A job that is suspended, a virtual machine that is moved, a debugger: no process could get on.
+            away_s = (away_s if move == moves else 0.0) + (since_s if since_s > _AWAY_S else 0.0)
+            moves = move
+            said = move > 0  # a loop of the user's need not say what it does
+            late = said and self._phases.age_s - away_s > self._limits.of(self._phases.phase)
             if not late and not self._heard.is_set():
                 continue
             threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True).start()
