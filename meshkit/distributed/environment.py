@@ -19,6 +19,7 @@ import faulthandler
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -439,16 +440,23 @@ def leave_gang(code: int) -> None:
     """Ends this process at once if it failed and is one of several.
 
     Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
-    With exit codes 0 and 75 all end together; one that has not ended after 300 s prints its stacks and is ended.
+    With exit codes 0 and 75 all end together. One that has not ended 300 s after its main thread prints its stacks and
+    is ended; until then a program that has called `meshkit.cli.main` may go on for as long as it likes.
     """
     if _gang_of_several() is None:
         return
     if code in (DONE, PREEMPTED):
-        faulthandler.dump_traceback_later(END_S, exit=True)
+        threading.Thread(target=_limit_end, name="meshkit-end", daemon=True).start()
         return
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _limit_end() -> None:
+    """Ends this process, with its stacks, where other threads or what runs at exit keep it from ending."""
+    threading.main_thread().join()
+    faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def say_lost_process(error: Exception) -> int:
