@@ -21,9 +21,9 @@ until the first step of the next attempt is made, both from the fault, and resta
 code 75, and the same command is given again (steps take 0.3 s from then on, so that the run is not over first), as it
 is after kill -9 of the launcher. Each process leaves a daemon, which only SIGKILL ends: of none anything may be left.
 An exception in the commit itself (process 0) costs that checkpoint and no restart: it is said, and training goes on. Of
-these numbers the behaviour is the supervisor's: 5 s of grace after a failure, and for the others after a SIGTERM to one
-alone; 10 s until a stopped process is called stuck, and up to 1 s for its stack. A process that was stopped takes 1.5 s
-a step once it is woken for its stack, so that the run is not over first. The rest is the machine's.
+these numbers the behaviour is the supervisor's: 1 s for the others after a failure, 5 s after a SIGTERM to one alone;
+10 s until a stopped process is called stuck, and up to 1 s for its stack. A process that was stopped takes 1.5 s a step
+once it is woken for its stack, so that the run is not over first. The rest is the machine's.
 """
 
 

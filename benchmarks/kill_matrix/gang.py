@@ -43,6 +43,7 @@ class Launch:
         gates: attempt -> where its fault comes.
         options: of the launcher.
         experiment: that it runs.
+        injects: whether something is injected into its processes.
     """
 
     def __init__(
@@ -51,19 +52,23 @@ class Launch:
         gates: Mapping[int, Gate] | None = None,
         options: tuple[str, ...] = (),
         experiment: Path = EXPERIMENT,
+        *,
+        injects: bool = True,
     ):
         self.folder, self.out, self._options, self._experiment = folder, folder / "run", options, experiment
         self._gates = {str(k): asdict(gate) for k, gate in (gates or {}).items()}
         self._marks, self._said = folder / "marks", folder / "said"
         self.scratch = folder / "tmp"
+        self._injects = injects
         self.scratch.mkdir(parents=True, exist_ok=True)
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
         """Starts it, or the same command again."""
-        path = [str(_SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(_SITE)] * self._injects + [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         told = json.dumps({"folder": str(self._marks), "gates": self._gates, "memory_every": MEMORY_EVERY})
-        env = os.environ | {"KILL_GATES": told, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
+        env |= {"KILL_GATES": told} if self._injects else {}
         env.pop("XLA_FLAGS", None)  # of whatever test runs this
         command = ["-m", "meshkit", "launch", "local", "--processes", "2", "--devices", "4", *self._options]
         with self._said.open("ab") as said:
@@ -116,13 +121,24 @@ class Launch:
         return self.process.wait(seconds)
 
     def ranks(self) -> dict[int, int]:
-        """Number of the process by rank, of those that are alive: below a reaper, and leading its session."""
+        """Number of the process by rank, of those of the present attempt that are alive."""
+        alive = self._alive()
+        return alive[min(alive)] if alive else {}
+
+    def standby(self) -> dict[int, int]:
+        """The same of those that wait for the next attempt."""
+        alive = self._alive()
+        return alive[max(alive)] if len(alive) > 1 else {}
+
+    def _alive(self) -> dict[int, dict[int, int]]:
+        """Number of the process by attempt and rank: below a reaper, and leading its session."""
         assert self.process is not None
-        found = {}
+        found: dict[int, dict[int, int]] = {}
         parents = _parents()
         for pid, reaper in parents.items():
             if parents.get(reaper) == self.process.pid and _stat(pid)[3:4] == [str(pid)]:
-                found[int(_variable(pid, "MESHKIT_PROCESS_ID") or -1)] = pid
+                attempt, rank = (int(_variable(pid, f"MESHKIT_{name}") or -1) for name in ("ATTEMPT", "PROCESS_ID"))
+                found.setdefault(attempt, {})[rank] = pid
         return found
 
     def helpers(self, attempt: int) -> list[int]:
@@ -209,6 +225,12 @@ def _parents() -> dict[int, int]:
 def _state(pid: int) -> str:
     words = _stat(pid)
     return words[0] if words else ""
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far; 0 if it is gone."""
+    words = _stat(pid)
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if words else 0.0
 
 
 def _stat(pid: int) -> list[str]:

@@ -42,46 +42,61 @@ def last_step(out):
         return 0
 
 
-def processes_of(out):
-    """Numbers of the processes that train into a folder, by rank; not of those on standby for the next attempt."""
-    found, attempts = {}, {}
+def gangs_of(out):
+    """Numbers of the processes that train into a folder, or wait to, by attempt and rank."""
+    found = {}
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
             if b"train" in words and str(out).encode() in words:
                 variables = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if v)
-                rank, attempt = (int(variables[name]) for name in (b"MESHKIT_PROCESS_ID", b"MESHKIT_ATTEMPT"))
-                if attempt <= attempts.get(rank, attempt):
-                    found[rank], attempts[rank] = int(entry.name), attempt
+                attempt, rank = (int(variables[name]) for name in (b"MESHKIT_ATTEMPT", b"MESHKIT_PROCESS_ID"))
+                found.setdefault(attempt, {})[rank] = int(entry.name)
         except (OSError, KeyError):
             continue
     return found
 
 
+def processes_of(out):
+    """Those of the present attempt."""
+    gangs = gangs_of(out)
+    return gangs[min(gangs)] if gangs else {}
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
-def test_a_killed_process_changes_no_loss(tmp_path):
+@pytest.mark.parametrize("options", [(), ("--no-standby",)])
+def test_a_killed_process_changes_no_loss(tmp_path, options):
     alone = start(tmp_path / "alone")
     _, said = alone.communicate(timeout=300)
     assert alone.returncode == 0, said
 
-    killed = start(tmp_path / "killed", "--max-restarts", "1")
+    killed = start(tmp_path / "killed", "--max-restarts", "1", *options)
     try:
         deadline = time.monotonic() + 200
-        while last_step(tmp_path / "killed") < 3:
+        while last_step(tmp_path / "killed") < 3 or (not options and len(gangs_of(tmp_path / "killed").get(1, {})) < 2):
             assert time.monotonic() < deadline
             assert killed.poll() is None
             time.sleep(0.02)
+        waiting = gangs_of(tmp_path / "killed").get(1)
         os.kill(processes_of(tmp_path / "killed")[1], signal.SIGKILL)
+        while (gangs := gangs_of(tmp_path / "killed")).keys() != {1} or len(gangs[1]) < 2:
+            assert time.monotonic() < deadline
+            assert killed.poll() is None
+            time.sleep(0.02)
+        assert (gangs[1] == waiting) == (not options)  # those who waited have taken over
         _, said = killed.communicate(timeout=300)
     finally:
         killed.kill()
     assert killed.returncode == 0, said
     assert "process 1 ended first: killed by SIGKILL" in said
     assert "resuming" in said
+    assert "trains again" in said
     assert losses(tmp_path / "killed") == losses(tmp_path / "alone")  # bit for bit
-    assert processes_of(tmp_path / "killed") == {}
+    assert gangs_of(tmp_path / "killed") == {}
+    logs = {path.name for path in (tmp_path / "killed" / "logs").iterdir()}
+    assert logs == {"attempt0", "attempt1", "launcher"}
 
 
 @pytest.mark.slow
