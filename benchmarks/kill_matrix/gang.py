@@ -36,7 +36,7 @@ class Gate:
 
 
 class Launch:
-    """`meshkit launch local` of 2 processes x 4 devices, in a folder of its own.
+    """`meshkit launch local` of processes x 4 devices, in a folder of its own.
 
     Args:
         folder: where the run (`run/`), the marks of the gates and what the launcher says go.
@@ -44,6 +44,8 @@ class Launch:
         options: of the launcher.
         experiment: that it runs.
         injects: whether something is injected into its processes.
+        processes: of this launcher.
+        out: run folder, of launchers that share one; `run` of the folder by default.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class Launch:
         experiment: Path = EXPERIMENT,
         *,
         injects: bool = True,
+        processes: int = 2,
+        out: Path | None = None,
     ):
-        self.folder, self.out, self._options, self._experiment = folder, folder / "run", options, experiment
+        self.folder, self.out, self._options, self._experiment = folder, out or folder / "run", options, experiment
+        self._processes = processes
         self._gates = {str(k): asdict(gate) for k, gate in (gates or {}).items()}
         self._marks, self._said = folder / "marks", folder / "said"
         self.scratch = folder / "tmp"
@@ -70,10 +75,10 @@ class Launch:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
         env |= {"KILL_GATES": told} if self._injects else {}
         env.pop("XLA_FLAGS", None)  # of whatever test runs this
-        command = ["-m", "meshkit", "launch", "local", "--processes", "2", "--devices", "4", *self._options]
+        command = ["-m", "meshkit", "launch", "local", "--processes", str(self._processes), "--devices", "4"]
         with self._said.open("ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, *command, str(self._experiment), "--out", str(self.out)],
+                [sys.executable, *command, *self._options, str(self._experiment), "--out", str(self.out)],
                 cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

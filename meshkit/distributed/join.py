@@ -19,7 +19,6 @@ import hmac
 import inspect
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ from meshkit.distributed.environment import (
     read_gang,
     split_address,
 )
-from meshkit.distributed.roll_call import call_roll, named, session_key, wait_for_name
+from meshkit.distributed.roll_call import bind_address, call_roll, named, session_key, wait_for_name
 from meshkit.errors import ConfigError, RunError
 from meshkit.redaction import redact_streams
 
@@ -151,25 +150,6 @@ def keep_stdout() -> None:
     os.dup2(2, 1)
     sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     redact_streams()
-
-
-def bind_address(coordinator: str) -> str | None:
-    """Where process 0 listens: on the one interface that has the coordinator's address, not on all of them.
-
-    None, which leaves it to jax (all interfaces), where the name's address is not of this machine (a proxy is in
-    between), or is a loopback one that the other machines do not mean by it.
-    """
-    host, port = split_address(coordinator)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return None
-    ip = str(address[0])
-    if ip != host and host != "localhost" and (ip.startswith("127.") or ip == "::1"):
-        return None
-    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
 def _mtls_arguments(certificates: Certificates | None) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
         raise RunError(what, hint="a port that is free on its host") from None
     if not bind:  # another process 0 may listen on the machine of the coordinator's name
         threading.Thread(target=rival.look, args=(_LOOKS, roll.token), daemon=True).start()
-    with server, _Connections(server, contexts[0], keep=gang.num_processes) as connections:
+    with server, Connections(server, contexts[0], keep=gang.num_processes) as connections:
         deadline = time.monotonic() + timeout_s
         while not roll.settled and (left := deadline - time.monotonic()) > 0:
             if rival.found is not None:
@@ -240,6 +240,25 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
             progress.say(f"waiting for {len(missing)} of {gang.num_processes} processes: {named(missing)}")
         rival.over.set()
         return roll.close()
+
+
+def bind_address(coordinator: str) -> str | None:
+    """Where process 0 listens: on the one interface that has the coordinator's address, not on all of them.
+
+    None, which leaves it to jax (all interfaces), where the name's address is not of this machine (a proxy is in
+    between), or is a loopback one that the other machines do not mean by it.
+    """
+    host, port = split_address(coordinator)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return None
+    ip = str(address[0])
+    if ip != host and host != "localhost" and (ip.startswith("127.") or ip == "::1"):
+        return None
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
 def open_server(gang: Gang, bind: str | None) -> socket.socket:
@@ -375,7 +394,7 @@ def _has_hung_up(connection: Any) -> bool:
         return True
 
 
-class _Connections:
+class Connections:
     """The connections of a listening socket, none of which is waited for; a context manager.
 
     Args:
@@ -389,7 +408,7 @@ class _Connections:
         self._selector = selectors.DefaultSelector()
         self._silent: dict[Any, tuple[float, bytes]] = {}
 
-    def __enter__(self) -> _Connections:
+    def __enter__(self) -> Connections:
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ)
         return self

@@ -3,7 +3,8 @@
     launcher: SnapshotMemory -> MESHKIT_SNAPSHOTS -> process: Slot.write(record, blocks) | Slot.read() after a failure
 
 The memory has no name (memfd), so nothing of it is left once the launcher and the processes are gone. Each process has
-two slots: while one is written, the other one is whole. A slot says that it is whole only after all of it was written.
+two slots: while one is written, the other one is whole. A slot says that it is whole only after all of it was written,
+and later, by the launcher, that another host has a copy.
 """
 
 from __future__ import annotations
@@ -13,15 +14,30 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SNAPSHOTS_VARIABLE = "MESHKIT_SNAPSHOTS"
+COPY_VARIABLE = "MESHKIT_SNAPSHOT_COPY"
+"""Set where the launcher copies each snapshot to another host."""
 _SLOTS = 2
 _HEAD = struct.Struct("<8sQQ")  # mark, bytes of the data, bytes of the record behind it
-_WHOLE, _LARGEST_RECORD = b"meshkit1", 1 << 28
+_WHOLE, LARGEST_RECORD = b"meshkit1", 1 << 16
+_COPY_AT, _COPIED, _REFUSED = _HEAD.size, b"c", b"r"
 _AHEAD = 4096  # the data begins on a page
+_POLL_S = 0.05
+
+
+def snapshots_held(hosts: int) -> int:
+    """Snapshots of its share that every host holds: two, and of several hosts two of its neighbour's share.
+
+    Example:
+        >>> snapshots_held(1), snapshots_held(8)
+        (2, 4)
+    """
+    return _SLOTS * (2 if hosts > 1 else 1)
 
 
 class SnapshotMemory:
@@ -33,6 +49,7 @@ class SnapshotMemory:
     def __init__(self) -> None:
         known = hasattr(os, "memfd_create")
         self.descriptors = [os.memfd_create("meshkit-snapshot") for _ in range(_SLOTS)] if known else []
+        self.slots = [Slot(descriptor) for descriptor in self.descriptors]
         self.value = os.pathsep.join(f"/proc/self/fd/{descriptor}" for descriptor in self.descriptors)
         """Of MESHKIT_SNAPSHOTS, for the process that inherits the descriptors."""
 
@@ -45,18 +62,22 @@ class SnapshotMemory:
 def slots_here() -> list[Slot]:
     """The slots that this process has inherited; none where nobody holds any for it."""
     paths = filter(None, os.environ.get(SNAPSHOTS_VARIABLE, "").split(os.pathsep))
-    return [Slot(path) for path in map(Path, paths) if path.exists()]
+    return [Slot(os.open(path, os.O_RDWR)) for path in map(Path, paths) if path.exists()]
 
 
 class Slot:
     """Memory for one snapshot of one process.
 
     Args:
-        path: of an inherited descriptor.
+        descriptor: of the memory; it stays open.
     """
 
-    def __init__(self, path: Path):
-        self._file = os.open(path, os.O_RDWR)
+    def __init__(self, descriptor: int):
+        self._file = descriptor
+
+    def clear(self) -> None:
+        """What the slot held counts no longer."""
+        os.pwrite(self._file, bytes(_COPY_AT + 1), 0)
 
     def reserve(self, size: int) -> memoryview:
         """Memory to fill, all of it there; what the slot held is gone from now on.
@@ -64,7 +85,7 @@ class Slot:
         Raises:
             OSError: the memory is not there.
         """
-        os.pwrite(self._file, bytes(_HEAD.size), 0)
+        self.clear()
         os.posix_fallocate(self._file, 0, _AHEAD + max(1, size))
         return memoryview(mmap.mmap(self._file, _AHEAD + max(1, size)))[_AHEAD : _AHEAD + size]
 
@@ -74,25 +95,47 @@ class Slot:
         end = _AHEAD + data.nbytes
         os.ftruncate(self._file, end)
         os.pwrite(self._file, said, end)
-        os.pwrite(self._file, _HEAD.pack(_WHOLE, data.nbytes, len(said)), 0)
+        os.pwrite(self._file, _HEAD.pack(_WHOLE, data.nbytes, len(said)) + bytes(1), 0)
 
     def record(self) -> dict[str, Any] | None:
         """What stands behind the snapshot; None where none is whole."""
         try:
             mark, size, length = _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))
-            if mark != _WHOLE or length > _LARGEST_RECORD:
+            if mark != _WHOLE or length > LARGEST_RECORD:
                 return None
             found = json.loads(os.pread(self._file, length, _AHEAD + size))
             return found if isinstance(found, dict) else None
         except (OSError, ValueError, struct.error, RecursionError):
             return None
 
-    def read(self) -> bytes | None:
-        """The bytes of a whole snapshot, a copy of them; None where they are not those that were sealed."""
-        record = self.record()
-        if record is None:
+    @property
+    def size(self) -> int:
+        """Bytes of a whole snapshot."""
+        return _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))[1]
+
+    def piece(self, at: int, count: int) -> bytes:
+        """Bytes of a snapshot from a place on; fewer at its end."""
+        return os.pread(self._file, count, _AHEAD + at)
+
+    def read(self) -> memoryview | None:
+        """The bytes of a whole snapshot, not a copy of them; None where they are not those that were sealed."""
+        if (record := self.record()) is None:
             return None
-        size = _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))[1]
-        with mmap.mmap(self._file, _AHEAD + max(1, size), prot=mmap.PROT_READ) as mapped:
-            data = mapped[_AHEAD : _AHEAD + size]
+        size = self.size
+        data = memoryview(mmap.mmap(self._file, _AHEAD + max(1, size), prot=mmap.PROT_READ))[_AHEAD : _AHEAD + size]
         return data if hashlib.sha256(data).hexdigest() == record.get("sha256") else None
+
+    def say_copied(self, copied: bool | None) -> None:
+        """Tells the process that another host has a copy, or has refused it; None takes back what was said."""
+        os.pwrite(self._file, {True: _COPIED, False: _REFUSED, None: bytes(1)}[copied], _COPY_AT)
+
+    def said_copied(self) -> bool | None:
+        """Whether another host has a copy; None while that is not said."""
+        return {_COPIED: True, _REFUSED: False}.get(os.pread(self._file, 1, _COPY_AT))
+
+    def wait_until_copied(self, timeout_s: float) -> bool:
+        """Whether another host has a copy; returns once the launcher says so or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while (said := self.said_copied()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return bool(said)

@@ -1,14 +1,14 @@
 """Snapshots: the state in host memory that the launcher holds, from which the next attempt goes on without the disk.
 
     state, every `checkpoint.snapshot_every` steps -> copied to this process's slot -> training goes on
-                                                   -> sha256, seal -> all processes have it
+                                                   -> sha256, seal -> the launcher copies it to another host
+                                                   -> all processes have it
     next attempt: whole slots of this run and this layout -> the newest step that all have -> TrainState
 
 Every process keeps all shards that its devices hold, each once. The step before a snapshot has ended on all processes,
 and a slot is written over only once all have sealed the newer one, so one step is always whole everywhere.
 
-orbax's emergency checkpoints (0.12, experimental) do not serve here: they are files in a folder of each host, restored
-by a broadcast over a mesh axis of replicas, which a fully sharded state does not have.
+orbax's emergency checkpoints do not serve here: docs/adr/0018-snapshots-at-a-neighbour.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from meshkit.distributed.join import Agreement
-from meshkit.runs.snapshots import Slot, slots_here
+from meshkit.runs.snapshots import COPY_VARIABLE, Slot, slots_here
 from meshkit.sharding.resolve import path_name
 from meshkit.step.state import TrainState
 from meshkit.units import format_bytes
@@ -58,9 +59,9 @@ class Snapshots:
 
     def take(self, state: TrainState) -> None:
         """Copy the state; return when the next step may change it. Wait for an earlier snapshot first."""
-        if not self.enabled:
-            return
         self.close()
+        if not self.enabled:  # also since just now: the older one may be what all have
+            return
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
         slot, step, size = self._slots[self._next], int(state.step), sum(block.nbytes for block in blocks)
         self._next = (self._next + 1) % len(self._slots)
@@ -80,7 +81,9 @@ class Snapshots:
         try:
             if data is not None:
                 slot.seal(data, record)
-            said = self._agreement.reach(f"seal/{record['step']}", problem, _first, timeout_s=_LIMIT_S)
+                if COPY_VARIABLE in os.environ and not slot.wait_until_copied(_LIMIT_S):
+                    problem = "no other host has a copy of the last one"
+            said = self._agreement.reach(f"seal/{record['step']}", problem, _first, timeout_s=2 * _LIMIT_S)
         except Exception as error:
             said = str(error) or type(error).__name__
         if said:
@@ -97,7 +100,7 @@ class Snapshots:
         """
         if not self.enabled:
             return None
-        found: dict[int, tuple[int, bytes]] = {}
+        found: dict[int, tuple[int, memoryview]] = {}
         layout = _layout(abstract)
         for number, slot in enumerate(self._slots):
             record = slot.record()
@@ -107,6 +110,9 @@ class Snapshots:
                 else:
                     self._say(f"warning: the snapshot of step {record['step']} is corrupt; it is passed over.")
         step = self._agreement.reach("restore", sorted(found), _newest_of_all, timeout_s=_LIMIT_S)
+        for number, slot in enumerate(self._slots):  # what others do not have is made again, and may differ
+            if not step or number != found[step][0]:
+                slot.clear()
         if not step:
             return None
         number, data = found[step]
@@ -150,7 +156,7 @@ def _kept(leaf: Any) -> list[Index]:
 
 
 def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
-    """Return those parts as host arrays."""
+    """Return those parts as host arrays, which jax keeps until the next step takes the array."""
     indices, shards = _indices(leaf), {shard.device: shard.data for shard in leaf.addressable_shards}
     held = {index: shards[device] for device, index in indices.items()}
     for data in held.values():

@@ -26,8 +26,8 @@ from meshkit.children import Child, ChildDied, ChildFailed
 from meshkit.config.experiment import Experiment, ProgramExperiment
 from meshkit.discover import LiveProbe
 from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
-from meshkit.distributed.join import bind_address, certificates_of
-from meshkit.distributed.roll_call import Attendance, call_roll, wait_for_name
+from meshkit.distributed.join import certificates_of
+from meshkit.distributed.roll_call import Attendance, bind_address, call_roll, wait_for_name
 from meshkit.errors import MeshkitError
 from meshkit.units import format_bytes
 from meshkit.verbs.doctor.node import (

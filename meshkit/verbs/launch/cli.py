@@ -119,8 +119,6 @@ def local(
     loaded = load(experiment, set_) if experiment else None
     limits = read_limits(stall_timeout or os.environ.get(STALL_TIMEOUT, "").split(), own=bool(own))
     name = loaded.name if loaded else command_name(own)
-    if hosts > 1 and max_restarts:
-        raise ConfigError("one of several hosts cannot restart the job alone.", hint="--max-restarts 0")
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     secrets = str(folder / "mtls") if mtls else None
     virtual = loaded.cluster.is_cpu if loaded else not has_driver()

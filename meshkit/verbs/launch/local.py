@@ -33,6 +33,7 @@ from meshkit.distributed.environment import (
     COORDINATOR,
     FIRST_PORT,
     JOIN_TIMEOUT,
+    MTLS,
     NUM_PORTS,
     SECRET,
     Gang,
@@ -45,8 +46,9 @@ from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read
 from meshkit.runs.limits import STALL_TIMEOUT, Limits
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
-from meshkit.runs.snapshots import SNAPSHOTS_VARIABLE, SnapshotMemory
+from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS_VARIABLE, SnapshotMemory
 from meshkit.runs.standby import STANDBY_VARIABLE
+from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
 from meshkit.verbs.launch.restart import Outage, Standby, Started
 
@@ -86,6 +88,8 @@ class LocalPart:
     """Limits that the processes are told; none for what the environment says."""
     virtual: bool = False
     """Whether the devices are virtual ones of the CPU."""
+    hosts_meet: bool = False
+    """Whether the launchers of several hosts have met, and copy snapshots."""
 
     @property
     def first_rank(self) -> int:
@@ -104,10 +108,12 @@ class LocalPart:
         """
         inherited = without_launchers(os.environ if base is None else base)
         inherited["PYTHONUNBUFFERED"] = "1"  # the log of a process that is killed is whole
-        if self.hosts == 1:  # whoever ends is seen here; on a busy machine one may be late
+        if self.hosts == 1 or self.hosts_meet:  # whoever ends is seen; on a busy machine one may be late
             inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
         if self.stall_timeout:
             inherited[STALL_TIMEOUT] = " ".join(self.stall_timeout)
+        if self.hosts_meet:
+            inherited[COPY_VARIABLE] = "1"
         if self.virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
@@ -148,10 +154,36 @@ class LocalPart:
         with only_launcher(logs, show), ExitStack() as stack:
             if self.mtls is not None:
                 stack.enter_context(certificates_for(Path(self.mtls), [self.coordinator_host]))
+            hosts = stack.enter_context(self._launchers(show)) if self.hosts > 1 and policy.max_restarts else None
+            environments = self.environments if hosts is None else lambda _: self._of_attempt(hosts).environments(0)
             supervisor = Supervisor(
-                command, self.environments, folder, policy, show, logs=logs, first_rank=self.first_rank
+                command, environments, folder, policy, show, logs=logs, first_rank=self.first_rank, hosts=hosts
             )
-            return supervisor.run()
+            return supervisor.run() if hosts is None else self._run_with(hosts, supervisor, show)
+
+    def _launchers(self, show: Callable[[str], None]) -> Hosts:
+        assert self.coordinator is not None
+        port = lambda: free_port(self.coordinator_host)
+        certificates = os.environ.get(MTLS)
+        return Hosts(self.host_index, self.hosts, self.processes, self.coordinator, certificates, show, port)
+
+    def _of_attempt(self, hosts: Hosts) -> LocalPart:
+        """The part with what the launchers of all hosts have agreed on."""
+        return replace(self, coordinator=hosts.coordinator, attempt=hosts.attempt, hosts_meet=True)
+
+    def _run_with(self, hosts: Hosts, supervisor: Supervisor, show: Callable[[str], None]) -> int:
+        """Runs it, and tells the other hosts how it has ended."""
+        try:
+            code = supervisor.run()
+        except EndedElsewhere as ended:
+            show(str(ended))
+            code = ended.code
+        except BaseException:
+            hosts.withdraw(RUN_FAILED)
+            raise
+        if code:
+            hosts.withdraw(code)
+        return code
 
 
 def check_part(part: LocalPart, experiment: Experiment | None) -> None:
@@ -194,25 +226,29 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
         )
 
 
-def free_port() -> int:
+def free_port(host: str = _LOOPBACK) -> int:
     """A random port that nothing listens on, outside the range from which connections get theirs.
+
+    Args:
+        host: a name or address of this machine.
 
     Raises:
         RunError: none was found.
     """
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
-        if is_free(f"{_LOOPBACK}:{port}"):
+        if is_free(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"):
             return port
-    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {_LOOPBACK}.")
+    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {host}.")
 
 
 def is_free(address: str) -> bool:
     """Whether nothing listens at host:port of this machine."""
-    with socket.socket() as probe:
+    host, port = split_address(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep nobody off
         try:
-            probe.bind(split_address(address))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
@@ -281,6 +317,8 @@ class AttemptEnd:
     """Whether none had reached the training loop, so that there was nothing to save."""
     outage: Outage | None = None
     """When it failed, if it did."""
+    elsewhere: str = ""
+    """Why another host has ended it, where one has."""
 
 
 class Supervisor:
@@ -295,6 +333,7 @@ class Supervisor:
         show: takes a line for the person who waits.
         logs: where `attempt0/rank0.log`, ... go; `logs` of the run folder by default.
         first_rank: of the processes here.
+        hosts: the launchers of a job on several hosts, which restart together; None where this one is alone.
     """
 
     def __init__(
@@ -307,9 +346,10 @@ class Supervisor:
         *,
         logs: Path | None = None,
         first_rank: int = 0,
+        hosts: Hosts | None = None,
     ):
         self.command, self.environments, self._folder = command, environments, folder
-        self._policy, self._print, self._first_rank = policy, show, first_rank
+        self._policy, self._print, self._first_rank, self._hosts = policy, show, first_rank, hosts
         self._logs = logs or folder / "logs"
         self._signals: list[signal.Signals] = []
         self._launch = str(uuid.uuid4())
@@ -332,14 +372,19 @@ class Supervisor:
         self._last_attempt = first + self._policy.max_restarts
         with self._note_signals(), renewing(self._folder, self._launch), self._keeping(), self._standby:
             for number in range(first, self._last_attempt + 1):
+                if self._hosts is not None:
+                    self._hosts.meet(number, self._signals)
                 attempt = self._attempt(number)
-                if attempt.received is not None or attempt.failed is None:
+                if attempt.received is not None or (attempt.failed is None and not attempt.elsewhere):
                     return _stopped(attempt)
-                self._report(attempt.failed, attempt)
-                ending = attempt.failed.ending
-                assert ending is not None
-                if not ending.is_restartable and attempt.stuck is None and not attempt.left:
-                    return ending.code
+                if attempt.failed is None:
+                    self._show(f"attempt {number} has ended elsewhere: {attempt.elsewhere}; all are stopped")
+                else:
+                    self._report(attempt.failed, attempt)
+                    ending = attempt.failed.ending
+                    assert ending is not None
+                    if not ending.is_restartable and attempt.stuck is None and not attempt.left:
+                        return ending.code
                 reached, self._outage = last_step(self._folder), attempt.outage
                 best, fruitless = (reached, 0) if reached > best else (best, fruitless + 1)
                 if fruitless >= _FRUITLESS_ATTEMPTS:
@@ -359,12 +404,12 @@ class Supervisor:
             gang, watchdog = started.gang, Watchdog(started.pulses, self._policy.limits)
             follower = Follower(gang.members[0].log)
             try:
-                end = self.watch(number, gang, follower, watchdog)
+                end = self._agreed(self.watch(number, gang, follower, watchdog))
                 found_at = time.monotonic()
                 if end.stuck is not None:  # and then no grace: what is stuck does not end by itself
                     end = self._examine(end, gang, watchdog.witnesses(gang))
                     follower.new_lines(last=True)  # stacks, of which the name of the hang has what matters
-                elif end.failed is not None:
+                elif end.failed is not None or end.elsewhere:
                     gang.stop(self._policy.last_words_s)
             finally:
                 gang.kill()
@@ -390,6 +435,8 @@ class Supervisor:
             environments = [{**e, **of_process, **waits} for e, of_process in zip(environments, told)]
             shared = [(pulse.descriptor, *memory.descriptors) for pulse, memory in zip(pulses, self._snapshots)]
             shared = [descriptors + (() if waits_on is None else (waits_on,)) for descriptors in shared]
+            if self._hosts is not None:
+                stack.enter_context(self._hosts.sharing(self._snapshots))
             gang = stack.enter_context(LocalGang(self.command, environments, logs, self._first_rank, shared))
             yield Started(gang, pulses, environments[0].get(COORDINATOR))
 
@@ -425,6 +472,8 @@ class Supervisor:
                 return AttemptEnd(number, received=self._signals[0] if forwarded else None)
             if now > stop_others_at:
                 deadline, stop_others_at = min(deadline, self._stop_others(gang, watchdog, now)), _NEVER
+            if self._hosts is not None and not forwarded and not saved and (why := self._hosts.news()) is not None:
+                return AttemptEnd(number, elsewhere=why)
             if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
                 return AttemptEnd(number, stuck.member, stuck=stuck.why)
             time.sleep(_POLL_S)
@@ -434,8 +483,19 @@ class Supervisor:
         if self._outage is not None:
             self._show(self._outage.line(starts, now))
             self._outage = None
-        if self._policy.standby and number < self._last_attempt:
+        if self._policy.standby and self._hosts is None and number < self._last_attempt:
             self._standby.start(number + 1)
+
+    def _agreed(self, end: AttemptEnd) -> AttemptEnd:
+        """Tells the other hosts how the attempt ended here; where it ended well, waits until it did so on all."""
+        if self._hosts is None or end.elsewhere:
+            return end
+        if end.failed is not None:
+            self._hosts.failed(f"process {end.failed.rank} failed ({_how(end)})")
+            return end
+        longest_s = self._policy.limits.of("end") if end.received is None else self._policy.failure_grace_s
+        why = self._hosts.settle(longest_s) or ""
+        return replace(end, elsewhere=why) if end.received is None else end
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
         """Names the hang, and leaves what it was named by in the run folder."""
@@ -629,7 +689,8 @@ def _how(attempt: AttemptEnd) -> str:
 
 def _failed(attempt: AttemptEnd, why: str) -> RunError:
     failed = attempt.failed
-    assert failed is not None
+    if failed is None:
+        return RunError(f"attempt {attempt.number} has ended elsewhere ({attempt.elsewhere}), {why}.")
     return RunError(
         f"process {failed.rank} failed ({_how(attempt)}) in attempt {attempt.number}, {why}.",
         at=str(failed.log),

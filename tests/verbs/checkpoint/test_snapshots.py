@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshkit.runs.snapshots import SNAPSHOTS_VARIABLE, Slot, SnapshotMemory, slots_here
+from meshkit.distributed.join import Agreement
+from meshkit.errors import RunError
+from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS_VARIABLE, Slot, SnapshotMemory, slots_here
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.snapshots import Snapshots
 
@@ -112,11 +115,19 @@ def test_a_corrupt_one_is_passed_over_with_a_word(memory):
 
 
 def test_one_of_another_run_or_of_other_arrays_or_older_than_a_checkpoint_is_none(memory):
+    for other in ({"run": "another"}, {"like": state_of(0, wide=16)}, {"after": 8}):
+        taken(4, 8)
+        assert restored(**other) is None
     taken(4, 8)
-    assert restored(run="another") is None
-    assert restored(like=state_of(0, wide=16)) is None
-    assert restored(after=8) is None
     assert_same(restored(after=4), state_of(8))
+
+
+def test_what_was_not_restored_is_none_from_then_on(memory):
+    """Steps after the restored one are made again; on other devices or with other kernels not bit for bit."""
+    taken(4, 8)
+    os.pwrite(memory.descriptors[1], b"?", 4100)
+    assert_same(restored(), state_of(4))
+    assert [slot.record() is not None for slot in memory.slots] == [True, False]
 
 
 def test_after_a_restore_the_older_slot_is_written_first(memory):
@@ -153,6 +164,39 @@ def test_where_memory_is_short_training_goes_on_without_snapshots(memory, monkey
     monkeypatch.undo()
     monkeypatch.setenv(SNAPSHOTS_VARIABLE, memory.value)
     assert_same(restored(), state_of(4))
+
+
+def test_where_others_do_not_have_the_last_one_the_one_before_it_stays(memory, monkeypatch):
+    """As when their host is lost meanwhile: this process may get as far as the next snapshot before it ends."""
+
+    def fail(*_, **__):
+        raise RunError("process 1 has said nothing")
+
+    taken(4)
+    store = snapshots()
+    store.restore(abstract_of(state_of(0)), after=0)
+    monkeypatch.setattr(Agreement, "reach", fail)
+    store.take(state_of(8))
+    store.take(state_of(12))
+    store.close()
+    assert [(slot.record() or {}).get("step") for slot in memory.slots] == [4, 8]
+
+
+def test_a_snapshot_counts_once_another_host_has_it_where_one_copies(memory, monkeypatch):
+    monkeypatch.setenv(COPY_VARIABLE, "1")
+    said = []
+    store = snapshots(said=said)
+    store.take(state_of(4))
+    while memory.slots[0].record() is None:  # it is being hashed
+        time.sleep(0.01)
+    assert store.enabled
+    memory.slots[0].say_copied(True)
+    store.take(state_of(8))
+    while memory.slots[1].record() is None:
+        time.sleep(0.01)
+    memory.slots[1].say_copied(False)
+    store.close()
+    assert said == ["warning: no further snapshots are taken: no other host has a copy of the last one."]
 
 
 def test_nothing_of_the_memory_is_left_once_it_is_closed():

@@ -1,0 +1,290 @@
+"""Copies of a host's snapshots in the memory of another host's launcher, its neighbour's, over mutual TLS.
+
+    processes of host i seal a snapshot -> SnapshotCopies of its launcher -> Keeper of host i+1, in memory -> copied
+    host i is replaced -> fetch_copies: its new launcher asks the Keeper of host i+1 -> memory of its processes
+
+Launchers do it, so that neither a step nor the interpreter of a training process waits for the network. The sha256 of a
+snapshot goes with it, and a copy counts once it has the same.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from meshkit.runs.snapshots import LARGEST_RECORD, Slot, SnapshotMemory
+
+_LOOK_S, _CONNECT_S, _TIMEOUT_S, _AGAIN_S = 0.1, 5.0, 30.0, 1.0
+_PIECE, _FAILURES = 1 << 20, 5
+_KEPT, _SEND = b"kept", b"send"
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """How launchers of a job reach each other."""
+
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+    name: str
+    """In the certificate that all of them share: that of the coordinator's host."""
+
+    def connect(self, address: Address) -> ssl.SSLSocket:
+        """A connection to another launcher. The first word that is sent shakes hands.
+
+        Raises:
+            OSError: it is not there; on the first word: it does not show the job's certificate.
+        """
+        plain = socket.create_connection(address, timeout=_CONNECT_S)
+        try:
+            keep_alive(plain)
+            plain.settimeout(_TIMEOUT_S)
+            return self.client.wrap_socket(plain, server_hostname=self.name, do_handshake_on_connect=False)
+        except BaseException:
+            plain.close()
+            raise
+
+
+class Keeper:
+    """Keeps the newest snapshots of a neighbour's processes, two of each, and gives them back. A context manager.
+
+    Args:
+        host: the address on which it listens.
+        channel: of the job.
+        ranks: of the processes whose snapshots it keeps; others are refused.
+    """
+
+    def __init__(self, host: str, channel: Channel, ranks: Sequence[int]):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, 0), family=family)
+        self.port: int = self._server.getsockname()[1]
+        self._channel, self._lock = channel, threading.Lock()
+        self._memory = {rank: SnapshotMemory() for rank in ranks}
+
+    def __enter__(self) -> Keeper:
+        threading.Thread(target=self._listen, name="meshkit-keeper", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # wakes the thread that accepts
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        with self._lock:
+            for memory in self._memory.values():
+                memory.close()
+            self._memory = {}
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                plain, _ = self._server.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(plain,), name="meshkit-keeper", daemon=True).start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        """Answers what one launcher asks, until it hangs up."""
+        plain.settimeout(_TIMEOUT_S)
+        keep_alive(plain)
+        with suppress(OSError, ValueError, KeyError, TypeError), ExitStack() as stack:
+            stack.enter_context(plain)  # also where the handshake fails
+            connection = stack.enter_context(self._channel.server.wrap_socket(plain, server_side=True))
+            while asked := _hear(connection, idle=True):
+                with self._lock:
+                    if "give" in asked:
+                        self._give(connection, asked["give"])
+                    else:
+                        connection.sendall(self._keep(connection, **asked) + b"\n")
+
+    def _keep(self, connection: ssl.SSLSocket, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> bytes:
+        """Takes one snapshot, unless it is there; what its process has no longer goes."""
+        memory = self._memory.get(rank)
+        if memory is None:
+            return b"this host keeps no snapshots of that process"
+        held = [(slot.record() or {}).get("sha256") for slot in memory.slots]
+        if record["sha256"] in held:
+            return _KEPT
+        free = next((s for s, sha in zip(memory.slots, held) if sha not in whole), None)
+        if free is None:
+            return b"there is no room for a third one"
+        for slot, sha in zip(memory.slots, held):
+            if sha not in whole:
+                slot.clear()
+        try:
+            data = free.reserve(size)
+        except (OSError, ValueError) as error:
+            return f"it does not fit into that host's memory ({error})".encode()
+        connection.sendall(_SEND + b"\n")
+        return _KEPT if _receive(connection, free, data, record) else b"it came damaged"
+
+    def _give(self, connection: ssl.SSLSocket, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            memory = self._memory.get(rank)
+            for slot in memory.slots if memory is not None else ():
+                if (record := slot.record()) is not None:
+                    _say(connection, rank=rank, size=(size := slot.size), record=record)
+                    _send(connection, slot, size)
+        _say(connection, end=True)
+
+
+class SnapshotCopies:
+    """Sends every new snapshot of this host's processes to the neighbour, in a thread. A context manager.
+
+    Args:
+        memory: rank -> of its process.
+        address: of the neighbour's `Keeper`.
+        channel: of the job.
+        show: told what goes wrong.
+    """
+
+    def __init__(
+        self, memory: Mapping[int, SnapshotMemory], address: Address, channel: Channel, show: Callable[[str], None]
+    ):
+        self._memory, self._address, self._channel, self._show = memory, address, channel, show
+        for slot in (slot for held in memory.values() for slot in held.slots):
+            slot.say_copied(None)  # the neighbour may be another one
+        self._ends = threading.Event()
+        self._connection: ssl.SSLSocket | None = None
+        self._thread = threading.Thread(target=self._run, name="meshkit-copies", daemon=True)
+
+    def __enter__(self) -> SnapshotCopies:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        if (connection := self._connection) is not None:
+            with suppress(OSError):  # a copy on its way is given up
+                connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._ends.is_set():
+            try:
+                with self._channel.connect(self._address) as connection:
+                    self._connection = connection
+                    self._copy_all(connection)
+            except (OSError, ValueError) as error:
+                failures += 1
+                if failures == _FAILURES and not self._ends.is_set():  # one that is lost is said by who has lost it
+                    self._show(f"snapshots cannot be copied to the next host at {self._address[0]}: {error}")
+            self._connection = None
+            self._ends.wait(_AGAIN_S)
+
+    def _copy_all(self, connection: ssl.SSLSocket) -> None:
+        while not self._ends.wait(_LOOK_S):
+            for rank, memory in self._memory.items():
+                records = [(slot, record) for slot in memory.slots if (record := slot.record()) is not None]
+                whole = [record["sha256"] for _, record in records]
+                for slot, record in sorted(records, key=lambda found: found[1]["step"]):
+                    if slot.said_copied() is None:
+                        self._copy(connection, rank, slot, record, whole)
+
+    def _copy(self, connection: ssl.SSLSocket, rank: int, slot: Slot, record: dict[str, Any], whole: list[str]) -> None:
+        _say(connection, rank=rank, size=(size := slot.size), record=record, whole=whole)
+        answer = _line(connection)
+        if answer == _SEND:
+            _send(connection, slot, size)
+            answer = _line(connection)
+        if slot.record() != record:  # its process has begun another one there
+            return
+        slot.say_copied(answer == _KEPT)
+        if answer != _KEPT:
+            said = answer.decode(errors="replace")
+            self._show(f"the next host has no copy of process {rank}'s snapshot of step {record['step']}: {said}")
+
+
+def fetch_copies(memory: Mapping[int, SnapshotMemory], address: Address, channel: Channel) -> list[int]:
+    """Gets back what a neighbour keeps of this host's processes.
+
+    Args:
+        memory: rank -> of its process; filled.
+        address: of the neighbour's `Keeper`.
+        channel: of the job.
+
+    Returns:
+        Steps of the snapshots that came whole, each once.
+
+    Raises:
+        OSError: the neighbour is not there, or does not answer.
+    """
+    free, steps = {rank: list(held.slots) for rank, held in memory.items()}, set()
+    with closing(channel.connect(address)) as connection:
+        _say(connection, give=list(memory))
+        while "end" not in (said := _hear(connection)):
+            slot, record = free[said["rank"]].pop(0), said["record"]
+            if _receive(connection, slot, slot.reserve(said["size"]), record):
+                steps.add(record["step"])
+    return sorted(steps)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel end a connection whose other machine is gone without a word, after some 20 s."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@contextmanager
+def copying(copies: SnapshotCopies | None) -> Iterator[None]:
+    """Copies snapshots within the block, where there is anybody to copy them to."""
+    if copies is None:
+        yield
+        return
+    with copies:
+        yield
+
+
+def _send(connection: ssl.SSLSocket, slot: Slot, size: int) -> None:
+    """Sends the bytes of a snapshot; what its process writes meanwhile makes it another one, which is not taken."""
+    for at in range(0, size, _PIECE):
+        connection.sendall(slot.piece(at, min(_PIECE, size - at)))
+
+
+def _receive(connection: ssl.SSLSocket, slot: Slot, data: memoryview, record: dict[str, Any]) -> bool:
+    """Fills a slot; whether the bytes are those that the sender's process has sealed."""
+    at = 0
+    while at < data.nbytes:
+        got = connection.recv_into(data[at : at + _PIECE])
+        if not got:
+            raise ConnectionResetError("it closed the connection")
+        at += got
+    slot.seal(data, {key: value for key, value in record.items() if key != "sha256"})
+    if (slot.record() or {}).get("sha256") == record["sha256"]:
+        return True
+    slot.clear()
+    return False
+
+
+def _say(connection: ssl.SSLSocket, **words: Any) -> None:
+    connection.sendall(json.dumps(words).encode() + b"\n")
+
+
+def _hear(connection: ssl.SSLSocket, *, idle: bool = False) -> dict[str, Any]:
+    """A word of the other end; empty once it has hung up. One that is idle is waited for without limit."""
+    connection.settimeout(None if idle else _TIMEOUT_S)
+    line = _line(connection, first_may_end=idle)
+    connection.settimeout(_TIMEOUT_S)
+    return json.loads(line) if line else {}
+
+
+def _line(connection: ssl.SSLSocket, *, first_may_end: bool = False) -> bytes:
+    """A line, and nothing of what comes behind it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = connection.recv(1)
+        line += piece
+        if not piece and line == b"" and first_may_end:
+            return b""
+        if not piece or len(line) > LARGEST_RECORD:
+            raise ConnectionResetError("it closed the connection")
+    return line[:-1]

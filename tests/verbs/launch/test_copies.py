@@ -1,0 +1,143 @@
+"""Copies of snapshots at another launcher: what comes back is what was sealed, for who has the job's certificate."""
+
+import os
+import socket
+import ssl
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from meshkit.distributed.certificates import make_certificates, read_certificates, write_certificates
+from meshkit.runs.snapshots import SnapshotMemory
+from meshkit.verbs.launch.copies import Channel, Keeper, SnapshotCopies, fetch_copies
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd_create)")
+HERE = "127.0.0.1"
+RANK = 3
+
+
+def channel(folder):
+    write_certificates(folder, make_certificates([HERE]))
+    found = read_certificates(str(folder))
+    return Channel(found.client(), found.server(), HERE)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return channel(tmp_path_factory.mktemp("certificates") / "mtls")
+
+
+@pytest.fixture
+def keeper(job):
+    with Keeper(HERE, job, [RANK]) as made:
+        yield made
+
+
+@contextmanager
+def memory():
+    held = SnapshotMemory()
+    yield held
+    held.close()
+
+
+def data_of(step, size=5 << 20):
+    return bytes([step % 251]) * size
+
+
+def seal(slot, step, size=5 << 20):
+    data = slot.reserve(size)
+    data[:] = data_of(step, size)
+    slot.seal(data, {"step": step, "run": "run"})
+
+
+def copied(held, keeper, job, said, *, rank=RANK, until=lambda slots: all(s.said_copied() is not None for s in slots)):
+    """Copies what a process has, as its launcher does during an attempt."""
+    deadline = time.monotonic() + 60
+    with SnapshotCopies({rank: held}, (HERE, keeper.port), job, said.append):
+        while not until([slot for slot in held.slots if slot.record()]):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+
+
+def fetched(keeper, job):
+    """What a new launcher gets: step -> data."""
+    with memory() as held:
+        steps = fetch_copies({RANK: held}, (HERE, keeper.port), job)
+        found = {slot.record()["step"]: bytes(slot.read()) for slot in held.slots if slot.record()}
+        assert steps == sorted(found)
+        return found
+
+
+def test_a_new_launcher_gets_both_snapshots_bit_for_bit(job, keeper):
+    with memory() as held:
+        seal(held.slots[0], 4)
+        seal(held.slots[1], 8, size=0)
+        copied(held, keeper, job, said := [])
+        assert [slot.said_copied() for slot in held.slots] == [True, True]
+    assert fetched(keeper, job) == {4: data_of(4), 8: b""}
+    assert said == []
+
+
+def test_the_copy_of_the_last_whole_one_stays_while_the_next_one_comes(job, keeper):
+    with memory() as held:
+        for step in (4, 8, 12, 16):
+            seal(held.slots[step // 4 % 2], step)
+            copied(held, keeper, job, [])
+        held.slots[1].reserve(100)  # the process writes the next one
+        seal(held.slots[1], 20)
+        copied(held, keeper, job, [])
+    assert fetched(keeper, job) == {16: data_of(16), 20: data_of(20)}
+
+
+def test_what_its_process_no_longer_has_goes_from_the_copies_too(job, keeper):
+    """Another gang goes on from step 4: its step 8 may be another one."""
+    with memory() as held:
+        seal(held.slots[0], 4)
+        seal(held.slots[1], 8)
+        copied(held, keeper, job, [])
+        held.slots[1].clear()
+        seal(held.slots[1], 6)
+        copied(held, keeper, job, [])
+    assert fetched(keeper, job) == {4: data_of(4), 6: data_of(6)}
+
+
+def test_a_snapshot_that_is_damaged_is_no_copy_and_its_process_hears_so(job, keeper):
+    with memory() as held:
+        seal(held.slots[0], 4)
+        os.pwrite(held.descriptors[0], b"?", 4100)
+        copied(held, keeper, job, said := [])
+        assert held.slots[0].said_copied() is False
+    assert "no copy of process 3's snapshot of step 4: it came damaged" in said[0]
+    assert fetched(keeper, job) == {}
+
+
+def test_snapshots_of_other_processes_are_not_kept(job, keeper):
+    with memory() as held:
+        seal(held.slots[0], 4)
+        copied(held, keeper, job, said := [], rank=RANK + 1)
+    assert "keeps no snapshots of that process" in said[0]
+
+
+def test_who_has_another_certificate_or_none_gets_nothing(job, keeper, tmp_path):
+    with memory() as held:
+        seal(held.slots[0], 4)
+        copied(held, keeper, job, [])
+    stranger = channel(tmp_path / "mtls")
+    with memory() as mine, pytest.raises(ssl.SSLCertVerificationError):
+        fetch_copies({RANK: mine}, (HERE, keeper.port), stranger)
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        fetch_copies({RANK: held}, (HERE, keeper.port), Channel(trusting, job.server, HERE))
+    assert fetched(keeper, job) == {4: data_of(4)}
+
+
+def test_a_copy_on_its_way_does_not_keep_the_launcher(job):
+    """Its neighbour has stopped: nothing reads what it sends."""
+    with memory() as held, socket.create_server((HERE, 0)) as silent:
+        seal(held.slots[0], 4)
+        began = time.monotonic()
+        with SnapshotCopies({RANK: held}, silent.getsockname(), job, print):
+            time.sleep(0.3)
+        assert time.monotonic() - began < 20
