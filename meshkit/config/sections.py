@@ -388,7 +388,7 @@ class CheckpointTable(TomlTable):
     )
     snapshot_every: Natural = Field(
         default=0,
-        description="steps between snapshots in host memory, which a restart by the same launcher reads; 0 = none",
+        description="steps between snapshots in host memory, which a restart by the same launchers reads; 0 = none",
     )
     initial: Text | None = Field(
         default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"

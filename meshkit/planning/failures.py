@@ -27,12 +27,12 @@ from meshkit.predict.failures import (
     play,
 )
 from meshkit.report.schema import FailuresPart, Report, SparesPart
+from meshkit.runs.snapshots import snapshots_held
 from meshkit.step.program import StepFacts
 
 _SEED = 20261127
 _PLAYED = 4000  # Goodput is then off by at most 1 / sqrt(4000) of what it lacks.
 _MOST_SPARES, _ENOUGH = 16, 1e-3  # The rows of spares end where goodput lacks less than a tenth of a point.
-_SNAPSHOT_COPIES = 2  # A snapshot is written beside the last whole one.
 
 
 class _Known(NamedTuple):
@@ -79,7 +79,7 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
     rate, source = (given.per_host_day, "given") if given.per_host_day is not None else (rate, default)
     between_s = DAY_S / (rate * hosts)
     disk, storage = _disk_costs(known, cluster, facts, step_s)
-    memory, held = _memory_costs(disk, cluster, state_bytes / hosts, several=hosts > 1)
+    memory, held = _memory_costs(disk, cluster, state_bytes, hosts)
     every = (experiment.checkpoint.every if isinstance(experiment, Experiment) else 0) or None
     best, best_snapshot = best_interval(disk, between_s), best_interval(memory, between_s)
     month = months(disk, every or best, 1 / between_s, seed=_SEED)
@@ -126,17 +126,17 @@ def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float
     return Costs(step_s, blocked_s, written_s, known.detection_s, known.restart_s, written_s + blocked_s), storage
 
 
-def _memory_costs(disk: Costs, cluster: Cluster, share: float, *, several: bool) -> tuple[Costs, float]:
+def _memory_costs(disk: Costs, cluster: Cluster, state_bytes: float, hosts: int) -> tuple[Costs, float]:
     """Return the costs of snapshots in host memory with a copy on another host, and the bytes that they take of a host.
 
     A snapshot blocks as a checkpoint does, since the next step may change the state. The copy to the other host crosses
-    the scale-out fabric during the following steps, and a lost host's share comes back the same way. `share` has the
-    bytes of the state on one host, and `several` is whether there is another host.
+    the scale-out fabric during the following steps, and a lost host's share comes back the same way.
     """
+    share = state_bytes / hosts
     link = cluster.link("infiniband")
-    copied_s = share / (link.bytes_per_s * link.achieved * cluster.gpus_per_host) if several else 0.0
+    copied_s = share / (link.bytes_per_s * link.achieved * cluster.gpus_per_host) if hosts > 1 else 0.0
     costs = replace(disk, write_s=copied_s, read_s=copied_s + disk.blocked_s)
-    return costs, share * _SNAPSHOT_COPIES * (2 if several else 1)
+    return costs, share * snapshots_held(hosts)
 
 
 def _goodput_at(costs: Costs, every: int | None, between_s: float) -> float:

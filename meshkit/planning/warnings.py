@@ -18,6 +18,7 @@ from meshkit.predict.pricing import Pricer
 from meshkit.predict.simulate import Simulation
 from meshkit.predict.ways import RAGGED
 from meshkit.report.schema import MemoryPart, Warning_
+from meshkit.runs.snapshots import snapshots_held
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -228,15 +229,17 @@ def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Clus
     """Return the warnings of the host memory that snapshots take, in addition to offloaded arrays.
 
     Args:
-        state_bytes: state on one GPU; its process keeps two snapshots, without what its other GPUs hold as well.
+        state_bytes: state on one GPU; its process keeps snapshots of it, without what its other GPUs hold as well.
         compiled: the step, with its arrays in host memory.
         cluster: the cluster whose hosts hold the snapshots.
     """
     each = cluster.num_gpus / cluster.hosts
-    taken, needed = 2 * state_bytes * each, (2 * state_bytes + compiled.host_peak_bytes) * each
+    held = snapshots_held(cluster.hosts) * state_bytes
+    taken, needed = held * each, (held + compiled.host_peak_bytes) * each
     there = cluster.host_memory_bytes
     of = "" if there is None else f" of {format_bytes(there)}"
-    message = f"checkpoint.snapshot_every keeps two snapshots in host memory, up to {format_bytes(taken)}{of} a host"
+    whose = "two snapshots and two of another host" if cluster.hosts > 1 else "two snapshots"
+    message = f"checkpoint.snapshot_every keeps {whose} in host memory, up to {format_bytes(taken)}{of} a host"
     found = [Warning_(code="host_memory", message=message)]
     if there is not None and needed > there:
         with_them = f"with snapshots a host needs {format_bytes(needed)}, but it has {format_bytes(there)}"

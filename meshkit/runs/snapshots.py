@@ -31,13 +31,16 @@ _POLL_S = 0.05
 
 
 def snapshots_held(hosts: int) -> int:
-    """Snapshots of its share that every host holds: two, and of several hosts two of its neighbour's share.
+    """Return how many snapshots of a share of the state a host holds at most.
+
+    Two of its own share, of several hosts two of its neighbour's, and one that jax keeps from its way off the devices
+    until the next step.
 
     Example:
         >>> snapshots_held(1), snapshots_held(8)
-        (2, 4)
+        (3, 5)
     """
-    return _SLOTS * (2 if hosts > 1 else 1)
+    return _SLOTS * (2 if hosts > 1 else 1) + 1
 
 
 class SnapshotMemory:

@@ -8,7 +8,7 @@
 Every process keeps all shards that its devices hold, each once. The step before a snapshot has ended on all processes,
 and a slot is written over only once all have sealed the newer one, so one step is always whole everywhere.
 
-orbax's emergency checkpoints do not serve here: docs/adr/0018-snapshots-at-a-neighbour.md.
+orbax's emergency checkpoints do not serve here: docs/adr/0019-snapshots-at-a-neighbour.md.
 """
 
 from __future__ import annotations

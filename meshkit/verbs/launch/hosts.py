@@ -94,6 +94,7 @@ class Hosts:
         self._wait_s = join_timeout_s(os.environ, otherwise=_JOIN_S)
         self._peers: dict[int, _Peer] = {}
         self._over: set[int] = set()
+        self._told: set[int] = set()
         self._settled = False
         self._start: Start | None = None
         self._keeper: Keeper | None = None
@@ -155,7 +156,7 @@ class Hosts:
             RunError: they do not come in time.
         """
         self._hang_up()
-        self._over, self._settled = set(), False
+        self._over, self._told, self._settled = set(), set(), False
         self._meet({"host": self.index, "of": self.count, "attempt": attempt}, signals, self._wait_s)
 
     def withdraw(self, code: int) -> None:
@@ -190,7 +191,7 @@ class Hosts:
         assert self._keeper is not None
         said, addresses = {0: mine}, {0: (self._name, self._keeper.port)}
         with Connections(self._server, self._channel.server, keep=self.count) as connections:
-            while len(said) < self.count:
+            while len(said.keys() | self._told) < self.count:
                 for line, connection in connections.lines(_POLL_S):
                     if (word := self._checked(line, connection)) is not None:
                         said[word["host"]] = word
@@ -230,7 +231,8 @@ class Hosts:
             return
         for peer in self._peers.values():
             peer.say(stop=said[host]["stop"], host=host)
-        self._settled = len(said) == self.count
+        self._told |= self._peers.keys()
+        self._settled = len(self._told) == self.count - 1
         if host != 0:
             raise _ended(host, said[host]["stop"])
 

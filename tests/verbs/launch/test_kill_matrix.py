@@ -5,7 +5,6 @@ Every cell by itself: `make kill-matrix`, or the slow tests. What gates and faul
 """
 
 import re
-import signal
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,10 +22,9 @@ from benchmarks.kill_matrix.cells import (
     leftovers,
     run_cell,
 )
-from benchmarks.kill_matrix.gang import Gate, Launch, are_gone, send
+from benchmarks.kill_matrix.gang import Gate, Launch
+from benchmarks.kill_matrix.hosts import MEMORY_ALONE, two_hosts
 from benchmarks.kill_matrix.soak import SEED, plan, problems, soak
-from meshkit.distributed.certificates import make_certificates, write_certificates
-from meshkit.verbs.launch.local import free_port
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -116,68 +114,14 @@ def test_a_gang_goes_on_from_the_last_snapshot_that_all_have_in_memory(chain, tm
     assert leftovers(launch) == []
 
 
-@dataclass
-class TwoHosts:
-    """Launchers of a process each, as on two hosts that share a file system."""
-
-    launches: list
-
-    def lose(self, *hosts):
-        """Their launchers go, and with them their processes and what they hold in memory."""
-        pids = [pid for host in hosts for pid in self.launches[host].ranks().values()]
-        for host in hosts:
-            self.launches[host].process.kill()
-            self.launches[host].process.wait()
-        self.launches[hosts[0]].wait(lambda: are_gone(pids), "the end of the processes of a lost host")
-
-    def replace(self, *hosts):
-        for host in hosts:
-            self.launches[host].start()
-
-    def end(self):
-        codes = [launch.end() for launch in self.launches]
-        assert codes == [0, 0], self.said
-        return self.launches[0].losses()
-
-    @property
-    def said(self):
-        return "".join(launch.said for launch in self.launches)
-
-
-@pytest.fixture
-def two_hosts(tmp_path, monkeypatch):
-    write_certificates(tmp_path / "mtls", make_certificates(["127.0.0.1"]))
-    monkeypatch.setenv("MESHKIT_MTLS", str(tmp_path / "mtls"))
-    address, made = f"127.0.0.1:{free_port()}", []
-
-    def start(gate=None, *options):
-        job = ("--hosts", "2", "--coordinator", address, "--max-restarts", "3", *options)
-        for host in range(2):
-            words, gates = (*job, "--host-index", str(host)), {0: gate} if gate and gate.rank == host else {}
-            made.append(Launch(tmp_path / f"host{host}", gates, words, processes=1, out=tmp_path / "run"))
-            made[-1].start()
-        return TwoHosts(made)
-
-    yield start
-    for launch in made:
-        launch.kill()
-
-
-SNAPSHOTS_ALONE = ("--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
-
-
-def lose_at_gate(hosts, gate, *lost):
-    hosts.launches[gate.rank].wait_for_mark(0, "at")
-    hosts.lose(*lost)
-    hosts.replace(*lost)
-
-
-def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chain, two_hosts):
+def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chain, tmp_path):
     """The launcher of host 1 goes with its process before that copies step 16. Nobody has a checkpoint."""
-    hosts = two_hosts(gate := Gate("save", 1, 16), *SNAPSHOTS_ALONE)
-    lose_at_gate(hosts, gate, 1)
-    assert hosts.end() == chain.alone  # bit for bit
-    assert re.search(r"host 1 has its share of the snapshots of steps 1[24], 1[24] from the next host", hosts.said)
+    with two_hosts(tmp_path, MEMORY_ALONE) as hosts:
+        hosts.wait_for_gate()
+        hosts.lose(1)
+        hosts.replace(1)
+        assert hosts.end() == chain.alone  # bit for bit
+    assert re.search(r"host 1 has its share of the snapshots of steps? .*14.* from the next host", hosts.said)
     assert hosts.said.count("the snapshot of step 14 is in memory; no checkpoint is read") == 2
     assert "attempt 0 has ended elsewhere: host 1 is lost" in hosts.said
 
@@ -186,58 +130,6 @@ def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chai
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     return folder, baseline(folder, ("--set", "checkpoint.keep=9"))
-
-
-@pytest.mark.slow
-def test_the_host_of_the_coordinator_is_lost_and_replaced_alike(alone, two_hosts):
-    hosts = two_hosts(gate := Gate("save", 0, 16), *SNAPSHOTS_ALONE)
-    lose_at_gate(hosts, gate, 0)
-    assert hosts.end() == alone[1]
-    assert "host 0 has its share of the snapshots" in hosts.said
-    assert hosts.said.count("is in memory; no checkpoint is read") == 2
-
-
-@pytest.mark.slow
-def test_a_process_that_is_lost_alone_takes_no_neighbour(alone, two_hosts):
-    hosts = two_hosts(Gate("save", 1, 16), *SNAPSHOTS_ALONE)
-    hosts.launches[1].wait_for_mark(0, "at")
-    send(hosts.launches[1].ranks()[1], signal.SIGKILL)
-    assert hosts.end() == alone[1]
-    assert hosts.said.count("the snapshot of step 14 is in memory; no checkpoint is read") == 2
-    assert "from the next host" not in hosts.said
-
-
-@pytest.mark.slow
-def test_one_host_after_the_other_is_lost(alone, two_hosts):
-    """The second one after the first has got its share, and before the next snapshot."""
-    hosts = two_hosts(gate := Gate("save", 1, 16), *SNAPSHOTS_ALONE)
-    lose_at_gate(hosts, gate, 1)
-    hosts.launches[0].wait(lambda: "step 14 is in memory" in hosts.launches[0].said or None, "the second attempt")
-    hosts.lose(0)
-    hosts.replace(0)
-    assert hosts.end() == alone[1]
-    assert "no checkpoint is read" in hosts.launches[0].said
-
-
-@pytest.mark.slow
-def test_where_both_neighbours_are_lost_the_disk_is_read(alone, two_hosts):
-    hosts = two_hosts(
-        gate := Gate("save", 1, 16), "--set", "checkpoint.every=8", "--set", "checkpoint.snapshot_every=2"
-    )
-    lose_at_gate(hosts, gate, 0, 1)
-    assert hosts.end() == alone[1]
-    assert hosts.said.count("after step 8") == 2
-
-
-@pytest.mark.slow
-def test_a_launcher_that_gives_up_ends_the_others_with_its_exit_code(two_hosts):
-    hosts = two_hosts(Gate("save", 1, 16), *SNAPSHOTS_ALONE)
-    hosts.launches[1].wait_for_mark(0, "at")
-    hosts.lose(1)
-    hosts.launches[0].wait(lambda: "host 1 is lost" in hosts.launches[0].said or None, "word of the loss")
-    send(hosts.launches[0].process.pid, signal.SIGINT)
-    hosts.replace(1)
-    assert [launch.end() for launch in hosts.launches] == [130, 130]
 
 
 @pytest.mark.slow

@@ -1,0 +1,153 @@
+"""Two launchers of a process each, as on two hosts that share a file system: what the loss of a host costs.
+
+    python -m benchmarks.kill_matrix.hosts
+
+Every row is a run of its own: seconds from the fault until the launcher that is left says so, and until the first new
+step; both launchers are started again at once. The losses are compared with a run that is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.kill_matrix.cells import baseline
+from benchmarks.kill_matrix.gang import Gate, Launch, are_gone, send
+from meshkit.distributed.certificates import make_certificates, write_certificates
+from meshkit.verbs.launch.local import free_port
+
+MEMORY_ALONE = ("--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
+DISK_TOO = ("--set", "checkpoint.every=8", "--set", "checkpoint.snapshot_every=2")
+GATE = Gate("save", 1, 16)  # before process 1 copies the state of step 16
+FAULTS = {
+    "process 1 is killed": (MEMORY_ALONE, ()),
+    "host 1 is lost": (MEMORY_ALONE, (1,)),
+    "host 0 is lost": (MEMORY_ALONE, (0,)),
+    "both hosts are lost": (DISK_TOO, (0, 1)),
+}
+
+
+class TwoHosts:
+    """The launchers, with the gate of the first attempt at process 1.
+
+    Args:
+        folder: of all that they write.
+        options: of both launchers.
+    """
+
+    def __init__(self, folder: Path, options: tuple[str, ...]):
+        self._checkpoint = folder / "run" / "checkpoints" / "8" if options == DISK_TOO else None
+        write_certificates(folder / "mtls", make_certificates(["127.0.0.1"]))
+        os.environ["MESHKIT_MTLS"] = str(folder / "mtls")
+        job = ("--hosts", "2", "--coordinator", f"127.0.0.1:{free_port()}", "--max-restarts", "3", *options)
+        self.launches = [
+            Launch(
+                folder / f"host{host}",
+                {0: GATE} if host == GATE.rank else {},
+                (*job, "--host-index", str(host)),
+                processes=1,
+                out=folder / "run",
+            )
+            for host in range(2)
+        ]
+        for launch in self.launches:
+            launch.start()
+
+    def wait_for_gate(self) -> None:
+        """Returns when process 1 holds before its snapshot of step 16, and a checkpoint of step 8, if any, is whole."""
+        self.launches[GATE.rank].wait_for_mark(0, "at")
+        if self._checkpoint is not None:
+            self.launches[0].wait(self._checkpoint.exists, "the checkpoint of step 8")
+
+    def lose(self, *hosts: int) -> None:
+        """Their launchers go, and with them their processes and what they hold in memory."""
+        pids = [pid for host in hosts for pid in self.launches[host].ranks().values()]
+        for host in hosts:
+            process = self.launches[host].process
+            assert process is not None
+            process.kill()
+            process.wait()
+        self.launches[0].wait(lambda: are_gone(pids), "the end of the processes of a lost host")
+
+    def replace(self, *hosts: int) -> None:
+        """Others take their places."""
+        for host in hosts:
+            self.launches[host].start()
+
+    def kill_process(self) -> None:
+        """Process 1 goes, and its launcher stays."""
+        send(self.launches[1].ranks()[1], signal.SIGKILL)
+
+    def end(self) -> list[tuple[int, float]]:
+        """The losses, once both launchers have ended well.
+
+        Raises:
+            RuntimeError: one has not.
+        """
+        codes = [launch.end() for launch in self.launches]
+        if codes != [0, 0]:
+            raise RuntimeError(f"the launchers ended with {codes}:\n{self.said[-6000:]}")
+        return self.launches[0].losses()
+
+    @property
+    def said(self) -> str:
+        """All that both launchers have printed."""
+        return "".join(launch.said for launch in self.launches)
+
+
+@contextmanager
+def two_hosts(folder: Path, options: tuple[str, ...]) -> Iterator[TwoHosts]:
+    """The launchers; nothing of them is left afterwards."""
+    made, before = None, os.environ.get("MESHKIT_MTLS")
+    try:
+        made = TwoHosts(folder, options)
+        yield made
+    finally:
+        for launch in made.launches if made else ():
+            launch.kill()
+        os.environ.pop("MESHKIT_MTLS", None)
+        if before is not None:
+            os.environ["MESHKIT_MTLS"] = before
+
+
+def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
+    options, lost = FAULTS[fault]
+    with two_hosts(folder, options) as hosts:
+        hosts.wait_for_gate()
+        steps, watching = len(hosts.launches[0].losses()), hosts.launches[1 if lost == (0,) else 0]
+        began = time.monotonic()
+        if lost:
+            hosts.lose(*lost)
+            hosts.replace(*lost)
+        else:
+            hosts.kill_process()
+        found = "-"
+        if len(lost) < 2:
+            watching.wait(lambda: "attempt 0 has ended elsewhere" in watching.said or None, "word of the fault")
+            found = f"{time.monotonic() - began:.1f}"
+        hosts.launches[0].wait(lambda: len(hosts.launches[0].losses()) > steps or None, "a new step")
+        again = time.monotonic() - began
+        same = "the same, bit for bit" if hosts.end() == alone else "DIFFERENT"
+        after = max(int(words.split()[0]) for words in hosts.said.split("after step ")[1:])
+    return f"| {fault} | {found} | {again:.1f} | {steps - after} | {same} |"
+
+
+def main() -> None:
+    """Prints a row for every fault."""
+    with tempfile.TemporaryDirectory(prefix="meshkit-hosts-") as scratch:
+        os.environ.setdefault("MESHKIT_CACHE", f"{scratch}/cache")
+        alone = baseline(Path(scratch) / "alone")
+        print("| fault | s until said | s until a new step | steps lost | losses |\n|---|---|---|---|---|")
+        for i, fault in enumerate(FAULTS):
+            print(_measure(fault, Path(scratch) / str(i), alone), flush=True)
+    print(f"load average at the end: {os.getloadavg()[0]:.0f}; {os.cpu_count()} cores", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What snapshots in memory, with a copy at a neighbour, cost of training time: blocks of steps with and without one.
+
+    two `launch local` (hosts of one process) -> worker: blocks of `--every` steps, in pairs, one of each pair with a
+    snapshot after its first step -> time of a block with over that without -> mean, and its interval of 95 %
+
+    python -m benchmarks.snapshots
+    python -m benchmarks.snapshots --pairs 12 --every 20 --megabytes 32
+
+Which block of a pair comes first alternates. A block ends once its snapshot is whole on both hosts, so that all that it
+costs is in its time: what blocks the step, and the hashes and copies that share the cores with the steps after it. Other
+programs disturb that time. They leave alone the CPU time of a host's process and launcher, which is measured beside it:
+where steps use every core, as here, time goes with it; a host of GPUs has cores to spare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+_MEASURED = ("with", "without", "with_cpu", "without_cpu", "blocked", "whole")
+_WIDTH, _SHORTEST_STEP_S, _SEED, _DRAWS = 1024, 1.0, 20261128, 10_000
+
+
+def main() -> None:
+    """Starts the two hosts, and prints what their first process has measured."""
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("--pairs", type=int, default=8, help="pairs of blocks")
+    given.add_argument("--every", type=int, default=20, help="steps of a block: checkpoint.snapshot_every")
+    given.add_argument("--megabytes", type=int, default=32, help="of the state of each process")
+    given.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = given.parse_args()
+    if options.worker is not None:
+        _work(options.worker, options.pairs, options.every, options.megabytes << 20)
+        return
+    with tempfile.TemporaryDirectory(prefix="meshkit-snapshots-") as folder:
+        found = _measure(Path(folder), sys.argv[1:])
+    for line in report(found):
+        print(line)
+
+
+def _measure(folder: Path, options: list[str]) -> dict[str, list[float]]:
+    from meshkit.distributed.certificates import make_certificates, write_certificates
+    from meshkit.verbs.launch.local import free_port
+
+    write_certificates(folder / "mtls", make_certificates(["127.0.0.1"]))
+    env = os.environ | {"MESHKIT_MTLS": str(folder / "mtls"), "PYTHONPATH": str(ROOT)}
+    job = ["--processes", "1", "--devices", "1", "--hosts", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
+    job += ["--max-restarts", "1", "--out", str(folder / "run")]
+    work = [sys.executable, "-m", "benchmarks.snapshots", "--worker", str(folder / "measured.json"), *options]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "meshkit", "launch", "local", *job, "--host-index", str(host), "--", *work],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.DEVNULL if host else None,
+        )
+        for host in range(2)
+    ]
+    try:
+        codes = [process.wait() for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+    if codes != [0, 0]:
+        raise SystemExit(f"the two launchers ended with exit codes {codes}")
+    return json.loads((folder / "measured.json").read_text())
+
+
+def report(found: dict[str, list[float]]) -> list[str]:
+    """Say the ratio of blocks with and without a snapshot, with its interval, and what blocks a step.
+
+    Args:
+        found: `with`, `without`: seconds of a block, by pair, and `with_cpu`, `without_cpu` of CPU time; `blocked`: seconds that the step after a snapshot waits;
+            `whole`: seconds until both hosts have a snapshot whole; `every`, `bytes`: one number each.
+    """
+    every, without = found["every"][0], np.array(found["without"])
+    blocked = np.mean(found["blocked"])
+    size, step_s = found["bytes"][0] / 2**20, np.median(without) / every
+    return [
+        f"{size:.0f} MiB a process; a snapshot every {every:.0f} steps of {step_s:.2f} s; {len(without)} pairs",
+        f"a block with a snapshot takes {_ratio(found['with'], found['without'])} of time",
+        f"a block with a snapshot takes {_ratio(found['with_cpu'], found['without_cpu'])} of CPU time",
+        f"a snapshot blocks the step for {1e3 * blocked:.1f} ms: {blocked / without.mean():.3%} of a block",
+        f"it is whole on both hosts {np.median(found['whole']):.2f} s after the step",
+    ]
+
+
+def _ratio(with_one: list[float], without: list[float]) -> str:
+    """How much more one takes than the other, by pairs, with an interval by resampling them."""
+    ratios = np.log(np.array(with_one) / np.array(without))
+    drawn = np.random.default_rng(_SEED).choice(ratios, (_DRAWS, len(ratios))).mean(axis=1)
+    ratio, low, high = (math.exp(x) - 1 for x in (ratios.mean(), *np.quantile(drawn, [0.025, 0.975])))
+    return f"{ratio:+.2%} (95 % interval {low:+.2%} to {high:+.2%})"
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and its launcher so far."""
+    reaper = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()
+    launcher = Path(f"/proc/{reaper[1]}/stat").read_text().rsplit(")", 1)[1].split()
+    return time.process_time() + (int(launcher[11]) + int(launcher[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _work(out: Path, pairs: int, every: int, state_bytes: int) -> None:
+    """Measures, as one process of two."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from meshkit.distributed.join import Agreement, join_gang
+    from meshkit.step.state import TrainState
+    from meshkit.verbs.checkpoint.snapshots import Snapshots
+
+    rank, _ = join_gang()
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
+    rows = state_bytes // (4 * _WIDTH)
+    state = TrainState(
+        step=jax.device_put(jnp.int32(0), NamedSharding(mesh, PartitionSpec())),
+        params={"w": jax.jit(lambda: jnp.full((2, rows, _WIDTH), 1e-3), out_shardings=sharded)()},
+        opt_state=(),
+        variables={},
+        rng=jax.device_put(np.zeros(2, np.uint32), NamedSharding(mesh, PartitionSpec())),
+    )
+
+    def make(products: int):
+        def step(state: TrainState) -> TrainState:
+            square = state.params["w"][:, :_WIDTH]
+            x = jax.lax.fori_loop(0, products, lambda _, x: jnp.tanh(x @ square), square)
+            return replace(state, step=state.step + 1, params={"w": state.params["w"] + 1e-6 * jnp.mean(x)})
+
+        return jax.jit(step, donate_argnums=0)
+
+    def timed(step, state: TrainState) -> tuple[TrainState, float]:
+        began = time.perf_counter()
+        state = jax.block_until_ready(step(state))
+        return state, time.perf_counter() - began
+
+    # Both processes have to run one program: process 0 says how many products take a step long enough.
+    probe, step = 8, make(8)
+    state, _ = timed(step, state)
+    state, seconds = timed(step, state)
+    needed = max(probe, math.ceil(1.2 * probe * _SHORTEST_STEP_S / seconds))
+    products = Agreement("benchmark").reach("products", needed, max, timeout_s=60)
+    step = make(products)
+    state, _ = timed(step, state)
+    snapshots = Snapshots("benchmark", print)
+    found: dict[str, list[float]] = {name: [] for name in _MEASURED}
+
+    def block(state: TrainState, kind: str) -> TrainState:
+        began, cpu_s = time.perf_counter(), _cpu_s()
+        for i in range(every):
+            state = jax.block_until_ready(step(state))
+            if i == 0 and kind == "with":
+                at = time.perf_counter()
+                snapshots.take(state)
+                found["blocked"].append(time.perf_counter() - at)
+        if kind == "with":
+            snapshots.close()
+        found[kind].append(time.perf_counter() - began)
+        found[f"{kind}_cpu"].append(_cpu_s() - cpu_s)
+        return state
+
+    for pair in range(pairs):
+        for kind in ("with", "without") if pair % 2 else ("without", "with"):
+            state = block(state, kind)
+        at = time.perf_counter()
+        snapshots.take(state)
+        snapshots.close()
+        found["whole"].append(time.perf_counter() - at)
+    assert snapshots.enabled
+    if rank == 0:
+        out.write_text(json.dumps({**found, "every": [every], "bytes": [state_bytes]}))
+
+
+if __name__ == "__main__":
+    main()

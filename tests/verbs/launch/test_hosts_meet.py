@@ -1,0 +1,153 @@
+"""Launchers of several hosts begin together, hear how an attempt ends elsewhere, and wait for one that is gone."""
+
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from meshkit.distributed.certificates import make_certificates, write_certificates
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
+from meshkit.verbs.launch.local import free_port
+
+HERE = "127.0.0.1"
+COUNT = 3
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Makes the launcher of a host; all that were made end with the test."""
+    write_certificates(tmp_path / "mtls", make_certificates([HERE]))
+    monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "60")
+    address, said = f"{HERE}:{free_port()}", []
+    with ExitStack() as stack:
+
+        def make(index, *, folder=tmp_path / "mtls"):
+            made = Hosts(index, COUNT, 1, address, str(folder), said.append, free_port)
+            return stack.enter_context(made)
+
+        make.said = said
+        make.address = address
+        yield make
+
+
+def at_once(*calls):
+    """What each call returns or raises, all of them running at the same time."""
+    found = [None] * len(calls)
+
+    def run(i):
+        try:
+            found[i] = calls[i]()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return found
+
+
+def meet(*hosts, attempt=0):
+    assert at_once(*(lambda h=h: h.meet(attempt, []) for h in hosts)) == [None] * len(hosts)
+
+
+def news_of(host):
+    deadline = time.monotonic() + 60
+    while (word := host.news()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return word
+
+
+def test_all_begin_with_one_port_and_one_number(place):
+    hosts = [place(i) for i in range(COUNT)]
+    meet(*hosts, attempt=4)
+    assert len({host.coordinator for host in hosts}) == 1
+    assert hosts[0].coordinator != place.address
+    assert {host.attempt for host in hosts} == {4}
+    assert [host.news() for host in hosts] == [None] * COUNT
+
+
+def test_a_failure_on_one_host_ends_the_attempt_on_all_and_they_meet_again(place):
+    hosts = [place(i) for i in range(COUNT)]
+    meet(*hosts)
+    hosts[1].failed("process 1 failed")
+    assert {news_of(hosts[0]), news_of(hosts[2])} == {"host 1: process 1 failed"}
+    meet(*hosts, attempt=1)
+    hosts[0].failed("process 0 failed")
+    assert {news_of(hosts[1]), news_of(hosts[2])} == {"host 0: process 0 failed"}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_one_that_is_lost_is_named_and_another_one_takes_its_place(place, lost):
+    hosts = [place(i) for i in range(COUNT)]
+    meet(*hosts)
+    hosts[lost].__exit__()
+    left = [host for host in hosts if host.index != lost]
+    assert {news_of(host) for host in left} == {f"host {lost} is lost"}
+    meet(*left, place(lost), attempt=1)
+    assert {host.attempt for host in left} == {1}
+
+
+def test_one_that_is_done_waits_for_the_others_and_hears_when_they_fail(place):
+    hosts = [place(i) for i in range(COUNT)]
+    meet(*hosts)
+    found = at_once(*(lambda h=h: h.settle(60) for h in hosts[:2]), lambda: time.sleep(0.3) or hosts[2].failed("late"))
+    assert found == ["host 2: late", "host 2: late", None]
+    meet(*hosts)
+    assert at_once(*(lambda h=h: h.settle(60) for h in hosts)) == [None] * COUNT
+
+
+@pytest.mark.parametrize("first", range(COUNT))
+def test_one_that_gives_up_ends_the_job_on_all_with_its_exit_code(place, first):
+    hosts = [place(i) for i in range(COUNT)]
+    meet(*hosts)
+
+    def go_on(host):
+        try:
+            host.meet(1, [])
+        except EndedElsewhere as ended:
+            host.withdraw(ended.code)
+            return ended.code
+
+    hosts[first].failed("it is wrong")
+    others = [host for host in hosts if host.index != first]
+    found = at_once(lambda: hosts[first].withdraw(2), *(lambda h=h: go_on(h) for h in others))
+    assert found == [None, 2, 2]
+
+
+def test_waiting_ends_by_a_signal_or_names_who_is_missing(place, monkeypatch):
+    with pytest.raises(EndedElsewhere, match="SIGTERM while the other hosts are waited for"):
+        (first := place(0)).meet(0, [signal.SIGTERM])
+    first.__exit__()
+    monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "1")
+    with pytest.raises(RunError, match=r"host 1 of 3 has waited 1 s for .* host 0 at .*Connection refused"):
+        place(1).meet(0, [])
+
+
+def test_strangers_on_the_port_and_launchers_of_other_jobs_keep_nobody(place, tmp_path):
+    write_certificates(tmp_path / "other", make_certificates([HERE]))
+    hosts = [place(i) for i in range(COUNT)]
+    host, port = place.address.split(":")
+    stranger = Hosts(1, COUNT, 1, place.address, str(tmp_path / "other"), print, free_port)
+    stop = []
+
+    def disturb():
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            with pytest.raises(EndedElsewhere):
+                stranger.meet(0, stop)
+
+    found = at_once(disturb, lambda: meet(*hosts), lambda: time.sleep(0.3) or stop.append(signal.SIGTERM))
+    assert found == [None] * 3
+
+
+def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
+    with pytest.raises(ConfigError, match="meet by certificates") as raised:
+        Hosts(0, 2, 1, f"{HERE}:61000", None, print, free_port)
+    assert "launch certificates" in str(raised.value.hint)
