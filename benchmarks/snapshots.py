@@ -7,9 +7,9 @@
     python -m benchmarks.snapshots --pairs 12 --every 20 --megabytes 32
 
 Which block of a pair comes first alternates. A block ends once its snapshot is whole on both hosts, so that all that it
-costs is in its time: what blocks the step, and the hashes and copies that share the cores with the steps after it. Other
-programs disturb that time. They leave alone the CPU time of a host's process and launcher, which is measured beside it:
-where steps use every core, as here, time goes with it; a host of GPUs has cores to spare.
+costs is in its time: what blocks the step, and the hashes and copies that share the cores with the steps after it.
+Other programs disturb that time, and less the CPU time of a host's process and launcher, which is measured beside it.
+Where steps use every core, as here, time goes with CPU time. A host of GPUs has cores to spare.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def report(found: dict[str, list[float]]) -> list[str]:
     """Say the ratio of blocks with and without a snapshot, with its interval, and what blocks a step.
 
     Args:
-        found: `with`, `without`: seconds of a block, by pair, and `with_cpu`, `without_cpu` of CPU time; `blocked`: seconds that the step after a snapshot waits;
-            `whole`: seconds until both hosts have a snapshot whole; `every`, `bytes`: one number each.
+        found: `with`, `without`: seconds of a block, by pair; `with_cpu`, `without_cpu`: of CPU time; `blocked`: seconds
+            that the step after a snapshot waits; `whole`: seconds until both hosts have one whole; `every`, `bytes`:
+            one number each.
     """
     every, without = found["every"][0], np.array(found["without"])
     blocked = np.mean(found["blocked"])
