@@ -81,8 +81,8 @@ def report(found: dict[str, list[float]]) -> list[str]:
     """Say the ratio of blocks with and without a snapshot, with its interval, and what blocks a step.
 
     Args:
-        found: `with`, `without`: seconds of a block, by pair; `with_cpu`, `without_cpu`: of CPU time; `blocked`: seconds
-            that the step after a snapshot waits; `whole`: seconds until both hosts have one whole; `every`, `bytes`:
+        found: `with`, `without`: seconds of a block, by pair; `with_cpu`, `without_cpu`: of CPU time; `blocked`: for so
+            long the step after a snapshot waits; `whole`: until both hosts have one whole; `every`, `bytes`:
             one number each.
     """
     every, without = found["every"][0], np.array(found["without"])

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from meshkit.distributed.certificates import make_certificates, write_certificates
+
 ROOT = Path(__file__).resolve().parents[3]
 ADDRESSES = ["198.18.7.1", "198.18.7.2"]  # of the range that RFC 2544 keeps for tests
 PROCESS = """
@@ -206,8 +208,6 @@ def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
 
     variables = {}
     if mtls:
-        from meshkit.distributed.certificates import make_certificates, write_certificates
-
         write_certificates(tmp_path / "mtls", make_certificates(["mk-host0"]))
         variables["MESHKIT_MTLS"] = str(tmp_path / "mtls")
     part = ["--processes", "1", "--hosts", "2", "--coordinator", "mk-host0:61000", "--attempt", "0"]
@@ -241,3 +241,92 @@ def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
         leaf.size for leaf in jax.tree.leaves(describe_model(resolve(load(ROOT / EXPERIMENT, SETS))).params)
     )
     assert min(map(received_bytes, hosts)) > 4 * parameters * STEPS
+
+
+RESTARTING = LAUNCH.replace("attempt=0, ", "").replace("max_restarts=0", "max_restarts=2")
+KEEPING = """
+import os, time
+from meshkit.runs.snapshots import slots_here
+rank, attempt = os.environ["MESHKIT_PROCESS_ID"], int(os.environ["MESHKIT_ATTEMPT"])
+slot = slots_here()[0]
+if attempt == 0:
+    data = slot.reserve(6)
+    data[:] = b"share" + rank.encode()
+    slot.seal(data, {"step": 4})
+    print("copied", slot.wait_until_copied(100), flush=True)
+    time.sleep(600)
+print("has", bytes(slot.read()).decode(), flush=True)
+"""
+
+
+def keep_and_lose(hosts, tmp_path, lose):
+    """Two launchers whose processes have a snapshot, of which host 1 is lost; what both print, and exit codes.
+
+    Args:
+        hosts: the machines.
+        tmp_path: for all that is written.
+        lose: called with the launchers; returns the one that goes on in place of that of host 1.
+    """
+    write_certificates(tmp_path / "mtls", make_certificates(["mk-host0"]))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
+    env["MESHKIT_MTLS"] = str(tmp_path / "mtls")
+
+    def start(host):
+        words = [sys.executable, "-u", "-c", RESTARTING, str(host.index), str(tmp_path / "run"), KEEPING]
+        with (tmp_path / f"said{host.index}").open("ab") as said:
+            return subprocess.Popen(host.command(*words), cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT)
+
+    said = lambda index: (tmp_path / f"said{index}").read_text()
+    started = [start(host) for host in hosts]
+    try:
+        wait_until(lambda: all(f"[{i}] copied True" in said(i) for i in range(2)), said)
+        started.append(lose(started, start, said))
+        codes = [started[i].wait(200) for i in (0, -1)]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return codes, [said(i) for i in range(2)]
+
+
+def wait_until(look, said):
+    deadline = time.monotonic() + 120
+    while not look():
+        assert time.monotonic() < deadline, said(0) + said(1)
+        time.sleep(0.05)
+
+
+@needs_spaces
+@pytest.mark.multiprocess
+def test_a_lost_hosts_share_comes_back_over_the_network(hosts, tmp_path):
+    """By the certificate, which has the name of host 0 alone, and on the interfaces between the hosts."""
+
+    def lose(started, start, said):
+        assert listening(hosts[0], 61000) == {"010712C6"}  # 198.18.7.1, the lowest byte first
+        started[1].kill()
+        started[1].wait()
+        return start(hosts[1])
+
+    codes, outputs = keep_and_lose(hosts, tmp_path, lose)
+    assert codes == [0, 0], outputs
+    assert "host 1 is lost" in outputs[0]
+    assert "host 1 has its share of the snapshots of step 4 from the next host" in outputs[1]
+    assert ["[0] has share0" in outputs[0], "[1] has share1" in outputs[1]] == [True, True]
+
+
+@needs_spaces
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_hosts_that_no_longer_reach_each_other_end_the_attempt_and_meet_again(hosts, tmp_path):
+    """No process and no launcher is gone, and nobody says a word: the kernel ends connections after some 20 s."""
+
+    def lose(started, start, said):
+        hosts[1].run("ip", "link", "set", "mk1", "down")
+        wait_until(lambda: "host 1 is lost" in said(0) and "host 0 is lost" in said(1), said)
+        hosts[1].run("ip", "link", "set", "mk1", "up")
+        return started[1]
+
+    codes, outputs = keep_and_lose(hosts, tmp_path, lose)
+    assert codes == [0, 0], outputs
+    assert ["[0] has share0" in outputs[0], "[1] has share1" in outputs[1]] == [True, True]
+    assert "from the next host" not in outputs[1]
