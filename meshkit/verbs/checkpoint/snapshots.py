@@ -125,7 +125,7 @@ class Snapshots:
         """Forget the snapshots of this process, so that the next attempt resumes from a checkpoint."""
         self.close()
         for slot in self._slots:
-            slot.reserve(0)
+            slot.clear()
 
     def close(self) -> None:
         """Return when nothing is being written."""
