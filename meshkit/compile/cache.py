@@ -72,6 +72,7 @@ _OFF = {"", "0", "off", "no", "none", "false"}
 # A writer that died leaves its temporary file; after an hour nobody is writing it any more.
 _STALE_S = 3600.0
 # All that is ever removed from a folder of entries, though it is meshkit's own.
+_MEMORY_SIZE = re.compile(r"device_memory_size: \d+")  # of a target: it bounds what XLA schedules
 _ENTRY = re.compile(r".+\.(program|kernels|executable|pbtxt)")
 _PARTIAL = re.compile(r".{0,16}-[0-9a-f]{16}\.tmp")
 
@@ -100,13 +101,16 @@ def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping
 def kernels_key(request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """Return a hash of what decides the code of a kernel beside its operations: the GPU, versions, options.
 
+    The GPU's memory decides the schedule alone.
+
     Args:
         request: as for `program_key`.
         environment: as for `program_key`.
     """
     options = {**(request.get("planners_options") or {}), **(request.get("compiler_options") or {})}
     deciding = {name: value for name, value in options.items() if not _OF_SCHEDULES.fullmatch(name)}
-    return _key(environment, target=request["target_config"], options=deciding)
+    target = _MEMORY_SIZE.sub("", request["target_config"])
+    return _key(environment, target=target, options=deciding)
 
 
 def deciding(environment: Mapping[str, str]) -> dict[str, str]:

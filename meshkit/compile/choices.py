@@ -53,9 +53,9 @@ _DEFAULT_BYTES = 30 * 2**20
 _SHARE = 0.9
 # Sizes between which the bandwidth of large messages is taken.
 _LARGE_BYTES = (2**32, 2**33)
-# XLA keeps within this percentage of what the client may take, which jax tells it (jaxlib/py_client.cc, bytes_limit of
-# the allocator), or of _XLA_FRACTION of the memory where no client is (xla/service/gpu/gpu_hlo_schedule.cc,
-# GetSchedulerMemoryLimit); seen in what its rematerialization prints: 33.9 GB of 85.9 at 50, less inputs and results.
+# XLA keeps temporaries within this percentage of what inputs and results leave of the memory: of what the client may
+# take, which jax tells it (jaxlib/py_client.cc, bytes_limit of the allocator), or of _XLA_FRACTION of the GPU's where no
+# client is (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit). Its rematerialization prints that limit.
 LIMIT = "xla_gpu_memory_limit_slop_factor"
 NO_LIMIT = 10_000
 _XLA_LIMIT = 95  # its default
@@ -194,17 +194,21 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
     return Option(LIMIT, NO_LIMIT, why, tight=tight)
 
 
-def without_client(options: Mapping[str, Any], memory_fraction: float) -> dict[str, Any]:
-    """Options by which XLA, with no client to ask, keeps within as many bytes as beside the one of a run.
+def described_memory_bytes(options: Mapping[str, object], cluster: Cluster, memory_fraction: float) -> int:
+    """Return the memory of a described GPU with which XLA, with no client to ask, has the limit of a run.
 
     Args:
         options: of a run, by name.
+        cluster: whose GPUs they are for.
         memory_fraction: share of the GPU's memory that its client may take.
+
+    Returns:
+        The GPU's own where no limit is within reach, so that one kept program serves every `memory_fraction`.
     """
-    percent = options.get(LIMIT, _XLA_LIMIT)
-    if not isinstance(percent, int) or percent >= NO_LIMIT:
-        return dict(options)
-    return {**options, LIMIT: round(percent * memory_fraction / _XLA_FRACTION)}
+    percent, whole = options.get(LIMIT, _XLA_LIMIT), cluster.gpu.memory_bytes
+    if isinstance(percent, int) and percent >= NO_LIMIT:
+        return int(whole)
+    return int(whole * memory_fraction / _XLA_FRACTION)
 
 
 def _waits_in_every_layer(program: TrainProgram) -> bool:

@@ -285,11 +285,15 @@ def on_own_stack[Result](work: Callable[[], Result]) -> Result:
     return returned[0]
 
 
-def target_config(gpu: Gpu) -> str:
+def target_config(gpu: Gpu, memory_bytes: int | None = None) -> str:
     """Return the text of a `GpuTargetConfigProto` that describes one GPU to the compiler, written from the catalog.
 
     OpenXLA ships longer ones under xla/backends/gpu/target_config/specs, with which these agree in every field they
     share (a test compares them).
+
+    Args:
+        gpu: of the catalog.
+        memory_bytes: in place of the GPU's own memory, of which XLA takes a share as its limit.
 
     Raises:
         ConfigError: the catalog entry is no NVIDIA GPU.
@@ -321,7 +325,7 @@ def target_config(gpu: Gpu) -> str:
         "memory_bandwidth": int(gpu.memory_bytes_per_s),
         "l2_cache_size": int(gpu.l2_bytes),
         "clock_rate_ghz": round(gpu.clock_hz / 1e9, 4),
-        "device_memory_size": int(gpu.memory_bytes),
+        "device_memory_size": int(gpu.memory_bytes) if memory_bytes is None else memory_bytes,
         "device_address_bits": 64,
     }
     lines = [f"  {name}: {value}" for name, value in fields.items()]

@@ -24,7 +24,7 @@ import jax
 from meshkit.children import ChildDied, ChildFailed, KeptChild, sweep
 from meshkit.compile import cache
 from meshkit.compile.child import KERNELS_FILE
-from meshkit.compile.choices import compile_to_fit, without_client
+from meshkit.compile.choices import compile_to_fit, described_memory_bytes
 from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.compile.options import (
     PLAIN,
@@ -168,7 +168,6 @@ def compile_absent(
     lower_s = time.perf_counter() - start
     request = {
         "topology": topology_name(cluster),
-        "target_config": target_config(cluster.gpu),
         "mesh_shape": list(mesh.devices.shape),
         "axis_names": list(mesh.axis_names),
         "axis_types": [kind.name for kind in mesh.axis_types],
@@ -182,8 +181,9 @@ def compile_absent(
     }
 
     def make(chosen: Sequence[Option]) -> CompiledProgram:
-        options = without_client({o.name: o.value for o in chosen}, choices.memory_fraction)
-        asked = {**request, "compiler_options": options}
+        options = {o.name: o.value for o in chosen}
+        memory_bytes = described_memory_bytes(options, cluster, choices.memory_fraction)
+        asked = {**request, "compiler_options": options, "target_config": target_config(cluster.gpu, memory_bytes)}
         kept, notes, read_s = _kept_or_compiled(exported.program, asked, timeout_s)
         found = dict(kept.result)
         left_out = found.pop("left_out")

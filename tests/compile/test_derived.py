@@ -8,11 +8,11 @@ import meshkit as mk
 from meshkit.compile.choices import (
     LoopTraffic,
     derive_options,
+    described_memory_bytes,
     loop_traffic,
     memory_option,
     message_bytes,
     options_for,
-    without_client,
 )
 from meshkit.config.experiment import load
 from meshkit.config.sections import TrainTable
@@ -120,24 +120,25 @@ def test_a_reduce_scatters_limit_is_of_what_it_leaves_on_a_gpu():
     assert values["xla_gpu_reduce_scatter_combine_threshold_bytes"] == whole // 64
 
 
-@pytest.mark.parametrize(("fraction", "percent"), [(0.92, 115), (0.8, 100), (0.76, 95), (0.5, 62)])
-def test_xla_may_use_what_the_client_may_take(fraction, percent):
-    """No limit for a step that fits; for any other that of the client, or of 0.8 of the memory where none is there."""
-    option = memory_option(fraction)
+@pytest.mark.parametrize("fraction", [0.92, 0.8, 0.5])
+def test_xla_may_use_what_the_client_may_take(fraction):
+    """No limit for a step that fits; for any other the client's pool, of which XLA takes 0.8 of a described memory."""
+    option, cluster = memory_option(fraction), mk.Cluster.load("dgx_h100")
     assert option.value == 10_000
     assert option.tight is not None
     assert option.tight[0] == 100
     assert not option.costs_memory
-    assert without_client({option.name: 100}, fraction) == {option.name: percent}
+    described = described_memory_bytes({option.name: 100}, cluster, fraction)
+    assert 0.8 * described == pytest.approx(fraction * cluster.gpu.memory_bytes, abs=1)
 
 
-def test_without_a_client_xla_keeps_within_as_many_bytes():
-    """95 % of the client's pool, unless the user says another percentage; what is out of reach stays so."""
-    name = memory_option(0.92).name
-    assert without_client({"xla_a": True}, 0.92) == {"xla_a": True, name: 109}
-    assert without_client({}, 0.75) == {name: 89}
-    assert without_client({name: 50}, 0.9) == {name: 56}
-    assert without_client({name: 10_000}, 0.5) == {name: 10_000}
+def test_without_a_client_xla_keeps_within_the_clients_pool():
+    """Whatever percentage of it the user says, or XLA's own; a limit out of reach leaves the GPU's memory as it is."""
+    name, cluster = memory_option(0.92).name, mk.Cluster.load("dgx_h100")
+    pool = described_memory_bytes({}, cluster, 0.5)
+    assert 0.8 * pool == pytest.approx(0.5 * cluster.gpu.memory_bytes, abs=1)
+    assert described_memory_bytes({name: 50}, cluster, 0.5) == pool
+    assert described_memory_bytes({name: 10_000}, cluster, 0.5) == cluster.gpu.memory_bytes
 
 
 def test_xla_need_not_make_room_for_what_waits_in_host_memory():
