@@ -54,8 +54,8 @@ _SHARE = 0.9
 # Sizes between which the bandwidth of large messages is taken.
 _LARGE_BYTES = (2**32, 2**33)
 # XLA keeps temporaries within this percentage of what inputs and results leave of the memory: of what the client may
-# take, which jax tells it (jaxlib/py_client.cc, bytes_limit of the allocator), or of _XLA_FRACTION of the GPU's where no
-# client is (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit). Its rematerialization prints that limit.
+# take, which jax tells it (jaxlib/py_client.cc, bytes_limit of the allocator), or of _XLA_FRACTION of the GPU's where
+# no client is (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit). Its rematerialization prints that limit.
 LIMIT = "xla_gpu_memory_limit_slop_factor"
 NO_LIMIT = 10_000
 _XLA_LIMIT = 95  # its default
@@ -438,7 +438,7 @@ def _fitting[T: CompileAttempt](
     loose = choose(derived)
     if loose != choose(tight):
         made = make(loose)
-        if made.peak_bytes <= (1 - _SPARE) * pool_bytes:
+        if room_for(made.peak_bytes) <= pool_bytes:
             return made
     made = make(choose(tight))
     needed, cheap = made.peak_bytes, [o for o in tight if not o.costs_memory]
@@ -452,6 +452,11 @@ def _fitting[T: CompileAttempt](
         f", more than the step may take, and without them it needs {format_bytes(plain.peak_bytes)}"
     )
     return replace(cast(Any, plain), log=(said, *plain.log))
+
+
+def room_for(peak_bytes: int) -> float:
+    """Return the pool from which on a program with this peak is compiled without a limit."""
+    return peak_bytes / (1 - _SPARE)
 
 
 def _pool_bytes(cluster: Cluster, choices: CompileChoices) -> float:

@@ -224,12 +224,47 @@ class RemedyPart(Part):
     margin_bytes: int | None = None
 
 
+class CliffPoint(Part):
+    """The step as it is compiled where the client may take `pool_bytes`.
+
+    Attributes:
+        arena_bytes: temporaries, which a run takes as one contiguous piece.
+        recomputed_kernels: that run twice because XLA saves memory; `recomputed_s` is what they take of a step.
+    """
+
+    pool_bytes: int
+    time_s: float
+    exposed_s: float
+    peak_bytes: int
+    arena_bytes: int
+    fits: bool
+    recomputed_kernels: int
+    recomputed_s: float
+
+
+class CliffPart(Part):
+    """Where XLA begins to recompute or to serialize to save memory, by compiles with other pools.
+
+    Attributes:
+        distance_bytes: of the pool that the step does not need; below 0 what it lacks, where XLA saves memory already.
+            Null, as `before` and `beyond` are, where every compile is on the same side.
+        before, beyond: the nearest compiles on both sides.
+        points: all of them, most memory first.
+    """
+
+    distance_bytes: int | None = None
+    before: CliffPoint | None = None
+    beyond: CliffPoint | None = None
+    points: tuple[CliffPoint, ...]
+
+
 class MemoryPart(Part):
     """Memory of the fullest GPU, against what the client may take.
 
     `reserved_bytes` is what the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
-    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` is null unless they were asked for. For a
-    program that ran, `peak_bytes` is the allocator's peak since the process began and `program_bytes` is XLA's count.
+    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` and `cliff` are null unless they were asked
+    for. For a program that ran, `peak_bytes` is the allocator's peak since the process began and `program_bytes` is XLA's
+    count.
     """
 
     capacity_bytes: int | None = None
@@ -250,6 +285,7 @@ class MemoryPart(Part):
     cudnn_workspace_bytes: int | None = None
     fragmentation_bytes: int | None = None
     remedies: tuple[RemedyPart, ...] | None = None
+    cliff: CliffPart | None = None
 
 
 class OptionPart(Part):

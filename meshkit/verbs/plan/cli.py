@@ -51,6 +51,9 @@ def plan(
     options: Annotated[
         bool, typer.Option("--options", help="Compile with other options of XLA, too: what each would give.")
     ] = False,
+    cliff: Annotated[
+        bool, typer.Option("--cliff", help="Compile with other memory limits: from where on XLA slows the step.")
+    ] = False,
     imbalance: Annotated[
         float, typer.Option(metavar="FACTOR", help="Rows of the busiest GPU of an expert axis, over an average one's.")
     ] = 1.0,
@@ -78,7 +81,7 @@ def plan(
     set_ = [*set_, *(f"{key}={value}" for key, value in (("cluster", cluster), ("mesh", mesh)) if value is not None)]
     if out is not None:
         run_folder(out)
-    _check_combination(sweep is not None, options, imbalance, failures)
+    _check_combination(sweep is not None, options, imbalance, failures, cliff)
     if sweep is not None:
         with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
@@ -92,6 +95,8 @@ def plan(
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
         report = _with_named_change(report, loaded, made)
+        if cliff:
+            report = _with_cliff(report, loaded, made)
     if failures:
         from meshkit.planning.failures import plan_failures
 
@@ -109,7 +114,7 @@ def plan(
         check_strict(made.lint.findings)
 
 
-def _check_combination(sweep: bool, options: bool, imbalance: float, failures: bool) -> None:
+def _check_combination(sweep: bool, options: bool, imbalance: float, failures: bool, cliff: bool) -> None:
     """Raise an error for flags that exclude each other."""
     if sweep and options:
         raise ConfigError(
@@ -119,6 +124,8 @@ def _check_combination(sweep: bool, options: bool, imbalance: float, failures: b
         raise ConfigError(
             "an imbalance applies to a single plan.", at="--imbalance", hint="leaving out --sweep and --options"
         )
+    if sweep and cliff:
+        raise ConfigError("a memory cliff belongs to a single plan.", at="--cliff", hint="leaving out --sweep")
     if sweep and failures:
         raise ConfigError("failures are planned at a single size.", at="--failures", hint="leaving out --sweep")
 
@@ -142,6 +149,7 @@ def _with_named_change(report: Report, loaded: Experiment | ProgramExperiment, m
 def _show(report: Report, made: Plan, title: str, start: float, out: Path | None, as_json: bool) -> None:
     """Print the report, and say how long the plan took."""
     from meshkit.children import peak_rss_bytes
+    from meshkit.search.cliff import cliff_table
     from meshkit.search.proposals import remedies_table
 
     show_report(report, as_json, title)
@@ -149,6 +157,8 @@ def _show(report: Report, made: Plan, title: str, start: float, out: Path | None
         stdout().print(remedies_table("what makes it fit", report.memory.remedies))
     if report.program.alternatives and not as_json:
         stdout().print(remedies_table("other options of XLA", report.program.alternatives))
+    if report.memory.cliff is not None and not as_json:
+        stdout().print(cliff_table(report.memory.cliff))
     memory = f"{format_bytes(peak_rss_bytes())} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
     wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
     say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
@@ -180,6 +190,14 @@ def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int
     with status("compiling with other options of XLA"):
         found = find_alternatives(experiment, set_, report, jobs=jobs)
     return report.model_copy(update={"program": report.program.model_copy(update={"alternatives": found})})
+
+
+def _with_cliff(report: Report, experiment: Experiment | ProgramExperiment, made: Any) -> Report:
+    """The report with the memory from which on XLA slows the step, found by compiles."""
+    from meshkit.search.cliff import find_cliff, with_cliff
+
+    with status("compiling with other memory limits"):
+        return with_cliff(report, find_cliff(experiment, made))
 
 
 def _sweep(

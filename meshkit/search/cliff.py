@@ -1,0 +1,140 @@
+"""The memory cliff of a step: with how much less memory XLA begins to recompute or to serialize, and what that costs.
+
+    plan -> plans of the same step with smaller pools (larger ones, where XLA recomputes already) -> bisection
+
+XLA's scheduler and its rematerialization go by the memory that the client may take (compile/choices.py). They count
+before XLA knows which buffers share memory, so that only a compile tells where they begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rich.table import Table
+
+from meshkit.compile.choices import LIMIT, NO_LIMIT, room_for
+from meshkit.config.experiment import Experiment, ProgramExperiment
+from meshkit.planning.planner import Plan, plan_experiment
+from meshkit.predict.coverage import rematerialized
+from meshkit.report.schema import CliffPart, CliffPoint, FindingPart, Report
+from meshkit.units import format_bytes, format_percent, format_seconds
+
+_LONGER = 0.005  # Smaller changes of a step are ones of its order, which XLA makes long before the cliff.
+_WITHIN = 0.01  # of the pool
+_SMALLER = (1.0, 0.94, 0.88, 0.82)  # of the program's peak: XLA counts more than that, unless much waits on the host
+_LARGER = (1.05, 1.15, 1.3, 1.6)  # of the pool
+# Plans differ by up to 2.3 % from the peaks of nine programs that the same compiler made (docs/concepts/validation.md).
+_PEAK_ERROR = 0.023
+
+
+def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffPart:
+    """Return where XLA begins to save memory at the expense of the step, by compiles with other pools.
+
+    Args:
+        experiment: that was planned.
+        made: its plan.
+
+    Raises:
+        ProgramError: XLA refuses the step with one of the pools.
+    """
+    now = _point(made)
+    points = [now]
+
+    def with_pool(pool_bytes: float) -> CliffPoint:
+        fraction = pool_bytes / experiment.cluster.gpu.memory_bytes
+        train = experiment.train.model_copy(update={"memory_fraction": fraction})
+        points.append(_point(plan_experiment(dataclasses.replace(experiment, train=train))))
+        return points[-1]
+
+    before, beyond = (None, now) if _saves_memory(now) else (now, None)
+    if before is None:
+        for share in _LARGER:
+            tried = with_pool(share * now.pool_bytes)
+            if not _saves_memory(tried):
+                before = tried
+                break
+            beyond = tried
+    else:
+        if made.compiled.options.get(LIMIT) == NO_LIMIT:  # With any pool that has room for it, it is the same program.
+            before = now.model_copy(update={"pool_bytes": min(now.pool_bytes, int(room_for(now.peak_bytes)))})
+            points.append(before)
+        for share in _SMALLER:
+            tried = with_pool(share * now.peak_bytes)
+            if _saves_memory(tried, now):
+                beyond = tried
+                break
+            before = tried
+    while before and beyond and before.pool_bytes - beyond.pool_bytes > _WITHIN * now.pool_bytes:
+        tried = with_pool((before.pool_bytes + beyond.pool_bytes) / 2)
+        before, beyond = (before, tried) if _saves_memory(tried, before) else (tried, beyond)
+    in_order = tuple(sorted(points, key=lambda p: -p.pool_bytes))
+    if before is None or beyond is None:
+        return CliffPart(points=in_order)
+    distance = now.pool_bytes - before.pool_bytes
+    return CliffPart(distance_bytes=distance, before=before, beyond=beyond, points=in_order)
+
+
+def with_cliff(report: Report, cliff: CliffPart) -> Report:
+    """Return a report with a cliff, and a finding where the step is beyond it or nearer than plans know a peak."""
+    memory = report.memory.model_copy(update={"cliff": cliff})
+    findings = report.findings
+    if cliff.distance_bytes is not None and cliff.distance_bytes < _PEAK_ERROR * (memory.peak_bytes or 0):
+        found = FindingPart(
+            code="memory_cliff",
+            severity="warning",
+            message=cliff_text(cliff),
+            evidence=("memory.cliff",),
+            hint="a larger train.memory_fraction, or more recomputation in the layers (train.remat)",
+        )
+        findings = (*findings, found)
+    return report.model_copy(update={"memory": memory, "findings": findings})
+
+
+def cliff_text(cliff: CliffPart) -> str:
+    """Return one sentence: how far the cliff is, and what is different beyond it."""
+    before, beyond, distance = cliff.before, cliff.beyond, cliff.distance_bytes
+    if before is None or beyond is None or distance is None:
+        least, most = (format_bytes(end(p.pool_bytes for p in cliff.points)) for end in (min, max))
+        return f"XLA saves memory with all or none of the pools between {least} and {most}: no cliff was found."
+    changes = [f"{beyond.recomputed_kernels} kernels run twice, for {format_seconds(beyond.recomputed_s)}"]
+    if (exposed := beyond.exposed_s - before.exposed_s) > _LONGER * before.time_s:
+        changes.append(f"{format_seconds(exposed)} more of communication are exposed")
+    longer = format_percent(beyond.time_s / before.time_s - 1)
+    step = f"the step takes {format_seconds(beyond.time_s)}, {longer} longer: {' and '.join(changes)}"
+    if distance < 0:
+        return f"XLA saves memory, because {format_bytes(-distance)} are missing: {step}."
+    further = format_bytes(before.pool_bytes - beyond.pool_bytes)
+    return f"XLA begins to save memory with {format_bytes(distance)} less than now; with another {further} less {step}."
+
+
+def cliff_table(cliff: CliffPart) -> Table:
+    """Return the step with every pool that was compiled."""
+    table = Table(title=cliff_text(cliff), title_justify="left", box=None, pad_edge=False)
+    for name in ("pool", "step", "exposed", "recomputed", "peak", "arena", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in cliff.points:
+        seconds = (format_seconds(s) for s in (p.time_s, p.exposed_s, p.recomputed_s))
+        sizes = (format_bytes(size) for size in (p.peak_bytes, p.arena_bytes))
+        table.add_row(format_bytes(p.pool_bytes), *seconds, *sizes, "yes" if p.fits else "no")
+    return table
+
+
+def _point(made: Plan) -> CliffPoint:
+    memory, step, planned = made.report.memory, made.report.step, made.planned
+    again = rematerialized(planned.simulation, made.compiled.log)
+    return CliffPoint(
+        pool_bytes=memory.pool_bytes or 0,
+        time_s=step.time_s or 0.0,
+        exposed_s=step.exposed_s or 0.0,
+        peak_bytes=memory.peak_bytes or 0,
+        arena_bytes=made.compiled.memory["temp"] - made.compiled.symmetric_bytes,
+        fits=bool(memory.fits),
+        recomputed_kernels=again.kernels,
+        recomputed_s=again.seconds / planned.steps,
+    )
+
+
+def _saves_memory(point: CliffPoint, free: CliffPoint | None = None) -> bool:
+    """Return whether XLA saves memory at the expense of the step, where known beside one of which it does not."""
+    longer = free is not None and point.time_s > (1 + _LONGER) * free.time_s
+    return longer or point.recomputed_s > _LONGER * point.time_s
