@@ -78,7 +78,7 @@ def way_findings(
     found: list[Finding] = []
     for exchange in _exchanges(compiled, cluster, pricer, choice, steps_per_call):
         found += _failures(exchange, cluster, choice)
-        found.append(_way_finding(exchange))
+        found.append(_way_finding(exchange, cluster))
     return found
 
 
@@ -143,7 +143,7 @@ def _failures(exchange: _Exchange, cluster: Cluster, choice: WayChoice) -> Itera
         )
 
 
-def _way_finding(exchange: _Exchange) -> Finding:
+def _way_finding(exchange: _Exchange, cluster: Cluster) -> Finding:
     """Return a note, or a warning, of the way that an exchange takes, with the other ways."""
     c, way, seconds = exchange.whole, exchange.way, exchange.seconds
     apart = not exchange.sample.axes_complete
@@ -155,6 +155,9 @@ def _way_finding(exchange: _Exchange) -> Finding:
     told = "; ".join(f"{_WORDS[name]} would take {format_seconds(value)}" for name, value in others.items())
     how = _APART if apart else f"{_WORDS[way.name]}, {c.slices} slice{'s' * (c.slices > 1)} to each"
     message = f"{_named(c)}: {how}, {format_seconds(seconds)} a step ({exchange.count:g} times, alone)"
+    message += f"; {told}" if told else ""
+    if way.price in _MEASURED and (cluster.gpu.compute_capability or (0, 0))[0] != _BLACKWELL:
+        message += f"; the rates of XLA's own kernels were measured on GB200, not on {cluster.gpu.name}"
     hint = None
     if slow and best is not None:
         few = way.price == "one-shot" and not apart and c.slices < _FULL
@@ -163,12 +166,13 @@ def _way_finding(exchange: _Exchange) -> Finding:
         code=WAY,
         severity="warning" if slow else "note",
         path=f"collective/{RAGGED}/{'+'.join(c.axes)}",
-        message=f"{message}; {told}" if told else message,
+        message=message,
         hint=hint,
         seconds=seconds,
     )
 
 
+_MEASURED, _BLACKWELL = ("one-shot", "device kernel"), 10  # predict/nccl.toml has the sources
 _WORDS = {
     "copy": "a copy",
     "device kernel": "XLA's device kernel",
