@@ -41,9 +41,7 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
     points = [now]
 
     def with_pool(pool_bytes: float) -> CliffPoint:
-        fraction = pool_bytes / experiment.cluster.gpu.memory_bytes
-        train = experiment.train.model_copy(update={"memory_fraction": fraction})
-        points.append(_point(plan_experiment(dataclasses.replace(experiment, train=train))))
+        points.append(compile_with_pool(experiment, pool_bytes))
         return points[-1]
 
     before, beyond = (None, now) if _saves_memory(now) else (now, None)
@@ -72,6 +70,13 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
         return CliffPart(points=in_order)
     distance = now.pool_bytes - before.pool_bytes
     return CliffPart(distance_bytes=distance, before=before, beyond=beyond, points=in_order)
+
+
+def compile_with_pool(experiment: Experiment | ProgramExperiment, pool_bytes: float) -> CliffPoint:
+    """Return the step as it is compiled where the client may take so much, even more than the GPU has."""
+    fraction = pool_bytes / experiment.cluster.gpu.memory_bytes
+    train = experiment.train.model_copy(update={"memory_fraction": fraction})
+    return _point(plan_experiment(dataclasses.replace(experiment, train=train)))
 
 
 def with_cliff(report: Report, cliff: CliffPart) -> Report:
