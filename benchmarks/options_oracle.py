@@ -1,0 +1,75 @@
+"""What options of XLA do to Marin's step on 64 GB200, predicted: `python -m benchmarks.options_oracle`.
+
+Compiles the step of benchmarks/marin/fsdp.toml once with what Marin's run sets and once with each published arm that it
+can be given, simulates each, and keeps the seconds in benchmarks/marin/predicted.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from meshkit.compile.choices import LIMIT, NO_LIMIT, choices_for
+from meshkit.compile.program import compile_absent
+from meshkit.config.experiment import load
+from meshkit.planning.planner import absent_step
+from meshkit.predict.assumptions import assumptions_for
+from meshkit.predict.simulate import simulate
+
+MARIN = Path(__file__).parent / "marin"
+PREDICTED = MARIN / "predicted.csv"
+# Marin's run schedules without latencies, in jaxlib 0.11. In 0.12 these two are on unless somebody turns them off.
+BASE = {"xla_gpu_enable_latency_hiding_scheduler": False, "xla_gpu_enable_analytical_sol_latency_estimator": False}
+SCHEDULED = {"xla_gpu_enable_latency_hiding_scheduler": True}
+LATENCIES = {"xla_gpu_enable_analytical_sol_latency_estimator": True}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+PIPELINED = {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in KINDS}
+BUFFERED = {"xla_gpu_enable_while_loop_double_buffering": True}
+ARMS: Mapping[str, Mapping[str, object]] = {
+    "adopted": {},
+    "xla_gpu_enable_pipelined_{all_reduce,all_gather,reduce_scatter}": PIPELINED,
+    "pipelined + double buffering + SOL estimator (O1 without LHS)": {**PIPELINED, **BUFFERED, **LATENCIES},
+    "JAX_OPTIMIZATION_LEVEL=O1": {**SCHEDULED, **PIPELINED, **BUFFERED, **LATENCIES},
+    "latency hiding scheduler + parallel_collective_overlap_limit=4": {
+        **SCHEDULED,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    },
+    "combine thresholds 512 MiB (default 31.5 MB)": {f"xla_gpu_{k}_combine_threshold_bytes": 2**29 for k in KINDS},
+    "analytical SOL latency estimator alone": LATENCIES,
+}
+
+
+def predict(arms: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, float]]:
+    """Give each arm with the seconds of its step."""
+    experiment = load(MARIN / "fsdp.toml", ("train.derived_options=false",))
+    program = absent_step(experiment)
+    choices = choices_for(program, experiment.cluster, experiment.placement, {LIMIT: NO_LIMIT})
+    for arm, options in arms.items():
+        compiled = compile_absent(
+            program.step,
+            (program.abstract_state, program.abstract_batch),
+            mesh=program.mesh,
+            cluster=experiment.cluster,
+            choices=dataclasses.replace(choices, options={**choices.options, **BASE, **options}),
+        )
+        simulation = simulate(compiled.schedule, experiment.cluster, assumptions=assumptions_for(compiled.options))
+        (step,) = simulation.timeline.steps
+        yield arm, step.window[1] - step.window[0]
+
+
+def main() -> None:
+    """Predicts every arm and keeps it."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    with PREDICTED.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["arm", "step_s"])
+        for arm, seconds in predict(ARMS):
+            rows.writerow([arm, f"{seconds:.4f}"])
+            print(f"| {arm} | {seconds:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
