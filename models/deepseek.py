@@ -170,7 +170,7 @@ class BalancedRouter(Router):
 
     def __init__(self, c: DeepSeekConfig, *, rngs: nnx.Rngs):
         super().__init__(c, rngs=rngs)
-        self.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers)
+        self.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.stacked)
         self.bias.set_metadata(sign_step=c.balance_step)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from meshkit.errors import ConfigError
 from meshkit.weights.layout import Layout, Row
 from meshkit.weights.quantized import BLOCK
-from models.hf import _positive, _show, _size
+from models.hf import ENDS, FUSED_EXPERTS, HEAD, QWEN_EXPERTS, _positive, _show, _size, refuse
 
 # option of ours -> key of config.json
 KEYS = {
@@ -67,11 +67,6 @@ _HEADS = {  # of a layer's attention: parameter -> (tensor, dims in the file, di
     "kv_up/kernel": ("kv_b_proj", "(heads kv_up) kv_rank", "kv_rank heads kv_up"),
     "output/kernel": ("o_proj", "embed (heads value_dim)", "heads value_dim embed"),
 }
-_ENDS = (
-    Row("embedding", "model.embed_tokens.weight", "vocab embed", "vocab embed"),
-    Row("norm/scale", "model.norm.weight", "embed", "embed"),
-    Row("head/kernel", "lm_head.weight", "vocab embed", "embed vocab"),
-)
 
 
 def deepseek_layout(config: Any) -> Layout:
@@ -93,7 +88,7 @@ def deepseek_layout(config: Any) -> Layout:
     }
     sizes |= {"shared_mlp": c.shared_experts * c.mlp}
     dense = _layers("prefix", "dense_layers", 0) if c.dense_layers else ()
-    common = (*_ENDS, *dense, *_layers("layers", "layers", c.dense_layers))
+    common = (*ENDS, HEAD, *dense, *_layers("layers", "layers", c.dense_layers))
     tables = [(*common, *_moe(c.dense_layers, fused)) for fused in (False, True)]
     return Layout(
         rows=tables[0],
@@ -129,24 +124,12 @@ def _swiglu(prefix: str, width: str) -> dict[str, tuple[str, str, str]]:
 def _moe(first: int, fused: bool) -> tuple[Row, ...]:
     """Rows of router and experts; `fused` are the names that transformers 5 has in memory."""
     mlp = "model.layers.{layers}.mlp."
-    rows = [
-        Row("layers/moe/router/kernel", mlp + "gate.weight", "experts embed", "layers embed experts"),
-        Row("layers/moe/router/bias", mlp + "gate.e_score_correction_bias", "experts", "layers experts"),
-    ]
+    rows = [*(FUSED_EXPERTS if fused else QWEN_EXPERTS)]
+    rows += [Row("layers/moe/router/bias", mlp + "gate.e_score_correction_bias", "experts", "layers experts")]
     rows += [
         Row(f"layers/moe/shared/{ours}/kernel", f"{mlp}{name}.weight", file, f"layers {dims}")
         for ours, (name, file, dims) in _swiglu("shared_experts.", "shared_mlp").items()
     ]
-    if fused:
-        joined, dims = mlp + "experts.gate_up_proj", ("experts (part mlp) embed", "layers experts embed mlp")
-        rows += [Row(f"layers/moe/experts/{n}", joined, *dims, part=(i, 2)) for i, n in enumerate(("gate", "up"))]
-        down = ("experts embed mlp", "layers experts mlp embed")
-        rows += [Row("layers/moe/experts/down", mlp + "experts.down_proj", *down)]
-    else:
-        rows += [
-            Row(f"layers/moe/experts/{ours}", f"{mlp}{name}.weight", file, f"layers experts {dims}")
-            for ours, (name, file, dims) in _swiglu("experts.{experts}.", "mlp").items()
-        ]
     return tuple(replace(row, every=(first, 1)) for row in rows)
 
 
@@ -172,10 +155,7 @@ def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("model_type") != "deepseek_v3":
         raise ConfigError(f"model_type = {_show(config.get('model_type'))} is not 'deepseek_v3'.")
-    for key, harmless in _UNSUPPORTED.items():
-        if config.get(key) not in harmless:
-            message = f"{key} = {_show(config[key])} asks for what our deepseek_v3 does not do."
-            raise ConfigError(message, hint="weights that were trained without it: it changes every logit")
+    refuse(config, _UNSUPPORTED, "deepseek_v3")
     scaled = config.get("quantization_config") or {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     if (scaled.get("quant_method"), scaled.get("weight_block_size")) != ("fp8", [BLOCK, BLOCK]):
         message = f"quantization_config = {_show(scaled)} is not fp8 in blocks of {BLOCK} x {BLOCK}."

@@ -69,15 +69,12 @@ class Layouts:
 AS_THEY_COME = Layouts()
 
 
-def project(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype, layouts: Layouts | None = None) -> jax.Array:
-    """x contracted with the kernel over its first `contracted` dims; the weight's gradient is of the kernel's dtype."""
-    return project_each(x, [kernel], contracted, out_dtype, layouts or AS_THEY_COME)[0]
-
-
 def project_each(
     x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
 ) -> tuple[jax.Array, ...]:
-    """`project` by several kernels, which have one scale, and so have the gradients of their outputs.
+    """x contracted with each kernel over its first `contracted` dims; a weight's gradient is of its kernel's dtype.
+
+    The kernels have one scale, and so have the gradients of their outputs.
 
     As if the kernels were one: the gradients of x then add up before they are scaled, and are reduced over the mesh
     once. The kernels are quantized outside of the custom_vjp: the backward pass shares their fp8 form, and where FSDP

@@ -8,29 +8,18 @@ a pipeline. Embedding, head, routing of tokens and losses are `models.moe`'s.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshkit.parallel.expert import expert_layer
-from meshkit.sharding import constrain
 from models.attention import Yarn, rotate, sink_attention, token_order
 from models.hf import Layout, gpt_oss_layout
-from models.layers import (
-    PROJECTION,
-    RESIDUAL_AXES,
-    Projection,
-    RMSNorm,
-    depth_scale,
-    for_matmuls,
-    parameter,
-    project_each,
-)
-from models.moe import Moe, MoeConfig, Router, choose, make_config, routing_values
+from models.layers import Projection, depth_scale, parameter, project_each
+from models.moe import Experts, Moe, MoeBlock, MoeConfig, MoeMlp, Router, make_config
 
 ALPHA = 1.702  # of the SwiGLU: x * sigmoid(1.702 x) is close to a GELU
 
@@ -55,6 +44,11 @@ class GptOssConfig(MoeConfig):
         if self.layers % 2:
             raise ValueError(f"layers = {self.layers} is odd; layers with a window and without come in pairs.")
 
+    @property
+    def stacked(self) -> int:
+        """Pairs of layers."""
+        return self.layers // 2
+
 
 # config.json of openai/gpt-oss-20b and -120b on Hugging Face; a test holds the counts to table 1 of the model card.
 _SHARED = {"rope_theta": 150_000.0, "experts_per_token": 4}
@@ -69,9 +63,8 @@ _WITHOUT = frozenset({"tied", "dropout", "qk_norm", "shared_experts", "dense_lay
 class Attention(nnx.Module):
     """Grouped-query causal self-attention with biases and sinks, over a window or all tokens before."""
 
-    def __init__(self, c: GptOssConfig, window: int | None, context: str, *, rngs: nnx.Rngs):
-        stack = c.layers // 2
-        embed, linear = {"embed": c.embed}, partial(Projection, stack=stack, bias=True, rngs=rngs)
+    def __init__(self, c: GptOssConfig, context: str, *, window: int | None, rngs: nnx.Rngs):
+        embed, linear = {"embed": c.embed}, partial(Projection, stack=c.stacked, bias=True, rngs=rngs)
         queries = {"heads": c.heads, "head_dim": c.head_dim}
         keys = {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
         self.rope_theta, self.yarn = c.rope_theta, Yarn(c.rope_factor, c.rope_original_length)
@@ -80,7 +73,7 @@ class Attention(nnx.Module):
         self.key = linear("key", embed, keys)
         self.value = linear("value", embed, keys)
         self.output = linear("output", queries, embed, scale=depth_scale(c.layers))
-        self.sinks = parameter(rngs, jax.nn.initializers.normal(0.02), (c.heads,), ("heads",), stack=stack)
+        self.sinks = parameter(rngs, jax.nn.initializers.normal(0.02), (c.heads,), ("heads",), stack=c.stacked)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         positions = token_order(self.context, x.shape[1]).positions(x.shape[1])
@@ -93,60 +86,36 @@ class BiasedRouter(Router):
     """Scores of the experts for each token, in fp32, with a bias for each expert."""
 
     def __init__(self, c: GptOssConfig, *, rngs: nnx.Rngs):
-        init = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
-        self.kernel = parameter(rngs, init, (c.embed, c.experts), ("embed", None), stack=c.layers // 2)
-        self.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.layers // 2)
+        super().__init__(c, rngs=rngs)
+        self.bias = parameter(rngs, jax.nn.initializers.zeros, (c.experts,), (None,), stack=c.stacked)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return super().__call__(x) + self.bias.get_value().astype(jnp.float32)
 
 
-class Experts(nnx.Module):
+class BiasedExperts(Experts):
     """Kernels and biases of all experts."""
 
     def __init__(self, c: GptOssConfig, *, rngs: nnx.Rngs):
-        def kernel(inner, outer, scale=1.0):
-            init = jax.nn.initializers.normal(scale / math.sqrt(inner[1]))
-            shape, axes = (c.experts, inner[1], outer[1]), ("experts", inner[0], outer[0])
-            return parameter(rngs, init, shape, axes, stack=c.layers // 2)
+        super().__init__(c, rngs=rngs)
 
-        def bias(outer):
+        def bias(name, size):
             zeros = jax.nn.initializers.zeros
-            return parameter(rngs, zeros, (c.experts, outer[1]), ("experts", outer[0]), stack=c.layers // 2)
+            return parameter(rngs, zeros, (c.experts, size), ("experts", name), stack=c.stacked)
 
-        embed, mlp = ("embed", c.embed), ("mlp", c.mlp)
-        self.gate, self.up = kernel(embed, mlp), kernel(embed, mlp)
-        self.down = kernel(mlp, embed, depth_scale(c.layers))
-        self.gate_bias, self.up_bias, self.down_bias = bias(mlp), bias(mlp), bias(embed)
+        self.limit = c.swiglu_limit
+        self.gate_bias, self.up_bias, self.down_bias = bias("mlp", c.mlp), bias("mlp", c.mlp), bias("embed", c.embed)
+
+    def layer_options(self) -> dict[str, Any]:
+        """Return the biases and the activation, as `expert_layer` takes them."""
+        biases = (self.gate_bias.get_value(), self.up_bias.get_value(), self.down_bias.get_value())
+        return {"biases": biases, "activation": partial(clamped_swiglu, limit=self.limit)}
 
 
-class GptOssMlp(nnx.Module):
+class GptOssMlp(MoeMlp):
     """Router and experts: [batch, length, embed] -> the same, and `models.moe.routing_values`."""
 
-    def __init__(self, c: GptOssConfig, *, rngs: nnx.Rngs):
-        self.config = c
-        self.router = BiasedRouter(c, rngs=rngs)
-        self.experts = Experts(c, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        c, e = self.config, self.experts
-        with jax.named_scope("router"):
-            scores = self.router(x)
-            choices = choose(scores, c.experts_per_token)
-            chosen = jax.nn.one_hot(choices, c.experts, dtype=jnp.float32)
-            weights = jax.nn.softmax(jnp.sum(scores[..., None, :] * chosen, axis=-1), axis=-1)
-        y, kept = expert_layer(
-            x,
-            weights,
-            choices,
-            (e.gate.get_value(), e.up.get_value(), e.down.get_value()),
-            capacity_factor=c.capacity_factor,
-            buffer_factor=c.buffer_factor,
-            saved_name=PROJECTION,
-            biases=(e.gate_bias.get_value(), e.up_bias.get_value(), e.down_bias.get_value()),
-            activation=partial(clamped_swiglu, limit=c.swiglu_limit),
-        )
-        return y, routing_values(scores, chosen, kept)
+    router_class, experts_class = BiasedRouter, BiasedExperts
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array:
@@ -155,28 +124,18 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array
     return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 
 
-class GptOssBlock(nnx.Module):
+class GptOssBlock(MoeBlock):
     """One pre-norm layer: attention, then the experts."""
 
-    def __init__(self, c: GptOssConfig, window: int | None, context: str, *, rngs: nnx.Rngs):
-        norm = partial(RMSNorm, c.embed, eps=c.norm_eps, stack=c.layers // 2, rngs=rngs)
-        self.attention_norm, self.attention = norm(), Attention(c, window, context, rngs=rngs)
-        self.mlp_norm, self.moe = norm(), GptOssMlp(c, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        with jax.named_scope("attention"):
-            x = constrain(x + self.attention(self.attention_norm(x)), *RESIDUAL_AXES)
-        with jax.named_scope("moe"):
-            y, values = self.moe(for_matmuls(self.mlp_norm(x)))
-            return constrain(x + y, *RESIDUAL_AXES), values
+    attention_class, mlp_class = Attention, GptOssMlp
 
 
 class Pair(nnx.Module):
     """Two layers: one with a sliding window, then one without. Values are the means of both."""
 
     def __init__(self, c: GptOssConfig, context: str, *, rngs: nnx.Rngs):
-        self.sliding = GptOssBlock(c, c.window, context, rngs=rngs)
-        self.full = GptOssBlock(c, None, context, rngs=rngs)
+        self.sliding = GptOssBlock(c, context, window=c.window, rngs=rngs)
+        self.full = GptOssBlock(c, context, window=None, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         x, first = self.sliding(x)
@@ -206,14 +165,9 @@ class GptOss(Moe):
         """`models.moe.make_config` of the presets of this class."""
         return make_config(preset, PRESETS, _WITHOUT, "GptOss", **overrides)
 
-    @property
-    def stacked(self) -> int:
-        """Pairs of layers."""
-        return self.config.layers // 2
-
     def attention_windows(self) -> tuple[int, ...]:
         """The window of each layer that has one, in tokens."""
-        return (self.config.window,) * self.stacked
+        return (self.config.window,) * self.config.stacked
 
     def hf_layout(self) -> Layout:
         """How the parameters correspond to those of Hugging Face's `GptOssForCausalLM`."""

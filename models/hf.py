@@ -17,7 +17,7 @@ from flax import nnx
 from meshkit.errors import ConfigError
 from meshkit.weights import files as weights
 from meshkit.weights.layout import Layout, Row
-from meshkit.weights.mxfp4 import BLOCKS
+from meshkit.weights.quantized import MXFP4_BLOCKS
 
 # option of ours -> key of config.json
 KEYS = {
@@ -64,8 +64,12 @@ for _ours in ("quantization_config", "sliding_window"):  # its files may be MXFP
     del _UNSUPPORTED_OF["gpt_oss"][_ours]
 
 _LAYER = "model.layers.{layers}."
-_COMMON = (
+ENDS = (
     Row("embedding", "model.embed_tokens.weight", "vocab embed", "vocab embed"),
+    Row("norm/scale", "model.norm.weight", "embed", "embed"),
+)
+_COMMON = (
+    *ENDS,
     Row("layers/attention_norm/scale", _LAYER + "input_layernorm.weight", "embed", "layers embed"),
     Row(
         "layers/attention/query/kernel",
@@ -92,13 +96,12 @@ _COMMON = (
         "layers heads head_dim embed",
     ),
     Row("layers/mlp_norm/scale", _LAYER + "post_attention_layernorm.weight", "embed", "layers embed"),
-    Row("norm/scale", "model.norm.weight", "embed", "embed"),
 )
 _QK_NORMS = (
     Row("layers/attention/query_norm/scale", _LAYER + "self_attn.q_norm.weight", "head_dim", "layers head_dim"),
     Row("layers/attention/key_norm/scale", _LAYER + "self_attn.k_norm.weight", "head_dim", "layers head_dim"),
 )
-_HEAD = Row("head/kernel", "lm_head.weight", "vocab embed", "embed vocab")
+HEAD = Row("head/kernel", "lm_head.weight", "vocab embed", "embed vocab")
 _SWIGLU = (
     Row("layers/mlp/gate/kernel", _LAYER + "mlp.gate_proj.weight", "mlp embed", "layers embed mlp"),
     Row("layers/mlp/up/kernel", _LAYER + "mlp.up_proj.weight", "mlp embed", "layers embed mlp"),
@@ -112,7 +115,7 @@ _EXPERTS = (
     Row("layers/moe/experts/down", _EXPERT + "w2.weight", "embed mlp", "layers experts mlp embed"),
 )
 _OF_EXPERT = _LAYER + "mlp.experts.{experts}."
-_QWEN_EXPERTS = (
+QWEN_EXPERTS = (
     Row("layers/moe/router/kernel", _LAYER + "mlp.gate.weight", "experts embed", "layers embed experts"),
     Row("layers/moe/experts/gate", _OF_EXPERT + "gate_proj.weight", "mlp embed", "layers experts embed mlp"),
     Row("layers/moe/experts/up", _OF_EXPERT + "up_proj.weight", "mlp embed", "layers experts embed mlp"),
@@ -120,7 +123,7 @@ _QWEN_EXPERTS = (
 )
 # The names that transformers 5 has in memory, and writes with `save_original_format=False`.
 _GATE_UP, _STACK = _LAYER + "mlp.experts.gate_up_proj", "layers experts embed mlp"
-_FUSED_EXPERTS = (
+FUSED_EXPERTS = (
     Row("layers/moe/router/kernel", _LAYER + "mlp.gate.weight", "experts embed", "layers embed experts"),
     Row("layers/moe/experts/gate", _GATE_UP, "experts (part mlp) embed", _STACK, part=(0, 2)),
     Row("layers/moe/experts/up", _GATE_UP, "experts (part mlp) embed", _STACK, part=(1, 2)),
@@ -156,11 +159,11 @@ _TURNED_EXPERTS = (  # gate and up take turns along the last dim
     Row("layers/moe/experts/down", _LAYER + "mlp.experts.down_proj", "experts mlp embed", "layers experts mlp embed"),
 )
 _MXFP4_EXPERTS = (  # blocks lie along what a matmul contracts
-    Row("layers/moe/experts/gate", _GATE_UP + BLOCKS, "experts (mlp part) embed", _STACK, part=(0, 2)),
-    Row("layers/moe/experts/up", _GATE_UP + BLOCKS, "experts (mlp part) embed", _STACK, part=(1, 2)),
+    Row("layers/moe/experts/gate", _GATE_UP + MXFP4_BLOCKS, "experts (mlp part) embed", _STACK, part=(0, 2)),
+    Row("layers/moe/experts/up", _GATE_UP + MXFP4_BLOCKS, "experts (mlp part) embed", _STACK, part=(1, 2)),
     Row(
         "layers/moe/experts/down",
-        _LAYER + "mlp.experts.down_proj" + BLOCKS,
+        _LAYER + "mlp.experts.down_proj" + MXFP4_BLOCKS,
         "experts embed mlp",
         "layers experts mlp embed",
     ),
@@ -170,8 +173,8 @@ _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in files of 
 
 def llama_layout(config: Any) -> Layout:
     """Layout of `LlamaForCausalLM` for a LlamaConfig; of `Qwen3ForCausalLM` where queries and keys are normalized."""
-    rows = (*_COMMON, *_SWIGLU, *(() if config.tied else (_HEAD,)))
-    copies = {_HEAD.name: "model.embed_tokens.weight"} if config.tied else {}
+    rows = (*_COMMON, *_SWIGLU, *(() if config.tied else (HEAD,)))
+    copies = {HEAD.name: "model.embed_tokens.weight"} if config.tied else {}
     if config.qk_norm:
         written = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
         return _layout(config, (*rows, *_QK_NORMS), written | {"attention_bias": False}, copies=copies)
@@ -191,14 +194,14 @@ def moe_layout(config: Any) -> Layout:
         raise ConfigError(message, hint="model.shared_experts = 0")
     written = {"architectures": [f"{kind}ForCausalLM"], "hidden_act": "silu", "tie_word_embeddings": False}
     written |= {"sliding_window": None, "router_aux_loss_coef": config.load_balance_weight}
-    common, experts = (*_COMMON, _HEAD), _EXPERTS
+    common, experts = (*_COMMON, HEAD), _EXPERTS
     if config.qk_norm:
-        common, experts = (*common, *_QK_NORMS), _QWEN_EXPERTS
+        common, experts = (*common, *_QK_NORMS), QWEN_EXPERTS
         written |= {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         written |= {"attention_bias": False, "intermediate_size": config.mlp}  # of layers without experts: none
     else:
         written |= {"model_type": "mixtral"}
-    return _layout(config, (*common, *experts), written, others=((*common, *_FUSED_EXPERTS),))
+    return _layout(config, (*common, *experts), written, others=((*common, *FUSED_EXPERTS),))
 
 
 def gpt_oss_layout(config: Any) -> Layout:
@@ -206,7 +209,7 @@ def gpt_oss_layout(config: Any) -> Layout:
     written = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu"}
     written |= {"attention_bias": True, "tie_word_embeddings": False, "layer_types": _layer_types(config.layers)}
     written |= {"router_aux_loss_coef": config.load_balance_weight}
-    same = (*_COMMON, _HEAD, *_PROJECTION_BIASES, _SINKS, *_ROUTER_ROWS, *_EXPERT_BIASES)
+    same = (*_COMMON, HEAD, *_PROJECTION_BIASES, _SINKS, *_ROUTER_ROWS, *_EXPERT_BIASES)
     plain, quantized = (_by_turns((*same, *experts)) for experts in (_TURNED_EXPERTS, _MXFP4_EXPERTS))
     layout = _layout(config, plain, written, others=(quantized,))
     # As both versions of transformers read it; ours are the defaults of `models.attention.Yarn`.
@@ -284,12 +287,7 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         message = f"model_type = {_show(config.get('model_type'))} is not {wanted}."
         raise ConfigError(message, hint="weights of that architecture")
     values = {**_DEFAULTS[kind], **config}
-    for key, harmless in _UNSUPPORTED_OF.get(kind, _UNSUPPORTED).items():
-        if values.get(key) not in harmless:
-            message = f"{key} = {_show(values[key])} asks for what our {kind} does not do."
-            raise ConfigError(
-                message, hint="weights that were trained without it; ignoring it would change every logit"
-            )
+    refuse(values, _UNSUPPORTED_OF.get(kind, _UNSUPPORTED), kind)
     keys = _KEYS[kind]
     if "tied" not in keys and config.get("tie_word_embeddings"):
         raise ConfigError(f"tie_word_embeddings = True, but our {kind} has a head of its own.")
@@ -307,6 +305,15 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if values.get("head_dim") is None:
         values["head_dim"] = _size(values, "hidden_size") // _size(values, "num_attention_heads")
     return {option: _value(values, option, key) for option, key in keys.items()} | more
+
+
+def refuse(config: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], kind: str) -> None:
+    """Stop at the first key of a config.json that has another value than those by which a feature is not asked for."""
+    for key, harmless in unsupported.items():
+        if config.get(key) not in harmless:
+            message = f"{key} = {_show(config[key])} asks for what our {kind} does not do."
+            hint = "weights that were trained without it; ignoring it would change every logit"
+            raise ConfigError(message, hint=hint)
 
 
 def _check_gpt_oss(config: Mapping[str, Any]) -> None:

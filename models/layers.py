@@ -90,7 +90,7 @@ class Matmuls:
 
     @property
     def eight_bit(self) -> Any:
-        """The module whose `project` and `project_each` multiply in 8 bits; None in 16 or 32."""
+        """The module whose `project_each` multiplies in 8 bits; None in 16 or 32."""
         return one_scale if self.fp8 else block_scales if self.mxfp8 else None
 
 
@@ -137,8 +137,9 @@ class Projection(nnx.Module):
                 return self.mark(matmul_scatter(cut, x, kernel, self.contracted))
             if eight_bit := self.matmuls.eight_bit:
                 pinned = {"outputs": _pinned(RESIDUAL_AXES), "gradients": _pinned(WHOLE_AXES)}
-                layouts = Layouts(**pinned) if self.columns[0] == "embed" else None
-                return self.mark(eight_bit.project(x, kernel, self.contracted, out_dtype or x.dtype, layouts))
+                layouts = Layouts(**pinned) if self.columns[0] == "embed" else Layouts()
+                (y,) = eight_bit.project_each(x, [kernel], self.contracted, out_dtype or x.dtype, layouts)
+                return self.mark(y)
             y = project(x, kernel, self.contracted, out_dtype or x.dtype)
             return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
 

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +67,11 @@ class MoeConfig(LlamaConfig):
             raise ValueError("capacity_factor bounds the rows of each expert already: leave buffer_factor out.")
 
     @property
+    def stacked(self) -> int:
+        """How many blocks with experts a scan runs: the leading dim of their parameters."""
+        return self.layers
+
+    @property
     def dense(self) -> LlamaConfig:
         """The layers without experts, as a Llama's."""
         width = self.dense_mlp or self.mlp * (self.experts_per_token + self.shared_experts)
@@ -91,7 +97,7 @@ class Router(nnx.Module):
 
     def __init__(self, c: MoeConfig, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
-        self.kernel = parameter(rngs, init, (c.embed, c.experts), ("embed", None), stack=c.layers)
+        self.kernel = parameter(rngs, init, (c.embed, c.experts), ("embed", None), stack=c.stacked)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = constrain(self.kernel.get_value().astype(jnp.float32), None, None)
@@ -106,22 +112,27 @@ class Experts(nnx.Module):
         def kernel(inner, outer, scale=1.0):
             init = jax.nn.initializers.normal(scale / math.sqrt(inner[1]))
             shape, axes = (c.experts, inner[1], outer[1]), ("experts", inner[0], outer[0])
-            return parameter(rngs, init, shape, axes, stack=c.layers)
+            return parameter(rngs, init, shape, axes, stack=c.stacked)
 
         embed, mlp = ("embed", c.embed), ("mlp", c.mlp)
         self.gate, self.up = kernel(embed, mlp), kernel(embed, mlp)
         self.down = kernel(mlp, embed, depth_scale(c.layers))
+
+    def layer_options(self) -> dict[str, Any]:
+        """Return what `expert_layer` is told of the experts besides their kernels."""
+        return {}
 
 
 class MoeMlp(nnx.Module):
     """Router, experts, and the shared experts if there are any."""
 
     router_class: Any = Router
+    experts_class: Any = Experts
 
     def __init__(self, c: MoeConfig, *, rngs: nnx.Rngs):
         self.config = c
         self.router = self.router_class(c, rngs=rngs)
-        self.experts = Experts(c, rngs=rngs)
+        self.experts = self.experts_class(c, rngs=rngs)
         if c.shared_experts:
             self.shared = SwiGLU(dataclasses.replace(c, mlp=c.shared_experts * c.mlp), rngs=rngs)
 
@@ -151,6 +162,7 @@ class MoeMlp(nnx.Module):
             capacity_factor=c.capacity_factor,
             buffer_factor=c.buffer_factor,
             saved_name=PROJECTION,
+            **self.experts.layer_options(),
         )
         if c.shared_experts:
             y = y + self.shared(x)
@@ -233,10 +245,10 @@ class MoeBlock(nnx.Module):
     attention_class: Any = Attention
     mlp_class: Any = MoeMlp
 
-    def __init__(self, c: MoeConfig, context: str, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
-        self.attention = self.attention_class(c, context, rngs=rngs)
-        self.mlp_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
+    def __init__(self, c: MoeConfig, context: str, *, rngs: nnx.Rngs, **of_attention):
+        norm = partial(RMSNorm, c.embed, eps=c.norm_eps, stack=c.stacked, rngs=rngs)
+        self.attention_norm, self.attention = norm(), self.attention_class(c, context, rngs=rngs, **of_attention)
+        self.mlp_norm = norm()
         self.moe = self.mlp_class(c, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -263,7 +275,7 @@ class Moe(nnx.Module):
     """
 
     dense_block: Any = Block
-    expert_block: Any = MoeBlock  # of which a scan runs `stacked` ones
+    expert_block: Any = MoeBlock  # of which a scan runs `config.stacked` ones
 
     def __init__(
         self,
@@ -292,11 +304,6 @@ class Moe(nnx.Module):
     def make_config(preset: str, **overrides) -> Any:
         """`make_config` of the presets of this class."""
         return make_config(preset, **overrides)
-
-    @property
-    def stacked(self) -> int:
-        """How often a scan runs `expert_block`."""
-        return self.config.layers
 
     def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         return self.with_routing(tokens)[0]
@@ -420,7 +427,7 @@ class NextTokenLoss:
 
     def of_layer(self, model: Moe, values: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]):
         """loss_sum and metrics of one layer's values, to be summed over the layers."""
-        share = 1 / model.stacked
+        share = 1 / model.config.stacked
         metrics = {name: share * value for name, value in values.items()}
         return 0.0 if model.deterministic else jnp.sum(batch["weights"]) * model.auxiliary_loss(metrics), metrics
 

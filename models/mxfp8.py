@@ -58,11 +58,6 @@ def quantize(x: jax.Array, axis: int = -1) -> Blocks:
     return Blocks(*lax.optimization_barrier((values, scales)))
 
 
-def project(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype, layouts: Layouts | None = None) -> jax.Array:
-    """As `models.fp8.project`."""
-    return project_each(x, [kernel], contracted, out_dtype, layouts or AS_THEY_COME)[0]
-
-
 def project_each(
     x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
 ) -> tuple[jax.Array, ...]:

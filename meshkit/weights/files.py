@@ -41,7 +41,6 @@ from meshkit.step.spec import StepSpec
 from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.layout import Layout, Row
-from meshkit.weights.mxfp4 import BLOCKS, SCALES, Mxfp4
 from meshkit.weights.quantized import FP8, dequantized, fp8_values
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -67,24 +66,6 @@ class Tensor:
 
 
 Files = Mapping[str, Tensor]
-
-
-def join_blocks(files: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with each pair of MXFP4 blocks and scales as one under the name of the blocks, see
-    `weights.mxfp4`.
-
-    Raises:
-        ConfigError: blocks without scales that fit them.
-    """
-    for name in [name for name in files if name.endswith(BLOCKS)]:
-        blocks, scales = files[name], files.pop(name.removesuffix(BLOCKS) + SCALES, None)
-        values = Mxfp4.from_blocks(blocks, scales)
-        if values is None:
-            found = f"scales {shown(scales.shape)} of {scales.dtype}" if scales else "no scales"
-            message = f"{shown(name)} is {shown(blocks.shape)} of {blocks.dtype}, with {found}: no MXFP4 blocks."
-            raise ConfigError(message, at=str(blocks.path), hint=_AGAIN)
-        files[name] = Tensor(blocks.path, "BF16", values.shape, values)  # BF16 holds all values of the format.
-    return files
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
@@ -128,9 +109,9 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
         message = f"{folder} has both {SINGLE} and {INDEX}; they may be different weights."
         raise ConfigError(message, at=str(folder), hint="removing the one that is not meant")
     if index:
-        return join_blocks(_open_shards(folder, _read_index(folder)))
+        return _open_shards(folder, _read_index(folder))
     if single:
-        return join_blocks(open_file(_inside(folder, SINGLE)))
+        return open_file(_inside(folder, SINGLE))
     raise _nothing_in(folder)
 
 

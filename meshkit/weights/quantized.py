@@ -1,7 +1,12 @@
-"""Block-scaled fp8 weights, as DeepSeek-V3's checkpoint has them, read as the fp32 numbers that they stand for.
+"""Quantized weights, read as the fp32 numbers that they stand for: block-scaled fp8 and MXFP4.
 
-Beside a matrix NAME of F8_E4M3 lies NAME_scale_inv of F32, which has a number for each block of 128 x 128: what the
-block's entries are multiplied by. Blocks at the ends may be smaller.
+DeepSeek-V3's checkpoint has block-scaled fp8. Beside a matrix NAME of F8_E4M3 lies NAME_scale_inv of F32, which has a
+number for each block of 128 x 128: what the block's entries are multiplied by. Blocks at the ends may be smaller.
+
+GPT-OSS's experts are in MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.3). Along its last dim a tensor is cut
+into blocks of 32 numbers of 4 bits (1 sign, 2 exponent, 1 mantissa), two in a byte, the first in the lower half; each
+block has a scale, a power of two in a byte (E8M0). A file holds both as bytes: NAME_blocks [..., blocks, 16] and
+NAME_scales [..., blocks].
 """
 
 from __future__ import annotations
@@ -20,6 +25,12 @@ from meshkit.errors import ConfigError
 BLOCK = 128
 FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
+MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"  # how the names of the two tensors end
+_MXFP4_BLOCK = 32  # numbers under one scale
+_BIAS = 127  # of a scale's exponent
+_NOT_A_NUMBER = 255  # a scale
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = np.array((*_POSITIVE, *(-x for x in _POSITIVE)), np.float32)
 
 
 def fp8_values(path: Path, start: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -52,25 +63,70 @@ class BlockScaled:
         return np.asarray(self.values[index]).astype(np.float32) * scales[np.ix_(rows, columns)]
 
 
+@dataclass(frozen=True)
+class Mxfp4:
+    """A tensor that is read in parts, as fp32, from its blocks and scales.
+
+    Attributes:
+        blocks, scales: arrays of bytes, or what reads the part of one that it is indexed with.
+        shape: of the numbers.
+    """
+
+    blocks: Any
+    scales: Any
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return the numbers of a part; index is one slice of step 1 for each dim, or for the first of them."""
+        index = index if isinstance(index, tuple) else (index,)
+        index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
+        *outer, last = index
+        start, stop, _ = last.indices(self.shape[-1])
+        within = slice(start // _MXFP4_BLOCK, -(-stop // _MXFP4_BLOCK))
+        packed, scales = (np.asarray(x[(*outer, within)]) for x in (self.blocks, self.scales))
+        numbers = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1).reshape(*scales.shape, _MXFP4_BLOCK)
+        exponents = np.where(scales == _NOT_A_NUMBER, 0, scales.astype(np.int32) - _BIAS)
+        numbers = np.ldexp(numbers, exponents[..., None])
+        numbers[scales == _NOT_A_NUMBER] = np.nan
+        flat = numbers.reshape(*scales.shape[:-1], -1)
+        return flat[..., start - within.start * _MXFP4_BLOCK : stop - within.start * _MXFP4_BLOCK]
+
+
 def dequantized(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of `open_folder`, those of fp8 with scales as the fp32 that they amount to; without the
-    scales.
+    """Return the tensors of `open_folder`, quantized ones as the numbers that they amount to, without the scales.
+
+    Blocks of MXFP4 keep their name.
 
     Args:
         files: name -> Tensor.
 
     Raises:
-        ConfigError: scales of another dtype or shape than blocks of 128 x 128 ask for.
+        ConfigError: scales of another dtype or shape than the format asks for, or blocks without scales.
     """
     found = dict(files)
     for name, tensor in files.items():
-        scale = files.get(name + _SCALE)
-        if tensor.dtype != FP8 or scale is None:
-            continue
-        blocks = tuple(-(-n // BLOCK) for n in tensor.shape)
-        if scale.dtype != "F32" or scale.shape != blocks or len(blocks) != 2:
-            message = f"{name}{_SCALE} is {scale.dtype} {scale.shape}, but {tensor.shape} has F32 {blocks} scales."
-            raise ConfigError(message, at=str(scale.path), hint=f"fp8 weights in blocks of {BLOCK} x {BLOCK}")
-        found[name] = replace(tensor, dtype="F32", values=BlockScaled(tensor.values, scale.values))
-        del found[name + _SCALE]
+        if name.endswith(MXFP4_BLOCKS):
+            scale = found.pop(name.removesuffix(MXFP4_BLOCKS) + _MXFP4_SCALES, None)
+            found[name] = _mxfp4(name, tensor, scale)
+        elif tensor.dtype == FP8 and name + _SCALE in files:
+            found[name] = _block_scaled(name, tensor, found.pop(name + _SCALE))
     return found
+
+
+def _mxfp4(name: str, blocks: Any, scales: Any) -> Any:
+    bytes_of_both = scales is not None and {blocks.dtype, scales.dtype} == {"U8"}
+    if not bytes_of_both or blocks.shape != (*scales.shape, _MXFP4_BLOCK // 2):
+        has = f"scales {scales.shape} of {scales.dtype}" if scales else "no scales"
+        message = f"{name} is {blocks.shape} of {blocks.dtype}, with {has}: no MXFP4 blocks."
+        raise ConfigError(message, at=str(blocks.path), hint="an intact copy of an MXFP4 checkpoint")
+    shape = (*scales.shape[:-1], scales.shape[-1] * _MXFP4_BLOCK)
+    values = Mxfp4(blocks.values, scales.values, shape)
+    return replace(blocks, dtype="BF16", shape=shape, values=values)  # BF16 holds all values of the format
+
+
+def _block_scaled(name: str, tensor: Any, scale: Any) -> Any:
+    blocks = tuple(-(-n // BLOCK) for n in tensor.shape)
+    if scale.dtype != "F32" or scale.shape != blocks or len(blocks) != 2:
+        message = f"{name}{_SCALE} is {scale.dtype} {scale.shape}, but {tensor.shape} has F32 {blocks} scales."
+        raise ConfigError(message, at=str(scale.path), hint=f"fp8 weights in blocks of {BLOCK} x {BLOCK}")
+    return replace(tensor, dtype="F32", values=BlockScaled(tensor.values, scale.values))

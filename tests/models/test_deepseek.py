@@ -15,7 +15,7 @@ from meshkit.config.experiment import load
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
 from models.deepseek import BalancedMlp, DeepSeek, frequencies, sequence_balance
-from tests.models.test_moe import DEBUG, TOLERANCE, count, loss_and_gradients
+from tests.models.test_moe import DEBUG, check_sharded, count, loss_and_gradients
 
 KEYED = 'model.class="models.deepseek:DeepSeek"', 'model.preset="deepseek_debug"'
 
@@ -146,10 +146,4 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
 def test_sharded_steps_equal_one_device(overrides, alone):
-    spec = experiment(*overrides)
-    state, loss, gradients = alone
-    _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
-    assert got_loss == pytest.approx(loss, rel=TOLERANCE)
-    for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
-        worst = np.abs(g - w).max() / np.abs(w).max()
-        assert worst < TOLERANCE, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
+    check_sharded(experiment(*overrides), alone)

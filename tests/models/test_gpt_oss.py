@@ -15,10 +15,10 @@ import meshkit as mk
 from meshkit.compile.program import compile_absent
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
-from meshkit.sharding import build_mesh, sharding_scope
+from meshkit.sharding import sharding_scope
 from models.attention import sink_attention
 from models.gpt_oss import ALPHA, GptOss, GptOssMlp
-from tests.models.test_moe import TOLERANCE, count, experiment, loss_and_gradients
+from tests.models.test_moe import check_sharded, count, experiment, loss_and_gradients
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,7 @@ def on_one_device():
 
 @pytest.mark.parametrize("overrides", [pytest.param(o, marks=pytest.mark.slow) for o in MESHES.values()], ids=MESHES)
 def test_sharded_steps_equal_one_device(overrides, on_one_device):
-    spec = spec_of(*overrides)
-    state, loss, gradients = on_one_device
-    _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
-    assert got_loss == pytest.approx(loss, rel=TOLERANCE)
-    for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
-        worst = np.abs(g - w).max() / np.abs(w).max()
-        assert worst < TOLERANCE, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
+    check_sharded(spec_of(*overrides), on_one_device)
 
 
 @pytest.mark.deviceless

@@ -196,6 +196,16 @@ def on_one_device(load_balance_weight):
     return loss_and_gradients(alone, one)
 
 
+def check_sharded(spec, on_one_device):
+    """Loss and gradients on the spec's mesh are those of one device, as `loss_and_gradients` gave them there."""
+    state, loss, gradients = on_one_device
+    _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
+    assert got_loss == pytest.approx(loss, rel=TOLERANCE)
+    for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
+        worst = np.abs(g - w).max() / np.abs(w).max()
+        assert worst < TOLERANCE, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
+
+
 SLOW = ("expert 8", "fsdp 2 x expert 4, full remat", "expert 4 x tensor 2, sequence parallel")
 
 
@@ -204,9 +214,4 @@ SLOW = ("expert 8", "fsdp 2 x expert 4, full remat", "expert 4 x tensor 2, seque
 )
 def test_sharded_steps_equal_one_device(overrides):
     spec = experiment(*overrides)
-    state, loss, gradients = on_one_device(spec.model.options["load_balance_weight"])
-    _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
-    assert got_loss == pytest.approx(loss, rel=TOLERANCE)
-    for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
-        worst = np.abs(g - w).max() / np.abs(w).max()
-        assert worst < TOLERANCE, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
+    check_sharded(spec, on_one_device(spec.model.options["load_balance_weight"]))

@@ -41,6 +41,11 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
+def project_in(eight_bit):
+    """The projection by one kernel, with the arguments of `models.layers.project`."""
+    return lambda x, kernel, *more: eight_bit.project_each(x, [kernel], *more)[0]
+
+
 def relative(found, expected):
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
@@ -67,8 +72,8 @@ def test_a_projection_and_its_gradients_are_within_the_bound():
     def loss(fn, x, kernel):
         return jnp.sum(fn(x, kernel, 1, jnp.float32) * weights)
 
-    assert relative(fp8.project(x, kernel, 1, jnp.float32), x @ kernel) <= MARGIN * np.sqrt(2) * E4M3
-    found = jax.grad(loss, (1, 2))(fp8.project, x, kernel)
+    assert relative(project_in(fp8)(x, kernel, 1, jnp.float32), x @ kernel) <= MARGIN * np.sqrt(2) * E4M3
+    found = jax.grad(loss, (1, 2))(project_in(fp8), x, kernel)
     expected = jax.grad(loss, (1, 2))(project, x, kernel)
     for a, b in zip(found, expected):
         assert relative(a, b) <= MARGIN * np.hypot(E4M3, E5M2)
@@ -98,7 +103,7 @@ def test_a_projection_in_blocks_and_its_gradients_are_within_the_bound(shape):
     def loss(fn, x, kernel):
         return jnp.sum(fn(x, kernel, 1, jnp.float32) * weights)
 
-    found = mxfp8.project(x, kernel, 1, jnp.float32), *jax.grad(loss, (1, 2))(mxfp8.project, x, kernel)
+    found = project_in(mxfp8)(x, kernel, 1, jnp.float32), *jax.grad(loss, (1, 2))(project_in(mxfp8), x, kernel)
     expected = project(x, kernel, 1, jnp.float32), *jax.grad(loss, (1, 2))(project, x, kernel)
     for a, b in zip(found, expected):
         assert a.shape == b.shape
@@ -112,7 +117,7 @@ EIGHT_BIT = pytest.mark.parametrize("eight_bit", [fp8, mxfp8], ids=["fp8", "mxfp
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_gradient_of_a_weight_is_of_the_weights_dtype(dtype, eight_bit):
     x, kernel = normal(0, 8, 16, dtype=jnp.bfloat16), normal(1, 16, 8).astype(dtype)
-    gradient = jax.grad(lambda k: eight_bit.project(x, k, 1, jnp.bfloat16).astype(jnp.float32).sum())(kernel)
+    gradient = jax.grad(lambda k: project_in(eight_bit)(x, k, 1, jnp.bfloat16).astype(jnp.float32).sum())(kernel)
     assert gradient.dtype == dtype
 
 
@@ -121,13 +126,13 @@ def test_the_gradient_of_a_weight_is_of_the_weights_dtype(dtype, eight_bit):
 def test_a_number_that_is_none_shows(bad, eight_bit):
     """Clipped to 448 it would hide that a run has diverged; a tensor with one scale is lost, of blocks the row."""
     x = normal(0, 4, 8).at[1, 1].set(bad)
-    found = np.isnan(eight_bit.project(x, normal(1, 8, 4), 1, jnp.float32))
+    found = np.isnan(project_in(eight_bit)(x, normal(1, 8, 4), 1, jnp.float32))
     assert np.all(found if eight_bit is fp8 else found[1])
 
 
 @EIGHT_BIT
 def test_zeros_stay_zeros(eight_bit):
-    assert not np.any(eight_bit.project(jnp.zeros((4, 8)), normal(1, 8, 4), 1, jnp.float32))
+    assert not np.any(project_in(eight_bit)(jnp.zeros((4, 8)), normal(1, 8, 4), 1, jnp.float32))
 
 
 @EIGHT_BIT

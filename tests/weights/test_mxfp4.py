@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.weights.files import read_weights, write_weights
-from meshkit.weights.mxfp4 import Mxfp4
+from meshkit.weights.quantized import Mxfp4
 from tests.weights.weight_files import abstract, make, mesh_of
 
 RULES = ShardingRules({"embed": "fsdp", "experts": "expert", "layers": "data"})
