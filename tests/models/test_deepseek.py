@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from meshkit.config.experiment import load
+from meshkit.planning.planner import plan_experiment
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
 from models.deepseek import BalancedMlp, DeepSeek, frequencies, sequence_balance
@@ -147,3 +148,18 @@ def alone():
 @pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
 def test_sharded_steps_equal_one_device(overrides, alone):
     check_sharded(experiment(*overrides), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_replicas_that_reduce_once_a_step_attend_by_cudnn():
+    """`jax.vmap` over the replicas of deferred reductions: the FLOP of unmapped kernels, and one all-reduce."""
+    sizes = ["model.head_dim=128", "model.rope_dim=64", "model.value_dim=128", "train.sequence_length=256"]
+    mesh = ["cluster={name='dgx_h100',hosts=1}", "mesh.fsdp=", "mesh.expert=", "mesh.data=8", 'rules.preset="data"']
+    spec = load(DEBUG, [*KEYED, *sizes, *mesh, "train.global_batch=32", "train.accumulate=2"])
+    plan = plan_experiment(spec)
+    costs = [(i.cost, times) for i, times in plan.schedule.walk() if i.cost]
+    square = 3 * (32 // 8) * 4 * 256**2  # layers, sequences of a GPU, heads, pairs of tokens: half of them causal
+    sizes = (192 + 128) + (3 * 192 + 2 * 128)  # of the forward kernel's matmuls and of the backward kernel's
+    assert sum(cost.attention_flops * times for cost, times in costs) == square * sizes
+    assert [(row.collective, row.axes, row.count) for row in plan.report.communication] == [("all-reduce", ["data"], 1)]
