@@ -10,15 +10,21 @@ which adds the loss of each sequence's balance.
 is a parameter without a gradient of its own: what stands in the gradient's place is the load beyond an even one, so
 that it is summed over micro-batches, replicas and stages like gradients. `sign_step` in its metadata makes the training
 step keep it from the optimizer and go by the sign alone (`meshkit.step.train_step.sign_steps`).
+
+**Multi-token prediction** (section 2.2). With `mtp_depth` = D, training adds D modules behind the layers. Module k
+turns the hidden state of position i and the embedding of token i + k into the hidden state from which the shared output
+head predicts token i + k + 1. The first hidden state is normalized as for the head, as vLLM's `deepseek_mtp.py` and
+SGLang read the published weights. Evaluation and logits do without the modules.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +35,31 @@ from meshkit.sharding import constrain, current_scope
 from models.attention import Yarn, causal_attention, token_order
 from models.deepseek_hf import deepseek_layout
 from models.hf import Layout
-from models.layers import PLAIN, Matmuls, Projection, RMSNorm, depth_scale, parameter, project_each
+from models.layers import (
+    PLAIN,
+    RESIDUAL_AXES,
+    Matmuls,
+    Projection,
+    RMSNorm,
+    depth_scale,
+    for_matmuls,
+    parameter,
+    project_each,
+)
 from models.llama import Block
-from models.moe import OF_LLAMA, Moe, MoeBlock, MoeConfig, MoeMlp, Router, choose, make_config, routing_values
+from models.losses import next_token_losses
+from models.moe import (
+    OF_LLAMA,
+    Moe,
+    MoeBlock,
+    MoeConfig,
+    MoeMlp,
+    Router,
+    choose,
+    make_config,
+    name_apart,
+    routing_values,
+)
 from models.options import Rate
 
 LATENT_AXES = ("act_batch", "act_length", None)
@@ -53,6 +81,8 @@ class DeepSeekConfig(MoeConfig):
         yarn_length: tokens that the frequencies were made for.
         yarn_fast, yarn_slow: rotations over `yarn_length` above which a frequency stays, and below which it is divided.
         yarn_scale: attention's scores are multiplied by (1 + yarn_scale ln(yarn_factor) / 10) squared.
+        mtp_depth: modules for multi-token prediction, `num_nextn_predict_layers` of config.json.
+        mtp_weight: of the mean of their losses; the report has 0.3 for the first 10 trillion tokens, then 0.1.
     """
 
     query_rank: int = 1536
@@ -68,6 +98,8 @@ class DeepSeekConfig(MoeConfig):
     yarn_fast: float = 32.0
     yarn_slow: float = 1.0
     yarn_scale: float = 1.0
+    mtp_depth: int = 0
+    mtp_weight: float = 0.3
 
     def __post_init__(self):
         object.__setattr__(self, "kv_heads", self.heads)
@@ -80,6 +112,14 @@ class DeepSeekConfig(MoeConfig):
             raise ValueError(f"a token cannot go to {self.groups_per_token} of {self.groups} groups.")
         if self.experts_per_token > self.groups_per_token * (self.experts // self.groups):
             raise ValueError(f"{self.groups_per_token} groups have fewer than {self.experts_per_token} experts.")
+
+    def check_pipeline(self) -> None:
+        super().check_pipeline()
+        if self.mtp_depth:
+            raise ValueError(
+                f"mtp_depth = {self.mtp_depth}: every stage of a pipeline would compute all modules for multi-token "
+                "prediction, leave it out."
+            )
 
     @property
     def dense(self) -> DeepSeekConfig:
@@ -238,6 +278,24 @@ class LatentMoeBlock(MoeBlock):
     attention_class, mlp_class = LatentAttention, BalancedMlp
 
 
+class TokenPredictors(nnx.Module):
+    """The modules for multi-token prediction, stacked; embedding and output head are the model's."""
+
+    def __init__(self, c: DeepSeekConfig, context: str, *, rngs: nnx.Rngs):
+        stack = c.mtp_depth
+        norm = partial(RMSNorm, c.embed, eps=c.norm_eps, stack=stack, rngs=rngs)
+        self.embedding_norm, self.hidden_norm = norm(), norm()
+        # Its outputs are no `embed` to the rules: that may cut one dim of a kernel only.
+        self.join = Projection("join", {"embed": 2 * c.embed}, {"latent": c.embed}, stack=stack, rngs=rngs)
+        self.block = LatentMoeBlock(dataclasses.replace(c, layers=stack), context, rngs=rngs)
+        self.norm = norm()
+        name_apart(self, "mtp_layers")
+
+    def __call__(self, hidden: jax.Array, embedded: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
+        return self.block(constrain(self.join(for_matmuls(both)), *RESIDUAL_AXES))
+
+
 class DeepSeek(Moe):
     """A DeepSeek-V3: int32 tokens [batch, length] -> logits [batch, length, vocab].
 
@@ -248,6 +306,30 @@ class DeepSeek(Moe):
 
     def __init__(self, preset: str = "deepseek_debug", *, rngs: nnx.Rngs, dtype=jnp.bfloat16, remat="none", **options):
         super().__init__(preset, rngs=rngs, dtype=dtype, remat=remat, **options)
+        if self.config.mtp_depth:
+            self.mtp = TokenPredictors(self.config, self.context, rngs=rngs)
+
+    def further_loss(self, x: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        """Return the weighted loss of multi-token prediction with the balance of its layers, and `mtp_loss`.
+
+        A position's loss weighs as much as the token that it predicts; the last positions have no such token.
+        """
+        c = cast(DeepSeekConfig, self.config)
+        if not c.mtp_depth:
+            return super().further_loss(x, batch)
+        with jax.named_scope("mtp"):
+            (graph, stacked), x = nnx.split(self.mtp), self.norm(x)
+            loss_sum, balance, targets, weights = 0.0, 0.0, batch["targets"], batch["weights"]
+            for number in range(c.mtp_depth):
+                parameters = jax.tree.map(lambda p, number=number: p[number], stacked)
+                run = self.one_layer(graph, scanned=False)
+                x, values = run(x, parameters, self.embed(targets))
+                targets, weights = (jnp.pad(y[:, 1:], ((0, 0), (0, 1))) for y in (targets, weights))
+                losses = next_token_losses(self.logits(nnx.merge(graph, parameters).norm(x)), targets, c.vocab)
+                loss_sum = loss_sum + jnp.sum(losses * weights) / c.mtp_depth
+                balance = balance + self.auxiliary_loss(values) / c.layers
+        weight = jnp.sum(batch["weights"])
+        return c.mtp_weight * loss_sum + weight * balance, {"mtp_loss": loss_sum / jnp.maximum(weight, 1e-9)}
 
     @staticmethod
     def make_config(preset: str, **overrides) -> DeepSeekConfig:
@@ -261,6 +343,12 @@ class DeepSeek(Moe):
         up = c.query_rank * (c.head_dim + c.rope_dim) + c.kv_rank * (c.head_dim + c.value_dim)
         return down + c.heads * (up + c.value_dim * c.embed)
 
+    def matmul_parameters(self) -> int:
+        """N of 6 N tokens, which counts the head again for each module of multi-token prediction."""
+        c = cast(DeepSeekConfig, self.config)
+        module = self.active_parameters() + c.embed * (2 * c.embed + c.vocab)
+        return super().matmul_parameters() + c.mtp_depth * module
+
     def hf_layout(self) -> Layout:
         """How the parameters correspond to those of Hugging Face's `DeepseekV3ForCausalLM`."""
         return deepseek_layout(self.config)
@@ -269,4 +357,4 @@ class DeepSeek(Moe):
         """(layers, heads, head_dim) of 12 L heads head_dim T tokens: half of it for scores, half for values."""
         layers, heads, _ = super().attention_shape()
         c = cast(DeepSeekConfig, self.config)
-        return layers, heads, (c.head_dim + c.rope_dim + c.value_dim) // 2
+        return layers + c.mtp_depth, heads, (c.head_dim + c.rope_dim + c.value_dim) // 2

@@ -1,7 +1,8 @@
 """Hugging Face's layout of DeepSeek-V3: names of tensors and config keys; `models.hf` has what all models share.
 
-Files have their rotary dims in pairs, as `models.deepseek` turns them, so nothing is permuted. Of the public checkpoint
-the layer for multi-token prediction is not read.
+Files have their rotary dims in pairs, as `models.deepseek` turns them, so nothing is permuted. The modules for
+multi-token prediction are layers behind the last one, with copies of the embedding and the head. A model without
+`mtp_depth` does not read them; config.json asks for none, since transformers keeps its key and drops their weights.
 """
 
 from __future__ import annotations
@@ -68,6 +69,16 @@ _HEADS = {  # of a layer's attention: parameter -> (tensor, dims in the file, di
     "output/kernel": ("o_proj", "embed (heads value_dim)", "heads value_dim embed"),
 }
 
+_MTP = tuple(
+    Row(f"mtp/{ours}", f"model.layers.{{mtp_depth}}.{name}.weight", dims, f"mtp_depth {turned}")
+    for ours, name, dims, turned in (
+        ("embedding_norm/scale", "enorm", "embed", "embed"),
+        ("hidden_norm/scale", "hnorm", "embed", "embed"),
+        ("join/kernel", "eh_proj", "embed joined", "joined embed"),
+        ("norm/scale", "shared_head.norm", "embed", "embed"),
+    )
+)
+
 
 def deepseek_layout(config: Any) -> Layout:
     """Layout of `DeepseekV3ForCausalLM` for a DeepSeekConfig.
@@ -88,8 +99,20 @@ def deepseek_layout(config: Any) -> Layout:
     }
     sizes |= {"shared_mlp": c.shared_experts * c.mlp}
     dense = _layers("prefix", "dense_layers", 0) if c.dense_layers else ()
-    common = (*ENDS, HEAD, *dense, *_layers("layers", "layers", c.dense_layers))
-    tables = [(*common, *_moe(c.dense_layers, fused)) for fused in (False, True)]
+    layers, end = ("layers", "layers", c.dense_layers), c.layers + c.dense_layers
+    mtp, copies = ("mtp/block", "mtp_depth", end), ()
+    common = (*ENDS, HEAD, *dense, *_layers(*layers))
+    tables = [(*common, *_moe(*layers, fused)) for fused in (False, True)]
+    if c.mtp_depth:
+        sizes |= {"mtp_depth": c.mtp_depth, "joined": 2 * c.embed}
+        more = (*_MTP, *_layers(*mtp))
+        more = tuple(replace(row, every=(end, 1)) for row in more)
+        tables = [(*table, *more, *_moe(*mtp, fused)) for table, fused in zip(tables, (False, True))]
+        copies = tuple(
+            replace(row, name=f"model.layers.{end + number}.{name}")
+            for number in range(c.mtp_depth)
+            for row, name in ((ENDS[0], "embed_tokens.weight"), (HEAD, "shared_head.head.weight"))
+        )
     return Layout(
         rows=tables[0],
         others=(tables[1],),
@@ -98,7 +121,9 @@ def deepseek_layout(config: Any) -> Layout:
         options={"yarn_factor": 1.0, **options},
         read_config=read_options,
         keys=KEYS,
-        computed=rf"model\.layers\.{c.layers + c.dense_layers}\..*",  # the layer for multi-token prediction
+        computed=None if c.mtp_depth else rf"model\.layers\.{end}\..*",
+        copies={row.name: next(r.name for r in (*ENDS, HEAD) if r.path == row.path) for row in copies},
+        repeated=copies,
     )
 
 
@@ -121,8 +146,8 @@ def _swiglu(prefix: str, width: str) -> dict[str, tuple[str, str, str]]:
     return {name: (f"{prefix}{name}_proj", *(down if name == "down" else up)) for name in ("gate", "up", "down")}
 
 
-def _moe(first: int, fused: bool) -> tuple[Row, ...]:
-    """Rows of router and experts; `fused` are the names that transformers 5 has in memory."""
+def _moe(path: str, count: str, first: int, fused: bool) -> tuple[Row, ...]:
+    """Rows of router and experts of some layers; `fused` are the names that transformers 5 has in memory."""
     mlp = "model.layers.{layers}.mlp."
     rows = [*(FUSED_EXPERTS if fused else QWEN_EXPERTS)]
     rows += [Row("layers/moe/router/bias", mlp + "gate.e_score_correction_bias", "experts", "layers experts")]
@@ -130,13 +155,19 @@ def _moe(first: int, fused: bool) -> tuple[Row, ...]:
         Row(f"layers/moe/shared/{ours}/kernel", f"{mlp}{name}.weight", file, f"layers {dims}")
         for ours, (name, file, dims) in _swiglu("shared_experts.", "shared_mlp").items()
     ]
-    return tuple(replace(row, every=(first, 1)) for row in rows)
+
+    def moved(row: Row) -> Row:
+        name, ours = row.name.replace("{layers}", f"{{{count}}}"), row.ours.replace("layers", count)
+        return replace(row, path=row.path.replace("layers", path), name=name, ours=ours, every=(first, 1))
+
+    return tuple(map(moved, rows))
 
 
 def _written(c: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a model."""
     written = {key: harmless[0] for key, harmless in _UNSUPPORTED.items()}
-    written |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 0}
+    written |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    written |= {"num_nextn_predict_layers": c.mtp_depth}
     written |= {KEYS[option]: options[option] for option in KEYS}
     written |= {"num_hidden_layers": c.layers + c.dense_layers, "num_key_value_heads": c.heads}
     written["max_position_embeddings"] = int(c.yarn_length * c.yarn_factor)

@@ -295,7 +295,7 @@ class Moe(nnx.Module):
         )
         if c.dense_layers:
             self.prefix = self.dense_block(c.dense, context, rngs=rngs)
-            _name_apart(self.prefix)
+            name_apart(self.prefix, "dense_layers")
         self.layers = self.expert_block(c, context, rngs=rngs)
         self.norm = RMSNorm(c.embed, eps=c.norm_eps, rngs=rngs)
         self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
@@ -310,23 +310,23 @@ class Moe(nnx.Module):
 
     def with_routing(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Logits, and `routing_values` averaged over the layers."""
+        x, values = self.hidden(tokens)
+        return self.last(x), values
+
+    def hidden(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """What leaves the layers, for `last`, and `routing_values` averaged over the layers."""
         x = self.first({"tokens": tokens})
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
             x, values = self._scan(graph, x, stacked)
-        return self.last(x), {name: jnp.mean(value) for name, value in values.items()}
+        return x, {name: jnp.mean(value) for name, value in values.items()}
 
     def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
         """What enters the layers with experts: activations [batch, length, embed].
 
         Of a pipeline the part before its first stage: all stages work on it, each for every microbatch.
         """
-        tokens = batch["tokens"]
-        order = token_order(self.context, tokens.shape[1])
-        with jax.named_scope("embedding"):
-            tokens = order.enter(tokens, "act_batch", "act_length")
-            x = lookup(self.embedding.get_value(), tokens, self.dtype, self.config.vocab, ctx and ctx.axis)
-            x = constrain(x, *RESIDUAL_AXES)
+        x = self.embed(batch["tokens"], ctx)
         if not self.config.dense_layers:
             return x
         with jax.named_scope("prefix"):
@@ -334,40 +334,62 @@ class Moe(nnx.Module):
             layer = lambda x, one: (nnx.merge(graph, one)(x), None)
             return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
+    def embed(self, tokens: jax.Array, ctx: StageContext | None = None) -> jax.Array:
+        """Embeddings of tokens [batch, length], in the order in which layers see them."""
+        order = token_order(self.context, tokens.shape[1])
+        with jax.named_scope("embedding"):
+            tokens = order.enter(tokens, "act_batch", "act_length")
+            x = lookup(self.embedding.get_value(), tokens, self.dtype, self.config.vocab, ctx and ctx.axis)
+            return constrain(x, *RESIDUAL_AXES)
+
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None):
         """One layer of a pipeline's stage, with its parameters as a nested dict: activations, and `routing_values`."""
         del ctx, key
         self.config.check_pipeline()
         graph, _ = nnx.split(self.layers)
-        return self._one_layer(graph)(x, nnx.State(parameters))
+        return self.one_layer(graph)(x, nnx.State(parameters))
 
     def last(
         self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
     ) -> Float[Array, "batch length some_vocab"]:
         """Logits of what leaves the layers, or a stage's part of the vocabulary."""
         del ctx
+        return self.logits(self.norm(x))
+
+    def logits(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length some_vocab"]:
+        """Logits of what is normalized already."""
         order, dtype = token_order(self.context, x.shape[1]), jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
-            x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
+            x = order.leave(for_matmuls(x), "act_batch", "act_length", "act_embed")
             return constrain(self.head(x, out_dtype=dtype), "act_batch", "act_length", "act_vocab")
 
     def _scan(self, graph: Any, x: jax.Array, stacked: Any):
         if self.remat == "none":
-            return jax.lax.scan(self._one_layer(graph), x, stacked, unroll=not self.config.scan_layers)
+            one = self.one_layer(graph, self.config.scan_layers)
+            return jax.lax.scan(one, x, stacked, unroll=not self.config.scan_layers)
         return run_layers(self._plain_layer(graph), x, stacked, self.remat, self.config.scan_layers)
 
     @staticmethod
     def _plain_layer(graph: Any):
-        return lambda x, parameters: nnx.merge(graph, parameters)(x)
+        return lambda x, parameters, *more: nnx.merge(graph, parameters)(x, *more)
 
-    def _one_layer(self, graph: Any):
-        """The body of a scan over layers: (x, parameters) -> (x, values), recomputed as `remat` says."""
+    def one_layer(self, graph: Any, scanned: bool = True):
+        """A layer, recomputed as `remat` says: (x, parameters, what else it is called with) -> (x, values).
 
+        Args:
+            graph: of a layer with experts.
+            scanned: it is the body of a loop over layers.
+        """
         layer = self._plain_layer(graph)
         if self.remat == "none":  # keeps all, but the kernels of experts in pieces: they are gathered again
             policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-            return jax.checkpoint(layer, policy=policy, prevent_cse=not self.config.scan_layers)
-        return recompute(layer, self.remat)
+            return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+        return recompute(layer, self.remat, scanned)
+
+    def further_loss(self, x: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        """A sum that training adds to that of the next tokens' losses, of what leaves the layers; and metrics."""
+        del x, batch
+        return 0.0, {}
 
     def auxiliary_loss(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """What training adds to the loss per token, of the values that `with_routing` gives."""
@@ -376,10 +398,15 @@ class Moe(nnx.Module):
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply a token's activations; of the experts those it goes to."""
-        c, attention = self.config, self.attention_parameters()
-        active = 3 * c.embed * c.mlp * (c.experts_per_token + c.shared_experts) + c.embed * c.experts
-        dense = c.dense_layers * (attention + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
-        return c.layers * (attention + active) + dense + c.embed * c.vocab
+        c = self.config
+        dense = c.dense_layers * (self.attention_parameters() + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
+        return c.layers * self.active_parameters() + dense + c.embed * c.vocab
+
+    def active_parameters(self) -> int:
+        """Parameters of one layer with experts that multiply a token's activations."""
+        c = self.config
+        experts = 3 * c.embed * c.mlp * (c.experts_per_token + c.shared_experts)
+        return self.attention_parameters() + experts + c.embed * c.experts
 
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""
@@ -399,11 +426,11 @@ class Moe(nnx.Module):
         return c.layers + c.dense_layers, c.heads, c.head_dim
 
 
-def _name_apart(block: nnx.Module) -> None:
-    """Calls the stacked dim of a block's parameters `dense_layers`, not `layers`: no pipeline cuts these."""
+def name_apart(block: nnx.Module, name: str) -> None:
+    """Rename the stacked dim of a block's parameters, which is `layers` otherwise: no pipeline cuts these."""
     for _, leaf in nnx.iter_graph(block):
         if isinstance(leaf, nnx.Param):
-            leaf.set_metadata(out_sharding=("dense_layers", *leaf.get_metadata()["out_sharding"][1:]))
+            leaf.set_metadata(out_sharding=(name, *leaf.get_metadata()["out_sharding"][1:]))
 
 
 class NextTokenLoss:
@@ -415,25 +442,23 @@ class NextTokenLoss:
 
     def __call__(self, model: Moe, batch: Mapping[str, jax.Array], rng: jax.Array):
         del rng
-        logits, values = model.with_routing(batch["tokens"])
-        loss_sum, weight, _ = self._of_logits(model, logits, batch)
+        x, values = model.hidden(batch["tokens"])
+        loss_sum, weight, metrics = self.of_hidden(model, x, batch)
         if not model.deterministic:
             loss_sum = loss_sum + weight * model.auxiliary_loss(values)
-        return loss_sum, weight, values
+        return loss_sum, weight, {**values, **metrics}
 
-    def of_hidden(self, model: Moe, x: jax.Array, batch: Mapping[str, jax.Array], ctx: StageContext):
-        """loss_sum, weight and metrics of what leaves the last layer of a pipeline."""
-        return self._of_logits(model, model.last(x, ctx), batch, ctx)
+    def of_hidden(self, model: Moe, x: jax.Array, batch: Mapping[str, jax.Array], ctx: StageContext | None = None):
+        """loss_sum, weight and metrics of what leaves the last layer, of a pipeline if there is one."""
+        losses = next_token_losses(model.last(x, ctx), batch["targets"], model.config.vocab, ctx)
+        further, metrics = (0.0, {}) if model.deterministic else model.further_loss(x, batch)
+        return jnp.sum(losses * batch["weights"]) + further, jnp.sum(batch["weights"]), metrics
 
     def of_layer(self, model: Moe, values: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]):
         """loss_sum and metrics of one layer's values, to be summed over the layers."""
         share = 1 / model.config.stacked
         metrics = {name: share * value for name, value in values.items()}
         return 0.0 if model.deterministic else jnp.sum(batch["weights"]) * model.auxiliary_loss(metrics), metrics
-
-    def _of_logits(self, model: Moe, logits, batch, ctx: StageContext | None = None):
-        losses = next_token_losses(logits, batch["targets"], model.config.vocab, ctx)
-        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), {}
 
 
 next_token_loss = NextTokenLoss()
@@ -465,7 +490,8 @@ def make_config(
     for name, value in overrides.items():
         if name not in types or name in absent:
             raise ValueError(f"a {kind} has no option '{name}'.{suggest(name, types.keys() - absent)}")
-        may_be_zero = name in ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers")
+        zeros = ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers", "mtp_depth", "mtp_weight")
+        may_be_zero = name in zeros
         zero = may_be_zero and not isinstance(value, bool) and value == 0
         checked[name] = value if zero else check_option(name, value, types[name].removesuffix(" | None"))
     return dataclasses.replace(presets[preset], **checked)

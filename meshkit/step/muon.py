@@ -27,7 +27,7 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed, path_name, placements
 
 SCOPE = "muon"  # the name of its instructions
-_STACKED = ("layers", "dense_layers", "experts", None)  # dims that are no matrix's
+_STACKED = ("layers", "dense_layers", "mtp_layers", "experts", None)  # dims that are no matrix's
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of optax.contrib.muon, as are the next four
 _STEPS = 5
 _EPS = 1e-8

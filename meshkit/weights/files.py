@@ -286,6 +286,7 @@ def write_weights(
     _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
     _check_free(folder)
     rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # The first part brings the others.
+    rows += layout.repeated
     tensors = [(row, index, name) for row in rows for index, name in row.names(layout.sizes)]
     written = DTYPES[_WRITTEN[dtype]]
     values = (
@@ -376,8 +377,8 @@ def _check_copy(files: Files, name: str, original: str) -> None:
     """Refuse a tensor that should repeat another, such as the head of a tied model, and differs."""
     first, second = files[original], files[name]
     if (first.dtype, first.shape) != (second.dtype, second.shape) or not _equal_bytes(first, second):
-        message = f"{name} must repeat {original}, since the model is tied, but differs from it."
-        raise ConfigError(message, at=str(second.path), hint="model.tied = false, and a config.json that says the same")
+        message = f"{name} must repeat {original}, since the model has one parameter for both, but differs from it."
+        raise ConfigError(message, at=str(second.path), hint="weights whose copies agree, or model.tied = false")
 
 
 def _equal_bytes(a: Tensor, b: Tensor) -> bool:

@@ -133,6 +133,8 @@ class Layout:
     others: tuple[tuple[Row, ...], ...] = ()  # Tables to read by, if the files have no tensor of some row of `rows`.
     # Tensors that may be there as well -> the tensor that they must be equal to.
     copies: Mapping[str, str] = field(default_factory=dict)
+    # Rows by which a parameter is written once more, under a name in `copies`.
+    repeated: tuple[Row, ...] = ()
     # Pattern of names that may be there and are not read, since they follow from the config.
     computed: str | None = None
 

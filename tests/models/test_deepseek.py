@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
+from safetensors.numpy import load_file, save_file
 
 from meshkit.config.experiment import load
+from meshkit.config.rules import ShardingRules
+from meshkit.errors import ConfigError
 from meshkit.planning.planner import plan_experiment
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
+from meshkit.weights.files import read_weights, write_weights
 from models.deepseek import BalancedMlp, DeepSeek, frequencies, sequence_balance
+from models.moe import next_token_loss
 from tests.models.test_moe import DEBUG, check_sharded, count, loss_and_gradients
+from tests.weights.weight_files import abstract as placed
 
 KEYED = 'model.class="models.deepseek:DeepSeek"', 'model.preset="deepseek_debug"'
 
@@ -36,6 +42,24 @@ def test_parameter_counts_are_the_published_ones():
     norms = (c.layers + c.dense_layers) * (2 * c.embed + c.query_rank + c.kv_rank) + c.embed
     rest = c.vocab * c.embed + norms + c.layers * c.experts
     assert count(model) - idle == model.matmul_parameters() + rest
+
+
+def test_the_published_checkpoint_has_one_module_for_multi_token_prediction():
+    """Hugging Face counts 3,918,786,560 numbers in BF16 and 680,571,043,840 in FP8, scales aside; the biases are in
+    FP32. Embedding and head are there twice."""
+    model = abstract("deepseek_v3", mtp_depth=1)
+    c = model.config
+    assert count(model) + 2 * c.vocab * c.embed == 3_918_786_560 + 680_571_043_840 + 59 * c.experts
+    plain = abstract("deepseek_v3")
+    active = model.matmul_parameters() - plain.matmul_parameters()
+    idle = (c.experts - c.experts_per_token) * 3 * c.embed * c.mlp + c.experts
+    norms = 5 * c.embed + c.query_rank + c.kv_rank
+    assert active == count(model) - count(plain) - idle - norms + c.vocab * c.embed
+
+
+def test_a_pipeline_refuses_multi_token_prediction():
+    with pytest.raises(ValueError, match="mtp_depth = 1: every stage of a pipeline would compute all modules"):
+        abstract("deepseek_debug", mtp_depth=1).config.check_pipeline()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +113,121 @@ def test_a_token_goes_to_the_best_experts_of_its_best_groups():
     shares = np.asarray(scores / scores.sum(axis=-1, keepdims=True)).mean(axis=1)
     wanted = c.experts * (one * shares).sum(axis=1).mean()
     assert float(sequence_balance(scores / scores.sum(axis=-1, keepdims=True), chosen)) == pytest.approx(wanted)
+
+
+def rms(x, scale):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def swiglu(x, gate, up, down):
+    hidden = x @ gate
+    return (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
+
+
+def turned(x, positions, theta):
+    """Neighbouring dims as complex numbers, turned; as their real and imaginary parts."""
+    pairs = (x[..., 0::2] + 1j * x[..., 1::2]).T
+    half = len(pairs)
+    turns = np.exp(1j * np.outer(theta ** (-np.arange(half) / half), positions))
+    pairs = (pairs * turns.reshape(half, *[1] * (pairs.ndim - 2), -1)).T
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def layer_in_numpy(c, p, x):
+    """A layer of DeepSeek-V3 on one sequence [length, embed], from equations 1 to 16 of the report."""
+    at, a = np.arange(len(x)), p["attention"]
+    h = rms(x, p["attention_norm"]["scale"])
+    q = np.einsum("lr,rhd->lhd", rms(h @ a["query_down"]["kernel"], a["query_norm"]["scale"]), a["query_up"]["kernel"])
+    latent = h @ a["kv_down"]["kernel"]
+    kv = np.einsum("lr,rhd->lhd", rms(latent[:, : c.kv_rank], a["kv_norm"]["scale"]), a["kv_up"]["kernel"])
+    shared = turned(latent[:, c.kv_rank :], at, c.rope_theta)
+    scores = np.einsum("lhd,mhd->hlm", q[..., : c.head_dim], kv[..., : c.head_dim])
+    scores += np.einsum("lhd,md->hlm", turned(q[..., c.head_dim :], at, c.rope_theta), shared)
+    scores = np.where(at[:, None] >= at, np.exp(scores / math.sqrt(c.head_dim + c.rope_dim)), 0)
+    out = np.einsum("hlm,mhd->lhd", scores / scores.sum(axis=-1, keepdims=True), kv[..., c.head_dim :])
+    x = x + np.einsum("lhd,hde->le", out, a["output"]["kernel"])
+
+    h, moe = rms(x, p["mlp_norm"]["scale"]), p["moe"]
+    affinity = 1 / (1 + np.exp(-h @ moe["router"]["kernel"]))
+    biased = affinity + moe["router"]["bias"]
+    y = swiglu(h, *(moe["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+    for token, each in enumerate(biased):
+        best = np.argsort(np.sort(each.reshape(c.groups, -1))[:, -2:].sum(axis=-1))[-c.groups_per_token :]
+        allowed = [e for e in range(c.experts) if e // (c.experts // c.groups) in best]
+        chosen = sorted(allowed, key=lambda e: -each[e])[: c.experts_per_token]
+        for e in chosen:
+            weight = c.routed_scale * affinity[token, e] / affinity[token, chosen].sum()
+            y[token] += weight * swiglu(h[token], *(moe["experts"][name][e] for name in ("gate", "up", "down")))
+    return x + y
+
+
+def test_the_loss_of_multi_token_prediction_is_that_of_the_report():
+    """Equations 21 to 25, in numpy, of two modules behind what leaves our layers; position by position."""
+    sizes = {"layers": 1, "mtp_depth": 2, "load_balance_weight": 0}
+    model = DeepSeek("deepseek_debug", rngs=nnx.Rngs(0), dtype=jnp.float32, **sizes)
+    random = np.random.default_rng(0)
+    for path, leaf in nnx.to_flat_state(nnx.state(model.mtp, nnx.Param)):
+        spread = 0.3 if path[-1] in ("bias", "scale") else 0.0
+        leaf.set_value(leaf.get_value() + jnp.asarray(spread * random.standard_normal(leaf.shape), jnp.float32))
+    c, tokens = model.config, random.integers(0, 256, (2, 17))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": random.random((2, 16), np.float32)}
+
+    @nnx.jit
+    def run(model, batch):
+        return model.hidden(batch["tokens"])[0], *next_token_loss(model, batch, jax.random.key(0))
+
+    with jax.default_matmul_precision("highest"):
+        x, trained, _, metrics = run(model, batch)
+        model.eval()
+        _, evaluated, _, without = run(model, batch)
+
+    p = jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    total = 0.0
+    for h, ids, weights in zip(rms(np.float64(x), p["norm"]["scale"]), tokens, np.float64(batch["weights"])):
+        for k in (1, 2):
+            module = jax.tree.map(lambda leaf, k=k: leaf[k - 1], p["mtp"])
+            after = np.append(ids[k:], np.zeros(k, int))[:16]  # no position that counts sees the zeros
+            embedded = rms(p["embedding"][after], module["embedding_norm"]["scale"])
+            joined = np.concatenate([embedded, rms(h, module["hidden_norm"]["scale"])], axis=-1)
+            h = layer_in_numpy(c, module["block"], joined @ module["join"]["kernel"])
+            logits = rms(h, module["norm"]["scale"]) @ p["head"]["kernel"]
+            losses = [np.log(np.exp(logits[i]).sum()) - logits[i, ids[i + k + 1]] for i in range(16 - k)]
+            total += losses @ weights[k:] / 2
+    assert float(metrics["mtp_loss"]) == pytest.approx(total / batch["weights"].sum(), rel=1e-5)
+    assert float(trained - evaluated) == pytest.approx(0.3 * total, rel=1e-5)
+    assert "mtp_loss" not in without
+
+
+PUBLISHED = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
+PUBLISHED += ["input_layernorm", "post_attention_layernorm", "mlp.gate"]
+PUBLISHED += [f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")]
+PUBLISHED += [f"self_attn.q_{name}" for name in ("a_proj", "a_layernorm", "b_proj")]
+PUBLISHED += [f"self_attn.{name}" for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")]
+
+
+def test_the_module_is_a_layer_of_the_file_with_copies_of_embedding_and_head(tmp_path):
+    model, rules = abstract("deepseek_debug", mtp_depth=1), ShardingRules({"embed": "all"})
+    random, mesh = np.random.default_rng(0), Mesh(np.array(jax.devices()), ("all",))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = jax.tree.map(lambda x: random.standard_normal(x.shape, np.float32), params)
+    write_weights(params, tmp_path, model.hf_layout())
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = {name.removeprefix("model.layers.3.") for name in tensors if name.startswith("model.layers.3.")}
+    experts = {f"mlp.experts.{e}.{name}_proj.weight" for e in range(8) for name in ("gate", "up", "down")}
+    assert layer == {name + ".weight" for name in PUBLISHED} | experts | {"mlp.gate.e_score_correction_bias"}
+    np.testing.assert_array_equal(tensors["model.layers.3.embed_tokens.weight"], params["embedding"])
+    np.testing.assert_array_equal(tensors["model.layers.3.shared_head.head.weight"], params["head"]["kernel"].T)
+    np.testing.assert_array_equal(tensors["model.layers.3.eh_proj.weight"], params["mtp"]["join"]["kernel"][0].T)
+
+    read = read_weights(tmp_path, model.hf_layout(), placed(model, mesh, rules))
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    plain = abstract("deepseek_debug")
+    read = read_weights(tmp_path, plain.hf_layout(), placed(plain, mesh, rules))
+    np.testing.assert_array_equal(read["head"]["kernel"], params["head"]["kernel"])
+    tensors["model.layers.3.shared_head.head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model.layers.3.shared_head.head.weight must repeat lm_head.weight"):
+        read_weights(tmp_path, model.hf_layout(), placed(model, mesh, rules))
 
 
 def experiment(*overrides: str):
@@ -151,6 +290,15 @@ def test_sharded_steps_equal_one_device(overrides, alone):
 
 
 @pytest.mark.slow
+def test_sharded_multi_token_prediction_equals_one_device():
+    """Tokens are shifted over a cut length, and a module's experts over an axis of their own."""
+    on = ["model.mtp_depth=1", "model.layers=1"]
+    cut = ["mesh.fsdp=2", "mesh.context=2", "mesh.expert=2", 'rules.preset="all"', 'train.remat="full"']
+    spec = experiment(*on)
+    check_sharded(experiment(*on, *cut), loss_and_gradients(spec, one_device(spec)))
+
+
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_replicas_that_reduce_once_a_step_attend_by_cudnn():
     """`jax.vmap` over the replicas of deferred reductions: the FLOP of unmapped kernels, and one all-reduce."""
@@ -162,4 +310,5 @@ def test_replicas_that_reduce_once_a_step_attend_by_cudnn():
     square = 3 * (32 // 8) * 4 * 256**2  # layers, sequences of a GPU, heads, pairs of tokens: half of them causal
     sizes = (192 + 128) + (3 * 192 + 2 * 128)  # of the forward kernel's matmuls and of the backward kernel's
     assert sum(cost.attention_flops * times for cost, times in costs) == square * sizes
-    assert [(row.collective, row.axes, row.count) for row in plan.report.communication] == [("all-reduce", ["data"], 1)]
+    (row,) = plan.report.communication
+    assert (row.collective, row.axes, row.count) == ("all-reduce", ("data",), 1)
