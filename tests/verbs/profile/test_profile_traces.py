@@ -270,8 +270,8 @@ def test_an_experiment_names_mesh_and_cluster(file):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "data"], "is no list of axes and their sizes"),
-        (["--mesh", "data=2,data=2"], "is no list of axes and their sizes"),
+        (["--mesh", "data"], "is not a list of axes and their sizes"),
+        (["--mesh", "data=2,data=2"], "is not a list of axes and their sizes"),
         (["--mesh", "data=0"], "must be a positive integer"),
         (["--mesh", "data=2", "--experiment", "x.toml"], "--experiment already names mesh and cluster"),
         (["--cluster", "nowhere"], "there is no shipped cluster"),
