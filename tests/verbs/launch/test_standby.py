@@ -139,11 +139,12 @@ Run(Path({str(tmp_path)!r}), {WAITS + "wait()"!r}, policy=replace(FAST, standby=
 
 PRIORITY = "import os, threading\nNICE = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())\n"
 IMPORTS = """
-import os, sys, time
+import gc, os, sys, time
 from meshkit.runs.standby import turn_came_at, wait_for_turn
 wait_for_turn(sys.argv[1])
 assert "MESHKIT_STANDBY" not in os.environ
 assert time.monotonic() - turn_came_at() < 5
+assert gc.get_freeze_count()
 print(os.getpriority(os.PRIO_PROCESS, 0), getattr(sys.modules.get("slow_module"), "NICE", None))
 """
 
