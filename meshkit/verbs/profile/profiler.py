@@ -332,7 +332,9 @@ def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
 
 
 def _with_bandwidths(report: Report) -> Report:
-    return report.model_copy(update={"warnings": (*report.warnings, *to_warnings(bandwidth_notes(report.communication)))})
+    return report.model_copy(
+        update={"warnings": (*report.warnings, *to_warnings(bandwidth_notes(report.communication)))}
+    )
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema.MemoryPart:
