@@ -140,7 +140,6 @@ class Printed:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
         return rendered(self.__rich__(), width=_NOTEBOOK_WIDTH, html=True)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -203,7 +203,6 @@ def fabric(name: str) -> Mapping[str, float]:
 
 
 def _numbers(table: str, key: str) -> dict[str, Any]:
-    """Return a row without its sources."""
     return {name: value for name, value in catalog()[table][key].items() if name != "sources"}
 
 

@@ -320,7 +320,6 @@ def _refused(key: str, value: Any, message: str, hint: str) -> SpecError:
 
 
 def _check_known(key: str, value: str, known: Sequence[str], what: str) -> None:
-    """Refuse a key that the catalog does not have."""
     if value not in known:
         hint = did_you_mean(value, known, what=f"a {what} of the catalog")
         raise _refused(key, value, f"the catalog has no {what} '{value}'.", hint)
@@ -513,7 +512,6 @@ def _as_spoken(nic: Nic, fabric: str | None) -> Nic:
 
 
 def _label(nic: Nic, fabric: str | None) -> str:
-    """Return the port's name in reports."""
     if fabric in (None, nic.fabric):
         return nic.label
     return f"{_OTHER_MODE[fabric]}_{round(nic.bytes_per_s * 8 / 1e9)}"

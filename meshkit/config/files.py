@@ -389,7 +389,6 @@ class TomlDocument:
         return None
 
     def _changes_inside(self, table: Key, value: str | None) -> str:
-        """Return the overrides of keys inside a table section."""
         inside = [o.raw for o in self.overrides if o.key[: len(table)] == table] if value is None else []
         return f" with {' '.join(f'--set {raw}' for raw in inside)}" if inside else ""
 

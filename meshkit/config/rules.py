@@ -356,7 +356,6 @@ def _first_repeated(spec: Spec) -> tuple[str, int, int] | None:
 
 
 def _plain(axes: Axes) -> Any:
-    """Return the value that a rule has in a file."""
     if not axes:
         return _REPLICATED
     return axes[0] if len(axes) == 1 else list(axes)

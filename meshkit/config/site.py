@@ -132,7 +132,6 @@ def _read_file(path: Path) -> dict[str, list[str]]:
 
 
 def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
-    """Return absolute folders, with links resolved."""
     for text in texts:
         if not os.path.isabs(text):
             raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")

@@ -232,7 +232,6 @@ def _positions(text: str) -> Mapping[Key, Position]:
 
 
 def _line_starts(text: str) -> list[int]:
-    """Return offsets at which lines begin."""
     return [0, *(match.end() for match in re.finditer("\n", text))]
 
 
@@ -331,13 +330,11 @@ class _Scanner:
         yield from inner
 
     def _array(self, path: Key) -> Iterator[WrittenKey]:
-        """Yield the elements of an array."""
         self.position += 1
         for index in self._until("]"):
             yield from self._value((*path, str(index)), self.position, defines=False)
 
     def _inline_table(self, path: Key) -> Iterator[WrittenKey]:
-        """Yield the keys of an inline table."""
         self.position += 1
         for _ in self._until("}"):
             yield from self._key_value(path)
@@ -596,7 +593,6 @@ def _examples(name: str, field: FieldInfo | None) -> str:
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    """Return what checks the value of a key by itself."""
     form: Any = Annotated
     kind: Any = field.annotation
     return TypeAdapter(form[(kind, *field.metadata)] if field.metadata else kind)
@@ -627,5 +623,4 @@ def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo |
 
 
 def _section(key: Sequence[str]) -> str:
-    """Return a table in words."""
     return f"[{dotted(key)}]" if key else "the experiment file"

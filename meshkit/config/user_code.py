@@ -432,7 +432,6 @@ def _is_of(spec: ModuleSpec | None, folder: Path) -> bool:
 
 
 def _holds(folder: Path, module_name: str) -> bool:
-    """Return whether a folder has the file of a module."""
     return any(os.path.isfile(file) for file in _files(folder, module_name, all_suffixes()))
 
 

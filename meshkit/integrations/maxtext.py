@@ -93,7 +93,6 @@ def make(mesh: AnyMesh, config: str | None = None, **overrides: Any) -> Program:
 
 
 def _base_file() -> str:
-    """Return the path of MaxText's own configuration."""
     from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
 
     return str(Path(pyconfig.__file__).with_name("base.yml"))
@@ -109,7 +108,6 @@ def _parallelism(mesh: AnyMesh) -> dict[str, int]:
 
 
 def _key(axis: str) -> str:
-    """Return how MaxText's configuration calls an axis of its mesh."""
     return {"stage": "pipeline"}.get(axis, axis)
 
 
@@ -187,5 +185,4 @@ def _whole_mesh(mesh: AnyMesh, names: list[str]) -> AnyMesh:
 
 
 def _text(value: Any) -> str:
-    """Return a value as MaxText's command line takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

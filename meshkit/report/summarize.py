@@ -331,7 +331,6 @@ def _idle_parts(sweeps: Sequence[Sweep], idle_s: float) -> dict[str, float]:
 
 
 def _means(sweeps: Sequence[Sweep]) -> dict[str, float]:
-    """Return additive seconds as means over device steps."""
     of_sweep = {name: "window_s" if name == "time_s" else name for name in _ADDITIVE}
     return {name: math.fsum(getattr(s.total, field) for s in sweeps) / len(sweeps) for name, field in of_sweep.items()}
 

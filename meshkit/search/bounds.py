@@ -317,7 +317,6 @@ class Bounds:
         return {"weights": weights, "activations": activations}
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
-        """Return the seconds of one collective on a mesh."""
         return self._seconds_of(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
 
 
@@ -371,7 +370,6 @@ class _Payload:
 
 
 def _abstract(mesh: MeshSpec) -> Any:
-    """Return a mesh without devices, for placements."""
     return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
@@ -386,7 +384,6 @@ def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
 
 
 def _token_axes(variant: Experiment) -> tuple[str, ...]:
-    """Return the mesh axes that share out the tokens."""
     (batch,) = variant.rules.spec_for(("act_batch",), kind="activations")
     (length,) = variant.rules.spec_for(("act_length",), kind="activations")
     return (*batch, *length)

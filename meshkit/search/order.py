@@ -121,7 +121,6 @@ def _plainest(space: Space, variant: Variant) -> Variant:
 
 
 def _load(path: str, overrides: Settings) -> Experiment | ConfigError:
-    """Return a variant, or the error that rules it out."""
     try:
         return load(path, overrides)
     except ConfigError as e:

@@ -174,7 +174,6 @@ def _row_seconds(row: Traffic, mesh: MeshSpec, seconds_of: CollectiveSeconds) ->
 
 
 def _changes(now: MeshSpec, other: MeshSpec) -> tuple[str, ...]:
-    """Return the names of the axes whose factors differ."""
     return tuple(old.name for old, new in zip(now.axes, other.axes) if old != new)
 
 

@@ -416,7 +416,6 @@ def compared_section(a: Report, b: Report) -> str:
 
 
 def _known(comparison: Comparison, title: str, lines: Iterable[Line]) -> Table:
-    """Return the lines of which either report knows the quantity."""
     number = Numbers(DOCUMENT, comparison)
     known = [line for line in lines if (values := number.value(line[1])).a is not None or values.b is not None]
     columns = [Column(title, words=True, width=36), *_columns(*_sides(comparison))]

@@ -347,7 +347,6 @@ def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:
 
 
 def _run_s(program: Program, x: jax.Array, buffer: jax.Array) -> tuple[jax.Array, float]:
-    """Return the result, and the seconds it took."""
     began = time.perf_counter()
     result = jax.block_until_ready(program(x, buffer))
     return result, time.perf_counter() - began

@@ -253,7 +253,6 @@ def _placement(made: Plan, mesh: MeshSpec, cluster: Cluster) -> PlacementPart:
 
 
 def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
-    """Return one array as explain lists it."""
     shards = subject.pieces(array.axes)
     return PlacedPart.from_sources(array, path=path, rule=rule, shards=shards, bytes_per_gpu=array.bytes // shards)
 
@@ -294,7 +293,6 @@ def _headline(explanation: Explanation) -> Text:
 
 
 def _placement_lines(placement: PlacementPart, of_file: bool) -> Iterator[RenderableType]:
-    """Yield the answer, and why."""
     yield Text(f"placement on links: {'better with' if placement.settings else 'best as it is'}")
     option = "  --set '{}'" if of_file else "  {}"
     yield from (Text(option.format(s)) for s in placement.settings)

@@ -328,7 +328,6 @@ def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
 
 
 def _examples(model: str = "") -> list[dict[str, Any]]:
-    """Return the shipped experiments with a model, or all."""
     texts = (file.read_text(encoding="utf-8") for file in shipped_experiments().values())
     tables = (tomllib.loads(text) for text in texts if model in text)  # Parsing takes as long as all else here.
     return [table for table in tables if model in ("", table["model"]["class"])]

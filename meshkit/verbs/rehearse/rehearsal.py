@@ -392,7 +392,6 @@ def _communicated(schedule: Schedule) -> Counter:
 
 
 def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
-    """Return a kind of collective for a reader."""
     collective, axes, dtype, payload = key
     return f"{collective} {dtype} over {' + '.join(axes) or 'no axis'} of {format_bytes(payload)}"
 
@@ -473,7 +472,6 @@ class _Ready:
 
 
 def _ready(experiment: Experiment, mesh: Any) -> _Ready:
-    """Return meshkit's own step of an experiment."""
     program = make_train_step(experiment, mesh)
     compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
     state, batch = filled(program, experiment)
