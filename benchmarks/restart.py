@@ -27,7 +27,7 @@ _SETS = (
 )
 _KILL_AT, _QUIET_S = 12, 2.0
 _LINE = re.compile(r"trains again (?P<total>[\d.]+) s after the failure: (?P<parts>.*)")
-_PART = re.compile(r"(?P<name>\S[^\d]*?) (?P<seconds>[\d.]+) s(?:, |$)")
+_PART = re.compile(r"(?P<name>[a-z ]+) (?P<seconds>[\d.]+) s(?:, |$)")
 
 
 def restart(folder: Path, *, standby: bool) -> tuple[dict[str, float], float]:

@@ -122,15 +122,16 @@ class Phases:
         self._moving = threading.Lock()  # another thread may ask for the totals in the middle of a move
         self._shared: mmap.mmap | None = None
 
-    def enter(self, phase: Phase, step: int | None = None) -> None:
+    def enter(self, phase: Phase, step: int | None = None, *, part: str | None = None) -> None:
         """The main thread begins something else; `step` is the training step it belongs to.
 
         Args:
             phase: what begins; the seconds until now count for the one before.
             step: None leaves the step as it is.
+            part: of the start, a name that is finer than the phase's.
         """
         now = self._clock()
-        self.begin_part(phase)
+        self.begin_part(part or phase)
         leaves_step = self.phase == "step" and (phase != "step" or step not in (None, self.step))
         if leaves_step and not self._has_stepped:
             self._has_stepped = True
@@ -143,10 +144,10 @@ class Phases:
         self._tell()
 
     def begin_part(self, name: str, *, ago_s: float = 0.0) -> None:
-        """Names a part of the start finer than its phase; after the first step nothing happens.
+        """Begins another part of the start, in the same phase; after the first step nothing happens.
 
         Args:
-            name: what has begun; `enter` begins one with the name of the phase.
+            name: of what has begun.
             ago_s: seconds since it began.
         """
         if self._has_stepped:

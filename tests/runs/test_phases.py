@@ -34,6 +34,26 @@ def test_the_pulse_says_each_move_at_once():
         assert pulse.read() == Move(4, "end", 7)
 
 
+def test_the_pulse_says_what_the_parts_of_the_start_took_once_a_step_is_made():
+    now = [100.0]
+    with closing(Pulse()) as pulse, Phases(pulse.path, clock=lambda: now[0]) as phases:
+        age = phases.seconds["start"]
+        parts = [("start", "rendezvous", 2), ("compile", "lower", 3), ("data", None, 1), ("step", None, 4)]
+        for phase, part, seconds in parts:
+            phases.enter(phase, 7 if phase == "step" else None, part=part)
+            now[0] += seconds
+            if part == "lower":
+                phases.begin_part("load", ago_s=1.0)
+        phases.enter("step", 7)  # back from a hook
+        assert pulse.read_parts() is None
+        phases.enter("data", 8)
+        expected = {"start": round(age, 3), "rendezvous": 2, "lower": 2, "load": 1, "data": 1, "step": 4}
+        assert pulse.read_parts() == expected
+        now[0] += 9
+        phases.enter("step", 8)
+        assert pulse.read_parts() == expected
+
+
 def test_another_process_reads_it_while_this_one_keeps_the_interpreter():
     """A library that does not let go of it, as a large unpickle: no thread of Python runs."""
     code = """

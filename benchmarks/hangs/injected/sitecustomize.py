@@ -16,8 +16,8 @@ def install(plant):
 
         get_stuck()
 
-    def entered(self, phase, step=None):
-        enter(self, phase, step)
+    def entered(self, phase, step=None, **named):
+        enter(self, phase, step, **named)
         if phase == plant["kind"] and phase not in ("start", "data") and self.step >= plant.get("step", 0):
             stuck()
         if plant["kind"] == "memory" and phase == "step" and self.step >= plant["step"]:

@@ -117,9 +117,9 @@ def install(said, rank, attempt):
     gate = Gate(here, folder, rank) if here else None
     enter, told, made = Phases.enter, [], [0]
 
-    def wrapped(self, phase, step=None):
+    def wrapped(self, phase, step=None, **named):
         before = self.phase
-        enter(self, phase, step)
+        enter(self, phase, step, **named)
         if before == "step" and phase != "step":
             made[0] += 1
             if made[0] % said["memory_every"] == 0:

@@ -134,11 +134,9 @@ def train(
     memory = device_memory(experiment.cluster, experiment.train, experiment.file)
     with memory, Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
-        phases.enter("start")  # who has come to the meeting, and who has left it, is seen by that
-        phases.begin_part("rendezvous")
+        phases.enter("start", part="rendezvous")  # who has come to it, and who has left it, is seen by that
         join_gang()  # of the processes that the environment names, if it names any
-        phases.enter("start")
-        phases.begin_part("devices")
+        phases.enter("start", part="devices")
         watch = around.enter_context(HangWatch(phases, folder, say_line))
         note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
         owner = around.enter_context(_own(folder, note))
@@ -156,15 +154,13 @@ def train(
         own_hooks = (*hooks, *find_hooks(experiment))
         for text in (*program.notes, *changes):
             note(text)
-        phases.enter("compile")
-        phases.begin_part("trace, lower")
+        phases.enter("compile", part="trace and lower")
         missed = cache.misses if cache else None
         compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
         phases.begin_part("executable", ago_s=compiled.executable_s)
         compile_cached = cache.misses == missed if cache else None
         if jax.process_count() > 1:
-            phases.enter("compile")  # this process has compiled; who is late is seen by that
-            phases.begin_part("agreement")
+            phases.enter("compile", part="agreement")  # this process has compiled; who is late is seen by that
             watch.order = order_of_step(compiled.program, cast(jax.sharding.Mesh, mesh), experiment.placement, folder)
             agree_on_order(watch.order, folder)
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
