@@ -52,8 +52,8 @@ CONTROL = {"while", "conditional", "call"}
 _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
 _MIRRORED = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE", "NE": "NE"}
-# A scatter is noted from so many additions to an element in the mean. A GPU adds its tokens, tens of thousands, to a table
-# of as many ids: a few additions each, which are priced. Tables of types or distances have at most a few hundred rows.
+# A scatter is noted from so many additions to an element in the mean. A GPU adds its tokens, tens of thousands, to a
+# table of as many ids: a few additions each, which are priced. Tables of types or distances have a few hundred rows.
 _CROWDED = 256
 _LITERALS = (4, 5, 6, 7)  # Fields s32s, s64s, u32s and u64s of xla.LiteralProto.
 

@@ -262,9 +262,9 @@ class MemoryPart(Part):
     """Memory of the fullest GPU, against what the client may take.
 
     `reserved_bytes` is what the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
-    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` and `cliff` are null unless they were asked
-    for. For a program that ran, `peak_bytes` is the allocator's peak since the process began and `program_bytes` is XLA's
-    count.
+    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` and `cliff` are null unless they were
+    asked for. For a program that ran, `peak_bytes` is the allocator's peak since the process began and `program_bytes`
+    is XLA's count.
     """
 
     capacity_bytes: int | None = None
