@@ -327,9 +327,11 @@ class _Scratch:
     """A folder that this process has made."""
 
     folder: Path
-    lock: int  # A descriptor that the process working in the folder holds too.
+    lock: int
+    """A descriptor that the process working in the folder holds too."""
     process: subprocess.Popen | None = None
-    maker: int = field(default_factory=os.getpid)  # A fork of this process removes nothing.
+    maker: int = field(default_factory=os.getpid)
+    """A fork of this process removes nothing."""
 
 
 _made: dict[Path, _Scratch] = {}

@@ -109,11 +109,16 @@ def _is_assignment(name: str, sign: str) -> bool:
 class _Secrets:
     """The values to take out, in every form that they are written in."""
 
-    forms: Sequence[str]  # The forms in order.
-    inner: Sequence[int]  # For each form the index of the longest other form that it begins with; -1 where none.
-    longest: int  # Length of the longest form in characters.
-    anchors: Collection[str]  # The first six characters of each form.
-    begins: re.Pattern[str]  # Matches the first of six characters that each occur in their place in one of the anchors.
+    forms: Sequence[str]
+    """The forms in order."""
+    inner: Sequence[int]
+    """For each form the index of the longest other form that it begins with; -1 where none."""
+    longest: int
+    """Length of the longest form in characters."""
+    anchors: Collection[str]
+    """The first six characters of each form."""
+    begins: re.Pattern[str]
+    """Matches the first of six characters that each occur in their place in one of the anchors."""
 
     @classmethod
     def from_values(cls, values: Iterable[str]) -> _Secrets:

@@ -275,7 +275,8 @@ class Moe(nnx.Module):
     """
 
     dense_block: Any = Block
-    expert_block: Any = MoeBlock  # of which a scan runs `config.stacked` ones
+    expert_block: Any = MoeBlock
+    """The layers, of which a scan runs `config.stacked`."""
 
     def __init__(
         self,

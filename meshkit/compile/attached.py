@@ -71,10 +71,14 @@ _SUFFIX = ".executable"
 class CompiledStep:
     """An executable step."""
 
-    program: Any  # takes state and batch
-    options: Mapping[str, object]  # compiler options it was made with
-    seconds: float  # that tracing, lowering and compiling took
-    executable_s: float = 0.0  # of these, that XLA took to compile it, or the cache to load it
+    program: Any
+    """The program, which takes state and batch."""
+    options: Mapping[str, object]
+    """The compiler options that it was made with."""
+    seconds: float
+    """Seconds of tracing, lowering and compiling."""
+    executable_s: float = 0.0
+    """The part of these seconds that XLA took to compile it, or the cache to load it."""
 
 
 @dataclass(frozen=True)

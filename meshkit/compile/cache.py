@@ -83,7 +83,8 @@ class KeptProgram:
 
     result: Mapping[str, Any]
     log: str
-    module: bytes  # serialized, scheduled
+    module: bytes
+    """The scheduled module, serialized."""
 
 
 def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
@@ -299,8 +300,10 @@ class DamagedEntry(Exception):
 class Store:
     """A folder of entries, each a file of its own: the SHA-256 of the content, then the content."""
 
-    folder: Path  # from `private_folder`
-    most_bytes: int  # that all entries may take
+    folder: Path
+    """A folder made by `private_folder`."""
+    most_bytes: int
+    """The bytes that all entries may take."""
 
     def read(self, name: str) -> bytes | None:
         """Return the content of an entry, which then counts as just used; None if there is none.

@@ -98,10 +98,14 @@ _OLDEST = (9, 0)  # XLA has such a model for Hopper and Blackwell
 class LoopTraffic:
     """The communication of one iteration of the loop over layers, over the axes that shard its weights."""
 
-    axes: tuple[str, ...]  # the mesh axes over which most of the bytes move
-    gathered_bytes: float  # weights of one layer, whole over these axes, in the compute precision
-    gpus_per_domain: int  # GPUs of one group in one NVLink domain
-    domains: int  # NVLink domains that one group spans
+    axes: tuple[str, ...]
+    """The mesh axes over which most of the bytes move."""
+    gathered_bytes: float
+    """Weights of one layer, whole over these axes, in the compute precision."""
+    gpus_per_domain: int
+    """GPUs of one group in one NVLink domain."""
+    domains: int
+    """NVLink domains that one group spans."""
 
 
 def choices_for(

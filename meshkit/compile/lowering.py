@@ -73,10 +73,14 @@ class Exported:
     program: bytes
     donated: list[int]
     arguments: list[dict[str, Any] | None]
-    flops: TracedFlops | None = None  # None where they cannot be counted
-    dead_updates: tuple[str, ...] = ()  # see `traced.dead_updates`
-    partitioned: Mapping[str, bytes] = field(default_factory=dict)  # see `partitioned.lowered_for`
-    carried: tuple[tuple[int, int], ...] = ()  # see `_carried`
+    flops: TracedFlops | None = None
+    """None where they cannot be counted."""
+    dead_updates: tuple[str, ...] = ()
+    """See `traced.dead_updates`."""
+    partitioned: Mapping[str, bytes] = field(default_factory=dict)
+    """See `partitioned.lowered_for`."""
+    carried: tuple[tuple[int, int], ...] = ()
+    """See `_carried`."""
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
@@ -359,7 +363,8 @@ class Traceable(NamedTuple):
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
-    given: list[Any]  # what each array of the arguments was made from, in their order
+    given: list[Any]
+    """What each array of the arguments was made from, in their order."""
 
 
 def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, absent: DescribedMesh) -> Traceable:

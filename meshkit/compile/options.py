@@ -53,12 +53,18 @@ class Option:
     """One compiler option: its value, why, for which GPUs and which jaxlib."""
 
     name: str
-    value: bool | int | float | str  # as `compiler_options` takes it
-    why: str  # what goes wrong without it, as a clause after "because"
-    applies: str = "all"  # `all`, or `before_hopper`
-    since: str = ""  # the first jaxlib release it is for; "" is open
-    before: str = ""  # the first jaxlib release it is not for; "" is open
-    costs_memory: bool = False  # whether it is left out where it alone makes a program larger than its memory
+    value: bool | int | float | str
+    """As `compiler_options` takes it."""
+    why: str
+    """What goes wrong without it, as a clause after "because"."""
+    applies: str = "all"
+    """`all`, or `before_hopper`."""
+    since: str = ""
+    """The first jaxlib release it is for; "" is open."""
+    before: str = ""
+    """The first jaxlib release it is not for; "" is open."""
+    costs_memory: bool = False
+    """Whether it is left out where it alone makes a program larger than its memory."""
     tight: tuple[bool | int | float | str, str] | None = None
     """Its value and why, where the program is larger than its memory with the first."""
 
@@ -88,10 +94,14 @@ OPTIONS = (
 class CompileChoices:
     """How a step is compiled, beyond the options of every program."""
 
-    options: Mapping[str, object] = field(default_factory=dict)  # that the step and the user ask for; they win
-    derived: Sequence[Option] = ()  # that follow from weights, rules and links, see choices.py
-    memory_fraction: float = 0.92  # share of the GPU's memory that the client may take
-    pgle: str = "off"  # `train.pgle`
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Options that the step and the user ask for; they win."""
+    derived: Sequence[Option] = ()
+    """Options that follow from weights, rules and links, see choices.py."""
+    memory_fraction: float = 0.92
+    """Share of the GPU's memory that the client may take."""
+    pgle: str = "off"
+    """`train.pgle`."""
 
 
 PLAIN = CompileChoices()

@@ -75,26 +75,40 @@ _REMEDIES = (
 class Rematerialization:
     """XLA's "Involuntary full rematerialization": an array made whole on every GPU to change its sharding."""
 
-    array: str  # dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`
-    source: str  # op_name path of the model code; "" where XLA names none
+    array: str
+    """Dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`."""
+    source: str
+    """Op_name path of the model code; "" where XLA names none."""
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
     """A program that was compiled for an absent cluster."""
 
-    module: bytes  # serialized `HloModuleProto`, scheduled
-    placement: Placement  # partition id -> GPU, NVLink domain and host
-    memory: Mapping[str, int]  # bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`
-    lower_s: float  # tracing and lowering, both processes
-    compile_s: float  # XLA; of a program that was kept, reading it
-    peak_rss_bytes: int  # of the child process
-    partitioner: str  # `shardy` or `gspmd`
-    chosen: tuple[Option, ...]  # compiler options used, each with its reason
-    log: tuple[str, ...]  # lines that the compiler wrote about memory
-    rematerializations: tuple[Rematerialization, ...] = ()  # arrays that XLA makes whole to reshard them, each once
-    host_memory: Mapping[str, int] = field(default_factory=dict)  # the same as memory, of a GPU's share of its host's
-    cached: bool = False  # whether it was compiled before and kept
+    module: bytes
+    """Serialized `HloModuleProto`, scheduled."""
+    placement: Placement
+    """Partition id -> GPU, NVLink domain and host."""
+    memory: Mapping[str, int]
+    """Bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`."""
+    lower_s: float
+    """Tracing and lowering, both processes."""
+    compile_s: float
+    """XLA's compilation, or reading a program that was kept."""
+    peak_rss_bytes: int
+    """The peak of the child process."""
+    partitioner: str
+    """`shardy` or `gspmd`."""
+    chosen: tuple[Option, ...]
+    """Compiler options used, each with its reason."""
+    log: tuple[str, ...]
+    """Lines that the compiler wrote about memory."""
+    rematerializations: tuple[Rematerialization, ...] = ()
+    """Arrays that XLA makes whole to reshard them, each once."""
+    host_memory: Mapping[str, int] = field(default_factory=dict)
+    """The same as memory, of a GPU's share of its host's."""
+    cached: bool = False
+    """Whether it was compiled before and kept."""
     live: Mapping[str, int] | None = None
     """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
     traced_flops: TracedFlops | None = None

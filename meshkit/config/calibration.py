@@ -45,14 +45,21 @@ def _one_of(*names: str) -> GetPydanticSchema:
 class Fit(TomlTable):
     """Latency and bandwidth of one collective over groups of one shape."""
 
-    link: Literal["nvlink", "infiniband"]  # The slowest link that a group crosses.
-    collective: CollectiveName  # HLO opcode
-    gpus_per_domain: _Whole  # The group's shape, with `domains`.
+    link: Literal["nvlink", "infiniband"]
+    """The slowest link that a group crosses."""
+    collective: CollectiveName
+    """HLO opcode."""
+    gpus_per_domain: _Whole
+    """The group's shape, with `domains`."""
     domains: _Whole
-    latency_s: _NotNegative  # Time of the smallest message.
-    bytes_per_s: _Positive  # bus bandwidth at saturation, per GPU
-    residual_median: _NotNegative  # median of |fitted / measured - 1|
-    points: _Whole  # Number of sizes that it is fitted to.
+    latency_s: _NotNegative
+    """Time of the smallest message."""
+    bytes_per_s: _Positive
+    """Bus bandwidth at saturation, per GPU."""
+    residual_median: _NotNegative
+    """Median of |fitted / measured - 1|."""
+    points: _Whole
+    """Number of sizes that it is fitted to."""
 
     @property
     def group_size(self) -> int:
@@ -67,20 +74,24 @@ class Fit(TomlTable):
 class Rates(TomlTable):
     """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written)."""
 
-    memory_bytes_per_s: _Positive | None = None  # A copy, both directions; None if it was not measured.
-    # Large matmuls, by precision as in the catalog.
+    memory_bytes_per_s: _Positive | None = None
+    """A copy, both directions; None if it was not measured."""
     matmul_flops_per_s: dict[Annotated[str, _one_of("fp32", "tf32", "bf16", "fp16", "fp8")], _Positive] = {}
-    # Fused causal attention at 4k tokens, without the masked half.
+    """Large matmuls, by precision as in the catalog."""
     attention_flops_per_s: dict[Annotated[str, _one_of("forward", "backward")], _Positive] = {}
+    """Fused causal attention at 4k tokens, without the masked half."""
 
 
 class NetworkConstants(TomlTable):
     """Constants of the network model (`[fitted]` of nccl.toml), and rates of links relative to the catalog's."""
 
     constants: dict[str, _Positive]
-    points: _Whole  # Number of collectives that they are fitted to.
-    error_before: _NotNegative  # Median of |predicted / measured - 1| with the shipped constants.
-    error_after: _NotNegative  # The same median with these constants.
+    points: _Whole
+    """Number of collectives that they are fitted to."""
+    error_before: _NotNegative
+    """Median of |predicted / measured - 1| with the shipped constants."""
+    error_after: _NotNegative
+    """The same median with these constants."""
 
 
 class MeasuredOn(TomlTable):
@@ -89,7 +100,8 @@ class MeasuredOn(TomlTable):
     gpu: str
     scale_up: str
     devices: _Whole
-    date: str  # ISO 8601
+    date: str
+    """ISO 8601."""
     jax: str
     jaxlib: str
     fabric: str | None = None
@@ -102,8 +114,8 @@ class Calibration:
     fits: tuple[Fit, ...]
     measured_on: MeasuredOn | None = None
     rates: Rates = field(default_factory=Rates)
-    # Where it is there, collectives are priced by the network model with it, not by `fits`.
     network: NetworkConstants | None = None
+    """Where it is there, collectives are priced by the network model with it, not by `fits`."""
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
         """Return the fit of this group shape; else that of the nearest group size on the same link; None if there is

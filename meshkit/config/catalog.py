@@ -18,53 +18,85 @@ from typing import Any
 class Gpu:
     """One kind of GPU (or a virtual CPU device, key `cpu`)."""
 
-    key: str  # name in the catalog, `h100_sxm`
-    name: str  # The driver's name.
-    compute_capability: tuple[int, int] | None  # (major, minor); None for the CPU
-    sms: int  # streaming multiprocessors
-    clock_hz: float  # boost clock
-    memory_bytes: int  # Memory that CUDA can allocate, without ECC and reserved pages.
-    memory_bytes_per_s: float  # peak
-    l2_bytes: int  # second-level cache
-    peak_flops: Mapping[str, float]  # dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported
-    # sustained fraction of a peak: `matmul` and `attention` (of peak_flops), `memory`, `nvlink`; and
-    # `attention_backward`, the rate of a backward pass relative to a forward one
+    key: str
+    """Name in the catalog, `h100_sxm`."""
+    name: str
+    """The driver's name."""
+    compute_capability: tuple[int, int] | None
+    """(major, minor); None for the CPU."""
+    sms: int
+    """Streaming multiprocessors."""
+    clock_hz: float
+    """The boost clock."""
+    memory_bytes: int
+    """Memory that CUDA can allocate, without ECC and reserved pages."""
+    memory_bytes_per_s: float
+    """The peak rate."""
+    l2_bytes: int
+    """Second-level cache."""
+    peak_flops: Mapping[str, float]
+    """Dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported."""
     achieved: Mapping[str, float]
-    nvlink_generation: int | None  # None where there is no NVLink
-    nvlink_links: int  # of one GPU; 0 where there are none
-    nvlink_bytes_per_s: float  # all links of one GPU, one direction; links x the generation's rate per link
-    pcie_generation: int  # Generation of its x16 slot.
-    pcie_bytes_per_s: float  # Rate of that slot, one direction.
-    target: Mapping[str, int | float]  # Further numbers for the compiler.
-    cpu_link: str = "pcie"  # Its own link to the CPU, a key of `cpu_links`: `pcie`, `c2c_gh200`, ...
+    """Sustained fraction of a peak: `matmul` and `attention` (of peak_flops), `memory`, `nvlink`; and
+    `attention_backward`, the rate of a backward pass relative to a forward one."""
+    nvlink_generation: int | None
+    """None where there is no NVLink."""
+    nvlink_links: int
+    """Links of one GPU; 0 where it has none."""
+    nvlink_bytes_per_s: float
+    """All links of one GPU, one direction; links x the generation's rate per link."""
+    pcie_generation: int
+    """Generation of its x16 slot."""
+    pcie_bytes_per_s: float
+    """Rate of that slot, one direction."""
+    target: Mapping[str, int | float]
+    """Further numbers for the compiler."""
+    cpu_link: str = "pcie"
+    """Its own link to the CPU, a key of `cpu_links`: `pcie`, `c2c_gh200`, ..."""
 
 
 @dataclass(frozen=True)
 class Nic:
     """One kind of network port."""
 
-    key: str  # name in the catalog, `ib_ndr`
-    bytes_per_s: float  # line rate of one port, one direction
-    fabric: str  # `infiniband`, `roce` or `ethernet`
-    label: str  # The name in reports, `infiniband_ndr`.
-    achieved: float  # sustained fraction of the line rate
-    latency_s: float  # one ring step of a large message (NCCL Simple)
-    latency_small_s: float  # one ring step of a small message (NCCL LL)
-    pcie_generation: int  # The newest that the adapter speaks; the older of this and the host's counts.
-    pcie_lanes: int  # Lanes of its slot.
-    rdma: bool  # whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP
+    key: str
+    """Name in the catalog, `ib_ndr`."""
+    bytes_per_s: float
+    """Line rate of one port, one direction."""
+    fabric: str
+    """`infiniband`, `roce` or `ethernet`."""
+    label: str
+    """The name in reports, `infiniband_ndr`."""
+    achieved: float
+    """Sustained fraction of the line rate."""
+    latency_s: float
+    """One ring step of a large message (NCCL Simple)."""
+    latency_small_s: float
+    """One ring step of a small message (NCCL LL)."""
+    pcie_generation: int
+    """The newest that the adapter speaks; the older of this and the host's counts."""
+    pcie_lanes: int
+    """Lanes of its slot."""
+    rdma: bool
+    """Whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP."""
 
 
 @dataclass(frozen=True)
 class CpuLink:
     """The link between one GPU and its host's CPU and memory."""
 
-    key: str  # name in the catalog, `c2c_gh200`
-    label: str  # The name in reports, `nvlink_c2c`.
-    bytes_per_s: float  # one GPU, one direction, peak
-    achieved: float  # Sustained fraction of the peak.
-    nvlinks: int  # NVLinks of the GPU that it takes, which then lead to no other GPU
-    host_memory_bytes_per_s: float  # The CPU memory behind it, one GPU's part, reads and writes together.
+    key: str
+    """Name in the catalog, `c2c_gh200`."""
+    label: str
+    """The name in reports, `nvlink_c2c`."""
+    bytes_per_s: float
+    """One GPU, one direction, peak."""
+    achieved: float
+    """Sustained fraction of the peak."""
+    nvlinks: int
+    """NVLinks of the GPU that it takes, which then lead to no other GPU."""
+    host_memory_bytes_per_s: float
+    """The CPU memory behind it, one GPU's part, reads and writes together."""
 
 
 @functools.cache

@@ -52,23 +52,33 @@ Hop = tuple[float, float]  # peak bytes/s, sustained share
 class Link:
     """A link between GPUs inside a domain, between domains, or between a GPU and its CPU."""
 
-    name: str  # `nvlink` (inside a domain), `infiniband` (between domains) or `cpu`
-    fabric: str  # The fabric behind it: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ...
-    bytes_per_s: float  # Peak per GPU, one direction: its part of its host's ports after oversubscription.
-    achieved: float  # Sustained fraction of the peak.
-    latency_s: float  # one ring step of a large message (NCCL's Simple protocol)
-    latency_small_s: float  # one ring step of a small message (NCCL's LL protocol)
+    name: str
+    """`nvlink` (inside a domain), `infiniband` (between domains) or `cpu`."""
+    fabric: str
+    """The fabric behind it: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ..."""
+    bytes_per_s: float
+    """Peak per GPU, one direction: its part of its host's ports after oversubscription."""
+    achieved: float
+    """Sustained fraction of the peak."""
+    latency_s: float
+    """One ring step of a large message (NCCL's Simple protocol)."""
+    latency_small_s: float
+    """One ring step of a small message (NCCL's LL protocol)."""
 
 
 class Cluster(ClusterTable):
     """The machines of an experiment: the keys of a cluster file, where `load` has filled in what was left out."""
 
-    name: str = "inline"  # the shipped name, or the stem of the file
+    name: str = "inline"
+    """The shipped name, or the stem of the file."""
     gpu: Gpu
     nvlink_domain_size: int = 1
-    gpus_used_per_domain: int = 1  # the first of each domain
-    nic: Nic | None = None  # None where hosts are not connected
-    nics_per_host: int = 0  # Ports of a host, which its GPUs share, and so the number of rails; 0 without a NIC.
+    gpus_used_per_domain: int = 1
+    """The first of each domain."""
+    nic: Nic | None = None
+    """None where hosts are not connected."""
+    nics_per_host: int = 0
+    """Ports of a host, which its GPUs share, and so the number of rails; 0 without a NIC."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:

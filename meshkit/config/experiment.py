@@ -77,7 +77,8 @@ class ExperimentFile:
 
     name: str
     cluster: Cluster
-    mesh: MeshSpec  # The mesh resolved on the cluster.
+    mesh: MeshSpec
+    """The mesh resolved on the cluster."""
     rules: ShardingRules
     profile: ProfileTable
     failures: FailuresTable

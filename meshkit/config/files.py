@@ -306,12 +306,18 @@ class Override:
 class TomlDocument:
     """A parsed TOML file."""
 
-    path: Path  # absolute
-    display: str  # The file as the user named it.
-    text: str  # its content, lines ended by a line feed
-    table: dict[str, Any]  # The parsed content, with the overrides laid over it.
-    root: Key = ()  # The prefix of its keys: () for an experiment, ("cluster",) for a cluster file.
-    overrides: tuple[Override, ...] = ()  # The overrides in order.
+    path: Path
+    """The absolute path."""
+    display: str
+    """The file as the user named it."""
+    text: str
+    """Its content, lines ended by a line feed."""
+    table: dict[str, Any]
+    """The parsed content, with the overrides laid over it."""
+    root: Key = ()
+    """The prefix of its keys: () for an experiment, ("cluster",) for a cluster file."""
+    overrides: tuple[Override, ...] = ()
+    """The overrides in order."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> TomlDocument:

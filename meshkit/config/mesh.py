@@ -156,16 +156,21 @@ class MeshSpec:
 class Placement:
     """The GPU of each partition of a program; a partition's id is its row-major position in the mesh."""
 
-    axis_names: tuple[str, ...]  # Names of the mesh axes, outermost first.
+    axis_names: tuple[str, ...]
+    """Names of the mesh axes, outermost first."""
     shape: tuple[int, ...]
-    gpus: np.ndarray  # [partitions] GPU index in the cluster
-    domains: np.ndarray  # [partitions] NVLink domain
-    hosts: np.ndarray  # [partitions]
-    fabric: Mapping[str, str]  # Link -> its fabric.
-    # [partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain have the
-    # same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None without ports,
-    # or where the cluster is not known
+    gpus: np.ndarray
+    """[partitions] GPU index in the cluster."""
+    domains: np.ndarray
+    """[partitions] NVLink domain."""
+    hosts: np.ndarray
+    """[partitions] the host."""
+    fabric: Mapping[str, str]
+    """Link -> its fabric."""
     rails: np.ndarray | None = None
+    """[partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain have
+    the same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None without
+    ports, or where the cluster is not known."""
 
     @property
     def num_partitions(self) -> int:

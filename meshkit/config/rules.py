@@ -65,34 +65,36 @@ class AutoRule:
     """A rule for arrays without dim names: it shards their largest dim that the axes divide."""
 
     axes: Axes
-    min_bytes: int = 2**20  # Smaller global arrays stay whole.
+    min_bytes: int = 2**20
+    """Smaller global arrays stay whole."""
 
 
 @dataclass(frozen=True)
 class ShardingRules:
     """Rules from logical axes, and parameter paths, to mesh axes."""
 
-    # logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost. Also
-    # a list of such pairs, as flax has its rules
     logical: Mapping[str, Any] = field(default_factory=dict)
+    """Logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost. Also a list
+    of such pairs, as flax has its rules."""
     _: KW_ONLY
-    # (path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins
     overrides: Sequence[tuple[str, Sequence[Any]]] = ()
-    # overrides `logical` for the weights as the model computes with them
+    """(path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins."""
     compute: Mapping[str, Any] | None = None
-    # overrides `logical` for the accumulators of gradients over micro-batches. An axis of `act_batch` that is named
-    # here reduces every micro-batch; one that is not, once a step
+    """Overrides `logical` for the weights as the model computes with them."""
     gradients: Mapping[str, Any] | None = None
-    # overrides `logical` for optimizer state
+    """Overrides `logical` for the accumulators of gradients over micro-batches. An axis of `act_batch` that is named
+    here reduces every micro-batch; one that is not, once a step."""
     optimizer: Mapping[str, Any] | None = None
-    # for arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`
+    """Overrides `logical` for optimizer state."""
     auto: AutoRule | Mapping[str, Any] | None = None
-    # raise, where meshkit would warn: of an override that matches no array, and of an axis that does not divide its dim
+    """For arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`."""
     strict: bool = False
-    # logical axes whose rule a preset gave, not the user
+    """Raise, where meshkit would warn: of an override that matches no array, and of an axis that does not divide its
+    dim."""
     from_preset: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    # says where a rule was written, for errors
+    """Logical axes whose rule a preset gave, not the user."""
     where: Callable[[Sequence[str]], str] | None = field(default=None, compare=False, repr=False)
+    """Says where a rule was written, for errors."""
 
     def __post_init__(self):
         for name in _TABLES:

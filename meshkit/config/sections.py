@@ -35,8 +35,10 @@ PREDICTED, TABLE = "predicted", "table"
 class RematMix:
     """`train.remat` as a table of names of values that the model marks; no name is in both lists."""
 
-    keep: tuple[str, ...]  # Values that wait for the backward pass on the GPU.
-    offload: tuple[str, ...]  # Values that wait in host memory.
+    keep: tuple[str, ...]
+    """Values that wait for the backward pass on the GPU."""
+    offload: tuple[str, ...]
+    """Values that wait in host memory."""
 
     def to_dict(self) -> dict[str, list[str]]:
         """Return the table as a file has it, and as a model is given it."""

@@ -164,8 +164,10 @@ def _sections_of(table: Mapping[str, Any]) -> list[str]:
 class Position:
     """The place of a key; of an element of an array, that of its value."""
 
-    line: int  # from 1
-    value: str | None  # The value's text; None for a table header or an implied table.
+    line: int
+    """The line, from 1."""
+    value: str | None
+    """The value's text; None for a table header or an implied table."""
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,12 @@ COMBINED = {
 class Fix:
     """A change to a replayed step. Collectives are given by their index in the timeline."""
 
-    hidden: Collection[int] = ()  # These collectives run under compute.
-    # Each of these collectives takes this multiple of its measured transfer time.
+    hidden: Collection[int] = ()
+    """These collectives run under compute."""
     transfer: Mapping[int, float] = field(default_factory=dict)
-    evenly: bool = False  # No device does more work of its own before a collective than the median device.
+    """Each of these collectives takes this multiple of its measured transfer time."""
+    evenly: bool = False
+    """No device does more work of its own before a collective than the median device."""
 
 
 def rank_findings[C: Case](case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]) -> tuple[FindingPart, ...]:
@@ -124,7 +126,8 @@ class Case:
     # The total that waiting is a part of, and the key of the waits.
     lost, waited = "exposed communication", "exposed_wait_s"
     usual, cpu = "", False  # An adjective for the step, and whether its devices are virtual ones.
-    instructions: Mapping[str, InstructionInfo] = {}  # The program's instructions, as far as they are known.
+    instructions: Mapping[str, InstructionInfo] = {}
+    """The program's instructions, as far as they are known."""
 
     def __init__(self, report: Report, cluster: Cluster | None, collectives: Sequence[Collective] = ()):
         self.report, self.step, self.rows = report, report.step, report.communication
@@ -425,15 +428,19 @@ class Planned(NamedTuple):
     schedule: Schedule
     instructions: Mapping[str, InstructionInfo]
     cluster: Cluster
-    steps: int = 1  # Steps that one run of the program makes.
+    steps: int = 1
+    """Steps that one run of the program makes."""
 
 
 class Change(NamedTuple):
     """A change to the experiment that the verdict names."""
 
-    said: str  # A whole sentence.
-    mends: str | None = None  # Code of the finding that it fixes.
-    hint: str | None = None  # The hint that this finding then gives.
+    said: str
+    """A whole sentence."""
+    mends: str | None = None
+    """Code of the finding that it fixes."""
+    hint: str | None = None
+    """The hint that this finding then gives."""
 
 
 def add_plan_findings(report: Report, planned: Planned, change: Change | None = None) -> Report:
@@ -482,7 +489,8 @@ class _Loss(NamedTuple):
     what: str
     evidence: str
     hint: str | None = None
-    more: Sequence[str] = ()  # Sentences that follow the first.
+    more: Sequence[str] = ()
+    """Sentences that follow the first."""
 
 
 class _PlanCase(Case):

@@ -53,7 +53,8 @@ class ComparedRow(Part):
 
     axes: tuple[str, ...]
     link: schema.LinkName | None
-    fabric: str | None = None  # The network behind the link; null where the reports differ in it.
+    fabric: str | None = None
+    """The network behind the link; null where the reports differ in it."""
     collective: str | None
     dtype: str | None
     replica_groups: str | None = None
@@ -63,7 +64,8 @@ class ComparedRow(Part):
     overlapped_s: Pair
     exposed_s: Pair
     busy_s: Pair
-    transfer_s: Pair  # Leaves out waiting for peers, since a prediction has none.
+    transfer_s: Pair
+    """Leaves out waiting for peers, since a prediction has none."""
 
     @property
     def one_sided(self) -> bool:
@@ -82,7 +84,8 @@ class ComparedOp(Part):
     line: str | None = None
     count: Pair
     busy_s: Pair
-    transfer_s: Pair  # Leaves out waiting for peers, since a prediction has none.
+    transfer_s: Pair
+    """Leaves out waiting for peers, since a prediction has none."""
     exposed_s: Pair
 
 

@@ -734,7 +734,8 @@ class Report(Part):
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")
     source: Source
     verdict: str | None = None
-    change: str | None = None  # The sentence of a plan's verdict that names a change.
+    change: str | None = None
+    """The sentence of a plan's verdict that names a change."""
     findings: tuple[FindingPart, ...] = ()
     cluster: ClusterPart = ClusterPart()
     mesh: tuple[MeshAxisPart, ...] = ()

@@ -49,8 +49,10 @@ _TOLERANCE = 1e-6  # Relative: covers the rounding of sums over 1e5 spans, but n
 class Machines:
     """Where a program runs, and how much of it was seen."""
 
-    placement: Placement | None = None  # Placement of the program's partitions.
-    cluster: Cluster | None = None  # None where the cluster is not described.
+    placement: Placement | None = None
+    """Placement of the program's partitions."""
+    cluster: Cluster | None = None
+    """None where the cluster is not described."""
     processes_seen: int = 1
     processes_expected: int = 1
 

@@ -57,10 +57,13 @@ class Known:
     schedule: Schedule | None = None
     instructions: Mapping[str, InstructionInfo] = field(default_factory=dict)
     cluster: Cluster | None = None
-    options: Mapping[str, Any] | None = None  # The compiler's options.
-    untraced_step_s: float | None = None  # Step time of the same run without the capture.
+    options: Mapping[str, Any] | None = None
+    """The compiler's options."""
+    untraced_step_s: float | None = None
+    """Step time of the same run without the capture."""
     steps_per_execution: int = 1
-    gpu: Cluster | None = None  # Without a cluster, one GPU of the traced kind.
+    gpu: Cluster | None = None
+    """Without a cluster, one GPU of the traced kind."""
 
 
 def add_findings(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
@@ -373,10 +376,12 @@ _END = (-2, 0)  # Stands for the end of a step in place of (collective, occurren
 @dataclass(frozen=True)
 class _Member:
     device: int
-    before_s: float  # Seconds of its own work before it reached the collective.
+    before_s: float
+    """Seconds of its own work before it reached the collective."""
     wait_s: float
     transfer_s: float
-    exposed_s: float  # Seconds in which nothing else of its device ran.
+    exposed_s: float
+    """Seconds in which nothing else of its device ran."""
 
 
 class Replay:

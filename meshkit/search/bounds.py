@@ -65,15 +65,22 @@ CollectiveSeconds = Callable[[str, float, Shape], float]
 class Bound:
     """The least that one variant needs, as the module describes it."""
 
-    state_bytes: int  # Parameters and moments on one GPU.
-    needed_bytes: int  # State, and the least that must be held with it.
+    state_bytes: int
+    """Parameters and moments on one GPU."""
+    needed_bytes: int
+    """State, and the least that must be held with it."""
     compute_s: float
     link_s: float
-    estimate_s: float  # A guess of the step time.
-    estimate_bytes: float  # A guess of the step's memory.
-    host_bytes: float = 0.0  # Host memory for one GPU.
-    host_s: float = 0.0  # Time of the offloaded data, one way over the host link.
-    recomputed_share: float = 0.0  # Share of the layers' matmuls that the backward pass runs again.
+    estimate_s: float
+    """A guess of the step time."""
+    estimate_bytes: float
+    """A guess of the step's memory."""
+    host_bytes: float = 0.0
+    """Host memory for one GPU."""
+    host_s: float = 0.0
+    """Time of the offloaded data, one way over the host link."""
+    recomputed_share: float = 0.0
+    """Share of the layers' matmuls that the backward pass runs again."""
 
     @property
     def time_s(self) -> float:
@@ -324,10 +331,14 @@ class Bounds:
 class _Policy:
     """How a recomputation policy treats the outputs of a layer's projections and of its attention."""
 
-    named: frozenset[str] = frozenset()  # These stay on the GPU.
-    offloaded: frozenset[str] = frozenset()  # These go to host memory.
-    others: Where = "drop"  # All other outputs.
-    input_leaves: bool = False  # The input of a layer waits in host memory.
+    named: frozenset[str] = frozenset()
+    """These stay on the GPU."""
+    offloaded: frozenset[str] = frozenset()
+    """These go to host memory."""
+    others: Where = "drop"
+    """All other outputs."""
+    input_leaves: bool = False
+    """The input of a layer waits in host memory."""
 
     @classmethod
     def from_remat(cls, remat: str | Sequence[str] | RematMix | Any) -> _Policy:

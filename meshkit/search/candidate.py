@@ -86,16 +86,24 @@ class Outcome(Part):
 class Candidate:
     """A changed experiment, or a changed step of the user's, and its outcome."""
 
-    settings: Settings = ()  # What is changed, as `--set` takes it; nothing of the experiment as it is.
-    variant: Variant | None = None  # The choices behind the settings, where they are of a `Space`.
-    what: str = ""  # The change in words.
-    group: str = ""  # The kind of change.
-    parts: tuple[Candidate, ...] = ()  # Of two changes at once, each.
-    bound: Bound | None = None  # What it costs at least, where closed forms know it.
-    # Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit.
+    settings: Settings = ()
+    """What is changed, as `--set` takes it; nothing of the experiment as it is."""
+    variant: Variant | None = None
+    """The choices behind the settings, where they are of a `Space`."""
+    what: str = ""
+    """The change in words."""
+    group: str = ""
+    """The kind of change."""
+    parts: tuple[Candidate, ...] = ()
+    """The changes of which this one is made."""
+    bound: Bound | None = None
+    """What it costs at least, where closed forms know it."""
     guess_s: float | None = None
-    stage: str | None = None  # Why it is planned, as in `Outcome`.
-    outcome: Outcome | None = None  # What its plan said.
+    """Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit."""
+    stage: str | None = None
+    """Why it is planned, as in `Outcome`."""
+    outcome: Outcome | None = None
+    """What its plan said."""
 
     @property
     def time_s(self) -> float | None:

@@ -64,23 +64,32 @@ _WORDS = {"full": "recompute every layer", "dots": "keep projections and attenti
 class Traffic:
     """Collectives of one kind over the same axes in a step, on one GPU."""
 
-    axes: tuple[str, ...]  # Mesh axes that a group covers whole.
-    collective: str  # The HLO opcode.
-    payload_bytes: float  # Bytes of one collective: the operand, or the result of an all-gather.
-    count: float = 1  # Collectives a step.
-    # Of the group, where it does not follow from whole axes: priced the same wherever the axes are.
+    axes: tuple[str, ...]
+    """Mesh axes that a group covers whole."""
+    collective: str
+    """The HLO opcode."""
+    payload_bytes: float
+    """Bytes of one collective: the operand, or the result of an all-gather."""
+    count: float = 1
+    """Collectives a step."""
     shape: Shape | None = None
+    """The shape of a group that is not made of whole axes, which is priced the same wherever the axes are."""
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The best assignment of a mesh's axes to links."""
 
-    axes: tuple[MeshAxis, ...]  # The mesh's axes in their order, with the proposed factors.
-    seconds_now: float  # Communication of a step on the mesh as it is, if nothing overlaps.
-    seconds_proposed: float  # The same with `axes`.
-    reason: str  # One sentence.
-    changed: tuple[str, ...] = ()  # Axes with new factors; empty where the mesh is best as it is.
+    axes: tuple[MeshAxis, ...]
+    """The mesh's axes in their order, with the proposed factors."""
+    seconds_now: float
+    """Communication of a step on the mesh as it is, if nothing overlaps."""
+    seconds_proposed: float
+    """The same with `axes`."""
+    reason: str
+    """One sentence."""
+    changed: tuple[str, ...] = ()
+    """Axes with new factors; empty where the mesh is best as it is."""
 
     @property
     def mesh(self) -> MeshSpec:

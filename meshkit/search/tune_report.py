@@ -96,11 +96,12 @@ class TuneReport(Printed, Part):
 class SearchProgress:
     """Callbacks that follow a search."""
 
-    pruning: Callable[[int], None]  # Takes the number of variants looked at so far.
-    # Takes the candidates that were not ruled out, and how many variants will be compiled.
+    pruning: Callable[[int], None]
+    """Takes the number of variants looked at so far."""
     started: Callable[[int, int], None]
-    # What is planned, whether an earlier run had its outcome, and the best so far.
+    """Takes the candidates that were not ruled out, and how many variants will be compiled."""
     done: Callable[[Candidate, bool, Candidate | None], None]
+    """What is planned, whether an earlier run had its outcome, and the best so far."""
 
 
 SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)

@@ -57,10 +57,11 @@ class Sizes:
     and recomputation policies, with the XLA options of the best so far, and a pipeline only where the best has one.
     """
 
-    hosts: tuple[int, ...] = ()  # Numbers of hosts, without the experiment's own.
-    # `time`: the winner is the fastest on as many GPUs as the experiment has; `gpu_hours`: the one that takes the
-    # fewest, of any size.
+    hosts: tuple[int, ...] = ()
+    """Numbers of hosts, without the experiment's own."""
     objective: str = "time"
+    """`time`: the winner is the fastest on as many GPUs as the experiment has; `gpu_hours`: the one that takes the
+    fewest, of any size."""
 
 
 OWN_SIZE = Sizes()

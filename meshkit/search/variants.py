@@ -71,14 +71,17 @@ class PipelineChoice:
 class Variant:
     """One choice for everything that a search varies."""
 
-    mesh: MeshSpec  # The resolved mesh.
-    accumulate: int  # Micro-batches of a step.
-    # Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step.
+    mesh: MeshSpec
+    """The resolved mesh."""
+    accumulate: int
+    """Micro-batches of a step."""
     each_micro_batch: bool
-    remat: Any  # The value of `train.remat`.
-    # Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
-    # builds: its arguments.
+    """Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step."""
+    remat: Any
+    """The value of `train.remat`."""
     options: Options = ()
+    """Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
+    builds: its arguments."""
     stages: PipelineChoice | None = None
 
     def differences(self, other: Variant) -> int:
@@ -97,17 +100,22 @@ class Variant:
 class Space:
     """The values that each choice may have."""
 
-    base: Variant  # The experiment as it is.
-    preset: str | None  # The experiment's preset of rules; None where every rule is written out.
+    base: Variant
+    """The experiment as it is."""
+    preset: str | None
+    """The experiment's preset of rules; None where every rule is written out."""
     meshes: tuple[MeshSpec, ...]
     accumulates: tuple[int, ...]
     remats: tuple[Any, ...]
     options: tuple[Options, ...]
-    # Whether gradients may be reduced with every micro-batch: no rule of the experiment says when.
     vary_reduction: bool = False
-    pipeline: str | None = None  # The mesh axis of pipelines.
-    virtual_stages: tuple[int, ...] = ()  # Chunks of layers that a stage of an interleaved pipeline may have.
-    hosts: int | None = None  # Hosts of the cluster, where they are not the experiment's own.
+    """Whether gradients may be reduced with every micro-batch: no rule of the experiment says when."""
+    pipeline: str | None = None
+    """The mesh axis of pipelines."""
+    virtual_stages: tuple[int, ...] = ()
+    """Chunks of layers that a stage of an interleaved pipeline may have."""
+    hosts: int | None = None
+    """Hosts of the cluster, where they are not the experiment's own."""
 
     def variants(self) -> Iterator[Variant]:
         """Yield every combination; the base may be among them."""

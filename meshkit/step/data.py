@@ -62,7 +62,8 @@ class Examples(Protocol):
 class Rows:
     """Training examples that are the rows of an array of ids: row i predicts its tokens 1 ... T from those before."""
 
-    ids: np.ndarray  # [rows, T + 1], possibly memory-mapped
+    ids: np.ndarray
+    """[rows, T + 1], possibly memory-mapped."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -105,7 +106,8 @@ class Split:
 class Stream:
     """Examples that come one after the other, in the same order whenever they are made with the same seed."""
 
-    make: Callable[[int], Iterable[Mapping[str, Any]]]  # of a seed
+    make: Callable[[int], Iterable[Mapping[str, Any]]]
+    """Makes the examples of a seed."""
     seed: int
 
     def after(self, count: int) -> Iterator[Mapping[str, Any]]:
@@ -470,9 +472,12 @@ def abstract_batch(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> dict[
 class Batches:
     """Device batches by step number."""
 
-    examples: Examples | Stream  # a split
-    like: Mapping[str, Any]  # the abstract batch
-    seed: int | None  # of the shuffle; None keeps the order
+    examples: Examples | Stream
+    """The examples of a split."""
+    like: Mapping[str, Any]
+    """The abstract batch."""
+    seed: int | None
+    """The seed of the shuffle; None keeps the order."""
 
     def at(self, step: int) -> dict[str, jax.Array]:
         """Return the global batch of one step; this process loads only the rows that its devices hold.

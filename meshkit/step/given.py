@@ -93,10 +93,12 @@ class Groups:
     """The arrays of a step's arguments by what they are for, each group by path."""
 
     parameters: dict[str, Any]
-    others: dict[str, Any]  # that come with parameters: batch statistics and the like
+    others: dict[str, Any]
+    """Arrays beside the parameters, such as batch statistics."""
     optimizer: dict[str, Any]
     batch: dict[str, Any]
-    within: dict[str, str]  # path of each -> path within the model, which all arguments together show
+    within: dict[str, str]
+    """Path of each -> path within the model, which all arguments together show."""
 
     @property
     def of_state(self) -> Iterator[Any]:

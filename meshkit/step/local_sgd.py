@@ -271,7 +271,8 @@ class LocalSgdStep:
     step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
     """One replica's (state, batch, exchanged) -> (state, metrics), built for the mesh without the axis; `exchanged` is
     what travels during the step, or None."""
-    batch_axes: tuple[str, ...]  # mesh axes that cut the global batch, the axis among them
+    batch_axes: tuple[str, ...]
+    """Mesh axes that cut the global batch, the axis among them."""
 
     @property
     def xla_options(self) -> dict[str, object]:

@@ -42,21 +42,34 @@ class StepFacts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
-    model_flops: float | None = None  # of the model, without recompute
-    model_flops_causal: float | None = None  # the same with the share of each attention that its mask leaves
-    flops_source: str | None = None  # `model` where it describes itself, else `shapes`
-    hardware_flops_per_gpu: float | None = None  # executed matmul FLOP of one GPU, with recompute
-    peak_flops_per_gpu: float | None = None  # dense peak of the compute precision, FLOP/s
-    precision: str | None = None  # of the matmuls; None takes that of most of the program's FLOP
+    model_flops: float | None = None
+    """FLOP of the model, without recompute."""
+    model_flops_causal: float | None = None
+    """The same with the share of each attention that its mask leaves."""
+    flops_source: str | None = None
+    """`model` where it describes itself, else `shapes`."""
+    hardware_flops_per_gpu: float | None = None
+    """Executed matmul FLOP of one GPU, with recompute."""
+    peak_flops_per_gpu: float | None = None
+    """Dense peak of the compute precision, FLOP/s."""
+    precision: str | None = None
+    """The precision of matmuls; None takes that of most of the program's FLOP."""
     tokens: float | None = None
     examples: int | None = None
-    parameters: int | None = None  # numbers in the model
-    matmul_parameters: int | None = None  # of them, those used in matmuls
-    parameters_bytes: int | None = None  # on one GPU
-    optimizer_bytes: int | None = None  # on one GPU, without what lies in host memory
-    gradients_bytes: int | None = None  # on one GPU, as micro-batches add them up in fp32
-    state_bytes: int | None = None  # of a checkpoint: over all GPUs, replicas counted once
-    training_steps: int | None = None  # of the whole training
+    parameters: int | None = None
+    """Numbers in the model."""
+    matmul_parameters: int | None = None
+    """Those of the parameters that matmuls use."""
+    parameters_bytes: int | None = None
+    """Bytes on one GPU."""
+    optimizer_bytes: int | None = None
+    """Bytes on one GPU, without what lies in host memory."""
+    gradients_bytes: int | None = None
+    """Bytes on one GPU, as micro-batches add gradients up in fp32."""
+    state_bytes: int | None = None
+    """Bytes of a checkpoint: over all GPUs, replicas counted once."""
+    training_steps: int | None = None
+    """Steps of the whole training."""
     steps_per_call: int = Field(
         default=1,
         ge=1,
@@ -64,7 +77,8 @@ class StepFacts(BaseModel):
         serialization_alias="steps_per_execution",
     )
     """Training steps that one call of the program makes: a round of local SGD makes several."""
-    pipeline: PipelineReport | None = None  # what the schedule of its pipeline costs; None without one
+    pipeline: PipelineReport | None = None
+    """What the schedule of its pipeline costs; None without one."""
 
 
 NO_FACTS = StepFacts()

@@ -109,15 +109,20 @@ class StepFunctions:
     spec: StepSpec
     mesh: AnyMesh
     rules: ShardingRules
-    inside: ShardingRules  # the rules as one replica of the deferred axes sees them
-    model: ModelDescription  # with a pipeline its layers, and those of the layout, are arranged in stages
+    inside: ShardingRules
+    """The rules as one replica of the deferred axes sees them."""
+    model: ModelDescription
+    """With a pipeline its layers, and those of the layout, are arranged in stages."""
     loss: Loss
     optimizer: optax.GradientTransformation
     layout: StateLayout
     micro: MicroBatches
-    described: ModelDescription  # the model as it is without a pipeline
-    exchange: Exchange | None = None  # of `[compression]`
-    pipelined: Pipelined | None = None  # of `[pipeline]`
+    described: ModelDescription
+    """The model as it is without a pipeline."""
+    exchange: Exchange | None = None
+    """The exchange that `[compression]` asks for."""
+    pipelined: Pipelined | None = None
+    """The pipeline that `[pipeline]` asks for."""
 
     @property
     def _keeps_residuals(self) -> bool:

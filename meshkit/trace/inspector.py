@@ -63,8 +63,10 @@ class _Recording:
     """The records of all files; values of its dictionaries are numbers in order of first sight."""
 
     hosts: list[str] = field(default_factory=list)
-    communicators: dict[tuple[str, int, int], int] = field(default_factory=dict)  # Keys are (id, ranks, nodes).
-    places: dict[tuple[int, int, int], int] = field(default_factory=dict)  # Keys are (file, communicator, rank).
+    communicators: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """Keys are (id, ranks, nodes)."""
+    places: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Keys are (file, communicator, rank)."""
     kinds: dict[str, int] = field(default_factory=dict)
     table: array = field(default_factory=lambda: array("d"))
     """Place, kind, NCCL's sequence number, bytes of the message and microseconds of each operation on one rank."""

@@ -168,7 +168,8 @@ class Facts:
 class LeftOut:
     """A device step that no other number of a trace includes."""
 
-    step: DeviceStep  # It has no spans.
+    step: DeviceStep
+    """It has no spans."""
     swept: Sweep
     why: Apart
 
@@ -271,7 +272,8 @@ class OneStep:
     steps: list[DeviceStep]
     """The step of each device."""
     sweeps: list[Sweep]
-    exposed: list[np.ndarray]  # [n, 2] for each: intervals of a collective without compute.
+    exposed: list[np.ndarray]
+    """[n, 2] for each: intervals of a collective without compute."""
     instances: Instances
 
 

@@ -124,8 +124,10 @@ class Skew:
 class _Judged:
     """Rows of the instance table that form whole instances."""
 
-    row: np.ndarray  # [n] rows of the table.
-    instance: np.ndarray  # [n] instance of each row.
+    row: np.ndarray
+    """[n] rows of the table."""
+    instance: np.ndarray
+    """[n] instance of each row."""
     count: int
 
 

@@ -59,10 +59,13 @@ _AGAIN = "the download or copy once more: the file is damaged, or it is no safet
 class Tensor:
     """One tensor of a file; what it is indexed with, slices of step 1, is read from a memory map."""
 
-    path: Path  # File that holds it.
-    dtype: str  # As the format spells it.
+    path: Path
+    """File that holds it."""
+    dtype: str
+    """As the format spells it."""
     shape: tuple[int, ...]
-    values: Any  # The library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays.
+    values: Any
+    """The library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays."""
 
 
 Files = Mapping[str, Tensor]

@@ -25,13 +25,18 @@ import numpy as np
 class Row:
     """A parameter, the tensors that hold it, and how their dims correspond."""
 
-    path: str  # Path of the parameter.
-    name: str  # Name of the tensors, with a placeholder for each dim that is taken apart into tensors of their own.
-    file: str  # Dims of such a tensor, those that are one dim there in parentheses.
-    ours: str  # Dims of the parameter, those of the placeholders first.
-    # (i, n): the file's dim `part` has n entries, of which the parameter is the i-th.
+    path: str
+    """Path of the parameter."""
+    name: str
+    """Name of the tensors, with a placeholder for each dim that is taken apart into tensors of their own."""
+    file: str
+    """Dims of such a tensor, those that are one dim there in parentheses."""
+    ours: str
+    """Dims of the parameter, those of the placeholders first."""
     part: tuple[int, int] | None = None
-    every: tuple[int, int] = (0, 1)  # (i, n): the tensors' numbers at the first placeholder are i, n + i, 2 n + i, ...
+    """(i, n): the file's dim `part` has n entries, of which the parameter is the i-th."""
+    every: tuple[int, int] = (0, 1)
+    """(i, n): the tensors' numbers at the first placeholder are i, n + i, 2 n + i, ..."""
 
     @property
     def stacked(self) -> list[str]:
@@ -121,22 +126,26 @@ class Row:
 class Layout:
     """The weights of one model as another library names them."""
 
-    rows: tuple[Row, ...]  # One per parameter; what is written, and what is read if the files have these names.
-    sizes: Mapping[str, int]  # Size of each dim that the rows name.
-    config: Mapping[str, Any]  # Contents of config.json, as written.
-    # What a config.json must amount to for the weights to mean the same, by the model's own names.
+    rows: tuple[Row, ...]
+    """One per parameter; what is written, and what is read if the files have these names."""
+    sizes: Mapping[str, int]
+    """Size of each dim that the rows name."""
+    config: Mapping[str, Any]
+    """Contents of config.json, as written."""
     options: Mapping[str, Any]
-    # Config.json -> options; raises ConfigError for what the model cannot do.
+    """What a config.json must amount to for the weights to mean the same, by the model's own names."""
     read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    # Option -> the key of config.json that says it, for messages.
+    """Config.json -> options; raises ConfigError for what the model cannot do."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    others: tuple[tuple[Row, ...], ...] = ()  # Tables to read by, if the files have no tensor of some row of `rows`.
-    # Tensors that may be there as well -> the tensor that they must be equal to.
+    """Option -> the key of config.json that says it, for messages."""
+    others: tuple[tuple[Row, ...], ...] = ()
+    """Tables to read by, if the files have no tensor of some row of `rows`."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    # Rows by which a parameter is written once more, under a name in `copies`.
+    """Tensors that may be there as well -> the tensor that they must be equal to."""
     repeated: tuple[Row, ...] = ()
-    # Pattern of names that may be there and are not read, since they follow from the config.
+    """Rows by which a parameter is written once more, under a name in `copies`."""
     computed: str | None = None
+    """Pattern of names that may be there and are not read, since they follow from the config."""
 
     def rows_for(self, names: Mapping[str, Any]) -> tuple[Row, ...]:
         """Return the table that fits the names of some files best: the first whose tensors are all there, else `rows`.

@@ -126,11 +126,16 @@ class Worker:
     functions: Functions
     stack: Stack
     axes: ManualAxes
-    shared_head: bool  # all devices work on the loss of each microbatch
-    weights: Any  # arrays [v, chunk_layers, ...] of this stage, whole but for the partitioner's axes
-    outer: Any  # the parameters outside of stages
-    batch: Any  # this device's part of the data, [microbatches, ...]
-    rng: Any  # a key, or None
+    shared_head: bool
+    """Whether all devices work on the loss of each microbatch."""
+    weights: Any
+    """Arrays [v, chunk_layers, ...] of this stage, whole but for the partitioner's axes."""
+    outer: Any
+    """The parameters outside of stages."""
+    batch: Any
+    """This device's part of the data, [microbatches, ...]."""
+    rng: Any
+    """A random key, or None."""
 
     @property
     def stage(self) -> jax.Array:

@@ -330,14 +330,18 @@ def limit(x: float, dash: str, width: float = 1.5) -> dict:
 class Lane:
     """Spans that are drawn on one line."""
 
-    name: str  # The label on the chart's axis.
-    kind: str  # One of `compute`, `communication`, `exposed`, `copies` and `idle`.
-    spans: np.ndarray  # [n, 2] seconds from the start of the step.
-    labels: Sequence[str]  # [n] one for each span.
-    # [k, 2] the parts of communication under which nothing computes.
+    name: str
+    """The label on the chart's axis."""
+    kind: str
+    """One of `compute`, `communication`, `exposed`, `copies` and `idle`."""
+    spans: np.ndarray
+    """[n, 2] seconds from the start of the step."""
+    labels: Sequence[str]
+    """[n] one for each span."""
     exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    # [n] the share of each span in which something runs, where spans were joined to their neighbours.
+    """[k, 2] the parts of communication under which nothing computes."""
     fill: np.ndarray | None = None
+    """[n] the share of each span in which something runs, where spans were joined to their neighbours."""
 
 
 def step_to_draw(timeline: Timeline) -> list[DeviceStep]:

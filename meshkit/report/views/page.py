@@ -43,7 +43,8 @@ class Value:
     value: float | bool | None
     text: str
     css: str = ""
-    style: str = ""  # On a terminal, as rich spells it.
+    style: str = ""
+    """The color on a terminal, as rich spells it."""
 
     def html(self) -> str:
         """Return a span with the text, and the rest as its data attributes."""
@@ -93,7 +94,8 @@ class Source:
 
     path: str | None
     line: str | None
-    combined: str = ""  # For several arrays that move together, the share of each origin.
+    combined: str = ""
+    """For several arrays that move together, the share of each origin."""
 
     @property
     def text(self) -> str:
@@ -130,11 +132,15 @@ class Column:
     """A column of a table."""
 
     header: str = ""
-    words: bool = False  # Whether its cells stand to the left, and are folded where a terminal is too narrow.
+    words: bool = False
+    """Whether its cells stand to the left, and are folded where a terminal is too narrow."""
     unit: str = ""
-    short: str = ""  # The header on a terminal, where it differs.
-    width: int | None = None  # On a terminal; None is as wide as its cells.
-    clip: bool = False  # Whether a terminal cuts off what is longer than the width, and does not fold it.
+    short: str = ""
+    """The header on a terminal, where it differs."""
+    width: int | None = None
+    """The width on a terminal; None is as wide as its cells."""
+    clip: bool = False
+    """Whether a terminal cuts off what is longer than the width, and does not fold it."""
 
 
 def text_columns(*headers: str) -> list[Column]:

@@ -326,9 +326,11 @@ class FittedLine(NamedTuple):
 
     latency_s: float
     bytes_per_s: float
-    residual_median: float  # The median of |fitted / measured - 1|.
+    residual_median: float
+    """The median of |fitted / measured - 1|."""
     residual_p90: float
-    points: int  # How many it is fitted to.
+    points: int
+    """The number of sizes that it is fitted to."""
 
 
 def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLine | None:

@@ -57,24 +57,34 @@ _FEWEST_RUNS = 6
 class Place:
     """Where one device stands in its group."""
 
-    members: np.ndarray  # Ranks of the group, in the order of the axis.
-    place: int  # Position of the device among them.
-    piece: int  # Elements of a piece.
+    members: np.ndarray
+    """Ranks of the group, in the order of the axis."""
+    place: int
+    """Position of the device among them."""
+    piece: int
+    """Elements of a piece."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """One collective."""
 
-    name: str  # HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective.
-    # Maps (operand of one device, mesh axis, group size) to its result.
+    name: str
+    """HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective."""
     run: Callable[[jax.Array, str, int], jax.Array]
-    expected: Callable[[Place, np.ndarray], np.ndarray]  # Maps (place, index array) to the result at these indices.
-    is_split: bool = False  # Whether the size is that of n pieces.
-    gives: str = "whole"  # The operand of one device, where cut: `whole` (n pieces) or `piece`.
-    takes: str = "whole"  # The result of one device.
-    emulated: str | None = None  # The collective that stands in for it; None where XLA has it.
-    root_only: bool = False  # Whether only the first member's result means anything.
+    """Maps (operand of one device, mesh axis, group size) to its result."""
+    expected: Callable[[Place, np.ndarray], np.ndarray]
+    """Maps (place, index array) to the result at these indices."""
+    is_split: bool = False
+    """Whether the size is that of n pieces."""
+    gives: str = "whole"
+    """The operand of one device, where cut: `whole` (n pieces) or `piece`."""
+    takes: str = "whole"
+    """The result of one device."""
+    emulated: str | None = None
+    """The collective that stands in for it; None where XLA has it."""
+    root_only: bool = False
+    """Whether only the first member's result means anything."""
 
     @property
     def is_barrier(self) -> bool:
@@ -198,9 +208,12 @@ class Case:
     """A collective of one size over one axis."""
 
     kind: Kind
-    axis: str | None  # The mesh axis; None for a copy, which stays on its device.
-    group_size: int  # GPUs of a group.
-    size_bytes: int  # Size as nccl-tests has it: a whole number of elements, and of pieces.
+    axis: str | None
+    """The mesh axis; None for a copy, which stays on its device."""
+    group_size: int
+    """GPUs of a group."""
+    size_bytes: int
+    """Size as nccl-tests has it: a whole number of elements, and of pieces."""
 
     @property
     def count(self) -> int:
@@ -416,7 +429,8 @@ class RateSizes:
     """How large the work is, by platform, and how long each rate is measured."""
 
     matmul: int
-    attention: tuple[int, int, int, int]  # Batch, length, heads, head_dim.
+    attention: tuple[int, int, int, int]
+    """Batch, length, heads, head_dim."""
     copy_bytes: int
     seconds: float
 

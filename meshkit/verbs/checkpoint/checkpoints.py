@@ -35,14 +35,20 @@ _FOLDER = "checkpoints"
 class Saved:
     """One checkpoint of a run."""
 
-    step: int  # After which it was saved.
-    folder: Path  # Where it is.
-    size_bytes: int  # Bytes of its files.
-    arrays: int | None  # How many it holds; None where its manifest cannot be read.
-    corruption: str | None  # What is wrong with it; None if nothing was found.
-    # Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents.
+    step: int
+    """The step after which it was saved."""
+    folder: Path
+    """Where it is."""
+    size_bytes: int
+    """Bytes of its files."""
+    arrays: int | None
+    """The number of arrays; None where its manifest cannot be read."""
+    corruption: str | None
+    """What is wrong with it; None if nothing was found."""
     unreadable: dict[str, Any] | None
-    set_aside: bool  # Whether a run has found it corrupt and passed it over.
+    """Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents."""
+    set_aside: bool
+    """Whether a run has found it corrupt and passed it over."""
 
 
 def find(run: Path, *, contents: bool = False) -> list[Saved]:

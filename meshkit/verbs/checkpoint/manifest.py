@@ -131,10 +131,11 @@ def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitErro
 class Manifest:
     """The contents of a checkpoint's manifest."""
 
-    # The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
-    # what the run added (`experiment`, `data`, `run`).
     record: Mapping[str, Any]
-    seal: str  # Sha256 of the manifest itself.
+    """The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
+    what the run added (`experiment`, `data`, `run`)."""
+    seal: str
+    """Sha256 of the manifest itself."""
 
     @property
     def step(self) -> int:

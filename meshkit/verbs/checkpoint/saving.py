@@ -47,10 +47,14 @@ _VISIBLE_S = 90.0  # NFS clients keep the names in a folder for up to a minute.
 class SaveOutcome:
     """How a save ended, the same on every process."""
 
-    step: int  # Training step of the state.
-    seconds: float  # From the call to the end, on this process.
-    error: str | None  # Why there is no checkpoint of this step; None if there is.
-    notes: tuple[str, ...] = ()  # What else there is to say.
+    step: int
+    """Training step of the state."""
+    seconds: float
+    """Seconds from the call to the end, on this process."""
+    error: str | None
+    """Why there is no checkpoint of this step; None if there is."""
+    notes: tuple[str, ...] = ()
+    """What else there is to say."""
 
 
 class Saving:

@@ -98,7 +98,8 @@ class Explanation(Printed, Part):
     placement: PlacementPart | None
     of_file: bool = Field(default=True, exclude=True)
     device: str = Field(default="GPU", exclude=True)
-    links: tuple[str, str] = Field(default=("nvlink", "infiniband"), exclude=True)  # Inside a domain, between domains.
+    links: tuple[str, str] = Field(default=("nvlink", "infiniband"), exclude=True)
+    """Inside a domain, between domains."""
 
     @property
     def failing(self) -> tuple[Finding, ...]:

@@ -90,9 +90,12 @@ _SMALLEST_VOCABULARY = 256
 class Rehearsed:
     """A rehearsal, read."""
 
-    report: Report  # Its source is `rehearse`.
-    timeline: Timeline  # The simulated step, for pictures.
-    calibration: Path  # The file with the rates of its kernels.
+    report: Report
+    """Its source is `rehearse`."""
+    timeline: Timeline
+    """The simulated step, for pictures."""
+    calibration: Path
+    """The file with the rates of its kernels."""
 
 
 def check_gpu() -> None:
@@ -466,9 +469,10 @@ class _Ready:
 
     step: CapturedStep
     args: tuple[Any, ...]
-    # Takes a call's arguments and results, and returns the next call's arguments.
     following: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
-    ids: dict[str, dict[str, int]]  # From `count_ids`.
+    """Takes a call's arguments and results, and returns the next call's arguments."""
+    ids: dict[str, dict[str, int]]
+    """The count that `count_ids` returns."""
 
 
 def _ready(experiment: Experiment, mesh: Any) -> _Ready:

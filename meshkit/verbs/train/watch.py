@@ -73,7 +73,8 @@ class LateProcess:
 
     process: int
     host: str
-    share: float  # of each step that the others wait for it; 0 where only its clock is known
+    share: float
+    """The share of each step that the others wait for it; 0 where only its clock is known."""
     message: str
 
 
