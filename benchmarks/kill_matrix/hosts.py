@@ -120,7 +120,7 @@ def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
     options, lost = FAULTS[fault]
     with two_hosts(folder, options) as hosts:
         hosts.wait_for_gate()
-        steps, watching = len(hosts.launches[0].losses()), hosts.launches[1 if lost == (0,) else 0]
+        watching = hosts.launches[1 if lost == (0,) else 0]
         began = time.monotonic()
         if lost:
             hosts.lose(*lost)
@@ -131,11 +131,12 @@ def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
         if len(lost) < 2:
             watching.wait(lambda: "attempt 0 has ended elsewhere" in watching.said or None, "word of the fault")
             found = f"{time.monotonic() - began:.1f}"
-        hosts.launches[0].wait(lambda: len(hosts.launches[0].losses()) > steps or None, "a new step")
+        made = lambda: max((step for step, _ in hosts.launches[0].losses()), default=0)
+        hosts.launches[0].wait(lambda: made() > GATE.step or None, "a new step")
         again = time.monotonic() - began
         same = "the same, bit for bit" if hosts.end() == alone else "DIFFERENT"
         after = max(int(words.split()[0]) for words in hosts.said.split("after step ")[1:])
-    return f"| {fault} | {found} | {again:.1f} | {steps - after} | {same} |"
+    return f"| {fault} | {found} | {again:.1f} | {GATE.step - after} | {same} |"
 
 
 def main() -> None:
