@@ -96,6 +96,7 @@ class Hosts:
         self._over: set[int] = set()
         self._told: set[int] = set()
         self._settled = False
+        self._is_new = True
         self._start: Start | None = None
         self._keeper: Keeper | None = None
         self._server: socket.socket | None = None
@@ -325,7 +326,7 @@ class Hosts:
 
     @contextmanager
     def sharing(self, memory: Sequence[SnapshotMemory]) -> Iterator[None]:
-        """Fetches what this host lacks, and copies what its processes take of snapshots to the next host meanwhile.
+        """Fetches what a new launcher lacks, and copies what its processes take meanwhile to the next host.
 
         Args:
             memory: of each process here.
@@ -333,7 +334,8 @@ class Hosts:
         assert self._start is not None
         first, neighbour = self.index * self._processes, self._start.keepers[(self.index + 1) % self.count]
         held = {first + i: m for i, m in enumerate(memory) if m.slots}
-        if held and not any(slot.record() for m in held.values() for slot in m.slots):
+        if held and self._is_new:  # once: what processes drop later is not to come back
+            self._is_new = False
             try:
                 if steps := fetch_copies(held, neighbour, self._channel):
                     which = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

@@ -1,5 +1,6 @@
 """Launchers of several hosts begin together, hear how an attempt ends elsewhere, and wait for one that is gone."""
 
+import os
 import signal
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from meshkit.distributed.certificates import make_certificates, write_certificates
 from meshkit.errors import ConfigError, RunError
+from meshkit.runs.snapshots import SnapshotMemory
 from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
 from meshkit.verbs.launch.local import free_port
 
@@ -145,6 +147,31 @@ def test_strangers_on_the_port_and_launchers_of_other_jobs_keep_nobody(place, tm
 
     found = at_once(disturb, lambda: meet(*hosts), lambda: time.sleep(0.3) or stop.append(signal.SIGTERM))
     assert found == [None] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd_create)")
+def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_back_that_were_dropped(place):
+    hosts = [place(i) for i in range(COUNT)]
+    memory = [SnapshotMemory() for _ in range(COUNT)]
+    mine = memory[1].slots[0]
+    meet(*hosts)
+    with ExitStack() as stack:
+        for host, held in zip(hosts, memory):
+            stack.enter_context(host.sharing([held]))
+        data = mine.reserve(3)
+        data[:] = b"abc"
+        mine.seal(data, {"step": 4})
+        assert mine.wait_until_copied(60)
+    mine.clear()  # its process finds that the state was wrong
+    meet(*hosts, attempt=1)
+    with hosts[1].sharing([memory[1]]):
+        assert mine.record() is None
+    hosts[1].__exit__()
+    meet(hosts[0], hosts[2], new := place(1), attempt=2)
+    with new.sharing([memory[1]]):
+        assert bytes(mine.read()) == b"abc"
+    for held in memory:
+        held.close()
 
 
 def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
