@@ -21,7 +21,7 @@ from meshkit.errors import ConfigError
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
 from meshkit.parallel.blocks import attend as attend_blocks
 from meshkit.parallel.blocks import attend_gradients, fused_attention, sink_gradients, with_sinks
-from meshkit.parallel.context import ATTENTION
+from meshkit.parallel.context import ATTENTION, Kernels, causal_kernels
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over, sharding_scope
 from meshkit.sharding.constrain import partition_spec, shard_map_here
@@ -204,7 +204,13 @@ def _with_equal_heads(attend: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 
 
 def sink_attention(
-    q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], context: str = "all_gather", window: int | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    sinks: Float[Array, " heads"],
+    context: str = "all_gather",
+    window: int | None = None,
+    order: TokenOrder = NATURAL,
 ) -> Queries:
     """`causal_attention` whose softmax has one score more in each row, the sink of its head (Xiao et al., 2023).
 
@@ -214,33 +220,46 @@ def sink_attention(
     Args:
         q, k, v: queries, keys and values.
         sinks: the score of each head.
-        context: the model's context parallelism; it cuts no such attention.
+        context: how other GPUs' keys and values are reached where rules cut `act_length`: `all_gather` or `ring`.
+            A window's are few, and come from the neighbours.
         window: how many keys a query sees, its own and those before it; None is all of them.
+        order: of the tokens, as in `causal_attention`.
 
     Raises:
-        ConfigError: rules cut `act_length`.
+        ConfigError: rules cut `act_length`, and `context` is `ulysses`, or sizes do not divide.
     """
-    layout = _length_layout()
-    if layout is not None and not _stays_whole(context, q.shape[1], layout):
-        raise ConfigError(
-            f"rules cut act_length over {' x '.join(layout.length)}, but attention with sinks and windows needs the "
-            "whole length on each GPU.",
-            hint="rules.logical without act_length, and the axis in act_batch",
-        )
     k, v = (_spread_heads(x, q.shape[2]) for x in (k, v))
     q, k, v = constrain(q, *HEAD_AXES), constrain(k, *KV_HEAD_AXES), constrain(v, *KV_HEAD_AXES)
+    layout = _length_layout()
+    if layout is None or _stays_whole(context, q.shape[1], layout):
+        return constrain(_with_sinks(q, k, v, sinks, *_whole_kernels(q, k, v, window)), *HEAD_AXES)
+    if context == "ulysses":
+        message = "context = 'ulysses' cuts heads, which sinks do not follow."
+        raise ConfigError(message, hint='context = "all_gather" or "ring"')
+    layout = _layout_of(q, k)
+    layout.check(q, k, v)
+    if not order.balanced:
+        q, k, v = (balance(x, layout, layout.array) for x in (q, k, v))
+    out = _with_sinks(q, k, v, sinks, *causal_kernels(q, layout, context, window))
+    return constrain(out if order.balanced else restore(out, layout, layout.array), *HEAD_AXES)
+
+
+def _whole_kernels(q: Queries, k: Keys, v: Keys, window: int | None) -> Kernels:
+    """The passes of attention where every GPU has the whole length of its own batch and heads."""
+    whole, rows = ("act_batch", None, "act_heads", None), ("act_batch", "act_heads", None)
     fused = attention_implementation() == "cudnn" and _cudnn_takes(q, v)
     how = {"causal": True, "implementation": "cudnn" if fused else "xla", "window": window}
-    return constrain(_with_sinks(q, k, v, sinks, how), *HEAD_AXES)
-
-
-def _with_sinks(q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], how: dict) -> Queries:
-    """The attention with its own backward pass, whose residuals are q, k, v, the output and the log-sum-exp."""
-    whole, rows = ("act_batch", None, "act_heads", None), ("act_batch", "act_heads", None)
     forward, backward = partial(attend_blocks, **how), partial(attend_gradients, **how)
-    if _divides(q, k):
-        forward = _on_each_gpu(forward, (whole,) * 3, (whole, rows))
-        backward = _on_each_gpu(backward, (whole,) * 4 + (rows, whole), (whole,) * 3)
+    if not _divides(q, k):
+        return forward, backward
+    forward = _on_each_gpu(forward, (whole,) * 3, (whole, rows))
+    return forward, _on_each_gpu(backward, (whole,) * 4 + (rows, whole), (whole,) * 3)
+
+
+def _with_sinks(
+    q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], forward: Callable, backward: Callable
+) -> Queries:
+    """The attention with its own backward pass, whose residuals are q, k, v, the output and the log-sum-exp."""
 
     def save(q, k, v, sinks):
         out, lse = forward(q, k, v)
@@ -285,15 +304,20 @@ def _on_each_gpu(fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[
 
 def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):
     """Attention of the named kind over the mesh axes of the scope's rules."""
+    cut = _layout_of(q, k)
+    options = {} if context == "ulysses" else {"balanced": order.balanced}
+    return partial(CONTEXTS[context], mesh=cut.mesh, axis=cut.length, batch=cut.batch, heads=cut.heads, **options)
+
+
+def _layout_of(q: jax.Array, k: jax.Array) -> ContextLayout:
+    """How the scope's rules cut queries and keys, less what does not divide."""
     scope = current_scope()
     assert scope is not None
     batch, length, heads, _ = scope.rules.spec_for(HEAD_AXES, kind="activations")
-    batch = _dividing(batch, q.shape[0])
     pieces = scope.shard_count("act_heads")
     heads = heads if q.shape[2] % pieces == 0 == k.shape[2] % pieces else ()
-    options = {} if context == "ulysses" else {"balanced": order.balanced}
     axes = length or scope.manual_axes("act_length")
-    return partial(CONTEXTS[context], mesh=scope.mesh, axis=axes, batch=batch, heads=heads, **options)
+    return ContextLayout(scope.mesh, axes, _dividing(batch, q.shape[0]), heads)
 
 
 def _length_layout() -> ContextLayout | None:

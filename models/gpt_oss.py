@@ -76,10 +76,11 @@ class Attention(nnx.Module):
         self.sinks = parameter(rngs, jax.nn.initializers.normal(0.02), (c.heads,), ("heads",), stack=c.stacked)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        positions = token_order(self.context, x.shape[1]).positions(x.shape[1])
+        order = token_order(self.context, x.shape[1])
+        positions = order.positions(x.shape[1])
         q, k, v = project_each(x, self.query, self.key, self.value)
         q, k = (rotate(x, self.rope_theta, positions, self.yarn) for x in (q, k))
-        return self.output(sink_attention(q, k, v, self.sinks.get_value(), self.context, self.window))
+        return self.output(sink_attention(q, k, v, self.sinks.get_value(), self.context, self.window, order))
 
 
 class BiasedRouter(Router):

@@ -10,6 +10,9 @@ One piece of keys and values is P = 2 b l k d e bytes. Per layer and GPU, payloa
     ulysses, forward     2 all-to-alls: (h + 2 K) b l d e of queries, keys and values, then h b l d e of the output
     ulysses, backward    2 all-to-alls: h b l d e of the output's gradient, then (h + 2 K) b l d e
 
+With a window of w tokens (`causal_kernels`) and w' for w - 1 rounded up to 64, keys and values move in 4
+collective-permutes of b w' k d e bytes forward; backward in as many again, and in 4 of their gradients in fp32.
+
 Ring and all_gather compute the same blocks in the same order. The ring holds two pieces at a time and hides each hop
 behind a block; all_gather holds all n, in one larger message. Ulysses repeats key heads to K = lcm(k, n), the fewest
 that n GPUs can share out. A layer that is recomputed runs its forward pass twice.
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +40,8 @@ from meshkit.errors import ConfigError
 from meshkit.parallel.blocks import ATTENTION, attend, attend_gradients, merge
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, choose_implementation, restore
 from meshkit.sharding.constrain import partition_spec
+
+Kernels = tuple[Callable[..., tuple[Queries, jax.Array]], Callable[..., tuple[Queries, Keys, Keys]]]
 
 
 def ring_attention(
@@ -102,30 +108,59 @@ def _attention(q, k, v, layout: ContextLayout, causal: bool, balanced: bool, exc
 
 def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: type) -> jax.Array:
     """Attention whose residuals are q, k, v, the output and the log-sum-exp, all of them cut."""
-    chunk = q.shape[1] // layout.pieces(layout.length) // (2 if causal and layout.ways > 1 else 1)
-    how = {"causal": causal, "implementation": choose_implementation(layout.mesh, q, chunk)}
-    array, statistics = layout.array, layout.statistics
-
-    def forward(q, k, v):
-        local = partial(_forward, exchange(layout), how)
-        out, lse = layout.run(local, (array,) * 3, (array, statistics))(q, k, v)
-        return checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
-
-    def backward(residuals, g):
-        local = partial(_backward, exchange(layout), how)
-        inputs = (array, array, array, array, statistics, array)
-        return layout.run(local, inputs, (array,) * 3)(*residuals, g)
+    forward, backward = _kernels(q, layout, causal, exchange)
 
     @jax.custom_vjp
     def attention(q, k, v):
         return forward(q, k, v)[0]
 
     def save(q, k, v):
-        out, lse = forward(q, k, v)
+        out, lse = (checkpoint_name(x, ATTENTION) for x in forward(q, k, v))
         return out, (q, k, v, out, lse)
 
-    attention.defvjp(save, backward)
+    attention.defvjp(save, lambda residuals, g: backward(*residuals, g))
     return attention(q, k, v)
+
+
+def causal_kernels(q: Queries, layout: ContextLayout, context: str, window: int | None = None) -> Kernels:
+    """Return the forward and the backward pass of causal attention in balanced order, for a softmax with more terms.
+
+    Whoever adds terms to a row's sum, such as an attention sink, does so by its output and log-sum-exp, and gives both
+    to the backward pass: (q, k, v) -> (output, log-sum-exp), and (q, k, v, output, log-sum-exp, gradient of the output)
+    -> gradients of q, k and v.
+
+    With a window a chunk needs the end of the chunk before it and no more. It comes from the
+    neighbours, whatever `context` is.
+
+    Args:
+        q: the queries of the calls, [batch, length, heads, head_dim].
+        layout: what cuts them.
+        context: `ring` or `all_gather`.
+        window: how many tokens a query sees, its own among them; None is all before it.
+
+    Raises:
+        ConfigError: a window that reaches over more than one chunk.
+    """
+    layout.check_balanced(q.shape[1])
+    return _kernels(q, layout, True, {"ring": _Ring, "all_gather": _Gathered}[context], window)
+
+
+def _kernels(q: jax.Array, layout: ContextLayout, causal: bool, exchange: type, window: int | None = None) -> Kernels:
+    chunk = q.shape[1] // layout.pieces(layout.length) // (2 if causal and layout.ways > 1 else 1)
+    how: dict[str, Any] = {"causal": causal, "implementation": choose_implementation(layout.mesh, q, chunk)}
+    array, statistics = layout.array, layout.statistics
+    forward, backward = partial(_forward, exchange(layout), how), partial(_backward, exchange(layout), how)
+    if window is not None:
+        if window - 1 > chunk:
+            raise ConfigError(
+                f"a window of {window} tokens reaches over more than one chunk of {chunk}, of which each GPU has two.",
+                hint="fewer GPUs along the length, or longer sequences",
+            )
+        width = min(chunk, 64 * max(1, -(-(window - 1) // 64)))  # cuDNN takes multiples of 64
+        how |= {"window": window}
+        forward, backward = (partial(fn, _Halo(layout, width), how) for fn in (_windowed, _windowed_gradients))
+    inputs = (array,) * 4 + (statistics, array)
+    return layout.run(forward, (array,) * 3, (array, statistics)), layout.run(backward, inputs, (array,) * 3)
 
 
 # What follows runs on every GPU, on its own shards. A *piece* is [2, batch, length, kv_heads, head_dim]: k and v.
@@ -157,6 +192,52 @@ def _backward(exchange: _Ring | _Gathered, how: dict, q, k, v, out, lse, g):
 
     dq, (dk, dv) = exchange.backward(ours, first, block)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+@dataclass(frozen=True)
+class _Halo:
+    """The two chunks of a GPU as a batch of two, each behind the tokens that come before it in the sequence.
+
+    The first chunk of all has none before it: room is left behind it instead, where no causal mask looks.
+    """
+
+    layout: ContextLayout
+    width: int
+
+    def extend(self, x: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
+        """[batch, length] as [2 batch, width + length / 2]; `filled` with the tokens before it, or with zeros."""
+        axes, ways = self.layout.length, self.layout.ways
+        first, second = _halves(x, axis)
+        rank, size = lax.axis_index(axes), first.shape[axis]
+        ends = [lax.slice_in_dim(chunk, size - self.width, size, axis=axis) for chunk in (first, second)]
+        if filled:
+            before_first = lax.ppermute(ends[0], axes, [(i, i + 1) for i in range(ways - 1)])
+            before_second = lax.ppermute(ends[1], axes, [(i, i - 1) for i in range(1, ways)])
+            before_second = jnp.where(rank == ways - 1, ends[0], before_second)
+        else:
+            before_first, before_second = jnp.zeros_like(ends[0]), jnp.zeros_like(ends[1])
+        first = jnp.concatenate([before_first, first], axis=axis)
+        first = jnp.where(rank == 0, jnp.roll(first, -self.width, axis=axis), first)
+        return jnp.concatenate([first, jnp.concatenate([before_second, second], axis=axis)])
+
+    def reduce(self, found: jax.Array, like: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
+        """The transpose of `extend`: of results those of our tokens, of gradients also those from other GPUs."""
+        like = jnp.zeros(like.shape, found.dtype)
+        return jax.vjp(lambda x: self.extend(x, axis, filled=filled), like)[1](found)[0]
+
+
+def _windowed(halo: _Halo, how: dict, q, k, v):
+    out, lse = attend(halo.extend(q, filled=False), halo.extend(k), halo.extend(v), **how)
+    like = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
+    return halo.reduce(out, q, filled=False).astype(q.dtype), halo.reduce(lse, like, axis=2, filled=False)
+
+
+def _windowed_gradients(halo: _Halo, how: dict, q, k, v, out, lse, g):
+    rows, lse = (halo.extend(x, filled=False) for x in (out, g)), halo.extend(lse, axis=2, filled=False)
+    out, g = rows
+    found = attend_gradients(halo.extend(q, filled=False), halo.extend(k), halo.extend(v), out, lse, g, **how)
+    reduced = (halo.reduce(d, x, filled=x is not q) for d, x in zip(found, (q, k, v)))
+    return tuple(d.astype(x.dtype) for d, x in zip(reduced, (q, k, v)))
 
 
 class _Ring:

@@ -15,8 +15,9 @@ import meshkit as mk
 from meshkit.compile.program import compile_absent
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
+from meshkit.parallel.layout import ContextLayout
 from meshkit.sharding import sharding_scope
-from models.attention import sink_attention
+from models.attention import TokenOrder, sink_attention
 from models.gpt_oss import ALPHA, GptOss, GptOssMlp
 from tests.models.test_moe import check_sharded, count, experiment, loss_and_gradients
 
@@ -60,18 +61,12 @@ def plain_attention(q, k, v, sinks, window):
 ATTENTION_TOLERANCE = math.sqrt(8 * 2 * TOKENS) * 2.0**-24
 
 
-@pytest.mark.parametrize(("window", "sharded"), [(None, False), (100, True), (600, False)])
-def test_attention_with_sinks_and_its_gradients(window, sharded):
+def check_attention(ours, window):
+    """Output and gradients are those of whole rows of scores."""
     random = np.random.default_rng(0)
     shapes = [(BATCH, TOKENS, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS)] + [(HEADS,)]
     arrays = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
     g = jnp.asarray(random.standard_normal((BATCH, TOKENS, HEADS, HEAD_DIM)), jnp.float32)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    rules = ShardingRules({"act_batch": "data", "act_heads": "tensor", "act_kv_heads": "tensor"})
-
-    def ours(q, k, v, sinks):
-        with sharding_scope(mesh if sharded else None, rules if sharded else None):
-            return sink_attention(q, k, v, sinks, window=window)
 
     def run(attention):
         out, pull = jax.vjp(attention, *arrays)
@@ -82,12 +77,46 @@ def test_attention_with_sinks_and_its_gradients(window, sharded):
         assert np.abs(found - want).max() < ATTENTION_TOLERANCE * np.abs(want).max()
 
 
-def test_a_cut_length_is_refused():
+@pytest.mark.parametrize(("window", "sharded"), [(None, False), (100, True), (600, False)])
+def test_attention_with_sinks_and_its_gradients(window, sharded):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rules = ShardingRules({"act_batch": "data", "act_heads": "tensor", "act_kv_heads": "tensor"})
+
+    def ours(q, k, v, sinks):
+        with sharding_scope(mesh if sharded else None, rules if sharded else None):
+            return sink_attention(q, k, v, sinks, window=window)
+
+    check_attention(ours, window)
+
+
+@pytest.mark.parametrize(
+    ("window", "context"),
+    [(None, "all_gather"), (None, "ring"), (100, "all_gather"), (257, "all_gather"), (1, "ring")],
+)
+def test_attention_with_sinks_over_a_cut_length(window, context):
+    """Four chunks of 256 tokens over two GPUs: whole rows, and windows that begin in the chunk before."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rules = ShardingRules({"act_length": "context", "act_heads": "tensor", "act_kv_heads": "tensor"})
+
+    def ours(q, k, v, sinks):
+        with sharding_scope(mesh, rules):
+            return sink_attention(q, k, v, sinks, context, window)
+
+    check_attention(ours, window)
+
+
+def cut_length(context: str, window: int):
     mesh = Mesh(np.array(jax.devices()), ("context",), axis_types=(AxisType.Auto,))
     x = jnp.zeros((1, 64, HEADS, HEAD_DIM))
-    refused = pytest.raises(ConfigError, match="act_length over context, but attention with sinks")
-    with sharding_scope(mesh, ShardingRules({"act_length": "context"})), refused:
-        sink_attention(x, x, x, jnp.zeros(HEADS), window=8)
+    with sharding_scope(mesh, ShardingRules({"act_length": "context"})):
+        sink_attention(x, x, x, jnp.zeros(HEADS), context, window)
+
+
+def test_a_cut_length_refuses_what_it_does_not_do():
+    with pytest.raises(ConfigError, match="context = 'ulysses' cuts heads, which sinks do not follow"):
+        cut_length("ulysses", 8)
+    with pytest.raises(ConfigError, match="a window of 8 tokens reaches over more than one chunk of 4"):
+        cut_length("ring", 8)
 
 
 @pytest.mark.parametrize("capacity", [{}, {"capacity_factor": 8.0}])
@@ -130,6 +159,7 @@ ON_CPU += ["model.window=8", "model.layers=2"]
 MESHES = {
     "fsdp 2 x expert 4, dots": ['train.remat="dots"'],
     "expert 4 x tensor 2, sequence parallel": ["mesh.fsdp=1", "mesh.expert=4", "mesh.tensor=2", 'rules.preset="all"'],
+    "context 2 x expert 4": ["mesh.fsdp=1", "mesh.context=2", "mesh.expert=4", 'rules.preset="all"'],
     "fsdp 2 x expert 4, capacity": ["model.capacity_factor=4.0", 'train.remat="full"'],
 }
 
@@ -177,3 +207,29 @@ def test_on_gpus_cudnn_attends_with_sinks_and_windows_and_no_scores_are_kept():
     pairs = length * window - window**2 / 2 + length**2 / 2
     assert sum(c.attention_flops for c in costs) == pytest.approx(3.5 * 4 * 64 * (heads / 2) * pairs)
     assert max(i.cost.bytes_accessed for i, _ in schedule.walk() if i.cost) < length**2  # of scores there are two a GPU
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_on_gpus_a_window_over_a_cut_length_takes_the_neighbours_keys_alone():
+    """One kernel of cuDNN forward and one backward, of chunks behind 128 tokens; nothing is gathered."""
+    cluster = mk.Cluster.load("dgx_h100")
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"context": 8}), cluster, devices=mk.describe_devices(cluster))
+    rules = ShardingRules({"act_length": "context"})
+    length, window = 8192, 128
+    cut = NamedSharding(mesh, PartitionSpec(None, "context"))
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 64), jnp.bfloat16, sharding=cut) for n in (4, 2))
+    order = TokenOrder(ContextLayout(mesh, ("context",)), balanced=True)
+
+    def step(q, k, v):
+        def loss(q, k, v):
+            with sharding_scope(mesh, rules):
+                return sink_attention(q, k, v, jnp.zeros(4), "ring", window, order).astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    schedule = compile_absent(step, (q, k, k), mesh=mesh, cluster=cluster).schedule
+    costs = [i.cost for i, _ in schedule.walk() if i.cost and i.cost.attention_flops]
+    assert sorted((c.attention_window, c.attention_backward) for c in costs) == [(window, False), (window, True)]
+    moved = [i for i, _ in schedule.walk() if i.collective]
+    assert {i.collective.collective for i in moved} == {"collective-permute"}
