@@ -89,7 +89,7 @@ def with_cliff(report: Report, cliff: CliffPart) -> Report:
             severity="warning",
             message=cliff_text(cliff),
             evidence=("memory.cliff",),
-            hint="a larger train.memory_fraction, or more recomputation in the layers (train.remat)",
+            **{"try": "a larger train.memory_fraction, or more recomputation in the layers (train.remat)"},
         )
         findings = (*findings, found)
     return report.model_copy(update={"memory": memory, "findings": findings})
