@@ -114,8 +114,7 @@ def dequantized(files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mxfp4(name: str, blocks: Any, scales: Any) -> Any:
-    bytes_of_both = scales is not None and {blocks.dtype, scales.dtype} == {"U8"}
-    if not bytes_of_both or blocks.shape != (*scales.shape, _MXFP4_BLOCK // 2):
+    if scales is None or {blocks.dtype, scales.dtype} != {"U8"} or blocks.shape != (*scales.shape, _MXFP4_BLOCK // 2):
         has = f"scales {scales.shape} of {scales.dtype}" if scales else "no scales"
         message = f"{name} is {blocks.shape} of {blocks.dtype}, with {has}: no MXFP4 blocks."
         raise ConfigError(message, at=str(blocks.path), hint="an intact copy of an MXFP4 checkpoint")
