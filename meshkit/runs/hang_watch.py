@@ -37,6 +37,28 @@ _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
 
 
+class AwakeAge:
+    """The age of a process's phase without the time in which it could not get on, as no process of its job could: a job
+    that is suspended, a virtual machine that is moved, a debugger.
+
+    Args:
+        phases: of this process.
+        clock: seconds.
+    """
+
+    def __init__(self, phases: Phases, *, clock: Callable[[], float] = time.monotonic):
+        self._phases, self._clock = phases, clock
+        self._looked, self._away_s, self._moves = clock(), 0.0, -1
+
+    def look(self) -> float:
+        """Seconds, from one who looks every half second: a longer time between two looks does not count."""
+        now, moves = self._clock(), self._phases.move.number
+        since_s, self._looked = now - self._looked, now
+        self._away_s = (self._away_s if moves == self._moves else 0.0) + (since_s if since_s > _AWAY_S else 0.0)
+        self._moves = moves
+        return self._phases.age_s - self._away_s
+
+
 class HangWatch:
     """Watches this process and answers for it. A context manager, within a job that has met; alone it does nothing.
 
@@ -84,15 +106,11 @@ class HangWatch:
 
     def _look(self) -> None:
         """Until somebody is late."""
-        looked, away_s, moves = time.monotonic(), 0.0, -1
+        age = AwakeAge(self._phases)
         while not self._ended.wait(_LOOK_S):
-            since_s, move = time.monotonic() - looked, self._phases.move.number
-            looked += since_s
-            # A job that is suspended, a virtual machine that is moved, a debugger: no process could get on.
-            away_s = (away_s if move == moves else 0.0) + (since_s if since_s > _AWAY_S else 0.0)
-            moves = move
-            said = move > 0  # a loop of the user's need not say what it does
-            late = said and self._phases.age_s - away_s > self._limits.of(self._phases.phase)
+            age_s = age.look()
+            said = self._phases.move.number > 0  # a loop of the user's need not say what it does
+            late = said and age_s > self._limits.of(self._phases.phase)
             if not late and not self._heard.is_set():
                 continue
             threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True).start()

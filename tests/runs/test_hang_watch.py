@@ -1,41 +1,32 @@
-"""When a process calls itself late, by a clock of the test's."""
-
-import itertools
-import time
+"""When a process counts as late, by a clock of the test's."""
 
 import pytest
 
-from meshkit.runs.hang_watch import HangWatch
-from meshkit.runs.limits import Limits
+from meshkit.runs.hang_watch import AwakeAge
 from meshkit.runs.phases import Phases
 
 LOOK_S, HOUR_S = 0.5, 3600.0
 
 
 @pytest.mark.parametrize(
-    ("looks", "late"),
+    ("looks", "age_s"),
     [
-        ([LOOK_S] * 1190, False),  # 595 s in a step, whose limit is 600 s
-        ([LOOK_S] * 1210, True),
-        ([LOOK_S] * 10 + [HOUR_S] + [LOOK_S] * 1170, False),  # the job was suspended, or its machine
-        ([LOOK_S] * 10 + [HOUR_S] + [LOOK_S] * 1210, True),  # and then it does not get on
+        ([LOOK_S] * 1190, 595.0),
+        ([LOOK_S] * 10 + [HOUR_S] + [LOOK_S] * 1170, 590.0),  # its job was suspended, or its machine
+        ([LOOK_S] * 10 + [HOUR_S, HOUR_S] + [LOOK_S] * 1210, 610.0),  # and then it does not get on
+        ([4 * LOOK_S] * 5, 10.0),  # a busy machine
     ],
 )
-def test_time_in_which_the_process_was_stopped_does_not_count(looks, late, tmp_path, monkeypatch):
-    now, called = [100.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    phases = Phases(clock=time.monotonic)
+def test_time_in_which_the_process_was_stopped_does_not_count(looks, age_s):
+    now = [100.0]
+    phases = Phases(clock=lambda: now[0])
     phases.enter("step", 1)
-    watch = HangWatch(phases, tmp_path, print, Limits())
-    monkeypatch.setattr(watch, "_talk", lambda: (called.append(True), watch._told.set()))
-    rest = itertools.chain(looks)
-
-    def wait(seconds):
-        assert seconds == LOOK_S
-        passed = next(rest, None)
-        now[0] += passed or 0.0
-        return passed is None
-
-    monkeypatch.setattr(watch._ended, "wait", wait)
-    watch._look()
-    assert called == [True] * late
+    age = AwakeAge(phases, clock=lambda: now[0])
+    age.look()
+    for passed in looks:
+        now[0] += passed
+        seen = age.look()
+    assert seen == age_s
+    phases.enter("data", 2)
+    now[0] += LOOK_S
+    assert age.look() == LOOK_S
