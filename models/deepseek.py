@@ -55,6 +55,7 @@ from models.moe import (
     MoeConfig,
     MoeMlp,
     Router,
+    axes_of_shared_tokens,
     choose,
     make_config,
     name_apart,
@@ -263,7 +264,10 @@ def sequence_balance(
     scope = current_scope()
     cut = scope.manual_axes("act_length") if scope else ()
     f, p = jax.lax.pmean(means, cut) if cut else means
-    return shares.shape[-1] * jnp.mean(jnp.sum(f * p, axis=-1))
+    balance = shares.shape[-1] * jnp.mean(jnp.sum(f * p, axis=-1))
+    # Sequences of unequal weight: the mean is over all of the micro-batch, as without a pipeline.
+    shared = tuple(axis for axis in axes_of_shared_tokens() if axis not in cut)
+    return jax.lax.pmean(balance, shared) if shared else balance
 
 
 class LatentBlock(Block):

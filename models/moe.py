@@ -216,7 +216,7 @@ def routing_values(
         "z": jnp.mean(jax.nn.logsumexp(scores, axis=-1) ** 2),
         "kept": jnp.mean(kept.astype(jnp.float32)),
     }
-    axes = _axes_of_shared_tokens()
+    axes = axes_of_shared_tokens()
     means = jax.lax.pmean(means, axes) if axes else means
     return {
         "load_balance_loss": scores.shape[-1] * jnp.sum(means["share"] * means["probability"]),
@@ -226,7 +226,7 @@ def routing_values(
     }
 
 
-def _axes_of_shared_tokens() -> tuple[str, ...]:
+def axes_of_shared_tokens() -> tuple[str, ...]:
     """Mesh axes that cut the tokens of one micro-batch by hand, in a pipeline: the experts', and those of the length.
 
     Over other axes of the batch each GPU balances its own tokens, as with accumulated micro-batches.

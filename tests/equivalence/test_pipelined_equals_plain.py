@@ -222,6 +222,17 @@ def test_pairs_of_layers_with_and_without_a_window_over_the_axis_of_experts():
 
 
 @pytest.mark.slow
+def test_latent_attention_and_balanced_experts_behind_a_dense_layer():
+    """DeepSeek-V3, whose dense layers run on every stage; the step of the balancing bias goes by the same loads."""
+    on = [*MOE, "model.class=models.deepseek:DeepSeek", "model.preset=deepseek_debug", "model.kv_heads="]
+    on += ["model.experts=8", "model.layers=2", "model.mlp=32", "train.global_batch=8"]
+    spec = pipelined(2, "1f1b", 1, 1, "experts", *on)
+    wanted = plain(*on, *mesh(fsdp=2, expert=2), 'rules.preset="fsdp_expert"', "train.accumulate=2")
+    wanted = loss_and_gradients(wanted, build_mesh(wanted.mesh, wanted.cluster))
+    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster)), wanted)
+
+
+@pytest.mark.slow
 def test_three_steps_of_adamw_and_an_evaluation():
     """Parameters, moments and metrics after three steps.
 
