@@ -84,14 +84,14 @@ def with_cliff(report: Report, cliff: CliffPart) -> Report:
     memory = report.memory.model_copy(update={"cliff": cliff})
     findings = report.findings
     if cliff.distance_bytes is not None and cliff.distance_bytes < _PEAK_ERROR * (memory.peak_bytes or 0):
-        found = FindingPart(
-            code="memory_cliff",
-            severity="warning",
-            message=cliff_text(cliff),
-            evidence=("memory.cliff",),
-            **{"try": "a larger train.memory_fraction, or more recomputation in the layers (train.remat)"},
-        )
-        findings = (*findings, found)
+        found = {
+            "code": "memory_cliff",
+            "severity": "warning",
+            "message": cliff_text(cliff),
+            "evidence": ("memory.cliff",),
+            "try": "a larger train.memory_fraction, or more recomputation in the layers (train.remat)",
+        }
+        findings = (*findings, FindingPart.model_validate(found))
     return report.model_copy(update={"memory": memory, "findings": findings})
 
 
