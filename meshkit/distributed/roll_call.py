@@ -4,11 +4,14 @@
                       <- it proves that it knows the job's secret, where there is one
     process 0 answers all with what it has seen, and proves it too -> Attendance, the same on all
 
-jax's own start knows one answer to a process that does not come, comes twice, or belongs to another job: it ends all
-others after the timeout, and names none. With certificates (certificates.py) the roll call is mutual TLS too; without,
-the secret (MESHKIT_SECRET) is never sent, but every process answers a question that only who knows it can. Anybody who
-reaches the port may connect to it: process 0 waits for none of them, those that stay silent make room, and who has
-neither certificate nor secret is not heard. In the open a word counts as long as its connection stands.
+jax's own start has one answer to a process that does not come, comes twice, or belongs to another job: after the
+timeout it ends all the others, and names none.
+
+With certificates (certificates.py) the roll call runs over mutual TLS. With a secret (MESHKIT_SECRET) process 0 and
+every other process prove to each other that they know the secret, which itself is never sent. Anybody who reaches the
+port may connect to it. Process 0 therefore waits for no single connection, closes connections that stay silent, and
+ignores processes that lack the job's certificate or secret. Without certificates a claim counts only as long as its
+connection is open.
 """
 
 from __future__ import annotations
@@ -34,21 +37,26 @@ from meshkit.errors import ConfigError, RunError
 
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
-# What process 0 says at once to a process of the job, so that one that listens there by accident is recognized.
+# Process 0 greets each process at once. A program that only happens to listen on this port does not: who gets no
+# greeting within so many seconds tries again.
 _GREETING, GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
-# Silent connections at a time, beyond the job's own; a process says its line as soon as it is connected.
+# How many connections may be silent at a time beyond one for each process, and for how many seconds. A process of the
+# job sends its line as soon as it is connected.
 _SPARE, _SILENT_S = 128, 20.0
-# Of words in the open, or that contradict each other: by then who only said his in passing has hung up.
+# Seconds without a new claim before the roll call ends, where the claims contradict each other or where anybody could
+# have made them (no certificates, no secret). A stranger who only passes by has hung up by then.
 _STANDS_S = 0.3
 _MOST_REFUSED = 64
-# For a process 0 that listens in place of this one, on this machine.
+# The search for another process 0 that listens in place of this one: seconds of a try and between two tries, and tries.
 OTHER_S, _LOOKS = 3.0, 10
-# A line on who is waited for, after so many seconds, and then each time after twice as many.
+# Seconds until the first line on what this process waits for; each further line comes after twice as many.
 FIRST_WORD_S = 10.0
-# A name that nobody knows is wrong; in Kubernetes a pod's name is known once the pod has started.
+# Seconds after which a coordinator's name that cannot be looked up counts as wrong. It does not in Kubernetes, where a
+# pod's name is known only once the pod has started.
 NAME_S = 20.0
-# Certificates, logs and time stamps of checkpoints are of no use beyond it; a message on a busy machine takes seconds.
+# The largest difference of two clocks, in seconds. With a larger one certificates fail, and the time stamps of logs and
+# checkpoints mislead. It cannot be much smaller, since a message takes seconds on a busy machine.
 _CLOCK_S = 60.0
 
 Log = Callable[[str], None]
@@ -62,28 +70,28 @@ class _Introduction(BaseModel):
     of: int
     host: Annotated[str, Field(max_length=255), AfterValidator(lambda host: _printable(host))]
     token: Annotated[str, Field(max_length=64)]
-    """A secret by which process 0 knows a second try."""
+    """Random; by it process 0 recognizes a process that connects a second time."""
     time: FiniteFloat
 
 
 @dataclass(frozen=True)
 class Attendance:
-    """What a roll call found; all tables by a process's number."""
+    """What a roll call found. The keys of every table are numbers of processes."""
 
     expected: int
     """Processes of the job."""
     hosts: dict[int, str]
     """Host of each process that came."""
     clocks_s: dict[int, float]
-    """Each clock less that of process 0, off by what a message takes."""
+    """Each clock less that of process 0; too small by the time that a message takes."""
     twice: dict[int, list[str]]
     """Numbers that more than one process claims, with the hosts of all claims."""
     others: dict[int, int]
-    """Sizes of the job by those who say another one."""
+    """The job's size as a process states it, where that size or the process's number does not fit this job."""
     refused: int = 0
-    """Processes that came without the job's secret, which are not heard."""
+    """How many processes came without the job's secret; what they say is ignored."""
     session: str = ""
-    """New in every roll call; with the secret it makes the key of `session_key`."""
+    """New in every roll call. `session_key` derives its key from it and the secret."""
 
     @property
     def missing(self) -> list[int]:
@@ -92,7 +100,7 @@ class Attendance:
 
     @property
     def problem(self) -> str | None:
-        """One sentence with the numbers; None if all are there once, at the same time."""
+        """One sentence with the numbers; None if every process is there once and the clocks agree."""
         if self.twice:
             number, hosts = next(iter(self.twice.items()))
             return f"{len(hosts)} processes say that they are number {number}: on {', '.join(sorted(hosts))}."
@@ -110,26 +118,29 @@ class Attendance:
 
     @property
     def is_final(self) -> bool:
-        """Whether the problem is one that another attempt does not mend: all that did come contradict each other."""
+        """Whether another attempt would meet the same problem: processes contradict each other, or none is missing."""
         return bool(self.twice or self.others) or not self.missing
 
 
 def named(numbers: list[int]) -> str:
-    """A list of processes in words, cut where it is long."""
+    """Return a list of processes in words, cut where it is long."""
     return ", ".join(map(str, numbers[:_MOST_NAMED])) + (" and more" if len(numbers) > _MOST_NAMED else "")
 
 
 def session_key(gang: Gang, attendance: Attendance) -> bytes | None:
-    """A key that the processes of this roll call share, and another one's do not; None where they have no secret.
+    """Return a key that the processes of this roll call share, and those of no other roll call have.
 
     Returns:
-        64 hexadecimal digits, as ASCII; None also where the job has certificates.
+        64 hexadecimal digits, as ASCII; None where the job has no secret, or has certificates in its place.
     """
     return prove(gang, b"session", attendance.session.encode()) or None
 
 
 def prove(gang: Gang, what: bytes, *words: bytes) -> bytes:
-    """That this process knows the job's secret; empty where it has none, or certificates in its place."""
+    """Return a proof that this process knows the job's secret: an HMAC of `what` and `words`.
+
+    It is empty where the job has no secret, or has certificates in its place.
+    """
     if gang.secret is None or gang.mtls is not None:
         return b""
     said = b"".join(b"%d:%s," % (len(word), word) for word in (what, *words))
@@ -144,14 +155,14 @@ def call_roll(
     certificates: Certificates | None = None,
     log: Log = lambda _: None,
 ) -> Attendance:
-    """Finds out which processes of the job are there; all of them call it.
+    """Finds out which processes of the job are there; every process of the job calls it.
 
     Args:
         gang: of this process.
-        timeout_s: for all to come.
+        timeout_s: seconds in which all processes have to come.
         bind: host:port on which process 0 listens; None for all interfaces.
-        certificates: of this process; None meets in the open.
-        log: where a line goes on whom this process waits for, when it takes long.
+        certificates: of this process; None connects without TLS.
+        log: takes a line on whom this process waits for, each time that the wait has become long.
 
     Raises:
         ConfigError: nobody knows the coordinator's name, or the certificates cannot be used.
@@ -168,15 +179,16 @@ def call_roll(
 
 
 def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> None:
-    """Waits until the coordinator's name can be looked up, for seconds; in Kubernetes for all of `timeout_s`.
+    """Waits until this machine can look up the coordinator's name.
 
     Args:
         gang: of this process.
-        timeout_s: seconds; outside of Kubernetes 20 at most, since a name that nobody knows then is wrong.
-        log: where a line goes after 10 s, 20 s, 40 s, ... of waiting.
+        timeout_s: the longest wait, in seconds. Outside of Kubernetes the wait ends after 20 s at most, since a name
+            that cannot be looked up by then is wrong.
+        log: takes a line after 10 s, 20 s, 40 s, ... of waiting.
 
     Raises:
-        ConfigError: nobody knows it.
+        ConfigError: the name cannot be looked up in that time.
     """
     host, port = gang.address
     progress, began = _Progress(log, timeout_s), time.monotonic()
@@ -185,7 +197,7 @@ def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> No
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return
-        except (OSError, UnicodeError) as e:  # of names that IDNA does not take
+        except (OSError, UnicodeError) as e:  # UnicodeError: IDNA cannot encode the name
             why = getattr(e, "strerror", None) or str(e)
         if time.monotonic() - began > patience_s:
             raise ConfigError(
@@ -198,7 +210,7 @@ def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> No
 
 
 class _Progress:
-    """Says now and then what is waited for."""
+    """Logs what this process waits for, after 10 s and then each time that the wait has doubled."""
 
     def __init__(self, log: Log, timeout_s: float):
         self._log, self._timeout_s = log, timeout_s
@@ -215,13 +227,13 @@ class _Progress:
 
 
 def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, log: Log) -> Attendance:
-    """What process 0 does: hears every other one, until all are there or the time is over."""
+    """Hears every other process, as process 0, until all are there or the time is over."""
     roll = _Roll(gang, in_the_open=contexts[0] is None and gang.secret is None)
     progress, rival = _Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:
         server = open_server(gang, bind)
     except OSError as e:
-        rival.look(1)  # the one that listens in place of this one finds both, if it calls a roll too
+        rival.look(1)  # a process 0 that listens in place of this one answers, and names both
         if rival.found is not None:
             return rival.found
         what = f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}."
@@ -243,10 +255,12 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
 
 
 def bind_address(coordinator: str) -> str | None:
-    """Where process 0 listens: on the one interface that has the coordinator's address, not on all of them.
+    """Return the host:port on which process 0 listens: the one interface that has the coordinator's address.
 
-    None, which leaves it to jax (all interfaces), where the name's address is not of this machine (a proxy is in
-    between), or is a loopback one that the other machines do not mean by it.
+    Returns:
+        None for all interfaces, as jax listens by default, in two cases: the coordinator's address is not one of this
+        machine, as behind a proxy; or the name is a loopback address here, while other machines find another address
+        under it.
     """
     host, port = split_address(coordinator)
     try:
@@ -262,7 +276,7 @@ def bind_address(coordinator: str) -> str | None:
 
 
 def open_server(gang: Gang, bind: str | None) -> socket.socket:
-    """Return the socket that process 0 listens on: of `bind`, or of every interface at the coordinator's port."""
+    """Return the socket that process 0 listens on: at `bind`, or on every interface at the coordinator's port."""
     host, port = split_address(bind) if bind else ("", gang.address[1])
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     if host:
@@ -273,9 +287,10 @@ def open_server(gang: Gang, bind: str | None) -> socket.socket:
 
 
 class _Rival:
-    """Another process 0, which listens where this one cannot: this one introduces itself, and then both know.
+    """Looks for another process 0, which listens at the coordinator's address in place of this one.
 
-    The coordinator's name may also lead back to this process (through a proxy, say), which then knows its own token.
+    This process introduces itself there, so that both processes learn of each other. The address may also lead back to
+    this process (through a proxy, say), which then recognizes its own token.
     """
 
     def __init__(self, gang: Gang, context: ssl.SSLContext | None):
@@ -301,14 +316,15 @@ class _Roll:
     def __init__(self, gang: Gang, *, in_the_open: bool):
         self._gang, self._session, self._in_the_open = gang, secrets.token_hex(16), in_the_open
         self.token = secrets.token_hex(8)  # of this process
-        self._claims: list[tuple[_Introduction, float, Any]] = []  # with its clock, less this one's
+        # Each: what the process said, its clock less this one's, the connection.
+        self._claims: list[tuple[_Introduction, float, Any]] = []
         self._asked: WeakKeyDictionary[Any, tuple[_Introduction, bytes]] = WeakKeyDictionary()
         self._refused: set[str] = set()
         self._changed = 0.0  # when the last claim came
         self._count()
 
     def _count(self) -> None:
-        """What is known by the claims that stand."""
+        """Counts anew what the claims say that still stand."""
         self.found = Attendance(self._gang.num_processes, {0: socket.gethostname()}, {0: 0.0}, {}, {})
         self._seen = {(0, self.token)}
         for said, clock_s, _ in self._claims:
@@ -328,7 +344,11 @@ class _Roll:
 
     @property
     def settled(self) -> bool:
-        """Whether all are there, or some contradict each other; and, where it may be a stranger, stand by it."""
+        """Whether the roll call can end: all processes are there, or some contradict each other.
+
+        Claims whose connection is closed are dropped first. Where a stranger may have made one, the roll call ends only
+        once no new claim has come for `_STANDS_S` seconds.
+        """
         if not self._has_verdict:
             return False
         gone = [claim for claim in self._claims if _has_hung_up(claim[2])]
@@ -346,7 +366,11 @@ class _Roll:
         return len(found.hosts) == found.expected or bool(found.twice or found.others)
 
     def hear(self, line: bytes, connection: Any) -> bool:
-        """Takes in a line; whether another is to come on this connection: the proof that it is of the job."""
+        """Takes in the next line of a connection: an introduction, or the proof that follows it.
+
+        Returns:
+            Whether the proof is still to come on this connection.
+        """
         said, proof = self._asked.pop(connection, (None, b""))
         try:
             if said is not None:
@@ -383,8 +407,8 @@ class _Roll:
 
 
 def _has_hung_up(connection: Any) -> bool:
-    """Whether the other end is gone, as far as that can be told without taking from what it says."""
-    if isinstance(connection, ssl.SSLSocket):  # one of the job's: nobody else came so far
+    """Whether the other end has closed the connection. Takes nothing from what it has sent."""
+    if isinstance(connection, ssl.SSLSocket):  # only a process of the job gets through the handshake
         return False
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -395,12 +419,12 @@ def _has_hung_up(connection: Any) -> bool:
 
 
 class Connections:
-    """The connections of a listening socket, none of which is waited for; a context manager.
+    """The connections of a listening socket, of which no single one holds up the others; a context manager.
 
     Args:
-        server: listens.
-        context: of TLS; None reads what is sent as it is.
-        keep: connections that may be silent at the same time, beyond some spare ones.
+        server: the socket, which listens already.
+        context: of TLS; None reads plain text.
+        keep: how many connections may be silent at the same time, beyond `_SPARE` more.
     """
 
     def __init__(self, server: socket.socket, context: ssl.SSLContext | None, *, keep: int):
@@ -414,7 +438,7 @@ class Connections:
         return self
 
     def watch(self, connection: Any) -> None:
-        """Waits for a line on a connection: a new one, or one that has said a line already."""
+        """Has `lines` wait for a line on this connection, which is new or has brought a line already."""
         self._silent[connection] = time.monotonic(), b""
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -424,7 +448,7 @@ class Connections:
         self._selector.close()
 
     def lines(self, timeout_s: float) -> Iterator[tuple[bytes, Any]]:
-        """Whole lines, each with its connection, which is then the caller's; waits for the first of them."""
+        """Yields whole lines, each with its connection, which then belongs to the caller; waits for the first line."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._server:
                 self._accept()
@@ -448,10 +472,10 @@ class Connections:
         self.watch(connection)
 
     def _read(self, connection: Any) -> bytes | None:
-        """The line once it is whole; a connection that ends, says too much or fails the handshake is dropped."""
+        """Return the line once it is whole. Drops a connection that ends, sends too much or fails the handshake."""
         since, data = self._silent[connection]
         try:
-            piece = connection.recv(_LINE_BYTES)  # of TLS, this goes on with the handshake
+            piece = connection.recv(_LINE_BYTES)  # over TLS this call also continues the handshake
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
             return None
         except OSError:
@@ -480,7 +504,7 @@ def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, log: L
     progress, why = _Progress(log, timeout_s), "nobody listens"
     while (left := began + timeout_s - time.monotonic()) > 0:
         try:
-            # Process 0 began at another moment: its answer may come a whole timeout later than this process's own.
+            # Process 0 may have started later than this process, so its timeout may end up to `timeout_s` later.
             return _ask(gang, token, min(left, _CONNECT_S), left + timeout_s, context)
         except (OSError, ValueError) as e:
             why = _reason(e)
@@ -494,11 +518,11 @@ def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, log: L
 
 
 def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl.SSLContext | None) -> Attendance:
-    """Says who this is, and returns what process 0 answers.
+    """Introduces this process to process 0, and returns what process 0 answers.
 
     Raises:
-        OSError: nobody listens, or hangs up, or says nothing.
-        ValueError: it is no process 0 that answers.
+        OSError: nobody listens, or the other end hangs up or says nothing.
+        ValueError: the answer is not that of a process 0.
     """
     said = {"id": gang.process_id, "of": gang.num_processes, "host": socket.gethostname()[:255], "token": token}
     with socket.create_connection(gang.address, timeout=connect_s) as plain:
@@ -527,7 +551,7 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
 
 
 class _NoSecretError(ValueError):
-    """Who is at the other end shows that one of the two has not the job's secret."""
+    """This process and the one at the other end do not both know the job's secret."""
 
 
 def _reason(error: Exception) -> str:
@@ -545,7 +569,7 @@ def _reason(error: Exception) -> str:
 
 
 def _read_line(connection: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
-    """The line, and what has come after it."""
+    """Return the next line, and the bytes that have come after it."""
     while b"\n" not in data:
         piece = connection.recv(1 << 16)
         data += piece

@@ -1,12 +1,13 @@
 """Expert parallelism: tokens travel to the GPUs that hold their experts, and back.
 
 Experts are cut over the mesh axes of `act_experts`, over which the tokens are cut as well (they are axes of
-`act_batch`, so outside of the experts the axis is one more data axis). A layer then is
+`act_batch`, so outside of the experts the axis is one more data axis). A layer then takes these steps:
 
     routing -> dispatch (all-to-all) -> grouped SwiGLU -> combine (all-to-all) -> sum over the k choices
 
-by hand on each GPU's own shards, with its own backward pass. That keeps what the experts computed where it is, needs
-no combine again when the forward pass is recomputed, and reduces a weight's gradient over the token axes only.
+They are written out for each GPU's own shards (`shard_map`), with a backward pass of their own (`custom_vjp`). That
+backward pass leaves what the experts computed where it is, and reduces a weight's gradient over the token axes only. A
+recomputed forward pass needs no second combine.
 
 | per layer, of [slots, embed] rows | dispatch | combine | small (4 bytes a row) |
 |---|---|---|---|
@@ -14,14 +15,14 @@ no combine again when the forward pass is recomputed, and reduces a weight's gra
 | recomputed forward (remat) | 1 | | |
 | backward | 1 (gradients of outputs) | 1 (of inputs) | 1 (of routing weights) |
 
-**Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves the rows there are; its buffers are static, though,
-and hold the worst case, `ways x tokens x min(k, experts a GPU)` rows on each GPU (tokens: of one GPU). `buffer_factor`
-bounds them to that many times an even load; a GPU then takes at most 1 / ways of it from each sender, and what is above
-is dropped. XLA:CPU has no ragged all-to-all: there each pair of GPUs exchanges that bound, with equal results. On GPUs
-each pair exchanges `SLICES` slices or more, as XLA's kernel needs (docs/concepts/network.md).
-**Capacity**: each GPU has `ceil(capacity_factor x tokens x k / experts)` slots for each expert (Lepikhin et al., 2021;
-Fedus et al., 2022; the capacity is that of a sending GPU), a plain all-to-all moves them all, and rows beyond are
-dropped.
+**Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves only the rows that there are. Its buffers are static,
+though, and hold the worst case: `ways x tokens x min(k, experts a GPU)` rows on each GPU (tokens: of one GPU).
+`buffer_factor` limits a buffer to that many times the rows of an even load. Each sender may then fill 1 / ways of the
+buffer, and its rows beyond that are dropped. XLA:CPU has no ragged all-to-all. There each pair of devices exchanges as
+many rows as one may send to the other at most, and the results are equal. On GPUs each pair exchanges `SLICES` slices
+or more, as XLA's kernel needs (docs/concepts/network.md).
+**Capacity**: each sending GPU has `ceil(capacity_factor x tokens x k / experts)` slots for each expert (Lepikhin et
+al., 2021; Fedus et al., 2022). A plain all-to-all moves all slots, and rows that find no slot are dropped.
 
 A *row* is one token for one of its k experts; rows are numbered choice by choice (all first choices, then all second
 ones). So where something must be dropped, first choices win over second ones and earlier tokens over later ones:
@@ -64,9 +65,9 @@ Kernels = tuple[Wide, Wide, Float[Array, "experts mlp embed"]]  # gate, up and d
 Narrow = Float[Array, "experts mlp"]
 Biases = tuple[Narrow, Narrow, Float[Array, "experts embed"]]  # of gate, up and down
 GATHERED = "gathered_experts"  # the name of the gathered kernels, which a policy should not save
-# Slices of a ragged exchange for each pair of GPUs. XLA's kernel has a block of 128 threads for each, which carries
-# 2 GB/s. On 16 GB200 32 of them made the kernel 17.8 times as fast as one (marin-community/marin#8077); on 64 GB200 64
-# were as fast, and 16 slower (marin#8317).
+# Slices of a ragged exchange for each pair of GPUs. XLA's kernel runs one block of 128 threads for each slice, and a
+# block carries 2 GB/s. On 16 GPUs (GB200) the kernel was 17.8 times as fast with 32 slices as with one slice
+# (marin-community/marin#8077). On 64 GPUs it was as fast with 64 slices as with 32, and slower with 16 (marin#8317).
 SLICES = 32
 
 
@@ -87,26 +88,28 @@ def expert_layer(
     biases: Biases | tuple[()] = (),
     activation: Callable[[jax.Array, jax.Array], jax.Array] = silu_gate,
 ) -> tuple[Tokens, Bool[Array, "batch length k"]]:
-    """Sum over a token's choices of weight * down(activation(gate(x), up(x))) of the chosen expert; which were kept.
+    """Return a layer of experts: for each token, the weighted sum of what its chosen experts give.
 
-    Outside of a sharding scope the same on one device, without an exchange.
+    An expert gives down(activation(gate(x), up(x))). Outside of a sharding scope the layer runs on one device, without
+    an exchange.
 
     Args:
         x: in the dtype to compute in.
         weights: fp32; a weight of exactly 0 gets no gradient.
         choices: numbers of experts, all different for one token.
-        kernels: their gradients have their dtype.
-        capacity_factor: slots of an expert over those of a balanced load; None is dropless.
-        buffer_factor: rows of the dropless buffers over those of a balanced load; None is the worst case.
-        saved_name: name for `jax.checkpoint` policies of what gate and up give, besides `gate` and `up`.
-        biases: added to what gate, up and down give, if there are any; their gradients have their dtype.
-        activation: of what gate and up give, without parameters of its own.
+        kernels: of gate, up and down; each gradient has the dtype of its kernel.
+        capacity_factor: slots of an expert, as a multiple of its rows under a balanced load; None is dropless.
+        buffer_factor: rows of a dropless buffer, as a multiple of those of a balanced load; None is the worst case.
+        saved_name: a further name by which `jax.checkpoint` policies find the outputs of gate and up; their own names
+            are `gate` and `up`.
+        biases: of gate, up and down, or none; each gradient has the dtype of its bias.
+        activation: (output of gate, output of up) -> input of down; it has no parameters of its own.
 
     Returns:
         The layer's output in the dtype of x, and whether each choice was kept.
 
     Raises:
-        ConfigError: axes that cut experts but not tokens, or sizes that the axes do not divide.
+        ConfigError: an axis cuts the experts but not the tokens, or the axes do not divide a size.
     """
     layout = ExchangeLayout.of(current_scope())
     layout.check(x.shape, kernels[0].shape)
@@ -128,16 +131,17 @@ def expert_layer(
 
 @dataclass(frozen=True)
 class ExchangeLayout:
-    """Mesh axes of a layer's arrays, taken from the rules; without a mesh there are none.
+    """Mesh axes that cut a layer's arrays, taken from the rules; without a mesh there are none.
 
-    In a stage of a pipeline some are manual already: arrays come in pieces, and what gathers the kernels before the
-    stage and reduces their gradients after it is the pipeline.
+    In a stage of a pipeline some axes are manual already, and arrays arrive as the pieces of one GPU along them. The
+    pipeline gathers the kernels over these axes before the stage, and reduces their gradients after it.
 
     Attributes:
-        batch, length: cut the tokens; `residual_length` cuts the length of what the layer gives.
-        experts, mlp: cut the experts, and each expert.
-        scatter: cut the embed dim of the kernels' gradients (FSDP).
-        manual: cut the arrays already.
+        batch, length: axes that cut the tokens.
+        residual_length: axes that cut the length of the layer's output.
+        experts, mlp: axes that cut the experts, and each expert.
+        scatter: axes that cut the embed dim of the kernels' gradients (FSDP).
+        manual: axes over which the arrays are cut already.
     """
 
     scope: Scope | None
@@ -189,11 +193,11 @@ class ExchangeLayout:
         return math.prod(self.scope.mesh.shape[a] for a in axes) if self.scope else 1
 
     def pieces(self, axes: Axes) -> int:
-        """Pieces that an array is still to be cut into over axes."""
+        """Pieces that an array is still to be cut into over these axes, without the manual ones."""
         return self.size(self._left(axes))
 
     def check(self, x: Sequence[int], gate: Sequence[int]) -> None:
-        """Refuses sizes that the axes do not divide: each GPU works on shards of one shape."""
+        """Refuses sizes that the axes do not divide: shards have one shape on all GPUs."""
         length = self.residual_length if self.splits_length else self.length
         dims = (("batch", x[0], self.batch), ("length", x[1], length), ("experts", gate[0], self.experts))
         for name, size, axes in (*dims, ("embed", gate[1], self.scatter), ("mlp", gate[2], self.mlp)):
@@ -206,18 +210,18 @@ class ExchangeLayout:
                 )
 
     def kernels(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of gate, up and down, with these along embed."""
+        """Axes of the kernels of gate, up and down; those of the embed dim are given."""
         wide = (self.experts, embed, self.mlp)
         return wide, wide, (self.experts, self.mlp, embed)
 
     def biases(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of the biases of gate, up and down, with these along embed."""
+        """Axes of the biases of gate, up and down; those of the embed dim are given."""
         return (self.experts, self.mlp), (self.experts, self.mlp), (self.experts, embed)
 
     def gather(self, kernel: jax.Array, spec: Sequence[Axes]) -> jax.Array:
-        """Return a kernel as the experts use it, under the name by which a policy can choose to gather it again.
+        """Return a kernel gathered as the experts use it, named so that a remat policy may have it gathered again.
 
-        Outside of the custom_vjp, so that a recomputed forward pass and the backward pass share one gather.
+        The gather is outside of the custom_vjp, so that a recomputed forward pass and the backward pass share it.
         """
         if self.scope is None:
             return kernel
@@ -226,7 +230,7 @@ class ExchangeLayout:
         return checkpoint_name(whole, GATHERED)
 
     def reduce_mlp(self, y: jax.Array) -> jax.Array:
-        """[batch, length, embed] parts of a sum over `mlp`, added up and laid out as the residual stream."""
+        """Add up [batch, length, embed] partial sums over `mlp`, and lay the result out as the residual stream."""
         if not self.mlp:
             return y
         if self.splits_length:
@@ -234,11 +238,11 @@ class ExchangeLayout:
         return lax.psum(y, self.mlp)
 
     def reduce_tokens(self, gradient: jax.Array, embed_dim: int | None) -> jax.Array:
-        """Return a kernel's gradient of this GPU's tokens, added up over all GPUs that have the same experts.
+        """Add a gradient up over all GPUs that have the same experts.
 
         Args:
-            gradient: of the kernel, or of a bias.
-            embed_dim: which of its dims FSDP cuts; None of a bias without one.
+            gradient: of a kernel or a bias, from this GPU's tokens.
+            embed_dim: the gradient's embed dim, which FSDP cuts; None for a bias without one.
         """
         scatter = () if embed_dim is None else self.scatter
         rest = tuple(a for a in self._left(self.tokens) if a not in self.experts + scatter)
@@ -252,9 +256,9 @@ class ExchangeLayout:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """The layer's forward and backward pass, by hand on local shards.
+    """The layer's forward and backward pass, written out for the shards of one GPU.
 
-    It keeps the scope, since a backward pass is traced outside of it.
+    The layout keeps the sharding scope, since jax traces the backward pass outside of it.
     """
 
     layout: ExchangeLayout
@@ -301,7 +305,9 @@ class _Layer:
         matmul, outer = self._grouped(routing), self._grouped_outer(routing)
         h, gated = jax.vjp(self.activation, saved["gate"], saved["up"])
         g_h = matmul(g_rows, down, transposed=True)
-        # <gradient of the output, output> without the output: <gradient of hidden, hidden>, here times the weight.
+        # A routing weight's gradient is <g, output of the expert>, g being the gradient of y. That equals
+        # <gradient of h, h>, so the output need not be kept. `g_h` is multiplied by the weight, which is divided out
+        # below.
         g_weight = jnp.sum(g_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1)
         if biases:
             added = self._spread(routing, rows, self._once(biases[2]))
@@ -324,15 +330,15 @@ class _Layer:
         return self.layout.reduce_mlp(g_x), g_weight.astype(weights.dtype), g_kernels
 
     def _weights(self, casts: Sequence[jax.Array], embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of the kernels, with these along embed, and of the biases if there are any."""
+        """Axes of the kernels, and of the biases if there are any; those of the embed dim are given."""
         return self.layout.kernels(embed) + (self.layout.biases(embed) if len(casts) > 3 else ())
 
     def _spread(self, routing: Routing, rows: jax.Array, bias: jax.Array) -> jax.Array:
-        """Return a bias [experts, out] as [rows, out], each row that of its expert: a product with one."""
+        """Return [rows, out]: for each row the bias of its expert, from [experts, out], as a product with ones."""
         return self._grouped(routing)(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])
 
     def _once(self, bias: jax.Array) -> jax.Array:
-        """Return a bias of what is added up over `mlp`: zero on all GPUs along it but the first."""
+        """Return the bias of a sum over `mlp`, so that the sum has it once: zero on all GPUs along it but the first."""
         axes = self.layout.mlp
         return jnp.where(lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
@@ -365,12 +371,12 @@ class _Layer:
 
     @property
     def _by_sizes(self) -> bool:
-        """Whether the experts' rows come in groups of unequal sizes; with one expert the rest of its buffer is 0."""
+        """Whether the experts' rows come in groups of unequal sizes. A single expert takes the whole buffer."""
         return self.dispatch.capacity is None and self.dispatch.local_experts > 1
 
     @property
     def _saved(self):
-        """Layout of what the backward pass reads again; every array of the routing lies as its rows."""
+        """Layout of what the backward pass reads again. The arrays of the routing are cut as the rows are."""
         rows, hidden = (self.layout.tokens,), (self.layout.tokens, self.layout.mlp)
         return {"routing": rows, "rows": rows, "gate": hidden, "up": hidden}
 
@@ -380,12 +386,12 @@ class _Layer:
 
     @property
     def _stream(self):
-        """Layout of what the layer gives: tokens, or the residual stream where that is cut further."""
+        """Layout of the layer's output: that of the tokens, or of the residual stream where it is cut further."""
         length = self.layout.residual_length if self.layout.splits_length else self.layout.length
         return (self.layout.batch, length, ())
 
     def _manual(self, fn: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-        """fn on every GPU's shards; without a mesh fn itself."""
+        """Return fn as it runs on every GPU's own shards; without a mesh, fn itself."""
         scope = self.layout.scope
         if scope is None:
             return fn
@@ -399,7 +405,7 @@ class _Layer:
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _experts(x, weights, choices, kernels, casts, layer: _Layer):
-    del kernels  # take the gradient
+    del kernels  # an argument only so that they get a gradient: the forward pass computes with `casts`
     y, kept, _ = layer.forward(x, weights, choices, casts)
     return y, kept
 
@@ -433,7 +439,7 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _specs(axes: Any) -> Any:
-    """Mesh axes per dim, in any nesting of tuples and dicts, as PartitionSpecs."""
+    """Return mesh axes per dim, in any nesting of tuples and dicts, as PartitionSpecs."""
     if isinstance(axes, dict):
         return {name: _specs(value) for name, value in axes.items()}
     if all(isinstance(a, str) for dim in axes for a in dim):
@@ -447,7 +453,7 @@ class Routing:
     """Where the rows of one GPU go.
 
     Attributes:
-        slot: the slot of each row; `Dispatch.slots` for one that is dropped.
+        slot: the slot of each row; `Dispatch.slots` for a row that is dropped.
         counts: how many rows each GPU along the experts' axes sends to each expert.
     """
 
@@ -457,16 +463,17 @@ class Routing:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The static side of an exchange over the experts' axes.
+    """What is known of an exchange over the experts' axes when it is traced: sizes and axes.
 
     Attributes:
-        tokens, choices: n tokens on this GPU, each for k experts.
-        experts: of the whole layer.
+        tokens, choices: tokens on this GPU, and experts for each of them (k).
+        experts: number of experts of the whole layer.
         axes: mesh axes that cut the experts; () where every GPU has all of them.
         ways: GPUs along axes.
         capacity: slots that each GPU has for each expert; None is dropless.
-        buffer_rows: of a dropless exchange, rows that a GPU may receive from one other; the worst case drops nothing.
-        ragged: exchange exact sizes with `lax.ragged_all_to_all` (GPUs), else padded to the worst case (CPUs).
+        buffer_rows: the most rows that a GPU may receive from one other in a dropless exchange.
+        ragged: whether `lax.ragged_all_to_all` exchanges the rows there are (GPUs); else they are padded to
+            `buffer_rows` (CPUs).
     """
 
     tokens: int
@@ -490,13 +497,13 @@ class Dispatch:
 
     @property
     def received_rows(self) -> int:
-        """Length of the buffer that a GPU's experts work on: a bound for dropless, exact with a capacity."""
+        """Length of the buffer that a GPU's experts work on: exact with a capacity, else the most rows it may hold."""
         if self.capacity is not None:
             return self.ways * self.local_experts * self.capacity
         return self.slots if self.ways == 1 else self.ways * self.buffer_rows
 
     def route(self, choices: Int[Array, "{self.tokens} {self.choices}"]) -> Routing:
-        """Return the routing of expert numbers; communicates the counts (4 bytes a GPU and expert)."""
+        """Return where each row goes, by its expert's number. GPUs exchange their counts (4 bytes a GPU and expert)."""
         expert = choices.T.reshape(-1)
         if self.capacity is not None:
             rank, _, _ = _rank(expert, self.experts)
@@ -513,7 +520,7 @@ class Dispatch:
     def fill(
         self, routing: Routing, values: Shaped[Array, "{self.tokens} k *rest"]
     ) -> Shaped[Array, "{self.slots} *rest"]:
-        """Values by slot, k or 1 of each token; 0 in empty slots."""
+        """Return the buffer to send: values by slot, from k or 1 of each token; 0 in empty slots."""
         rows = self.tokens * self.choices
         row = jnp.full(self.slots, rows, jnp.int32).at[routing.slot].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
         if values.shape[1] == 1:
@@ -525,14 +532,14 @@ class Dispatch:
     def read(
         self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
     ) -> Shaped[Array, "{self.tokens} {self.choices} *rest"]:
-        """Return a buffer by token and choice; 0 where a row was dropped."""
+        """Return a buffer's values by token and choice; 0 where a row was dropped."""
         rows = buffer.at[routing.slot].get(mode="fill", fill_value=0)
         return jnp.swapaxes(rows.reshape(self.choices, self.tokens, *buffer.shape[1:]), 0, 1)
 
     def to_experts(
         self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
     ) -> Shaped[Array, "{self.received_rows} *rest"]:
-        """Return the buffers of every GPU, grouped by this GPU's experts, sources in order."""
+        """Send the buffer's rows to their experts. Return the rows received, by expert, then by sending GPU."""
         if self.ways == 1:
             return buffer
         with jax.named_scope("dispatch"):
@@ -547,7 +554,7 @@ class Dispatch:
     def from_experts(
         self, routing: Routing, rows: Shaped[Array, "{self.received_rows} *rest"]
     ) -> Shaped[Array, "{self.slots} *rest"]:
-        """Return the way back of `to_experts`."""
+        """Send rows back to the GPUs that `to_experts` had them from. Return the buffer of this GPU, by slot."""
         if self.ways == 1:
             return rows
         with jax.named_scope("combine"):
@@ -564,7 +571,7 @@ class Dispatch:
         return self._mine(jnp.sum(routing.counts, axis=0, keepdims=True))[0]
 
     def _mine(self, table: jax.Array) -> jax.Array:
-        """Return the columns of this GPU's experts."""
+        """Return those columns of a table [ways, experts] that are of this GPU's experts."""
         if self.ways == 1:
             return table
         return lax.dynamic_slice_in_dim(table, lax.axis_index(self.axes) * self.local_experts, self.local_experts, 1)
@@ -572,8 +579,9 @@ class Dispatch:
     def _slices(self, routing: Routing) -> tuple[Slices, Slices]:
         """Return the slices that this GPU sends to the experts, and those that its experts receive.
 
-        One slice for each pair of GPU and expert. On the sending side slices lie by expert; on the receiving side by
-        expert, then by source, so that an expert's rows are contiguous without sorting them again.
+        There is one slice for each pair of GPU and expert. The sender's buffer has its slices in the order of experts.
+        The receiver's buffer has them in the order of experts, then of senders, so that the rows of an expert are
+        contiguous without a further sort.
         """
         me, counts = lax.axis_index(self.axes), routing.counts
         sent = _exclusive_sum(counts, axis=1)
@@ -584,7 +592,7 @@ class Dispatch:
         return there, Slices(self._mine(received), self._mine(counts), self._mine(sent))
 
     def _exchange(self, operand: jax.Array, out: Slices, into: Slices, rows: int) -> jax.Array:
-        """`operand`'s slices `out` sent, and `rows` rows with the slices `into` received; 0 elsewhere."""
+        """Send the slices `out` of `operand`. Return `rows` rows with the slices `into` received, and 0 elsewhere."""
         result = jnp.zeros((rows, *operand.shape[1:]), operand.dtype)
         if self.ragged:
             pieces = -(-SLICES // self.local_experts)
@@ -598,12 +606,12 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Slices:
-    """Contiguous rows of a buffer, for each peer several; all int32 [ways, slices].
+    """Slices of a buffer, several for each peer; a slice is contiguous rows. All arrays are int32 [ways, slices].
 
     Attributes:
-        here: where each begins in this GPU's buffer.
-        sizes: rows of each.
-        there: where each begins in the peer's buffer.
+        here: where each slice begins in this GPU's buffer.
+        sizes: rows of each slice.
+        there: where each slice begins in the peer's buffer.
     """
 
     here: jax.Array
@@ -619,7 +627,7 @@ class Slices:
         return Slices(here.reshape(ways, -1), sizes.reshape(ways, -1), there.reshape(ways, -1))
 
     def rows(self, most: int) -> jax.Array:
-        """int32 [ways, most]: the rows of the slices of each peer, one after the other; out of bounds beyond them."""
+        """Return int32 [ways, most]: the numbers of each peer's rows, slice after slice, then numbers out of bounds."""
         ends = jnp.cumsum(self.sizes, axis=1)
         i = jnp.arange(most, dtype=jnp.int32)
         inside = jnp.sum(i[None, :, None] >= ends[:, None, :], axis=-1)  # the slice of the i-th row
@@ -628,9 +636,9 @@ class Slices:
 
 
 def one_by_one(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """fn, which `vmap` calls once for each element: for operations that jax cannot map over every dim.
+    """Return fn so that `vmap` calls it once for each element: for operations that jax cannot map over every dim.
 
-    A map over the replicas of a mesh axis has one element on each GPU.
+    A `vmap` over the replicas of a mesh axis has one element on each GPU.
     """
 
     @custom_batching.custom_vmap
@@ -647,12 +655,12 @@ def one_by_one(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def worst_case_rows(tokens: int, choices: int, local_experts: int) -> int:
-    """Rows that one GPU may have for another: a token goes to an expert at most once."""
+    """Return the most rows that one GPU may send to another: a token goes to an expert at most once."""
     return tokens * min(choices, local_experts)
 
 
 def _rank(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each row's rank in its group, each group's first place, each group's size, from int [rows] group numbers."""
+    """Return each row's rank in its group, and each group's first place and size, from the rows' group numbers."""
     order = jnp.argsort(group, stable=True)
     sizes = jnp.zeros(groups, jnp.int32).at[group].add(1)
     start = _exclusive_sum(sizes, axis=0)

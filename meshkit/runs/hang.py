@@ -2,10 +2,12 @@
 
     pulse and stack of each process -> Witness; collectives of the step, in their order -> StepOrder -> Hang
 
-In lockstep, whoever is behind is what the others wait for. A process that has not entered the step has come to none of
-its collectives, so the first that needs it is the one in which the others wait: that is exact. Where all have entered
-the step nobody but the device knows how far each is: then the collectives that it may be are told, three at most, and
-that they are candidates. Imports no jax: the launcher names hangs, too.
+Processes train in lockstep, so the others wait for whichever is behind. A process that has not entered the step has
+come to none of its collectives. The others then wait in the first collective that needs this process: the name is
+exact. Where all have entered the step, only the devices know how far each process is. The name then is a list of three
+collectives at most in which the processes may wait, called candidates.
+
+Imports no jax, since the launcher names hangs too.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ class StepCollective:
     axes: tuple[str, ...]
     """Mesh axes along which it goes; () where it maps to none."""
     link: str
-    """The slowest link that it crosses, and what that is made of: `infiniband, ndr400`."""
+    """The slowest link that it crosses, and the hardware of that link: `infiniband, ndr400`."""
     payload_bytes: int
     line: str
     """Source line of the model's code, or its op_name path; "" where neither is known."""
     grouping: int
-    """Which of the step's `groupings`."""
+    """Index of its groups in `StepOrder.groupings`."""
     after_callback: bool = False
-    """Whether a callback into Python runs between the collective before and this one."""
+    """Whether a callback into Python runs between the previous collective and this one."""
 
     def __str__(self) -> str:
         over = f"over {', '.join(self.axes)}" if self.axes else "over no mesh axis"
@@ -65,15 +67,16 @@ class StepOrder:
 
     processes: int
     groupings: tuple[tuple[tuple[int, ...], ...], ...]
-    """Processes that wait for each other, by group; groups within one process are left out."""
+    """Each: the groups of processes that wait for each other. Groups within one process are left out."""
     collectives: tuple[StepCollective, ...]
     read_from: str = ""
-    """A digest of the compiled step, where its partitions lie, and the launch."""
+    """A digest of what the order was read from: the compiled step, its partitions' processes, and the launch."""
 
     def blocked(self, missing: Collection[int]) -> dict[int, int]:
-        """Process -> index of the collective in which it waits, where some never come to any.
+        """Return for each blocked process the index of its collective, where the missing processes never enter any.
 
-        Who waits in one does not come to the next, so the others wait for it there in turn.
+        A process that waits in one collective does not come to the next one. The other processes of that next
+        collective then wait in turn.
         """
         stopped: dict[int, int] = dict.fromkeys(missing, -1)
         for index, each in enumerate(self.collectives):
@@ -84,11 +87,12 @@ class StepOrder:
         return {p: index for p, index in stopped.items() if index >= 0}
 
     def candidates(self, missing: Collection[int], *, in_callback: bool) -> list[StepCollective]:
-        """Return the collectives that need one of the missing processes (all collectives where none is known).
+        """Return the collectives in which the others may wait for the missing processes, most bytes first.
 
         Args:
-            missing: processes of which something says that they are what the others wait for.
-            in_callback: whether they are in a callback into Python, so that it is one that follows such a callback.
+            missing: processes that seem to hold up the others; empty where none is known, which leaves all collectives.
+            in_callback: whether a missing process is in a callback into Python. Then only collectives that follow such
+                a callback are returned, in the order of the step, if there are any.
         """
         found = [
             c
@@ -100,12 +104,12 @@ class StepOrder:
 
     @property
     def signature(self) -> list[list[Any]]:
-        """What has to be the same in every process, by collective: what it does, with how much, between which. JSON."""
+        """What has to be the same in every process: each collective's operation, bytes and groups, as JSON values."""
         groupings = [[list(group) for group in each] for each in self.groupings]
         return [[c.collective, c.payload_bytes, groupings[c.grouping]] for c in self.collectives]
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Return the order as text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -113,7 +117,7 @@ class StepOrder:
         """Return the order that `to_json` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError: the text is no such order.
         """
         said = json.loads(text)
         groupings = tuple(tuple(tuple(int(p) for p in group) for group in each) for each in said["groupings"])
@@ -121,7 +125,7 @@ class StepOrder:
         return cls(int(said["processes"]), groupings, tuple(rows), str(said.get("read_from", "")))
 
     def write(self, folder: Path) -> None:
-        """Leaves the order in a run folder, for the launcher. A disk that is full stops nothing."""
+        """Writes the order into a run folder, for the launcher. A full disk raises no error."""
         try:
             path = folder / FOLDER / "step.json"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +137,7 @@ class StepOrder:
 
 
 def read_order(folder: Path) -> StepOrder | None:
-    """Return the order that a training has left in its run folder; None where there is none that can be read."""
+    """Return the order that a training has written into its run folder; None where it cannot be read."""
     try:
         return StepOrder.from_json(read_regular(folder / FOLDER / "step.json", _LARGEST_BYTES))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -142,11 +146,11 @@ def read_order(folder: Path) -> StepOrder | None:
 
 @dataclass(frozen=True)
 class Witness:
-    """What is known of one process while nothing gets on."""
+    """What is known of one process during a hang."""
 
     process: int
     phase: str | None = None
-    """The last phase that it has entered; None where it says nothing."""
+    """The last phase that it has entered; None where the process says nothing."""
     step: int = 0
     age_s: float = 0.0
     """Seconds in that phase."""
@@ -154,13 +158,13 @@ class Witness:
     """Phases entered so far."""
     host: str = ""
     stack: str = ""
-    """Of its threads, as faulthandler prints them."""
+    """Stacks of its threads, as faulthandler prints them."""
     note: str = ""
     """What else is known, as a clause: `stopped (SIGSTOP)`."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """How far it is: step, phase of the step, and before the first step phases entered."""
+        """How far it is: step, phase, and, in a phase before `data`, how many phases it has entered."""
         if self.phase is None:
             return -1, -1, -1
         order = PHASES.index(self.phase) if self.phase in PHASES else _STEP
@@ -168,26 +172,27 @@ class Witness:
 
     @property
     def where(self) -> str:
-        """Its phase, step and time in words."""
+        """The process's phase, step and time in words."""
         if self.phase is None:
-            return self.note or "it gave no answer: it is stopped or gone, or a library keeps its interpreter"
+            return self.note or "it gave no answer: it is stopped or gone, or a library holds the GIL"
         return f"in phase '{self.phase}' at step {self.step} for {self.age_s:.0f} s{self.note and f', {self.note}'}"
 
     @property
     def in_callback(self) -> bool:
-        """Whether a device waits for a callback into Python in it."""
+        """Whether this process runs a callback into Python, for which a device waits."""
         return any(_CALLBACK in line for line in self.stack.splitlines())
 
     @property
     def waits(self) -> bool:
-        """Whether its main thread waits for the other processes: for a device, or for what they agree on."""
+        """Whether its main thread waits for the other processes: for a device, or to agree with them."""
         innermost = _frames_of(self._threads[-1:])[:_MOST_FRAMES]
         return any(m["file"].endswith(_WAITS) for m in innermost)
 
     def frames(self) -> list[str]:
-        """Where it is in Python, innermost first: its main thread, or what that waits for.
+        """Return the Python frames of the thread that tells where the process is, innermost first.
 
-        That is a callback for which a device waits, or while it waits for data the thread that reads them.
+        That is a thread that runs a callback for which a device waits. Without one it is, in phase `data`, the thread
+        that reads the data; else it is the main thread.
         """
         threads = self._threads
         called = [block for block in threads if _CALLBACK in block]
@@ -204,12 +209,12 @@ class Witness:
 
 
 def _frames_of(blocks: Sequence[str]) -> list[re.Match[str]]:
-    """Return the frames of threads, innermost first."""
+    """Return the frames of these threads, each thread's innermost first."""
     return [m for block in blocks for line in block.splitlines() if (m := _FRAME.match(line))]
 
 
 def write_witnesses(path: Path, witnesses: Sequence[Witness]) -> None:
-    """Leaves what is known of each process, and the flags of XLA and NCCL here. A disk that is full stops nothing."""
+    """Writes what is known of each process, and this machine's flags of XLA and NCCL. A full disk raises no error."""
     flags = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS" or name.startswith("NCCL_")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,21 +230,21 @@ class Hang:
     head: str
     """What is known, in a sentence."""
     missing: tuple[int, ...] = ()
-    """Processes that the others wait for, as far as is known."""
+    """Processes that the others wait for, as far as that is known."""
     candidates: tuple[StepCollective, ...] = ()
-    """Collectives in which the others may wait: one where it is exact, none where they wait in no collective."""
+    """Collectives in which the others may wait: one where `exact`; none where they wait in no collective."""
     details: tuple[str, ...] = ()
     """Further lines on the collectives."""
     exact: bool = False
-    """Whether the collective or phase, and who is missing, is known."""
+    """Whether the collective or phase and the missing processes are certain."""
 
     def lines(self, witnesses: Sequence[Witness], evidence: str, most: int = MOST_LINES) -> list[str]:
         """Return the message: what is known, the collectives, and where the missing processes are, in `most` lines.
 
         Args:
-            witnesses: as of `name_hang`.
-            evidence: where stacks and pulses are.
-            most: lines.
+            witnesses: those that `name_hang` got.
+            evidence: the file that has stacks and phases.
+            most: the most lines.
         """
         told = [w for w in witnesses if w.process in self.missing][:_MOST_MISSING]
         room = most - 2 - len(self.details)
@@ -252,11 +257,11 @@ class Hang:
 
 
 def name_hang(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """Return the name of a hang, by what is known of each process.
+    """Return the name of a hang, from what is known of each process.
 
     Args:
         witnesses: of every process of the job, or of those of this machine.
-        order: of the step; None where it is not known, as before the first step.
+        order: the collectives of the step; None where they are not known, as before the first step.
     """
     furthest = max(w.place for w in witnesses)
     ahead = [w for w in witnesses if w.place == furthest]
@@ -268,7 +273,13 @@ def name_hang(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
 
 
 def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """Some have not come to where the others wait; with `order` that is the step."""
+    """Name a hang in which some processes have not come as far as the others.
+
+    Args:
+        ahead: those that have come furthest, and wait.
+        behind: the other ones.
+        order: of the step in which `ahead` wait; None where they wait in another phase, or the order is not known.
+    """
     missing, there = tuple(w.process for w in behind), ahead[0]
     have, wait = "has" if len(missing) == 1 else "have", "waits" if len(ahead) == 1 else "wait"
     others = _processes(w.process for w in ahead)
@@ -279,7 +290,7 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
         head = f"{_processes(missing)} {have} not come as far as {others}, which {wait} in phase '{there.phase}'{at}"
     if order is None:
         return Hang(head, missing, exact=all(w.phase not in (None, "step") for w in behind))
-    if late := [w.process for w in behind if w.phase == "step"]:  # its devices may be in any collective of that step
+    if late := [w.process for w in behind if w.phase == "step"]:  # their devices may be in any collective of it
         candidates = order.candidates(late, in_callback=any(w.in_callback for w in behind))
         return _with_candidates(Hang(head, missing), candidates)
     blocked = order.blocked(missing)
@@ -297,12 +308,12 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
 
 
 def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """All that say anything have entered the step."""
+    """Name a hang in which every process that gave an answer has entered the step."""
     step = max(w.step for w in witnesses)
     silent = [w for w in witnesses if w.phase is None]
     noted = [w for w in witnesses if w.note]
     called = [w for w in witnesses if w.in_callback]
-    # Callbacks that all are in make nobody late.
+    # Where every process is in a callback, the callbacks do not tell which of them is late.
     known = silent or noted or (called if len(called) < len(witnesses) else [])
     missing = tuple(w.process for w in known)
     head = f"all processes have entered step {step} and wait in it"
@@ -319,7 +330,7 @@ def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
 
 
 def _in_phase(witnesses: Sequence[Witness]) -> Hang:
-    """All are in one phase, which is not the step."""
+    """Name a hang in which all processes are in the same phase, which is not the step."""
     there = witnesses[0]
     if len(witnesses) == 1:
         return Hang(f"the process does not get on in phase '{there.phase}'", (there.process,), exact=True)
@@ -337,23 +348,25 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
     most = max(by_place.values(), key=len)
     odd = sorted({w.process for w in witnesses} - set(most)) if 2 * len(most) > len(witnesses) else []
     if odd:
-        return Hang(f"{head}, {_processes(odd)} elsewhere in it than the others", tuple(odd), exact=True)
+        who = f"{_processes(odd)} {'is' if len(odd) == 1 else 'are'}"
+        return Hang(f"{head}, but {who} elsewhere in the code than the others", tuple(odd), exact=True)
     return Hang(head, tuple(w.process for w in witnesses))
 
 
 def _with_candidates(hang: Hang, found: Sequence[StepCollective]) -> Hang:
-    """Return the hang with the collectives that it may be, the first three of them; nobody says how far a device is."""
+    """Return the hang with the first three of the collectives found, as candidates: no device says how far it is."""
     shown = tuple(found[:_MOST_CANDIDATES])
-    head = (
-        f"candidates, one of {len(found)} collectives" if len(found) > 1 else "candidate" if found else "no candidate"
-    )
+    head = "candidate" if found else "no candidate"
     if len(found) > len(shown):
-        head += f", those {len(shown)} with the most bytes"
+        most = f"these {len(shown)} have the most bytes"
+        head = f"candidates (the processes wait in one of {len(found)} collectives; {most})"
+    elif len(found) > 1:
+        head = f"candidates (the processes wait in one of these {len(found)} collectives)"
     return replace(hang, candidates=shown, details=(f"  {head}:", *(f"    {c}" for c in shown)))
 
 
 def _processes(found: Iterable[int]) -> str:
-    """`process 3`, or `processes 0-2, 5`, cut where it is long."""
+    """Return `process 3`, or `processes 0-2, 5`, cut where that is long."""
     spans: list[list[int]] = []
     numbers = sorted(found)
     for n in numbers:

@@ -3,8 +3,8 @@
     launcher: SnapshotMemory -> MESHKIT_SNAPSHOTS -> process: Slot.write(record, blocks) | Slot.read() after a failure
 
 The memory has no name (memfd), so nothing of it is left once the launcher and the processes are gone. Each process has
-two slots: while one is written, the other one is whole. A slot says that it is whole only after all of it was written,
-and later, by the launcher, that another host has a copy.
+two slots: while one is written, the other one is whole. A slot is marked as whole only after all of it was written.
+Later the launcher marks in it whether another host has a copy.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _POLL_S = 0.05
 
 
 def snapshots_held(hosts: int) -> int:
-    """Return how many snapshots of a share of the state a host holds at most.
+    """Return how many snapshots a host holds at most, each of one host's share of the state.
 
-    Two of its own share, of several hosts two of its neighbour's, and one that jax keeps from its way off the devices
-    until the next step.
+    Two are of its own share. With several hosts, two more are of its neighbour's share. jax keeps one more in host
+    memory, from the copy off the devices until the next step.
 
     Example:
         >>> snapshots_held(1), snapshots_held(8)
@@ -44,9 +44,9 @@ def snapshots_held(hosts: int) -> int:
 
 
 class SnapshotMemory:
-    """The slots of one process, held by its launcher; empty until the process writes one.
+    """The slots of one process, held by its launcher; they are empty until the process writes one.
 
-    Where the system has no memory without a name there are no descriptors, and the process takes no snapshots.
+    Where the system has no memfd there are no descriptors, and the process takes no snapshots.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,16 @@ class SnapshotMemory:
         self.descriptors = [os.memfd_create("meshkit-snapshot") for _ in range(_SLOTS)] if known else []
         self.slots = [Slot(descriptor) for descriptor in self.descriptors]
         self.value = os.pathsep.join(f"/proc/self/fd/{descriptor}" for descriptor in self.descriptors)
-        """Of MESHKIT_SNAPSHOTS, for the process that inherits the descriptors."""
+        """The value of MESHKIT_SNAPSHOTS for the process that inherits the descriptors."""
 
     def close(self) -> None:
-        """The memory goes with the last process that has it open."""
+        """Closes the descriptors. The memory is freed with the last process that has it open."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 def slots_here() -> list[Slot]:
-    """The slots that this process has inherited; none where nobody holds any for it."""
+    """Return the slots that this process has inherited; none where no launcher holds any for it."""
     paths = filter(None, os.environ.get(SNAPSHOTS_VARIABLE, "").split(os.pathsep))
     return [Slot(os.open(path, os.O_RDWR)) for path in map(Path, paths) if path.exists()]
 
@@ -79,21 +79,21 @@ class Slot:
         self._file = descriptor
 
     def clear(self) -> None:
-        """What the slot held counts no longer."""
+        """Marks the slot as empty, whatever it held."""
         os.pwrite(self._file, bytes(_COPY_AT + 1), 0)
 
     def reserve(self, size: int) -> memoryview:
-        """Memory to fill, all of it there; what the slot held is gone from now on.
+        """Return memory to fill, all of it allocated. What the slot held is lost.
 
         Raises:
-            OSError: the memory is not there.
+            OSError: the machine has not enough memory left.
         """
         self.clear()
         os.posix_fallocate(self._file, 0, _AHEAD + max(1, size))
         return memoryview(mmap.mmap(self._file, _AHEAD + max(1, size)))[_AHEAD : _AHEAD + size]
 
     def seal(self, data: memoryview, record: Mapping[str, Any]) -> None:
-        """Makes what was filled in a snapshot: its sha256 and the record stand behind it, and it counts as whole."""
+        """Completes a snapshot: writes the record and the sha256 of the data behind the data, and marks it as whole."""
         said = json.dumps({**record, "sha256": hashlib.sha256(data).hexdigest()}).encode()
         end = _AHEAD + data.nbytes
         os.ftruncate(self._file, end)
@@ -101,7 +101,7 @@ class Slot:
         os.pwrite(self._file, _HEAD.pack(_WHOLE, data.nbytes, len(said)) + bytes(1), 0)
 
     def record(self) -> dict[str, Any] | None:
-        """What stands behind the snapshot; None where none is whole."""
+        """Return the record behind the snapshot; None where the slot has no whole snapshot."""
         try:
             mark, size, length = _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))
             if mark != _WHOLE or length > LARGEST_RECORD:
@@ -113,15 +113,15 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """Bytes of a whole snapshot."""
+        """Number of bytes of a whole snapshot."""
         return _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))[1]
 
     def piece(self, at: int, count: int) -> bytes:
-        """Bytes of a snapshot from a place on; fewer at its end."""
+        """Return `count` bytes of a snapshot from byte `at` on; fewer at its end."""
         return os.pread(self._file, count, _AHEAD + at)
 
     def read(self) -> memoryview | None:
-        """The bytes of a whole snapshot, not a copy of them; None where they are not those that were sealed."""
+        """Return the bytes of a whole snapshot without a copy; None where they are not those that were sealed."""
         if (record := self.record()) is None:
             return None
         size = self.size
@@ -129,15 +129,15 @@ class Slot:
         return data if hashlib.sha256(data).hexdigest() == record.get("sha256") else None
 
     def say_copied(self, copied: bool | None) -> None:
-        """Tells the process that another host has a copy, or has refused it; None takes back what was said."""
+        """Tells the process that another host has a copy, or has refused one; None takes back what was said."""
         os.pwrite(self._file, {True: _COPIED, False: _REFUSED, None: bytes(1)}[copied], _COPY_AT)
 
     def said_copied(self) -> bool | None:
-        """Whether another host has a copy; None while that is not said."""
+        """Whether another host has a copy; None while the launcher has not said so."""
         return {_COPIED: True, _REFUSED: False}.get(os.pread(self._file, 1, _COPY_AT))
 
     def wait_until_copied(self, timeout_s: float) -> bool:
-        """Whether another host has a copy; returns once the launcher says so or the time is over."""
+        """Waits for the launcher to say whether another host has a copy, and returns it; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (said := self.said_copied()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -1,8 +1,9 @@
 """Finds the change that the first lines of a plan's verdict name, and its step time.
 
-A compiled change comes first: the fastest one with which the step fits, or faster options of XLA. Otherwise the program
-at hand gives an estimate: of keeping what is recomputed, where memory is free, or of axes on other links. The closed
-forms of bounds.py say how much more memory the layers then keep.
+A compiled change comes first: the fastest one with which the step fits, or faster options of XLA. Without one, the
+effect of a change is estimated from the program at hand. Where memory is free, the change is to keep what the backward
+pass recomputes; the closed forms of bounds.py say how much more memory the layers then take. Else it is to move axes of
+the mesh to other links.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from meshkit.search.proposals import propose
 from meshkit.search.variants import REMATS
 from meshkit.units import format_bytes, format_seconds
 
-_WORTH = 0.01  # A change that gives a smaller share of the step is not named.
+_WORTH = 0.01  # A change that saves a smaller share of the step is not named.
 _LONG = 70  # Longer settings are described in words.
 
 
 def find_change(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Change | None:
-    """Return the change that the verdict names; None where none is known, or none gives 1 % of the step.
+    """Return the change that the verdict names; None where none is known, or none saves 1 % of the step.
 
     Args:
-        report: of the plan, with the remedies and the other options of XLA that were compiled since.
+        report: the plan's, with the remedies and the other options of XLA that were compiled for it.
         experiment: the planned experiment.
         planned: what the report was made from.
     """
@@ -40,7 +41,7 @@ def find_change(report: Report, experiment: Experiment | ProgramExperiment, plan
 
 
 def _recomputed_s(planned: Planned, kind: str) -> float:
-    """Return the seconds a step of kernels of a kind that the backward pass runs again."""
+    """Return the seconds that one step spends on kernels of this kind which the backward pass runs again."""
     seconds, known = kernel_seconds_by_name(planned.simulation.timeline), planned.instructions
     again = (s for name, s in seconds.items() if name in known and known[name].kind == kind
              and recomputes(name, known[name]))  # fmt: skip
@@ -73,7 +74,7 @@ def _in_short(settings: Settings, what: str) -> str:
 
 
 def _compile_it(settings: Settings) -> str:
-    """Say how to compile the same plan with `--set ...`."""
+    """Return the hint that names the `--set` options with which `meshkit plan` compiles the change."""
     return f"{' '.join(f"--set '{setting}'" for setting in settings)}, which `meshkit plan` then compiles"
 
 
@@ -84,9 +85,7 @@ def _keep_more(
     time_s, free = report.step.time_s or 0.0, report.memory.margin_bytes or 0
     if isinstance(experiment, ProgramExperiment):
         kept = f"the step would take about {format_seconds(finding.step_s)} if all were kept"
-        hint = (
-            "what the step keeps for its backward pass: `meshkit tune --vary program.options.KEY=[...]` compiles values"
-        )
+        hint = "keeping more for the backward pass: `meshkit tune --vary program.options.KEY=[...]` compiles each value"
         yield Change(
             f"{format_bytes(free)} are free: {kept} (estimated).", finding.code, f"{hint} of an option of yours"
         )
@@ -112,7 +111,7 @@ def _keep_more(
 
 
 def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experiment]]:
-    """Yield (policy of `train.remat`, settings, changed experiment); the policy of a pipeline's stages is None."""
+    """Yield (policy of `train.remat`, settings, changed experiment). With a pipeline the policy is None."""
     if experiment.pipeline.axis is not None:
         if experiment.pipeline.residuals == "recompute":
             pipeline = experiment.pipeline.model_copy(update={"residuals": "stash"})
@@ -126,9 +125,10 @@ def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experim
 
 
 def _place_axes(report: Report, experiment: Experiment | ProgramExperiment, finding: FindingPart) -> Iterator[Change]:
-    """Yield the links on which the mesh's axes would communicate fastest."""
+    """Yield the change that puts the mesh's axes on the links on which they would communicate fastest."""
     proposal = propose(report, experiment.mesh, experiment.cluster)
     if proposal.changed:
         now, then = format_seconds(proposal.seconds_now), format_seconds(proposal.seconds_proposed)
-        said = f"With {' and '.join(proposal.settings)} it would be {then}, not {now}, if none overlaps (estimated)."
+        took = f"communication would take {then} a step, not {now}"
+        said = f"With {' and '.join(proposal.settings)} {took}, if none overlaps (estimated)."
         yield Change(said, finding.code, _compile_it(proposal.settings))

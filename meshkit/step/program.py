@@ -6,9 +6,9 @@ Model FLOP of a step, the numerator of MFU (Chowdhery et al., 2022, appendix B):
 
     model_flops = 6 N tokens + 12 layers heads head_dim T tokens
 
-N counts the parameters that multiply activations: the output head does, a tied table once, an input look-up not. The
-second term is attention's two matmuls over a full T x T square; a causal kernel computes half of it, one with a sliding
-window the band that its mask leaves.
+N counts the parameters that multiply activations. The output head counts, also where it is tied to the input table; an
+input look-up does not. The second term is attention's two matmuls over a full T x T square. A causal kernel computes
+half of that square; a kernel with a sliding window computes the band that its mask leaves.
 
 Reports and traces read facts without jax, which only the functions of a program import.
 """
@@ -45,29 +45,29 @@ class StepFacts(BaseModel):
     model_flops: float | None = None
     """FLOP of the model, without recompute."""
     model_flops_causal: float | None = None
-    """The same with the share of each attention that its mask leaves."""
+    """FLOP of the model without recompute, where attention counts only what its mask leaves."""
     flops_source: str | None = None
-    """`model` where it describes itself, else `shapes`."""
+    """`model` where the model counts its own parameters, else `shapes`."""
     hardware_flops_per_gpu: float | None = None
     """Executed matmul FLOP of one GPU, with recompute."""
     peak_flops_per_gpu: float | None = None
     """Dense peak of the compute precision, FLOP/s."""
     precision: str | None = None
-    """The precision of matmuls; None takes that of most of the program's FLOP."""
+    """The precision of matmuls; where it is None, that of most of the program's FLOP is taken."""
     tokens: float | None = None
     examples: int | None = None
     parameters: int | None = None
     """Numbers in the model."""
     matmul_parameters: int | None = None
-    """Those of the parameters that matmuls use."""
+    """How many of `parameters` are used by matmuls."""
     parameters_bytes: int | None = None
     """Bytes on one GPU."""
     optimizer_bytes: int | None = None
-    """Bytes on one GPU, without what lies in host memory."""
+    """Bytes in one GPU's own memory; what is offloaded to host memory does not count."""
     gradients_bytes: int | None = None
-    """Bytes on one GPU, as micro-batches add gradients up in fp32."""
+    """Bytes on one GPU of the gradients, which micro-batches add up in fp32."""
     state_bytes: int | None = None
-    """Bytes of a checkpoint: over all GPUs, replicas counted once."""
+    """Bytes of a checkpoint: those of all GPUs, with replicas counted once."""
     training_steps: int | None = None
     """Steps of the whole training."""
     steps_per_call: int = Field(
@@ -76,9 +76,9 @@ class StepFacts(BaseModel):
         validation_alias=AliasChoices("steps_per_call", "steps_per_execution"),
         serialization_alias="steps_per_execution",
     )
-    """Training steps that one call of the program makes: a round of local SGD makes several."""
+    """Training steps that one call of the program makes; with local SGD a call makes a round of several."""
     pipeline: PipelineReport | None = None
-    """What the schedule of its pipeline costs; None without one."""
+    """What the schedule of the step's pipeline costs; None without a pipeline."""
 
 
 NO_FACTS = StepFacts()
@@ -98,23 +98,25 @@ class TrainProgram:
     Attributes:
         step: jitted (state, batch) -> (state, metrics); donates the state. Metrics are scalars: `loss` (nats per
             token), `grad_norm`, `learning_rate`, `weight`, and the loss function's own.
-        gradients: jitted (state, batch) -> (loss, gradients), exactly those that `step` applies before clipping; of a
-            pipeline as `arrangement` has the parameters.
+        gradients: jitted (state, batch) -> (loss, gradients). They are exactly those that `step` clips and applies.
+            With a pipeline they are laid out as `arrangement` lays out the parameters.
         evaluate: jitted (state, batch) -> {"loss_sum", "weight"}.
         init: jitted () -> state, born sharded.
         abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
-        abstract_step_batch: of one step, which `evaluate` and `gradients` take: `abstract_batch`, unless `step` makes
-            several.
-        stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
-        xla_options: of the GPU compiler, which this step wants and the experiment's own override.
-        spec: what it is made of.
-        mesh, rules: what it was built for.
-        deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
-            weights gathered, over them once a step; over the axis of `[local_sgd]` weights are averaged once a call.
+        abstract_step_batch: the batch of one training step, which `evaluate` and `gradients` take. It is
+            `abstract_batch` unless a call of `step` makes several training steps.
+        stack: jitted, the batches of `steps_per_call` training steps -> the batch of one call; None where a call makes
+            one training step.
+        xla_options: options of the GPU compiler that this step asks for; those of the experiment override them.
+        spec: what the step was built from.
+        mesh, rules: what the step was built for.
+        deferred: mesh axes over which the step itself cuts the batch, outside of the model. Over these axes gradients
+            are reduced, and weights gathered, once a step. Over the axis of `[local_sgd]` weights are averaged once a
+            call.
         facts: what is known of a step.
         model: the model as the step takes it; with a pipeline its layers are arranged in stages.
         pipeline: the pipeline of `[pipeline]`, whose `report(microbatches)` tells its bubble; None without one.
-        arrangement: how its state lies in memory and on disk; None without a pipeline.
+        arrangement: how a pipeline's state lies in memory and on disk; None without a pipeline.
         notes: what the user asked for and this model cannot honour, one sentence each.
     """
 
@@ -141,7 +143,8 @@ class TrainProgram:
     def steps_per_call(self) -> int:
         """Training steps that one call of `step` makes.
 
-        With `[local_sgd]` a round of them: every array of the batch, and every metric, then has them as its first dim.
+        With `[local_sgd]` a call makes a round of several steps. The first dim of every array of the batch and of every
+        metric is then the steps of the round.
         """
         return self.facts.steps_per_call
 
@@ -156,14 +159,14 @@ def find_facts(
     steps_per_call: int = 1,
     pipeline: Pipeline | None = None,
 ) -> StepFacts:
-    """`TrainProgram.facts`.
+    """Return what `TrainProgram.facts` holds.
 
     Args:
-        spec: names batch, precision and length of the training.
-        model: as without a pipeline.
-        state: abstract, with its shardings.
-        batch: of one step, abstract; tokens are whole numbers [batch, sequence, ...].
-        gradients_bytes, steps_per_call, pipeline: of the program.
+        spec: has the batch, precision and length of the training.
+        model: the model as it is without a pipeline.
+        state: the abstract state, with its shardings.
+        batch: the abstract batch of one step; arrays of whole numbers [batch, sequence, ...] are tokens.
+        gradients_bytes, steps_per_call, pipeline: those of the program.
     """
     import jax
     import jax.numpy as jnp
@@ -195,11 +198,11 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
     """Return the FLOP of a step on `tokens` tokens in sequences of `sequence_length`, and what they are counted from.
 
     Args:
-        model: may have `matmul_parameters() -> int` and `attention_shape() -> (layers, heads, head_dim)`. Without,
-            every parameter of two dims or more multiplies activations, and there is no attention term. It may have
-            `attention_windows() -> (tokens, ...)`, of the layers that attend to a sliding window.
-        abstract_params: tree of its parameters, for a model that has not.
-        tokens: of one step, over all GPUs.
+        model: may have three methods. Without `matmul_parameters() -> int` every parameter of two dims or more counts
+            as one that multiplies activations. Without `attention_shape() -> (layers, heads, head_dim)` there is no
+            attention term. `attention_windows() -> (tokens, ...)` has the windows of the layers with a sliding window.
+        abstract_params: tree of the model's parameters; read where the model has no `matmul_parameters`.
+        tokens: tokens of one step, over all GPUs.
         sequence_length: T.
     """
     import jax
@@ -224,7 +227,7 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
 
 
 def local_bytes(tree: Any) -> int:
-    """Return the bytes of a tree in one GPU's memory; keys, host memory and arrays without a sharding do not count."""
+    """Return the bytes of a tree in one GPU's memory, without random keys, host memory and unsharded arrays."""
     import jax
     from jax.sharding import NamedSharding
 
@@ -240,7 +243,7 @@ def local_bytes(tree: Any) -> int:
 
 
 def find_notes(spec: StepSpec, model: ModelDescription) -> tuple[str, ...]:
-    """`TrainProgram.notes`."""
+    """Return what `TrainProgram.notes` holds."""
     train = spec.train
     if train.precision == "bf16" and train.reduce_precision == "fp32" and not model.takes_dtype:
         name = spec.model_class.name

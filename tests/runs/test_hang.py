@@ -67,7 +67,7 @@ def test_where_all_are_in_the_step_at_most_three_candidates_are_told_and_said_to
     many = replace(ORDER, collectives=tuple(collective(f"c{i}", i % 3, 100 + i) for i in range(20)))
     hang, text = said(IN_STEP, many)
     assert ([c.name for c in hang.candidates], hang.exact) == (["c19", "c18", "c17"], False)
-    assert "candidates, one of 20 collectives, those 3 with the most bytes:" in text
+    assert "candidates (the processes wait in one of 20 collectives; these 3 have the most bytes):" in text
 
 
 def test_of_a_stopped_process_only_collectives_that_need_it_are_candidates():
@@ -116,7 +116,7 @@ def test_in_one_phase_who_is_elsewhere_in_it_than_most_others_is_named():
     saving = [Witness(p, "save", 6, 700.0, stack=writes if p == 1 else waits) for p in range(3)]
     hang, text = said(saving)
     assert (hang.missing, hang.candidates, hang.exact) == ((1,), (), True)
-    assert "all processes are in phase 'save' at step 6, process 1 elsewhere" in text
+    assert "all processes are in phase 'save' at step 6, but process 1 is elsewhere in the code than the others" in text
     assert "me/storage.py:9 in write" in text
     assert said(saving[:2])[0].exact is False  # of two, who knows
 

@@ -58,10 +58,10 @@ def write_html(
 
     Args:
         report: the report.
-        path: the file, or an existing folder, for its `report.html`.
-        timeline: what the report summarizes; without it the page has no timeline.
+        path: the file to write, or an existing folder, in which `report.html` is written.
+        timeline: the timeline that the report summarizes; without it the page shows none.
         other, other_timeline: a second report to compare with: the measurement, where the first is its prediction.
-        title: an experiment or a run.
+        title: name of an experiment or a run.
         trace_file: name of the Perfetto trace in the page's folder, if there is one.
 
     Raises:
@@ -94,7 +94,7 @@ def _title(reports: Sequence[Report]) -> str:
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
-    """Return the machines, the mesh and the window; once where the reports agree."""
+    """Return the machines, mesh and measured window of the reports. What they agree on stands once."""
     lines = list(dict.fromkeys(words.machines(r) for r in reports))
     lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.cluster, r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
@@ -109,7 +109,7 @@ def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
 
 
 def _cards(shown: Sequence[Shown]) -> str:
-    """Return the numbers of the headline; each box has those of all reports."""
+    """Return the boxes with the headline's numbers; each box has one number for every report."""
     names = [s.name for s in shown] if len(shown) > 1 else []
 
     def box(label: str, key: str, form: Callable[[Any], str], css: str = "") -> str:
@@ -153,7 +153,7 @@ def _overlapped(report: Report) -> str:
 
 
 def _findings_section(shown: Shown) -> str:
-    """Return the findings, a fold each, with what to try and where their numbers stand."""
+    """Return the findings. Each is a fold, which says what to try and where in report.json its numbers stand."""
     folds = []
     for i, f in enumerate(shown.report.findings):
         seconds = inline(shown.number(f"findings.{i}.seconds", format_seconds))
@@ -230,15 +230,11 @@ def _communication_section(shown: Sequence[Shown], page: Page) -> str:
     reports = [s.report for s in shown]
     if not any(r.communication for r in reports):
         return section("Communication by axis and link", "No collective ran.")
-    note = (
-        f"Time per step and {reports[0].device}, of the eight largest. Where several run at once, each has an equal "
-        "share, so that the bars add up."
-    )
+    largest = f"Time per step on one {reports[0].device}, for the eight kinds of communication that take the most."
+    note = f"{largest} Where several collectives run at once, each has an equal share, so that the bars add up."
     parts = charts.communication_parts(reports)
     if "overlapped" not in parts:
-        note = (
-            f"Time per step and {reports[0].device}, of the eight largest. How much of it compute overlaps is unknown."
-        )
+        note = f"{largest} It is unknown how much of this time compute overlaps."
     colors = legend((label, charts.COLORS[key]) for key, label in parts.items())
     picture = page.chart("communication", charts.communication_chart(reports))
     return section("Communication by axis and link", note, colors, picture, _each(shown, _communication_tables))
@@ -248,7 +244,7 @@ def _communication_tables(shown: Shown) -> str:
     if not shown.report.communication:
         return ""
     links = folded("By axis and link", tables.links_table(shown).html())
-    alone = "Alone: nothing else ran, so this is what a faster one would save at most."
+    alone = "Alone: time in which nothing else ran. A faster collective saves no more than that."
     known = any(row.sole_exposed_s is not None for row in shown.report.communication)
     note = f'<p class="note">{alone}</p>' if known else ""
     links += folded("By kind of collective", note, tables.rows_table(shown).html())
@@ -269,9 +265,9 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
         return ""
     note = (
         f"{part.schedule}: {part.stages} stages, {part.virtual_stages} chunks of layers on each, {part.microbatches} "
-        "microbatches. In a tick every stage runs one chunk forward (upper row) and one backward (lower row); grey: "
-        "it has nothing to do and computes on garbage, which is the bubble. All ticks are drawn equally wide; one that "
-        "runs both takes longer."
+        "microbatches. In a tick every stage runs one chunk forward (upper row) and one backward (lower row). Grey is "
+        "the bubble: the stage has nothing to do and computes on garbage. All ticks are drawn equally wide, but a tick "
+        "that runs both directions takes longer."
     )
     figure = charts.schedule_chart(part)
     drawn = page.chart("pipeline", figure, "wide") if figure else ""
@@ -280,7 +276,7 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
-    """Return one step of several GPUs, of which one is shown at a time."""
+    """Return the timeline of one step. It has several GPUs, and the reader chooses which one it shows."""
     of_gpus = charts.timeline_charts(timeline, shown.report.device) if timeline else []
     if not of_gpus:
         return ""
@@ -291,9 +287,8 @@ def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: s
     drawn = [page.chart(n, c, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, of_gpus))]
     title = f"<h2>Timeline of one {words.WORD[report.source]} step{select}</h2>"
     note = (
-        "Drag to move, scroll or pinch to zoom, double-click to see all. Paler: shorter than a pixel. Red in "
-        "an axis's lane: its exposed parts, "
-        "under which nothing computes."
+        "Drag to move, scroll or pinch to zoom, double-click to see all. A paler span is shorter than a pixel. Red in "
+        "an axis's lane marks exposed communication, under which nothing computes."
     )
     if trace_file:
         note += f" All steps are in {trace_file}, which ui.perfetto.dev and chrome://tracing open."
@@ -338,14 +333,15 @@ def _over_steps(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
-    """Return the goodput of the run; of two reports the last has it, the measured one."""
+    """Return the goodput of the run; of several reports, that of the last one that has it."""
     known = [s for s in shown if s.report.goodput is not None]
     part = known[-1].report.goodput if known else None
     if part is None:
         return ""
     note = (
-        "What every second of the run's wall time went to, over all its attempts. Goodput is the share of steps that "
-        "count; lost steps were made again by a later attempt, restart lies between two attempts."
+        "What every second of the run's wall time went to, over all its attempts. Goodput is the share of this time in "
+        "steps that count. Lost steps are those that a later attempt made again. Restart is the time between two "
+        "attempts."
     )
     colors = legend((share.label, share.look.color) for share in words.goodput_shares(part))
     numbers = tables.goodput_table(known[-1]).html()
@@ -389,7 +385,7 @@ def _quality(shown: Sequence[Shown]) -> str:
 
 
 def _footer(reports: Sequence[Report]) -> str:
-    """Return the versions that the programs were compiled with."""
+    """Return the versions with which each program was compiled."""
     parts = []
     for r in reports:
         p, c = r.program, r.compile
@@ -426,7 +422,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
 
     Args:
         report: from `mk.plan`, `mk.profile` or `mk.read_report`; or a comparison from `mk.compare`.
-        title: an experiment or a run.
+        title: name of an experiment or a run.
     """
     check_kinds(render, report=report)
     if isinstance(report, Comparison):
@@ -437,7 +433,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
     parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
     parts.append(_headline(report, title))
     if report.findings and not planned:
-        parts += [heading("findings, by what a fix saves a step"), *_findings(report)]
+        parts += [heading("findings, by the time that a fix saves in a step"), *_findings(report)]
     if report.step.time_s and report.step.compute_s is not None:
         parts += [heading("step time"), _step_bar(report)]
     parts += [heading(f"communication a step, per {report.device}"), _communication(shown)]
@@ -463,7 +459,7 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
 
 
 def _findings(report: Report) -> Iterator[RenderableType]:
-    """Yield the findings, the most seconds first; a hint is given once."""
+    """Yield the findings, the one with the most seconds first. A hint that several share is given once."""
     said: set[str] = set()
     for f in report.findings[:_MAX_FINDINGS]:
         mark, style = ("!", "bold yellow") if f.severity == "warning" else ("-", "cyan")
@@ -475,12 +471,12 @@ def _findings(report: Report) -> Iterator[RenderableType]:
 
 
 def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text:
-    """Return a bar of one line; a part that is not zero has at least one cell, taken from the largest.
+    """Return a bar of one line. A part that is not zero has at least one cell, at the cost of the largest part.
 
     Args:
-        shares: parts and how they look; None counts as zero.
-        total: sum of their values; not zero.
-        width: cells of the terminal.
+        shares: the parts and how they look; a value of None counts as zero.
+        total: sum of the values; not zero.
+        width: cells of the bar.
     """
     cells = [max(1, round(width * (s.value or 0) / total)) if (s.value or 0) > 0 else 0 for s in shares]
     if cells:
@@ -523,7 +519,7 @@ def _legend(shares: Sequence[words.Share], total: float | None, form) -> Rendera
 
 
 def _communication(shown: Shown) -> RenderableType:
-    """Group rows over the same axes, link and shape of group, the group with the most exposed time first."""
+    """Return the collectives, grouped by axes, link and shape of group, the most exposed time first."""
     communication = shown.report.communication
     if not communication:
         return Text("none", "dim")
@@ -544,7 +540,7 @@ def _communication(shown: Shown) -> RenderableType:
 
 
 def _exposed_ops(shown: Shown) -> RenderableType | None:
-    """Return the single collectives with the most exposed seconds; None without any, or without a known cause."""
+    """Return the single collectives with the most exposed seconds; None where no cause of one is known."""
     rows = tables.ops_table(shown).pick(*_EXPOSED_COLUMNS).rows
     exposed = [row for row in rows if isinstance(row[0], Value) and row[0].value][:_MAX_EXPOSED]
     known = any(isinstance(row[-1], Source) and row[-1].text != "-" for row in exposed)

@@ -5,14 +5,15 @@ other machines are told: a bash script for SLURM or MPI, a Kubernetes JobSet.
     Job + what the site wants -> directives, assignments (quoted) + bodies/*.sh (as they are) -> sbatch | bash
     Job + image, volumes -> JobSet as tables, in Kubernetes' own words -> YAML -> kubectl create
 
-In a script what is the job's is quoted, what is meshkit's has no holes in it.
+A script quotes every value of the job. The parts that meshkit brings (bodies/*.sh) are copied as they are: no value is
+put into their text.
 
-Every value of a JobSet is one that a gang needs: it stops as a whole, restarts as a whole, and never half of it. A pod
-(one a host) needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. One
-process for each GPU is started inside the pod by `meshkit launch local`: processes in pods of their own would not reach
-each other over NVLink. The pods read their certificates, or without mutual TLS the secret that they share, from a
-Secret that goes with the JobSet; what is rendered names it, and never has a key in it. Sources: the Kubernetes API
-(batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema tests/data/ has.
+The values of a JobSet are chosen so that its pods stop all together and restart all together. There is one pod on each
+host. It needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. Where a
+host runs several processes, `meshkit launch local` starts them inside the pod, since processes in pods of their own
+would not reach each other over NVLink. The pods read their certificates, or without mutual TLS the secret that they
+share, from a Secret, which Kubernetes removes with the JobSet. The rendered JobSet names the Secret and holds no key.
+Sources: the Kubernetes API (batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema is in tests/data/.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from meshkit.distributed.environment import (
 from meshkit.errors import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR, ConfigError, RunError
 from meshkit.runs.limits import STALL_TIMEOUT, read_limits
 
-SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
+SAVE_S = 120  # seconds from SIGTERM to the end of a job, in which it saves a checkpoint
 _NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]*-]*", re.ASCII)
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*", re.ASCII)
@@ -71,7 +72,7 @@ class Job:
     name: str
     """Name of the job, and of its run folder where none is given: lower-case letters, digits and `-`."""
     experiment: str
-    """Path of the file, as the processes find it."""
+    """Path of the experiment file, as the processes find it."""
     overrides: tuple[str, ...]
     """The `--set` options."""
     out: str
@@ -79,9 +80,9 @@ class Job:
     hosts: int
     """Machines."""
     gpus_per_host: int
-    """GPUs that the job uses of each."""
+    """GPUs that the job uses on each host."""
     processes_per_host: int = 1
-    """1, or one for each GPU, or a number in between that divides them."""
+    """1, or one for each GPU, or a number in between that divides the host's GPUs evenly."""
     max_restarts: int = 3
     """Attempts after the first one."""
     own: tuple[str, ...] = ()
@@ -114,16 +115,16 @@ def make_job(
     machines: tuple[int | None, int] = (None, 8),
     stall_timeout: Sequence[str] = (),
 ) -> Job:
-    """The job of an experiment file on the hosts of its cluster, or of a command.
+    """Return the job of an experiment file on the hosts of its cluster, or of a command.
 
     Args:
-        file: the experiment; None for a command on machines that are given.
+        file: the experiment; None for a command, which runs on `machines`.
         overrides: the `--set` options.
         out: the run folder; `runs/NAME` by default.
         processes_per_host: 1, or one for each GPU.
         max_restarts: attempts after the first one.
         own: a command in place of the training.
-        machines: hosts, and GPUs of each, where there is no experiment.
+        machines: number of hosts, and of GPUs on each, where there is no experiment.
         stall_timeout: the `--stall-timeout` options.
 
     Raises:
@@ -164,7 +165,7 @@ def count_hosts(hostfile: str) -> int:
     """Return how many machines an OpenMPI hostfile names.
 
     Raises:
-        ConfigError: it cannot be read, or names none.
+        ConfigError: the file cannot be read, or names no machine.
     """
     text = read_bounded(hostfile, "hostfile", unfit=ConfigError).decode(errors="replace")
     names = {words[0] for line in text.splitlines() if (words := line.partition("#")[0].split())}
@@ -174,27 +175,27 @@ def count_hosts(hostfile: str) -> int:
 
 
 def interpreter_of(command: Sequence[str]) -> str:
-    """Return the Python that a command names, which has meshkit if it imports it; `python3` where it names none."""
+    """Return the Python interpreter that a command names, so that meshkit runs with it too; by default `python3`."""
     return next((word for word in command if _PYTHON.fullmatch(word)), "python3")
 
 
 def command_name(command: Sequence[str]) -> str:
-    """The name of a job by its command: that of its script, or of the program."""
+    """Return the name of a job from its command: that of the script, else of the program."""
     script = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
     return job_name(Path(script).stem)
 
 
 def check_share(processes: int, devices: int, what: str, at: str) -> None:
-    """Stops unless so many processes can have equal shares of the devices.
+    """Raises an error unless the processes can share the devices evenly.
 
     Args:
-        processes: how many are to share them.
-        devices: how many there are.
-        what: they, in the message: `GPUs of a host`.
-        at: the option that says the number of processes, `--processes-per-host`; the hint has it too.
+        processes: number of processes.
+        devices: number of devices.
+        what: words for the devices in the message, such as `GPUs of a host`.
+        at: the option that gives the number of processes, such as `--processes-per-host`; the hint names it too.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the processes cannot share the devices evenly.
     """
     if processes < 1 or devices % processes:
         possible = [str(n) for n in range(1, devices + 1) if devices % n == 0]
@@ -204,11 +205,13 @@ def check_share(processes: int, devices: int, what: str, at: str) -> None:
 
 
 def job_name(text: str) -> str:
-    """A name that SLURM, Kubernetes (a DNS label, with room for `-workers-0-511`) and file systems all take.
+    """Return a name that SLURM, Kubernetes and file systems all take.
+
+    For Kubernetes the name and `-workers-0-511` behind it are a DNS label.
 
     Returns:
-        Lower-case letters, digits and `-`, a letter first: up to 40 characters, and 4 more where `job-` had to be put
-        before them.
+        Lower-case letters, digits and `-`, a letter first. It has up to 40 characters, or 44 where it begins with an
+        added `job-`.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
     return name if name[:1].isalpha() else f"job-{name}".strip("-")
@@ -218,11 +221,11 @@ def submit(command: Sequence[str], text: str) -> str:
     """Hands a rendered job to the program that starts it: runs the command with the text as its input.
 
     Returns:
-        What it printed.
+        What the program printed.
 
     Raises:
         ConfigError: the program is not on this machine.
-        RunError: it refused.
+        RunError: the program refused the job.
     """
     program = command[0]
     if shutil.which(program) is None:
@@ -249,20 +252,20 @@ class Slurm:
     container_workdir: str | None = None
     """Folder in the container that has the experiment."""
     python: str = "python3"
-    """The interpreter, as the hosts or the image know it."""
+    """The Python interpreter on the hosts or in the image."""
     mtls: bool = True
-    """Whether the processes know each other by certificates, which the first host makes; else by a secret."""
+    """Whether the processes identify each other by certificates, which the first host makes; else by a secret."""
 
 
 def slurm_script(job: Job, site: Slurm) -> str:
-    """The sbatch script of a job: `sbatch < script`.
+    """Return the sbatch script of a job: `sbatch < script`.
 
-    One allocation, in which a gang that fails is started again; a preemption or the end of the time saves a checkpoint
-    and puts the job back into the queue, and so does the loss of a host.
+    The job is one allocation, in which a gang that fails is started again. On a preemption, or at the end of its time,
+    the job saves a checkpoint and goes back into the queue. The loss of a host puts it back into the queue, too.
 
     Raises:
-        ConfigError: an option cannot be written into a script; mounts or a working folder without an image; or a
-            working folder in the container and a run folder that is no absolute path.
+        ConfigError: an option cannot be written into a script; mounts or a working folder are given without an image;
+            or a working folder in the container is given and the run folder is no absolute path.
     """
     directives = {
         "job-name": job.name,
@@ -278,7 +281,7 @@ def slurm_script(job: Job, site: Slurm) -> str:
     }
     options = ["--kill-on-bad-exit=1", "--cpu-bind=none", f"--ntasks={job.num_processes}"]
     if site.container_image is None and (site.container_mounts or site.container_workdir):
-        raise ConfigError("mounts and a working folder are of a container.", hint="--container-image IMAGE too")
+        raise ConfigError("mounts and a working folder need a container.", hint="--container-image IMAGE too")
     if site.container_image is not None:
         options.append(f"--container-image={_one_line(site.container_image, '--container-image')}")
     if site.container_mounts:
@@ -297,13 +300,13 @@ def slurm_script(job: Job, site: Slurm) -> str:
 
 
 def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool = True) -> str:
-    """The bash script that starts a job with OpenMPI's mpirun: `bash script`.
+    """Return the bash script that starts a job with OpenMPI's mpirun: `bash script`.
 
     Args:
         job: what to start.
-        hostfile: names the hosts, the first one first; process 0 runs there.
-        python: the interpreter, as the hosts know it.
-        mtls: whether the processes know each other by certificates, which the first host makes; else by a secret.
+        hostfile: the file that names the hosts; process 0 runs on the first one.
+        python: the Python interpreter on the hosts.
+        mtls: whether the processes identify each other by certificates, which the first host makes; else by a secret.
 
     Raises:
         ConfigError: the run folder, or a word of a command, has a line break or control character in it.
@@ -338,13 +341,13 @@ def _comment(job: Job, use: str) -> tuple[str, ...]:
 def _render(
     comment: Sequence[str], directives: Mapping[str, str], values: Mapping[str, _Value], bodies: Sequence[str]
 ) -> str:
-    """A bash script.
+    """Return a bash script.
 
     Args:
-        comment: its first lines, without `#`.
+        comment: the script's first lines, without `#`.
         directives: `#SBATCH` options by name; an empty value is a flag.
-        values: shell variables.
-        bodies: names of the fixed parts that follow, without `.sh`.
+        values: shell variables by name.
+        bodies: names of the fixed parts that follow, which are files of bodies/, without `.sh`.
 
     Raises:
         ConfigError: a directive has a character that SLURM might take for something else.
@@ -358,10 +361,10 @@ def _render(
 
 
 def _one_line(text: str, at: str) -> str:
-    """The text, for a place that takes no line breaks and control characters.
+    """Return the text, for a place that takes no line breaks and control characters.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: the text has one.
     """
     if not text.isprintable():
         raise ConfigError(f"{text[:80]!r} has a line break or control character in it.", at=at, hint="one line")
@@ -379,7 +382,7 @@ def _directive(name: str, value: str) -> str:
 
 
 class _Python(str):
-    """The word of a command that is the interpreter, which a script names once."""
+    """The word of a command that is the interpreter. A script has it in the variable `python`."""
 
 
 def _value(value: _Value) -> str:
@@ -394,30 +397,30 @@ class Kubernetes:
     """What a Kubernetes site wants to know."""
 
     image: str
-    """With meshkit, the model and the experiment in it."""
+    """The container image, which has meshkit, the model and the experiment."""
     namespace: str | None = None
-    """None for kubectl's own."""
+    """The namespace of the JobSet; None takes the one that kubectl is set to."""
     claims: Mapping[str, str] = field(default_factory=dict)
-    """Persistent volume claim -> the folder where it is mounted; the run folder must be in one."""
+    """Persistent volume claim -> the folder where it is mounted. The run folder must be in such a folder."""
     resources: Mapping[str, str] = field(default_factory=dict)
     """Further resources of a pod besides the GPUs: `{"rdma/ib": "8"}`."""
     shared_memory: str = "64Gi"
     """Size of /dev/shm, which NCCL and data loaders use and which is 64 MB otherwise."""
     workdir: str | None = None
-    """The folder with the experiment; None for the image's own."""
+    """The folder that has the experiment; None takes the working folder of the image."""
     python: str = "python3"
     """The interpreter in the image."""
     mtls: bool = True
-    """Whether the processes know each other by certificates; else by a secret."""
+    """Whether the processes identify each other by certificates; else by a secret."""
     fs_group: int = 1000
-    """Group that may read the certificates: of an image whose user is not root."""
+    """Number of the group that may read the certificates. The container's user becomes a member, also if not root."""
 
 
 def jobset_yaml(job: Job, site: Kubernetes) -> str:
-    """The JobSet as YAML, under a comment on how its Secret is made.
+    """Return the JobSet as YAML, after a comment that says how to make its Secret.
 
     Raises:
-        ConfigError: what `jobset` refuses.
+        ConfigError: `jobset` refuses the job or the site.
     """
     text = yaml.safe_dump(jobset(job, site), sort_keys=False, width=120)
     return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text
@@ -426,14 +429,15 @@ def jobset_yaml(job: Job, site: Kubernetes) -> str:
 def submit_jobset(job: Job, site: Kubernetes) -> str:
     """Creates a JobSet, and the Secret that its pods wait for.
 
-    The private key is on no disk of this machine and on no command line. Kubernetes removes the Secret with the JobSet.
+    The private key is never on a disk of this machine or on a command line. Kubernetes removes the Secret together with
+    the JobSet.
 
     Returns:
-        What was created.
+        A line that names what was created.
 
     Raises:
-        ConfigError: kubectl is not on this machine, or what `jobset` refuses.
-        RunError: kubectl refused.
+        ConfigError: kubectl is not on this machine, or `jobset` refuses the job or the site.
+        RunError: kubectl refused the JobSet or the Secret.
     """
     create, text = ["kubectl", "create", "-f", "-"], jobset_yaml(job, site)
     shared = secrets.token_hex(32).encode()
@@ -454,10 +458,10 @@ def submit_jobset(job: Job, site: Kubernetes) -> str:
 
 
 def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
-    """The JobSet as plain tables, in the words of `jobset.x-k8s.io/v1alpha2`.
+    """Return the JobSet as plain tables, with the keys of `jobset.x-k8s.io/v1alpha2`.
 
     Raises:
-        ConfigError: a name or a quantity is none that Kubernetes takes, or a claim's folder no absolute path.
+        ConfigError: Kubernetes does not take a name or a quantity, or a claim's folder is no absolute path.
     """
     _check(site)
     pods = {
@@ -473,7 +477,7 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": _metadata(job.name, site),
         "spec": {
-            # names of pods are known before they are ready: they wait for each other
+            # The pods wait for each other, so their names must be known before the pods are ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
             "coordinator": {"replicatedJob": _WORKERS, "jobIndex": 0, "podIndex": 0},
             "failurePolicy": _failure_policy(job),
@@ -487,10 +491,10 @@ def _metadata(name: str, site: Kubernetes) -> dict[str, Any]:
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:
-    """What follows the end of the one Job: everything starts again, together, unless a rule says otherwise.
+    """Return what follows when the JobSet's one Job fails: all pods start again, unless a rule says otherwise.
 
-    It starts again once all pods of the last attempt are gone: a new process must not join an old one. The messages are
-    those of Kubernetes' job controller for a pod failure policy.
+    They start only once all pods of the last attempt are gone, since a new process must not join an old one. The
+    patterns match messages that Kubernetes' job controller writes for a pod failure policy.
     """
     preempted = {
         "name": "preempted",
@@ -503,7 +507,7 @@ def _failure_policy(job: Job) -> dict[str, Any]:
 
 
 def _pod_failure_policy() -> dict[str, Any]:
-    """Names the ends that are no crash; any other end of a pod fails the Job too, for its backoff limit of 0."""
+    """Return rules for the failures of a pod that are no crash. A crash also fails the Job: its backoff limit is 0."""
 
     def ended_with(*codes: int) -> dict[str, Any]:
         found = {"containerName": _CONTAINER, "operator": "In", "values": sorted(codes)}
@@ -514,7 +518,7 @@ def _pod_failure_policy() -> dict[str, Any]:
 
 
 def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
-    """The pod of one host, alone on it: container, mounts, resources, time to save."""
+    """Return the pod of one host, where it is the only pod of the job."""
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}}]
     for claim, path in site.claims.items():
@@ -522,7 +526,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
         volumes.append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
     if site.mtls:
         mounts.append({"name": "mtls", "mountPath": _MTLS_FOLDER, "readOnly": True})
-        # for fsGroup, which the container's user is made a member of, and not for everybody
+        # Only fsGroup may read the files; Kubernetes makes the container's user a member of this group.
         volumes.append({"name": "mtls", "secret": {"secretName": _secret_name(job, site), "defaultMode": 0o440}})
     container = {
         "name": _CONTAINER,
@@ -537,7 +541,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
             "capabilities": {"add": ["IPC_LOCK"]},  # RDMA pins memory
         },
     }
-    # without the policy kubelet goes through every file of a claim at each start
+    # Without this policy the kubelet sets the group of every file of a claim at each start.
     group = {"fsGroup": site.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     on_one_host = {
         "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}},
@@ -569,7 +573,7 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
 
 
 def _command(job: Job, site: Kubernetes) -> list[str]:
-    """Kubernetes replaces `$(NAME)` in a command; a `$` of the user's is doubled, which keeps it."""
+    """Return the command of a pod. Kubernetes replaces `$(NAME)` in it, so each `$` of the user's is doubled."""
     command = [word.replace("$", "$$") for word in job.command((site.python,))]
     if job.processes_per_host == 1:
         return command
@@ -577,13 +581,13 @@ def _command(job: Job, site: Kubernetes) -> list[str]:
     part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
     part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
     part += [word for limit in job.stall_timeout for word in ("--stall-timeout", limit)]
-    # the launcher of a training takes its arguments, and puts the folder into a command's environment
+    # `meshkit launch local` takes the arguments of a training, or `--` and a command of the user's.
     arguments = ["--out", job.out, "--", *command] if job.own else command[command.index("train") + 1 :]
     return [site.python, "-m", "meshkit", "launch", "local", *part, *arguments]
 
 
 def _coordinator_host(job: Job) -> str:
-    """The name of the first pod."""
+    """Return the DNS name of the first pod."""
     return f"{job.name}-{_WORKERS}-0-0.{job.name}"
 
 
@@ -592,7 +596,7 @@ def _secret_name(job: Job, site: Kubernetes) -> str:
 
 
 def _secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_uid: str) -> str:
-    """The Secret, which Kubernetes removes together with the JobSet. Not to be printed."""
+    """Return the Secret, which Kubernetes removes together with the JobSet. It must not be printed."""
     owner = {"apiVersion": _API_VERSION, "kind": "JobSet", "name": job.name, "uid": owner_uid}
     secret = {
         "apiVersion": "v1",

@@ -1,10 +1,10 @@
 """The gang of the next attempt, started while the present one trains, so that a failure does not wait for imports.
 
     attempt has made its first step -> Standby.start -> processes that import and wait (runs/standby.py)
-    failure -> take: all of them there? port still free? -> a byte for each -> the gang of the next attempt
-            -> else that one is started as the first was
+    failure -> take: are all of them there, is their port still free? -> a byte for each -> the next attempt's gang
+            -> if not: the next attempt is started as the first one was
 
-A process that ends before it is needed is nobody's failure: the next attempt is then started without it.
+A process that ends while it waits is no failure of the run. The next attempt then starts without the standby.
 
     failure -> Outage: found, ended -> first new step, parts of each process's start -> a line: what took how long
 """
@@ -26,32 +26,33 @@ from meshkit.verbs.launch.processes import LocalGang
 
 @dataclass(frozen=True)
 class Started:
-    """The processes of an attempt that run."""
+    """The running processes of an attempt."""
 
     gang: LocalGang
     pulses: tuple[Pulse, ...]
-    """By which each says how far it is, in the order of the gang."""
+    """The pulse by which each process says how far it is, in the order of the gang."""
     coordinator: str | None = None
-    """Host:port on which they are to meet."""
+    """Host:port on which the processes are to meet; None where their environment names none."""
 
 
 @dataclass(frozen=True)
 class Outage:
-    """A failure, by `time.monotonic`."""
+    """The times of a failure, by `time.monotonic`."""
 
     failed_at: float
-    """When the process ended; of one that is stuck, when it was called so."""
+    """When the process ended; where it is stuck instead, `found_at`."""
     found_at: float
-    """When the launcher knew."""
+    """When the launcher noticed the failure."""
     ended_at: float
-    """When none of the gang was left."""
+    """When the last process of the gang had ended."""
 
     def line(self, starts: Sequence[Mapping[str, float]], now: float) -> str:
-        """Says how long it took until training went on, and what took it.
+        """Return a line on how long it took until training went on, with the seconds of each part.
 
         Args:
-            starts: of each process of the next attempt, seconds by part, the last of which is its first step.
-            now: when all have made that step.
+            starts: for each process of the next attempt, the seconds of its start by part. The last part is its first
+                step.
+            now: when all processes have made that step.
         """
         slowest = dict(max(starts, key=lambda parts: sum(parts.values())))
         total_s = now - self.failed_at
@@ -65,12 +66,13 @@ Start = Callable[[int, Path, int | None], AbstractContextManager[Started]]
 
 
 class Standby:
-    """At most one gang that waits. A context manager: on leaving it, none of its processes and files is left.
+    """At most one gang that waits. A context manager, which ends the gang and removes its files.
 
     Args:
-        start: attempt, folder of logs, descriptor from which each process reads a byte before it goes on -> the gang.
-        folder: for what they print while they wait.
-        is_free: whether nobody listens at host:port.
+        start: starts a gang from the attempt's number, a folder of logs, and a descriptor. From the descriptor each
+            process reads a byte before it goes on.
+        folder: holds what the processes print while they wait.
+        is_free: whether nobody listens at a host:port.
     """
 
     def __init__(self, start: Start, folder: Path, is_free: Callable[[str], bool]):
@@ -78,8 +80,8 @@ class Standby:
         self._held, self._started, self._lets_go = ExitStack(), None, -1
 
     def start(self, number: int) -> None:
-        """Starts the processes of an attempt. Where the machine has no room for them there will be none."""
-        self.close()  # also what a launcher that was killed has left
+        """Starts the processes of an attempt, which then wait. Where the machine cannot start them, none wait."""
+        self.close()  # also removes the files that a killed launcher has left
         reads, self._lets_go = os.pipe()
         self._held.callback(os.close, self._lets_go)
         try:
@@ -90,14 +92,14 @@ class Standby:
             os.close(reads)
 
     def take(self, logs: Path, into: ExitStack) -> Started | None:
-        """Lets the processes go on as those of the attempt that they were started for.
+        """Lets the waiting processes go on as those of the attempt that they were started for.
 
         Args:
             logs: folder of the attempt's logs; what the processes have printed moves there.
-            into: ends them.
+            into: the stack that ends the processes from now on, when it closes.
 
         Returns:
-            None where none wait, one of them has ended, or another program has taken their port.
+            The processes. None where no processes wait, one of them has ended, or their port is taken.
         """
         try:
             found = self._started
@@ -118,7 +120,7 @@ class Standby:
             self.close()
 
     def close(self) -> None:
-        """Ends those that wait."""
+        """Ends the processes that wait, and removes their files."""
         self._started = None
         self._held.close()
         shutil.rmtree(self._folder, ignore_errors=True)

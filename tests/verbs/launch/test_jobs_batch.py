@@ -251,7 +251,7 @@ def test_containers_are_optional():
         "--container-mounts=/data:/data,/a b:/c",
         "--container-workdir=/work",
     ]
-    with pytest.raises(ConfigError, match="mounts and a working folder are of a container"):
+    with pytest.raises(ConfigError, match="mounts and a working folder need a container"):
         slurm_script(JOB, Slurm(container_mounts=("/data:/data",)))
     with pytest.raises(ConfigError, match="one folder on the hosts and another in the container"):
         slurm_script(JOB, site)
