@@ -37,8 +37,8 @@ from meshkit.errors import ConfigError, RunError
 
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
-# Process 0 greets each process at once. A program that only happens to listen on this port does not: who gets no
-# greeting within so many seconds tries again.
+# Process 0 greets each process at once. Another program that happens to listen on this port does not, so a process that
+# gets no greeting within so many seconds tries again.
 _GREETING, GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
 # How many connections may be silent at a time beyond one for each process, and for how many seconds. A process of the
@@ -48,11 +48,12 @@ _SPARE, _SILENT_S = 128, 20.0
 # have made them (no certificates, no secret). A stranger who only passes by has hung up by then.
 _STANDS_S = 0.3
 _MOST_REFUSED = 64
-# The search for another process 0 that listens in place of this one: seconds of a try and between two tries, and tries.
+# The search for another process 0 that listens in place of this one: the most seconds of a try, which are also those
+# between two tries, and the number of tries.
 OTHER_S, _LOOKS = 3.0, 10
 # Seconds until the first line on what this process waits for; each further line comes after twice as many.
 FIRST_WORD_S = 10.0
-# Seconds after which a coordinator's name that cannot be looked up counts as wrong. It does not in Kubernetes, where a
+# Seconds after which a coordinator's name that cannot be looked up counts as wrong. In Kubernetes it does not, since a
 # pod's name is known only once the pod has started.
 NAME_S = 20.0
 # The largest difference of two clocks, in seconds. With a larger one certificates fail, and the time stamps of logs and
@@ -324,7 +325,7 @@ class _Roll:
         self._count()
 
     def _count(self) -> None:
-        """Counts anew what the claims say that still stand."""
+        """Counts anew the claims that still stand."""
         self.found = Attendance(self._gang.num_processes, {0: socket.gethostname()}, {0: 0.0}, {}, {})
         self._seen = {(0, self.token)}
         for said, clock_s, _ in self._claims:
@@ -438,7 +439,7 @@ class Connections:
         return self
 
     def watch(self, connection: Any) -> None:
-        """Has `lines` wait for a line on this connection, which is new or has brought a line already."""
+        """Has `lines` read this connection, be it a new one or one that has already brought a line."""
         self._silent[connection] = time.monotonic(), b""
         self._selector.register(connection, selectors.EVENT_READ)
 

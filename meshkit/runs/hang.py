@@ -290,7 +290,7 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
         head = f"{_processes(missing)} {have} not come as far as {others}, which {wait} in phase '{there.phase}'{at}"
     if order is None:
         return Hang(head, missing, exact=all(w.phase not in (None, "step") for w in behind))
-    if late := [w.process for w in behind if w.phase == "step"]:  # their devices may be in any collective of it
+    if late := [w.process for w in behind if w.phase == "step"]:  # their devices may be anywhere in the step
         candidates = order.candidates(late, in_callback=any(w.in_callback for w in behind))
         return _with_candidates(Hang(head, missing), candidates)
     blocked = order.blocked(missing)

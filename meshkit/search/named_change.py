@@ -130,5 +130,5 @@ def _place_axes(report: Report, experiment: Experiment | ProgramExperiment, find
     if proposal.changed:
         now, then = format_seconds(proposal.seconds_now), format_seconds(proposal.seconds_proposed)
         took = f"communication would take {then} a step, not {now}"
-        said = f"With {' and '.join(proposal.settings)} {took}, if none overlaps (estimated)."
+        said = f"With {' and '.join(proposal.settings)}, {took}, if none overlaps (estimated)."
         yield Change(said, finding.code, _compile_it(proposal.settings))

@@ -110,7 +110,7 @@ def test_axes_on_other_links_are_named_with_what_they_would_save():
     mesh = "mesh={ fsdp = 8, tensor = { infiniband = 2 } }"
     report = report.model_copy(update={"communication": tuple(rows)})
     said = verdict((report, planned), mesh, 'train.remat="none"')
-    assert "communication. With mesh.fsdp={ nvlink = 4, infiniband = 2 } and mesh.tensor=2 communication would" in said
+    assert "communication. With mesh.fsdp={ nvlink = 4, infiniband = 2 } and mesh.tensor=2, communication would" in said
     assert "if none overlaps (estimated). Most of it is" in said
 
 

@@ -276,7 +276,7 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
-    """Return the timeline of one step. It has several GPUs, and the reader chooses which one it shows."""
+    """Return the timeline of one step on one GPU; a list on the page selects another GPU."""
     of_gpus = charts.timeline_charts(timeline, shown.report.device) if timeline else []
     if not of_gpus:
         return ""
