@@ -130,7 +130,7 @@ class DeepSeekConfig(MoeConfig):
 
     @property
     def score_scale(self) -> float:
-        """What YaRN multiplies attention's scores by."""
+        """Return the factor by which YaRN multiplies attention's scores."""
         return (1.0 + 0.1 * self.yarn_scale * math.log(max(1.0, self.yarn_factor))) ** 2
 
 

@@ -240,7 +240,7 @@ class Llama(nnx.Module):
     def first(
         self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None, key: Any = None
     ) -> Float[Array, "batch length embed"]:
-        """What enters the layers; of a pipeline the part before its first stage."""
+        """Return the input of the layers; in a pipeline, the part before its first stage."""
         tokens, key = batch["tokens"], training_key(self.config.dropout, self.deterministic, ctx.rng if ctx else key)
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):

@@ -315,7 +315,7 @@ class Moe(nnx.Module):
         return self.last(x), values
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """What leaves the layers, for `last`, and `routing_values` averaged over the layers."""
+        """Return the output of the layers for `last`, and `routing_values` averaged over the layers."""
         x = self.first({"tokens": tokens})
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
@@ -323,7 +323,7 @@ class Moe(nnx.Module):
         return x, {name: jnp.mean(value) for name, value in values.items()}
 
     def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
-        """What enters the layers with experts: activations [batch, length, embed].
+        """Return the input of the layers with experts: activations [batch, length, embed].
 
         Of a pipeline the part before its first stage: all stages work on it, each for every microbatch.
         """
@@ -393,7 +393,7 @@ class Moe(nnx.Module):
         return 0.0, {}
 
     def auxiliary_loss(self, values: Mapping[str, jax.Array]) -> jax.Array:
-        """What training adds to the loss per token, of the values that `with_routing` gives."""
+        """Return the addition to the loss per token in training, of the values that `with_routing` gives."""
         c = self.config
         return c.load_balance_weight * values["load_balance_loss"] + c.z_loss_weight * values["router_z_loss"]
 

@@ -78,7 +78,7 @@ def scan_offloaded(layer: Layer, kept: Layer, x: Any, stacked: Any) -> tuple[Any
 
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass of one layer needs, in order.
+    """The values that the backward pass of one layer needs, in order.
 
     Attributes:
         avals: shapes and dtypes.

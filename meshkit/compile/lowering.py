@@ -364,7 +364,7 @@ class Traceable(NamedTuple):
     step: Callable[..., Any]
     args: tuple[Any, ...]
     given: list[Any]
-    """What each array of the arguments was made from, in their order."""
+    """The source of each array of the arguments, in their order."""
 
 
 def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, absent: DescribedMesh) -> Traceable:

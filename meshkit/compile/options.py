@@ -56,7 +56,7 @@ class Option:
     value: bool | int | float | str
     """As `compiler_options` takes it."""
     why: str
-    """What goes wrong without it, as a clause after "because"."""
+    """The problem without it, as a clause after "because"."""
     applies: str = "all"
     """`all`, or `before_hopper`."""
     since: str = ""

@@ -175,7 +175,7 @@ class Certificates:
 
     @property
     def certificate(self) -> Path:
-        """What this process shows."""
+        """The certificate that this process shows."""
         return self.folder / CERTIFICATE_FILE
 
     @property

@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class Gang:
-    """What the environment says of the job, to one of its processes."""
+    """The job as the environment describes it to one of its processes."""
 
     coordinator: str
     """The host:port on which process 0 listens."""
@@ -71,7 +71,7 @@ class Gang:
     mtls: str | None = None
     """Folder of the certificates by which the processes know each other; None without."""
     secret: str | None = field(default=None, repr=False)
-    """What the processes know and nobody else does, where they have no certificates; None meets in the open."""
+    """The secret of the processes where they have no certificates; with None they meet unauthenticated."""
     in_kubernetes: bool = field(default=False, compare=False)
     """Whether this is a pod, whose coordinator gets its name when it starts."""
 
@@ -116,7 +116,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Detected:
-    """What one launcher says of the job."""
+    """The job as one launcher describes it."""
 
     launcher: str
     """Its name, as people write it."""
@@ -272,7 +272,7 @@ def _setting(env: Mapping[str, str], variable: str) -> Setting:
 
 
 def detect(env: Mapping[str, str]) -> Detected | None:
-    """What the innermost launcher says; None where there is none.
+    """Return the innermost launcher's description of the job, or None without a launcher.
 
     Raises:
         ConfigError: its variables are malformed or contradict each other.

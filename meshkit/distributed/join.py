@@ -206,7 +206,7 @@ def sign_with(key: bytes | None) -> None:
 
 
 class Forged(RunError):
-    """What stands in another process's place was not said by it."""
+    """Another process has written in the place of this one."""
 
 
 class Agreement:
@@ -222,7 +222,7 @@ class Agreement:
         self.rank, self.size = int(state.process_id or 0), int(state.num_processes or 1)
 
     def reach(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
-        """What process 0 decides from what every process says; the same on all of them.
+        """Return process 0's decision on the words of all processes, the same on all of them.
 
         Args:
             topic: each is used once, in any order and from any thread.
@@ -276,7 +276,7 @@ class Agreement:
         _set(jax_runtime().client, f"{self._prefix}/{topic}", self.rank, mine)
 
     def gather(self, topic: str, *, timeout_s: float) -> list[Any]:
-        """What every process has told, by number; None of those that do not in time, or in whose place others wrote."""
+        """Return the word of every process by number; None for a late one, or one in whose place another wrote."""
         ends, found = time.monotonic() + timeout_s, []
         for rank in range(self.size):
             try:
@@ -289,7 +289,7 @@ class Agreement:
     def _decide(
         self, client: Any, said: str, mine: Any, decide: Callable[[list[Any]], Any], timeout_s: float
     ) -> dict[str, Any]:
-        """What process 0 answers: its decision on what all have said, or what is wrong, so that nobody waits."""
+        """Return process 0's answer: its decision on all words, or the problem, so that nobody waits."""
         ends, every, missing, problem = time.monotonic() + timeout_s, [mine], [], ""
         for rank in range(1, self.size):
             left_s = max(0.001, ends - time.monotonic())
@@ -319,7 +319,7 @@ def _set(client: Any, topic: str, rank: int, word: Any) -> None:
 
 
 def _get(client: Any, topic: str, rank: int, timeout_s: float, again: Callable[[], None] | None = None) -> Any:
-    """What a process says, once it has; `again` is called now and then meanwhile.
+    """Wait for the word of a process; `again` is called now and then meanwhile.
 
     Raises:
         Forged: it is none of its words.

@@ -65,7 +65,7 @@ _Contexts = tuple[ssl.SSLContext, ssl.SSLContext] | tuple[None, None]
 
 
 class _Introduction(BaseModel):
-    """What a process says of itself."""
+    """A process's description of itself."""
 
     id: int
     of: int
@@ -77,7 +77,7 @@ class _Introduction(BaseModel):
 
 @dataclass(frozen=True)
 class Attendance:
-    """What a roll call found. The keys of every table are numbers of processes."""
+    """The result of a roll call. The keys of every table are numbers of processes."""
 
     expected: int
     """Processes of the job."""
@@ -312,7 +312,7 @@ class _Rival:
 
 
 class _Roll:
-    """What process 0 has heard, and from whom."""
+    """The words that process 0 has heard, and their senders."""
 
     def __init__(self, gang: Gang, *, in_the_open: bool):
         self._gang, self._session, self._in_the_open = gang, secrets.token_hex(16), in_the_open

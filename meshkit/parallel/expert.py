@@ -463,7 +463,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What is known of an exchange over the experts' axes when it is traced: sizes and axes.
+    """The static facts of an exchange over the experts' axes: sizes and axes.
 
     Attributes:
         tokens, choices: tokens on this GPU, and experts for each of them (k).

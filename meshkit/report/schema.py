@@ -675,7 +675,7 @@ class FailuresPart(Part):
 
 
 class FeedbackPart(Part):
-    """What a recompile with measured costs changed (XLA's profile-guided latency estimator).
+    """The change that a recompile with measured costs made (XLA's profile-guided latency estimator).
 
     Attributes:
         profile: the file of measured costs that the program was compiled with.
@@ -712,7 +712,7 @@ class BesidePart(Part):
 
 
 class PredictedPart(Part):
-    """What a plan, or the price of the traced program, predicts for the measured step.
+    """The prediction for the measured step, by a plan or by the price of the traced program.
 
     Attributes:
         kernels: each kind of compute.

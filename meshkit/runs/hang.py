@@ -104,7 +104,7 @@ class StepOrder:
 
     @property
     def signature(self) -> list[list[Any]]:
-        """What has to be the same in every process: each collective's operation, bytes and groups, as JSON values."""
+        """Return what must be equal in every process: each collective's operation, bytes and groups, as JSON values."""
         groupings = [[list(group) for group in each] for each in self.groupings]
         return [[c.collective, c.payload_bytes, groupings[c.grouping]] for c in self.collectives]
 
@@ -146,7 +146,7 @@ def read_order(folder: Path) -> StepOrder | None:
 
 @dataclass(frozen=True)
 class Witness:
-    """What is known of one process during a hang."""
+    """The state of one process during a hang."""
 
     process: int
     phase: str | None = None
@@ -160,7 +160,7 @@ class Witness:
     stack: str = ""
     """Stacks of its threads, as faulthandler prints them."""
     note: str = ""
-    """What else is known, as a clause: `stopped (SIGSTOP)`."""
+    """A further clause, such as `stopped (SIGSTOP)`."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -228,7 +228,7 @@ class Hang:
     """A hang with its name."""
 
     head: str
-    """What is known, in a sentence."""
+    """The hang in a sentence."""
     missing: tuple[int, ...] = ()
     """Processes that the others wait for, as far as that is known."""
     candidates: tuple[StepCollective, ...] = ()

@@ -133,7 +133,7 @@ class HangWatch:
         self._tell([_read(process, word) for process, word in enumerate(said)])
 
     def _alone(self) -> list[Witness]:
-        """What this process knows where the service does not answer."""
+        """Return this process's own knowledge, where the service does not answer."""
         notes = {0: "the coordination service, which it runs, does not answer"}
         others = [Witness(p, note=notes.get(p, "")) for p in range(self._line.size) if p != self._line.rank]
         return sorted([*others, self._witness()], key=lambda w: w.process)

@@ -244,7 +244,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class SinkCode:
-    """What the sinks of a run call, imported before anything expensive begins.
+    """The user's functions for the sinks, imported before anything expensive begins.
 
     Attributes:
         metrics: what `train.metrics` names, or None.

@@ -22,7 +22,7 @@ from meshkit.runs.phases import Phase, Phases
 
 
 class _Loop:
-    """What a process of an own loop keeps until it ends."""
+    """The state of a process with a loop of the user's own, until it ends."""
 
     def __init__(self) -> None:
         self.around = ExitStack()

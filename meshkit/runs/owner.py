@@ -35,7 +35,7 @@ from meshkit.config.files import open_regular, read_regular
 from meshkit.errors import ConfigError, RunError
 
 LAUNCH_VARIABLE = "MESHKIT_LAUNCH"
-"""What the attempts of one launch have in common."""
+"""The identity that the attempts of one launch share."""
 RUN_FILE, OWNER_FOLDER = "run.json", "owner"
 _RUN_SCHEMA, _OWNER_SCHEMA = "meshkit.run/1", "meshkit.owner/1"
 LEASE_S = 120.0  # a library that keeps the interpreter for a minute is no death
@@ -49,7 +49,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 @dataclass(frozen=True)
 class _Claim:
-    """What is known of an owner."""
+    """The facts about an owner."""
 
     token: int
     released: bool
@@ -334,7 +334,7 @@ def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
 
 
 def this_process(attempt: int) -> dict[str, Any]:
-    """What tells this process from all others."""
+    """Return the facts that tell this process from all others."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
         "host": socket.gethostname(),

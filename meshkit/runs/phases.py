@@ -1,4 +1,4 @@
-"""What a process is doing: seconds of wall time by phase, a pulse for who watches it, and the goodput of all attempts.
+"""Seconds of wall time by phase, a pulse by which others watch a process, and the goodput of all attempts.
 
     trainer -> Phases.enter(phase, step) -> seconds by phase (goodput) | Pulse -> the supervisor
 
@@ -74,7 +74,7 @@ class Pulse:
                 self.descriptor = os.dup(file.fileno())
         os.truncate(self.descriptor, _PULSE_BYTES)
         self.path = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd", str(self.descriptor))
-        """What a process that has the descriptor opens."""
+        """The path by which a process with the descriptor opens it."""
 
     def read(self) -> Move | None:
         """None before the first one; one that is just being written may be mixed of two."""
@@ -273,7 +273,7 @@ class RunAttempt:
         return math.fsum(self.seconds.values())
 
     def lost_after(self, step: int) -> tuple[int, dict[str, float]]:
-        """What it did beyond a step that a later attempt began from: steps, and the seconds of them by phase.
+        """Return the steps beyond the one that a later attempt began from, and their seconds by phase.
 
         Returns:
             How many steps, and the seconds of `step` and `data` that they took; 0 and no phase where it got no further,

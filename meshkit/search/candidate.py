@@ -87,7 +87,7 @@ class Candidate:
     """A changed experiment, or a changed step of the user's, and its outcome."""
 
     settings: Settings = ()
-    """What is changed, as `--set` takes it; nothing of the experiment as it is."""
+    """The changes, as `--set` takes them; none for the experiment as it is."""
     variant: Variant | None = None
     """The choices behind the settings, where they are of a `Space`."""
     what: str = ""
@@ -97,13 +97,13 @@ class Candidate:
     parts: tuple[Candidate, ...] = ()
     """The changes of which this one is made."""
     bound: Bound | None = None
-    """What it costs at least, where closed forms know it."""
+    """The least cost by closed forms, where they know it."""
     guess_s: float | None = None
     """Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit."""
     stage: str | None = None
     """Why it is planned, as in `Outcome`."""
     outcome: Outcome | None = None
-    """What its plan said."""
+    """The outcome of its plan."""
 
     @property
     def time_s(self) -> float | None:

@@ -101,7 +101,7 @@ class SearchProgress:
     started: Callable[[int, int], None]
     """Takes the candidates that were not ruled out, and how many variants will be compiled."""
     done: Callable[[Candidate, bool, Candidate | None], None]
-    """What is planned, whether an earlier run had its outcome, and the best so far."""
+    """Takes the candidate, whether an earlier run had its outcome, and the best so far."""
 
 
 SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)

@@ -78,7 +78,7 @@ class StepFacts(BaseModel):
     )
     """Training steps that one call of the program makes; with local SGD a call makes a round of several."""
     pipeline: PipelineReport | None = None
-    """What the schedule of the step's pipeline costs; None without a pipeline."""
+    """The cost of the pipeline's schedule; None without a pipeline."""
 
 
 NO_FACTS = StepFacts()

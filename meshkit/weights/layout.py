@@ -133,7 +133,7 @@ class Layout:
     config: Mapping[str, Any]
     """Contents of config.json, as written."""
     options: Mapping[str, Any]
-    """What a config.json must amount to for the weights to mean the same, by the model's own names."""
+    """The options that a config.json must state for the weights to mean the same, by the model's own names."""
     read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     """Config.json -> options; raises ConfigError for what the model cannot do."""
     keys: Mapping[str, str] = field(default_factory=dict)

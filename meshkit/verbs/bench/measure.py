@@ -1,4 +1,4 @@
-"""What bench measures: collectives, each a case of one size over one axis, and the sustained rates of one device.
+"""Measure collectives, each a case of one size over one axis, and the sustained rates of one device.
 
     size, axis, Kind -> Case -> compiled, verified against what numpy says must come out, timed
 

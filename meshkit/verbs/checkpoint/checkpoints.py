@@ -44,7 +44,7 @@ class Saved:
     arrays: int | None
     """The number of arrays; None where its manifest cannot be read."""
     corruption: str | None
-    """What is wrong with it; None if nothing was found."""
+    """Why it is damaged; None if no damage was found."""
     unreadable: dict[str, Any] | None
     """Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents."""
     set_aside: bool

@@ -54,7 +54,7 @@ class SaveOutcome:
     error: str | None
     """Why there is no checkpoint of this step; None if there is."""
     notes: tuple[str, ...] = ()
-    """What else there is to say."""
+    """Further sentences for the user."""
 
 
 class Saving:

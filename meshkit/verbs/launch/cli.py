@@ -281,7 +281,7 @@ def certificates(
 
 
 def _own_command(context: typer.Context, experiment: Path | None) -> tuple[str, ...]:
-    """What stands behind `--`; empty for the training of an experiment.
+    """Return the words behind `--`; none for the training of an experiment.
 
     Raises:
         ConfigError: there is neither.

@@ -44,7 +44,7 @@ class EndedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Start:
-    """What the launchers agree on at the begin of an attempt."""
+    """The agreement of the launchers on an attempt."""
 
     coordinator: str
     """Host:port of the first process."""
@@ -210,7 +210,7 @@ class Hosts:
         self._begin(start)
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
-        """What a launcher says of itself; None, and it is hung up on, where it is none of this job."""
+        """Return a launcher's introduction; hang up and return None if it is not of this job."""
         try:
             word = json.loads(line)
             if word["of"] != self.count or word["host"] not in range(1, self.count):
@@ -368,7 +368,7 @@ class _Peer:
             self._connection.setblocking(False)
 
     def words(self) -> list[dict[str, Any]]:
-        """What has come since the last call."""
+        """Return the messages since the last call."""
         while not self.gone:
             try:
                 piece = self._connection.recv(1 << 14)

@@ -241,7 +241,7 @@ def submit(command: Sequence[str], text: str) -> str:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a SLURM site wants to know."""
+    """The settings of a SLURM site."""
 
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of sbatch by name: `{"partition": "gpu", "time": "2-00:00:00"}`; they replace what meshkit sets."""
@@ -394,7 +394,7 @@ def _value(value: _Value) -> str:
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """What a Kubernetes site wants to know."""
+    """The settings of a Kubernetes site."""
 
     image: str
     """The container image, which has meshkit, the model and the experiment."""

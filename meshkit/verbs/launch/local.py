@@ -128,7 +128,7 @@ class LocalPart:
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
 
     def shell_lines(self, command: Sequence[str]) -> list[str]:
-        """What would be started, as a shell takes it."""
+        """Return the commands that would be started, for a shell."""
         lines = []
         if self.mtls is not None:
             make = [sys.executable, "-m", "meshkit", "launch", "certificates", self.mtls]
@@ -273,7 +273,7 @@ def _even_share(devices: int, part: LocalPart) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the supervisor may do."""
+    """The limits of the supervisor."""
 
     max_restarts: int = 3
     """Attempts after the first one."""
@@ -293,7 +293,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """What one attempt came to."""
+    """The result of one attempt."""
 
     number: int
     """Restarts before it."""
@@ -310,9 +310,9 @@ class AttemptEnd:
     hang: Hang | None = None
     """Where one is stuck: what it and the others wait in."""
     witnesses: tuple[Witness, ...] = ()
-    """What was known of each process then."""
+    """The state of each process at that time."""
     where: str = ""
-    """What that process did."""
+    """The activity of that process."""
     before_steps: bool = False
     """Whether none had reached the training loop, so that there was nothing to save."""
     outage: Outage | None = None
@@ -738,7 +738,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def last_words(path: Path, count: int) -> list[str]:
-    """What a process that failed said last: its last traceback if it ends with one, else `count` lines."""
+    """Return the last words of a failed process: its last traceback if it ends with one, else `count` lines."""
     lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not line.startswith(_CHATTER)]
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     return lines[min(starts[-1], max(0, len(lines) - count)) :] if starts else lines[-count:]

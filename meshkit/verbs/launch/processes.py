@@ -103,7 +103,7 @@ class Member:
     channel: socket.socket
     """To the reaper, which ends everything once this end is closed."""
     log: Path
-    """What it and its children print."""
+    """The log of the process and its children."""
     pid: int = 0
     """Its own for as long as the reaper runs, which leaves it a zombie."""
     ending: Ending | None = None
@@ -319,7 +319,7 @@ class Watchdog:
         return [parts for parts in found if parts] if all(found) else None
 
     def where(self, member: Member, gang: LocalGang) -> str:
-        """What a process did when it last said so."""
+        """Return the last reported activity of a process."""
         seen = self._last(member, gang)
         return _where(seen) if seen.moves >= 0 else "before its first sign of life"
 
@@ -363,7 +363,7 @@ class Watchdog:
         return Stuck(member, f"has not moved for {now - seen.moved_at:.0f} s{used}, {_where(seen)}{others}")
 
     def witnesses(self, gang: LocalGang) -> list[Witness]:
-        """What is known of every process here. Each prints the stacks of its threads into its log for it.
+        """Return the state of every process here. Each prints the stacks of its threads into its log.
 
         One that is stopped goes on, just for that. Waits for those that run to have taken the signal, 10 s at most:
         Linux says when. Elsewhere it waits 2 s.
@@ -384,7 +384,7 @@ class Watchdog:
             gang.poll()
 
     def _last(self, member: Member, gang: LocalGang) -> _Seen:
-        """What is known of a process, with its present pulse taken in."""
+        """Return the state of a process after reading its pulse."""
         index, now = gang.members.index(member), self._clock()
         seen, (state, cpu_s) = self._seen[index], _kernel_says(member)
         if state != "T":
@@ -424,7 +424,7 @@ def _prints(member: Member, since_s: float) -> bool:
 
 
 def _witness(member: Member, seen: _Seen, now: float) -> Witness:
-    """What the launcher knows of a process that runs."""
+    """The launcher's knowledge of a running process."""
     note = "has been stopped (SIGSTOP)" if seen.stopped_at is not None else ""
     if seen.moves < 0:
         return Witness(member.rank, note=note or "it has given no sign of life")
@@ -432,7 +432,7 @@ def _witness(member: Member, seen: _Seen, now: float) -> Witness:
 
 
 def _since(log: Path, size: int) -> str:
-    """What a log got after it had this size, its last mebibyte at most."""
+    """Return the part of a log beyond this size, its last mebibyte at most."""
     try:
         with open_regular(log) as file:
             end = file.seek(0, 2)

@@ -36,17 +36,17 @@ class TrainingStep:
     state: TrainState
     """After the step, on the devices. The next step takes over its memory: copy what is to be kept."""
     arrays: Mapping[str, jax.Array]
-    """What the step computes, `loss` and `grad_norm` among it, on the devices and perhaps not there yet."""
+    """The results of the step, such as `loss` and `grad_norm`, on the devices and perhaps not computed yet."""
     read: Callable[[Mapping[str, jax.Array]], list[dict[str, float]]] = field(repr=False)
     """Waits for the arrays; the numbers of each step of the call."""
     per_call: int = 1
     """Training steps of the call."""
     added: dict[str, float] = field(default_factory=dict)
-    """What hooks add to the step's line in `metrics.jsonl`."""
+    """The numbers that hooks add to the step's line in `metrics.jsonl`."""
     stops: bool = False
     """Whether a hook has called `stop`."""
     numbers: list[dict[str, float]] | None = None
-    """What `read` gave; None before it was called."""
+    """The result of `read`; None before the call."""
 
     @property
     def first(self) -> int:

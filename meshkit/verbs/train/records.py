@@ -49,7 +49,7 @@ class StepRecords:
     _clock: float = 0.0
 
     def restart_clock(self) -> None:
-        """What took time until now is no part of the next step's."""
+        """Leave the time until now out of the next step's."""
         self._clock = time.perf_counter()
 
     def read(self, arrays: Mapping[str, jax.Array]) -> list[dict[str, float]]:

@@ -70,7 +70,7 @@ _LINES_WITHOUT_TERMINAL = 10
 
 
 def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
-    """What the run's own experiment file says differently, one sentence a key; none for a new run.
+    """Return the differences from the run's own experiment file, one sentence a key; none for a new run.
 
     Args:
         experiment: as it is to run now.
@@ -421,7 +421,7 @@ class StopRequest:
 
 
 def _start_preemption_service() -> None:
-    """What `jax.distributed.initialize` does last, unless the service is off or it was done before."""
+    """Start jax's preemption service as `jax.distributed.initialize` does, unless it runs or is off."""
     jax.config.update(_SERVICE, True)
     if jax_runtime().preemption_sync_manager is None:
         jax_runtime().initialize_preemption_sync_manager()

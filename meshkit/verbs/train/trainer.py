@@ -70,7 +70,7 @@ from meshkit.weights.files import first_state
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: str
     """The run folder."""

@@ -1,4 +1,4 @@
-"""What a job watches in itself while it trains: who keeps the others waiting, and whether replicas still agree.
+"""Watch a job while it trains: which process keeps the others waiting, and whether replicas still agree.
 
     seconds of data and host of each step -> medians of a window -> process 0 compares -> one line, and the sinks
     one captured step every so many -> read by a process beside it -> a table of some KB -> process 0 -> the same
@@ -134,7 +134,7 @@ class Stragglers:
         self._thread.start()
 
     def news(self) -> dict[str, float]:
-        """What the record of the next step gets, once after a comparison.
+        """Return the additions to the record of the next step, once after a comparison.
 
         `straggler` (its process) and `straggler_share` if there is one; `straggler_cpu_s`, what naming them takes: CPU
         seconds a step, since the run began, of the process where it is most.
