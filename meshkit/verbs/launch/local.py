@@ -448,9 +448,9 @@ class Supervisor:
             ended = gang.poll()
             self._follow(gang, follower)
             now = time.monotonic()
-            if not trains and not forwarded and not ended and (starts := watchdog.starts()) is not None:
+            if not trains and not forwarded and (starts := watchdog.starts()) is not None:
                 trains = True
-                self._trains(number, starts, now)
+                self._trains(number, starts, now, goes_on=not ended)
             if len(self._signals) > forwarded:
                 if forwarded:  # the second signal: now
                     return AttemptEnd(number, received=self._signals[0])
@@ -478,12 +478,12 @@ class Supervisor:
                 return AttemptEnd(number, stuck.member, stuck=stuck.why)
             time.sleep(_POLL_S)
 
-    def _trains(self, number: int, starts: Sequence[Mapping[str, float]], now: float) -> None:
-        """All processes of an attempt have made their first step: says what that took, and starts those on standby."""
+    def _trains(self, number: int, starts: Sequence[Mapping[str, float]], now: float, *, goes_on: bool) -> None:
+        """Say how long the first step of an attempt took, and start those on standby while the attempt goes on."""
         if self._outage is not None:
             self._show(self._outage.line(starts, now))
             self._outage = None
-        if self._policy.standby and self._hosts is None and number < self._last_attempt:
+        if goes_on and self._policy.standby and self._hosts is None and number < self._last_attempt:
             self._standby.start(number + 1)
 
     def _agreed(self, end: AttemptEnd) -> AttemptEnd:

@@ -566,7 +566,7 @@ def test_a_trace_that_lost_a_part_is_refused_or_measured_with_a_warning(run, tmp
         said = {w.code for w in profiler.profile_run(folder).warnings}
     except TraceError as error:  # where that thread had most of a device
         said = {error.message}
-    refusal = "no execution of the program was seen on every device."
+    refusal = "no execution of the program was seen on all devices."
     assert said & {"collective_counts", "executions", "missing_devices", refusal}
 
 
