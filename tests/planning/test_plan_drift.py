@@ -122,5 +122,5 @@ def test_kept_shardings_let_a_compiled_step_be_called_again():
 def test_kept_shardings_are_of_modules():
     mesh = mk.build_mesh(SPEC, mk.Cluster.load("cpu8"))
     step = mk.keep_shardings(mesh, RULES)(lambda state, x: state)
-    with pytest.raises(mk.ConfigError, match=r"given a dict, an int, and none is an nnx module(.|\n)*out_shardings"):
+    with pytest.raises(mk.ConfigError, match=r"got a dict, an int, but none is an nnx module(.|\n)*out_shardings"):
         step({"w": 1}, 2)
