@@ -255,7 +255,7 @@ def fused_attention(
     `jax.nn.dot_product_attention` refuses such values, and `jax.vmap` of what it calls takes them for as large as keys.
     """
     kernels = _cudnn_kernels(q, k, v, True)
-    forward, backward = (_mapped_as_batch(kernel) for kernel in kernels)
+    forward, backward = (mapped_as_batch(kernel) for kernel in kernels)
 
     @jax.custom_vjp
     def attention(q, k, v):
@@ -273,7 +273,7 @@ def fused_attention(
     return attention(q, k, v)
 
 
-def _mapped_as_batch(kernel: Callable) -> Callable:
+def mapped_as_batch(kernel: Callable) -> Callable:
     """Return the kernel, which `vmap` calls with the dim that it maps over in the batch."""
 
     @custom_batching.custom_vmap

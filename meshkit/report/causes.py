@@ -102,7 +102,9 @@ class Fix:
     """No device does more work of its own before a collective than the median device."""
 
 
-def rank_findings[C: Case](case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]) -> tuple[FindingPart, ...]:
+def rank_findings[C: ExaminedReport](
+    case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
+) -> tuple[FindingPart, ...]:
     """Return the findings that are worth a line, the one that saves the most seconds first.
 
     Args:
@@ -114,7 +116,7 @@ def rank_findings[C: Case](case: C, causes: Iterable[Callable[[C], Iterator[Find
     return tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
 
 
-class Case:
+class ExaminedReport:
     """A report with what its causes ask of it; holds nothing about single devices.
 
     Args:
@@ -222,7 +224,7 @@ class Case:
 
 
 def finding(
-    case: Case,
+    case: ExaminedReport,
     code: str,
     seconds: float,
     message: str,
@@ -255,7 +257,7 @@ def finding(
     return FindingPart(code=code, severity=severity, message=message, seconds=seconds, step_s=step_s, **more)
 
 
-def waiting(case: Case) -> Iterator[FindingPart]:
+def waiting(case: ExaminedReport) -> Iterator[FindingPart]:
     """Find devices that wait for the last one of their group."""
     seconds = case.waits_s or case.late_s
     if not seconds:
@@ -334,7 +336,7 @@ def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
     return _SCATTER if scatters else None
 
 
-def slow_link(case: Case) -> Iterator[FindingPart]:
+def slow_link(case: ExaminedReport) -> Iterator[FindingPart]:
     """Find collectives that move their data more slowly than the model of their links says."""
     for i, (seconds, _, _) in case.shares.items():
         row = case.rows[i]
@@ -363,7 +365,7 @@ def slow_link(case: Case) -> Iterator[FindingPart]:
         )
 
 
-def small_collectives(case: Case) -> Iterator[FindingPart]:
+def small_collectives(case: ExaminedReport) -> Iterator[FindingPart]:
     """Find small messages that would be faster as one."""
     for i, (_, seconds, _) in case.shares.items():
         row = case.rows[i]
@@ -493,7 +495,7 @@ class _Loss(NamedTuple):
     """Sentences that follow the first."""
 
 
-class _PlanCase(Case):
+class _PlanCase(ExaminedReport):
     """A simulated step. Its transfers wait for nobody, so that a transfer takes its whole busy time."""
 
     def __init__(self, report: Report, planned: Planned):
@@ -616,7 +618,7 @@ def add_communication_findings(report: Report, cluster: Cluster | None) -> Repor
     return report.model_copy(update={"findings": findings, "verdict": _verdict_of_communication(case, findings)})
 
 
-class _CommunicationCase(Case):
+class _CommunicationCase(ExaminedReport):
     """A report whose communication counts as exposed, since nothing is known about compute."""
 
     lost, waited = "communication", "wait_s"

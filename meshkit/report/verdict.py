@@ -24,7 +24,7 @@ from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.pricing import Pricer
 from meshkit.report import causes
-from meshkit.report.causes import Case, Fix, finding
+from meshkit.report.causes import ExaminedReport, Fix, finding
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
 from meshkit.timeline import DeviceStep, exposed_spans
 from meshkit.trace.operations import TracedProgram
@@ -87,7 +87,7 @@ def add_findings(report: Report, known: Known, history: HistoryPart | None = Non
     return report.model_copy(update={"findings": findings, "verdict": _verdict(case, findings)})
 
 
-class _MeasuredCase(Case):
+class _MeasuredCase(ExaminedReport):
     """The usual steps of a measurement."""
 
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):

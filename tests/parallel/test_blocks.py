@@ -11,7 +11,7 @@ import pytest
 
 import meshkit as mk
 from meshkit.compile.program import compile_absent
-from meshkit.parallel.blocks import _mapped_as_batch, attend, fused_attention
+from meshkit.parallel.blocks import mapped_as_batch, attend, fused_attention
 
 LENGTH, HEADS, HEAD_DIM, VALUE_DIM = 256, 2, 192, 128
 
@@ -22,7 +22,7 @@ def test_a_mapped_kernel_computes_what_it_does_for_each_element():
     batches = (3, 2, 4), (3, 4), (4,)
     q, k, v = (jnp.asarray(random.standard_normal((*dims, 64, 2, 8)), jnp.float32) for dims in batches)
     plain = partial(attend, causal=True, implementation="xla")
-    mapped = jax.vmap(jax.vmap(_mapped_as_batch(plain), (0, None, None)), (0, 0, None))
+    mapped = jax.vmap(jax.vmap(mapped_as_batch(plain), (0, None, None)), (0, 0, None))
     out, lse = jax.jit(mapped)(q, k, v)
     for at in np.ndindex(3, 2):
         wanted = plain(q[at], k[at[0]], v)

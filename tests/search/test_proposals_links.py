@@ -187,7 +187,11 @@ def test_a_report_is_proposed_from_and_what_no_axis_explains_stays(cluster):
             "traffic over axis 'expert'",
         ),
         ([HEAVY], {"data": 4, "tensor": {"infiniband": 8}}, "multiply to 4"),
-        (make_report([], [MeshAxisPart(axis="data", size=64)]), {"data": 8, "tensor": {"infiniband": 8}}, "of the mesh"),
+        (
+            make_report([], [MeshAxisPart(axis="data", size=64)]),
+            {"data": 8, "tensor": {"infiniband": 8}},
+            "of the mesh",
+        ),
     ],
 )
 def test_what_is_refused(source, mesh, message, cluster):
