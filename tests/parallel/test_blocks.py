@@ -11,7 +11,7 @@ import pytest
 
 import meshkit as mk
 from meshkit.compile.program import compile_absent
-from meshkit.parallel.blocks import mapped_as_batch, attend, fused_attention
+from meshkit.parallel.blocks import attend, fused_attention, mapped_as_batch
 
 LENGTH, HEADS, HEAD_DIM, VALUE_DIM = 256, 2, 192, 128
 
