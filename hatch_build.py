@@ -1,4 +1,4 @@
-"""What a wheel's metadata takes from the README: the text, without links into this tree, which no package index has."""
+"""Put the README into a wheel's metadata, without links into this tree, which no package index has."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the backward pass of a layer recomputes, what it keeps on the GPU, and what it fetches back from host memory.
+"""Choose what the backward pass of a layer recomputes, keeps on the GPU, or fetches back from host memory.
 
 A model marks values by `checkpoint_name`; here the names become policies of `jax.checkpoint`:
 

@@ -1,4 +1,4 @@
-"""What every launcher starts (the training of one experiment, on so many hosts, by so many processes a host), and how
+"""The job that every launcher starts (one experiment, on so many hosts, by so many processes a host), and how
 other machines are told: a bash script for SLURM or MPI, a Kubernetes JobSet.
 
     experiment file + --set -> Job -> local gang, SLURM, JobSet, MPI
