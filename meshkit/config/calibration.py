@@ -48,7 +48,6 @@ class Fit(TomlTable):
     link: Literal["nvlink", "infiniband"]
     """The slowest link that a group crosses."""
     collective: CollectiveName
-    """HLO opcode."""
     gpus_per_domain: _Whole
     """The group's shape, with `domains`."""
     domains: _Whole
@@ -59,7 +58,6 @@ class Fit(TomlTable):
     residual_median: _NotNegative
     """Median of |fitted / measured - 1|."""
     points: _Whole
-    """Number of sizes that it is fitted to."""
 
     @property
     def group_size(self) -> int:
@@ -101,7 +99,6 @@ class MeasuredOn(TomlTable):
     scale_up: str
     devices: _Whole
     date: str
-    """ISO 8601."""
     jax: str
     jaxlib: str
     fabric: str | None = None
@@ -118,17 +115,7 @@ class Calibration:
     """Where it is there, collectives are priced by the network model with it, not by `fits`."""
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
-        """Return the fit of this group shape; else that of the nearest group size on the same link; None if there is
-        none.
-
-        Sizes are compared by their ratio: 4 and 16 are equally far from 8. Of two equally far the larger is taken.
-
-        Args:
-            link: `nvlink` or `infiniband`, the slowest that the group crosses.
-            collective: HLO opcode, one of `COLLECTIVES`.
-            gpus_per_domain: of the group.
-            domains: of the group, which has `gpus_per_domain * domains` GPUs.
-        """
+        """Return the fit of this shape, else of the nearest size by ratio (of two the larger) on the link, or None."""
         same = [fit for fit in self.fits if fit.link == link and fit.collective == collective]
         exact = [fit for fit in same if (fit.gpus_per_domain, fit.domains) == (gpus_per_domain, domains)]
         if exact or not same:
@@ -201,7 +188,6 @@ _HEADER = """\
 
 
 def _build(table: Mapping[str, Any]) -> Calibration:
-    """Return the calibration of a file's tables."""
     if table.get("schema") != SCHEMA:
         raise SpecError(
             "this version does not read this calibration file.",
@@ -222,7 +208,6 @@ def _build(table: Mapping[str, Any]) -> Calibration:
 
 
 def _fits(entries: Any) -> tuple[Fit, ...]:
-    """Return the `[[fit]]` sections."""
     if not isinstance(entries, list):
         raise SpecError(f"fit must be a list of tables, not {kind(entries)}.", key=("fit",), hint="[[fit]] sections")
     fits = tuple(validate(Fit, entry, within=("fit", str(index))) for index, entry in enumerate(entries))

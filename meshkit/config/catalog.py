@@ -25,15 +25,11 @@ class Gpu:
     compute_capability: tuple[int, int] | None
     """(major, minor); None for the CPU."""
     sms: int
-    """Streaming multiprocessors."""
     clock_hz: float
-    """The boost clock."""
     memory_bytes: int
     """Memory that CUDA can allocate, without ECC and reserved pages."""
     memory_bytes_per_s: float
-    """The peak rate."""
     l2_bytes: int
-    """Second-level cache."""
     peak_flops: Mapping[str, float]
     """Dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported."""
     achieved: Mapping[str, float]
@@ -46,7 +42,6 @@ class Gpu:
     nvlink_bytes_per_s: float
     """All links of one GPU, one direction; links x the generation's rate per link."""
     pcie_generation: int
-    """Generation of its x16 slot."""
     pcie_bytes_per_s: float
     """Rate of that slot, one direction."""
     target: Mapping[str, int | float]
@@ -76,7 +71,6 @@ class Nic:
     pcie_generation: int
     """The newest that the adapter speaks; the older of this and the host's counts."""
     pcie_lanes: int
-    """Lanes of its slot."""
     rdma: bool
     """Whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP."""
 
@@ -158,11 +152,6 @@ def nic(key: str) -> Nic:
 def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
     """Return the link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share.
 
-    Args:
-        key: `pcie`, or one of the catalog's `cpu_links`, whose numbers do not depend on the other two.
-        pcie_generation: of the slot, 3 to 6; the rate of the host's memory goes by it as well.
-        gpus_per_host: which have equal parts of that rate.
-
     Raises:
         KeyError: the catalog has no such link or, for `pcie`, no such generation.
     """
@@ -179,9 +168,7 @@ def nvlink_bytes_per_s(generation: int) -> float:
 
 
 def nvswitch(nvlink_generation: int) -> Mapping[str, Any] | None:
-    """Return the NVSwitch that speaks that NVLink: generation, ports, whether it reduces and multicasts. None before
-    it.
-    """
+    """Return the NVSwitch of that NVLink (generation, ports, whether it reduces and multicasts); None before it."""
     found = [row for row in catalog()["nvswitch"].values() if row["nvlink_generation"] == nvlink_generation]
     return found[0] if found else None
 
@@ -193,15 +180,7 @@ def cube_mesh(nvlink_generation: int) -> list[list[int]] | None:
 
 
 def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
-    """Return a slot, one direction.
-
-    Args:
-        generation: 3 to 6; KeyError for another.
-        lanes: of 16, which have the rate of the catalog.
-
-    Returns:
-        Bytes per second, peak.
-    """
+    """Return peak bytes/s of a slot with so many of 16 lanes, one direction; KeyError for an unknown generation."""
     return catalog()["pcie_bytes_per_s"][str(generation)] * lanes / 16
 
 

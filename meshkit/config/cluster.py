@@ -70,7 +70,6 @@ class Cluster(ClusterTable):
     """The machines of an experiment: the keys of a cluster file, where `load` has filled in what was left out."""
 
     name: str = "inline"
-    """The shipped name, or the stem of the file."""
     gpu: Gpu
     nvlink_domain_size: int = 1
     gpus_used_per_domain: int = 1
@@ -88,8 +87,6 @@ class Cluster(ClusterTable):
 
         Args:
             source: a shipped name, a path (text that ends in `.toml` or has a slash, or a Path) or a table.
-            hosts: machines, in place of the source's number.
-            **overrides: keys of a cluster file.
 
         Raises:
             ConfigError: an unknown name or key, a file that cannot be read, numbers that do not fit together.
@@ -121,9 +118,7 @@ class Cluster(ClusterTable):
         return self._among_all(gpu_index) // self.gpus_per_host
 
     def rail_of[T: (int, np.ndarray)](self, gpu_index: T) -> T | None:
-        """Return the port of its host that a GPU sends through; GPUs of one rail meet at one switch. None without a
-        NIC.
-        """
+        """Return the host's port that a GPU sends through, None without a NIC; GPUs of a rail meet at one switch."""
         if not self.nics_per_host:
             return None
         return self._among_all(gpu_index) % self.gpus_per_host * self.nics_per_host // self.gpus_per_host
@@ -135,8 +130,7 @@ class Cluster(ClusterTable):
 
     @property
     def has_nvswitch(self) -> bool:
-        """Return whether NVLink goes through switches, so that any group of GPUs of a domain has all its links'
-        bandwidth.
+        """Return whether NVLink goes through switches, so that any group of a domain has all its links' bandwidth.
 
         As the file says, else as hosts of that generation and size are built.
         """
@@ -183,10 +177,7 @@ class Cluster(ClusterTable):
         raise ConfigError(f"there is no link '{name}'.", hint="nvlink or infiniband")
 
     def offload_link(self) -> Link:
-        """Return the link between one GPU and its host's memory, all GPUs of the host at once, one direction.
-
-        NVLink-C2C, NVLink of POWER hosts, PCIe elsewhere.
-        """
+        """Return the link of a GPU to its host's memory (NVLink-C2C, NVLink, PCIe), all GPUs at once, one direction."""
         if self.is_cpu:
             return _inside_host(self, "cpu")
         cpu, latency = _cpu_link_of(self), catalog.fabric("pcie")
@@ -194,17 +185,10 @@ class Cluster(ClusterTable):
         return Link("cpu", cpu.label, *_slowest(hops), latency["latency_s"], latency["latency_small_s"])
 
     def mesh_hops(self, gpus: int) -> float:
-        """Return how many NVLinks a byte crosses between two members of a group of neighbours, on average over all
-        pairs.
+        """Return how many NVLinks a byte crosses between two of the first GPUs of a host, on average over all pairs.
 
         It is 1 where any two GPUs meet directly or at a switch. In a cube mesh, a byte for a GPU without a direct link
         is relayed by one that has links to both (NCCL's NVB paths), which makes two.
-
-        Args:
-            gpus: members of the group, the first ones of a host.
-
-        Returns:
-            From 1 to 2.
         """
         table = catalog.cube_mesh(self.gpu.nvlink_generation or 0) if self.gpus_per_host == 8 else None
         if self.scale_up != "nvlink" or self.has_nvswitch or table is None or gpus < 2:
@@ -234,13 +218,7 @@ def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
 
 
 def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ()) -> tuple[dict[str, Any], str]:
-    """Return the table with what `name` or `file` stand for merged in below it, and the cluster's name.
-
-    Args:
-        table: as it is written.
-        folder: what its paths are relative to.
-        inside: the cluster files that led here.
-    """
+    """Return the table over what its `name` or `file` stands for, and the cluster's name; files `inside` led here."""
     name, file = table.get("name"), table.pop("file", None)
     if isinstance(table.get("calibration"), str):
         table["calibration"] = _find_calibration(table["calibration"], folder)
@@ -264,7 +242,6 @@ def _find_calibration(file: str, folder: Path) -> str:
 
 
 def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
-    """Return the keys of a cluster file with those of `table` over them, and the cluster's name."""
     if not isinstance(file, str):
         raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", 'file = "cluster.toml"')
     if "name" in table:
@@ -294,12 +271,10 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Pa
 
 
 def _relative(path: Path) -> str:
-    """Return a path relative to the working directory where it lies in it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _build(table: ClusterTable, name: str) -> Cluster:
-    """Return the cluster of a checked table: what is left out filled in, what does not fit together refused."""
     _check_known("gpu", table.gpu, catalog.gpu_keys(), "GPU")
     if table.nic is not None:
         _check_known("nic", table.nic, catalog.nic_keys(), "NIC")
@@ -336,7 +311,6 @@ def _check_known(key: str, value: str, known: Sequence[str], what: str) -> None:
 
 
 def _check_domains(cluster: Cluster) -> None:
-    """Refuse domains that hosts cannot form, and more used GPUs than a domain has."""
     size, per_host, total = cluster.nvlink_domain_size, cluster.gpus_per_host, cluster.hosts * cluster.gpus_per_host
     key, used = "nvlink_domain_size", cluster.gpus_used_per_domain
     if size % per_host and per_host % size:
@@ -352,7 +326,6 @@ def _check_domains(cluster: Cluster) -> None:
 
 
 def _check_scale_up(cluster: Cluster) -> None:
-    """Refuse a fabric that the GPU does not have."""
     gpu, given = cluster.gpu, cluster.scale_up
     if cluster.is_cpu and given != "shared_memory":
         message = f"the scale-up fabric of gpu '{gpu.key}' cannot be '{given}'."
@@ -362,7 +335,6 @@ def _check_scale_up(cluster: Cluster) -> None:
 
 
 def _check_nvlink_switch(cluster: Cluster) -> None:
-    """Refuse a switch that does not exist, and GPUs that cannot reach each other without one."""
     gpu, size, per_host = cluster.gpu, cluster.nvlink_domain_size, cluster.gpus_per_host
     key, value = "nvlink_switch", cluster.nvlink_switch
     if value is None:  # The error is then about the size of the domain.
@@ -386,7 +358,6 @@ def _check_nvlink_switch(cluster: Cluster) -> None:
 
 
 def _check_cpu_link(cluster: Cluster) -> None:
-    """Refuse a link that the GPU does not have towards its CPU."""
     given, gpu = cluster.cpu_link, cluster.gpu
     if given in (None, "pcie", gpu.cpu_link):
         return
@@ -422,7 +393,6 @@ def _cpu_link_of(cluster: Cluster) -> CpuLink:
 
 
 def _scale_out(cluster: Cluster, port: Nic) -> Link:
-    """Return the link between domains, over the hosts' ports."""
     nic = _as_spoken(port, cluster.fabric)
     share = cluster.nics_per_host / cluster.gpus_per_host
     slot = catalog.pcie_bytes_per_s(min(nic.pcie_generation, cluster.gpu.pcie_generation), nic.pcie_lanes)
@@ -435,7 +405,6 @@ def _scale_out(cluster: Cluster, port: Nic) -> Link:
 
 
 def _nvlink(cluster: Cluster, gpus: int | None) -> Link:
-    """Return NVLink inside a domain for a group of that many GPUs; None: all links of a GPU."""
     gpu, latency = cluster.gpu, catalog.fabric("nvlink")
     rate = gpu.nvlink_bytes_per_s * (1 - _cpu_link_of(cluster).nvlinks / gpu.nvlink_links)
     if cluster.has_nvswitch:
@@ -506,15 +475,12 @@ def _slowest(hops: Iterable[Hop]) -> Hop:
 
 
 def _latencies(fabric: str) -> tuple[float, float]:
-    """Return seconds of one ring step of a large and of a small message."""
     row = catalog.fabric(fabric)
     return row["latency_s"], row["latency_small_s"]
 
 
 def _as_spoken(nic: Nic, fabric: str | None) -> Nic:
-    """Return the catalog's NIC of the same rate that speaks `fabric`, where a port runs in its other mode; else the
-    same.
-    """
+    """Return the catalog's NIC of the same rate that speaks `fabric`, as a port in its other mode; else the same."""
     if fabric in (None, nic.fabric):
         return nic
     others = (catalog.nic(key) for key in catalog.nic_keys() if key.startswith(_NIC_PREFIX[fabric]))

@@ -78,7 +78,6 @@ class ExperimentFile:
     name: str
     cluster: Cluster
     mesh: MeshSpec
-    """The mesh resolved on the cluster."""
     rules: ShardingRules
     profile: ProfileTable
     failures: FailuresTable
@@ -231,11 +230,7 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
 
 
 def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
-    """Return the experiment that plans a program from a file; its cluster and mesh are laid over it.
-
-    Raises:
-        ConfigError: the overrides name no cluster or no mesh.
-    """
+    """Return the experiment that plans a program from a file, on the cluster and the mesh of the overrides."""
     if missing := [key for key in ("cluster", "mesh") if not any(text.startswith(key) for text in overrides)]:
         hint = "--cluster dgx_h100 --mesh '{ fsdp = 8 }' of `meshkit plan`, or --set cluster=... --set mesh=..."
         raise ConfigError(f"a program from a file needs a {' and a '.join(missing)}.", at=str(path), hint=hint)
@@ -244,7 +239,6 @@ def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
 
 
 def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
-    """Return the experiment of a document: every table checked, the mesh resolved, the rules made."""
     check_plain(document.table)
     known = {**ExperimentTable.model_fields, **ProgramExperimentTable.model_fields}
     for section in sorted(document.table.keys() - known):
@@ -280,7 +274,6 @@ def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
 
 
 def _build_program(document: TomlDocument) -> ProgramExperiment:
-    """Build an experiment from a document with a `[program]`."""
     for section in ExperimentTable.model_fields:
         if section in document.table and section not in ProgramExperimentTable.model_fields:
             message = f"[{section}] is of meshkit's own training step, and [program] brings its own."
@@ -339,12 +332,10 @@ def _says_something(value: Any) -> bool:
 
 
 def _plain(section: TomlTable) -> dict[str, Any]:
-    """Return the keys of a section with the values that a file has."""
     return {key: plain_value(getattr(section, name)) for name, key in _keys(section)}
 
 
 def _keys(section: TomlTable) -> Iterator[tuple[str, str]]:
-    """Return the name and the key in the file of every field."""
     return ((name, field.alias or name) for name, field in type(section).model_fields.items())
 
 
@@ -381,9 +372,7 @@ def _cluster_schema() -> dict[str, Any]:
 def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) -> None:
     """Refuse a URL with a password, and a text under a key of `[model]` or `[program]` that is named like a secret.
 
-    Args:
-        table: of the experiment.
-        overrides: laid over it already, so that a URL there may look like a path.
+    The overrides are laid over the table already, so that a URL in one may look like a path.
 
     Raises:
         SpecError: which key, without its value.
@@ -408,10 +397,6 @@ def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) 
 
 def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rules that a pipeline adds to those of `[rules.logical]`, or puts in their place.
-
-    Args:
-        table: `[pipeline]`; None without one, which adds nothing.
-        logical: logical axis -> mesh axes, those of the preset included.
 
     Returns:
         `layers` -> mesh axes, and `vocab` where the head is sharded too: the pipeline's axis first, which is the
@@ -448,11 +433,6 @@ def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> d
 def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules) -> None:
     """Refuse sections that are wrong for every model.
 
-    Args:
-        table: the file's sections.
-        mesh: resolved.
-        rules: of the experiment, with `pipeline_rules`.
-
     Raises:
         SpecError: which key, and what to set.
     """
@@ -480,7 +460,6 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
 
 
 def _check_optimizer(table: OptimizerTable) -> None:
-    """Refuse keys of AdamW with another class, and options without one."""
     if table.class_path is None and table.options is not None:
         message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
         raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
@@ -575,9 +554,7 @@ def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
 def _check_pipeline(
     table: ExperimentTable, pipeline: PipelineTable, rules: ShardingRules, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse an unknown or used axis, sizes that a schedule cannot have, and sections that exchange gradients
-    otherwise.
-    """
+    """Refuse an unknown or used axis, sizes that no schedule has, and sections that exchange gradients otherwise."""
     axis, count, accumulate = pipeline.axis or "", pipeline.microbatches, table.train.accumulate
     if axis not in sizes:
         message = f"pipeline.axis names mesh axis '{axis}', but the mesh has {', '.join(sizes)}."
@@ -620,7 +597,6 @@ def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
 
 
 def _check_schedule(pipeline: PipelineTable, stages: int) -> None:
-    """Refuse virtual stages that the schedule does not have, or that the microbatches do not fill."""
     chunks, microbatches = pipeline.virtual_stages, pipeline.microbatches
     if chunks == 1:
         return

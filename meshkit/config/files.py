@@ -123,10 +123,7 @@ def read_bounded(
     """Return the bytes of a file that is not larger than `largest`.
 
     Args:
-        path: of the file; a pipe or a device in its place is refused.
         what: its name in the messages: `topology`.
-        largest: bytes; 4 MiB by default.
-        unfit: the error to raise where it is larger.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
@@ -155,9 +152,7 @@ def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceErr
 
     Args:
         data: with or without a byte order mark, which is dropped.
-        what: its name in the message.
         at: where the error points; the line is added.
-        unfit: the error to raise where it is not UTF-8.
 
     Raises:
         TraceError: it is not UTF-8; or the error `unfit`.
@@ -307,7 +302,6 @@ class TomlDocument:
     """A parsed TOML file."""
 
     path: Path
-    """The absolute path."""
     display: str
     """The file as the user named it."""
     text: str
@@ -317,7 +311,6 @@ class TomlDocument:
     root: Key = ()
     """The prefix of its keys: () for an experiment, ("cluster",) for a cluster file."""
     overrides: tuple[Override, ...] = ()
-    """The overrides in order."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> TomlDocument:
@@ -357,9 +350,7 @@ class TomlDocument:
         return replace(self, table=table, overrides=tuple(overrides))
 
     def where(self, key: Sequence[str]) -> str:
-        """Return where a key was written: `file:line: key = value`, `--set key=value`, or the file that does not set
-        it.
-        """
+        """Return where a key was written: `file:line: key = value`, `--set key=value`, or the file that lacks it."""
         key = tuple(key)
         override = self._override_of(key)
         if override is not None:
@@ -400,7 +391,6 @@ class TomlDocument:
 
 
 def _statement(path: Key, value: str | None) -> str:
-    """Return a key with its value as the file has it, on one line, cut where it is long."""
     if value is None:
         return f"[{dotted(path)}]"
     value = " ".join(value.split())
@@ -408,7 +398,6 @@ def _statement(path: Key, value: str | None) -> str:
 
 
 def _parse(text: str, display: str, what: str) -> dict[str, Any]:
-    """Return the tables of a TOML text."""
     if line := find_deep_key(text):
         message = f"a key of more than {DEEPEST_KEY} parts is no key of the {what}."
         raise ConfigError(message, at=f"{display}:{line}", hint="fewer dots")
@@ -469,7 +458,6 @@ def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
 
 
 def _step(holder: Any, part: str, override: Override, depth: int, *, create: bool) -> Any:
-    """Return the table or list one key deeper."""
     if isinstance(holder, list):
         return holder[_index(holder, part, override)]
     if not isinstance(holder, dict):
@@ -480,7 +468,6 @@ def _step(holder: Any, part: str, override: Override, depth: int, *, create: boo
 
 
 def _index(holder: list[Any], part: str, override: Override) -> int:
-    """Return the index in a list that a part of a key names."""
     if part.isascii() and part.isdigit() and len(part) < 6 and int(part) < len(holder):
         return int(part)
     message = f"a list of {len(holder)} entries has no entry '{part}'."
@@ -488,19 +475,16 @@ def _index(holder: list[Any], part: str, override: Override) -> int:
 
 
 def _not_a_table(override: Override, depth: int) -> ConfigError:
-    """Return an error: a key leads through something that has no keys."""
     key = dotted(override.key[:depth])
     return override.error(f"{key} is not a table, so it has no key '{override.key[depth]}'.", f"--set {key}=...")
 
 
 def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
-    """Return the value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies
-    tables.
+    """Return a copy of a key's value with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`.
 
     Args:
         key: path of the key from the root of the experiment; () for the whole of it.
         value: of TOML; names of clusters, functions and the standard library are no paths and stay.
-        folder: what relative paths begin at.
     """
     key = tuple(key)
     if isinstance(value, Mapping):

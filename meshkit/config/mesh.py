@@ -162,15 +162,11 @@ class Placement:
     gpus: np.ndarray
     """[partitions] GPU index in the cluster."""
     domains: np.ndarray
-    """[partitions] NVLink domain."""
     hosts: np.ndarray
-    """[partitions] the host."""
     fabric: Mapping[str, str]
-    """Link -> its fabric."""
     rails: np.ndarray | None = None
-    """[partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain have
-    the same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None without
-    ports, or where the cluster is not known."""
+    """[partitions] port of the host that the GPU sends through, the same for a place in every domain of whole hosts;
+    None without ports, or where the cluster is not known."""
 
     @property
     def num_partitions(self) -> int:
@@ -187,14 +183,7 @@ class Placement:
 
     @classmethod
     def of_gpus(cls, axis_names: Sequence[str], shape: Sequence[int], gpus: np.ndarray, cluster: Cluster) -> Placement:
-        """Return the placement of GPUs that are given by their indices in the order of the partitions.
-
-        Args:
-            axis_names: of the mesh, outermost first.
-            shape: sizes of these axes.
-            gpus: [partitions] GPU index in the cluster, by the row-major position in the mesh.
-            cluster: the cluster of the GPUs.
-        """
+        """Return the placement of GPUs [partitions]: indices in the cluster, in row-major order of the mesh."""
         links = LINKS if cluster.num_nvlink_domains > 1 else ("nvlink",)
         return cls(
             axis_names=tuple(axis_names),
@@ -210,13 +199,9 @@ class Placement:
     def from_shape(
         cls, axis_names: Sequence[str], shape: Sequence[int], *, gpus_per_domain: int | None = None
     ) -> Placement:
-        """Return devices in order, `gpus_per_domain` to a domain (default all) and a domain to a host, of unknown
-        fabric.
+        """Return devices in order, of unknown fabric: `gpus_per_domain` to a domain, and a domain to a host.
 
-        Args:
-            axis_names: of the mesh, outermost first.
-            shape: sizes of these axes; their product is the number of GPUs, which are numbered from 0.
-            gpus_per_domain: None puts all in one; the last domain has what is left.
+        The last domain has what is left; None puts all in one.
         """
         import numpy as np
 
@@ -226,7 +211,6 @@ class Placement:
 
 
 def _parse_axis(name: str, value: Any) -> MeshAxis:
-    """Return the axis of a key of `[mesh]`."""
     key = ("mesh", name)
     if name == RESERVED or not name:
         raise SpecError(
@@ -253,7 +237,6 @@ def _parse_axis(name: str, value: Any) -> MeshAxis:
 
 
 def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
-    """Return ways on one link: a number, or `fill`."""
     if value == "fill":
         return "fill"
     whole_axis = len(key) == 2  # The key is mesh.tensor, not mesh.tensor.nvlink.
@@ -269,7 +252,6 @@ def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
 
 
 def _check_one_fill(spec: MeshSpec, link: str) -> None:
-    """Refuse two axes that both fill one link."""
     names = [axis.name for axis in spec.axes if axis.factor(link) == "fill"]
     if len(names) > 1:
         raise SpecError(

@@ -138,7 +138,6 @@ class ShardingRules:
         return ("rules", "logical", logical) if logical in self.explicit else None
 
     def _own(self, kind: str) -> dict[str, Axes]:
-        """Return the table that overrides `logical` for that kind."""
         return {} if kind in ("parameters", "activations") else getattr(self, kind)
 
     def spec_for(self, logical_axes: Sequence[str | None], *, kind: str = "parameters") -> Spec:
@@ -165,8 +164,7 @@ class ShardingRules:
     def override_for(self, *paths: str) -> Spec | None:
         """Return the mesh axes for each dim of the parameter at a path, `layers/up/kernel`; None without an override.
 
-        Args:
-            paths: of one parameter: in its tree, and within its model where the tree holds more than the model.
+        The paths are of one parameter: in its tree, and within its model where the tree holds more than the model.
         """
         for pattern, spec in self.overrides:
             if any(path_matches(pattern, path) for path in paths):
@@ -274,8 +272,7 @@ def from_pairs(table: Any, key: tuple[str, ...]) -> Any:
 
 
 def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str, dict[str, Axes]]:
-    """Return the tables of a preset (logical, compute, gradients, optimizer), without the axes that the mesh does not
-    have.
+    """Return the tables of a preset (logical, compute, gradients, optimizer), without axes that the mesh lacks.
 
     Raises:
         ConfigError: there is no such preset.
@@ -300,7 +297,6 @@ def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str,
 
 
 def _axes(key: tuple[str, ...], value: Any) -> Axes:
-    """Return the mesh axes that a rule's value names."""
     if value is None or value == _REPLICATED:
         return ()
     names = (value,) if isinstance(value, str) else value
@@ -320,7 +316,6 @@ def _axes(key: tuple[str, ...], value: Any) -> Axes:
 
 
 def _parse_override(index: int, path: Any, spec: Any) -> tuple[str, Spec]:
-    """Return the pattern and the axes of each dim of an override."""
     key = ("rules", "override", str(index))
     if not isinstance(path, str) or not path:
         raise SpecError(

@@ -112,7 +112,6 @@ def _check_names(names: Sequence[Any]) -> None:
 
 
 def _mix(value: Mapping[str, Any]) -> RematMix:
-    """Return the table form of `train.remat`."""
     for key in value:
         if key not in _MIX_SCHEMA["properties"]:
             raise unknown_key(_MIX_SCHEMA["properties"], (*_REMAT, key), value[key])
@@ -140,7 +139,6 @@ def plain_value(value: Any) -> Any:
 
 
 def _number_or_list(value: Any) -> Any:
-    """Return a number of processes, or a list of them."""
     if isinstance(value, list):
         if value and all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in value):
             return value

@@ -105,7 +105,6 @@ def check_files(table: Mapping[str, Any]) -> None:
 
 
 def _read_file(path: Path) -> dict[str, list[str]]:
-    """Return the site's file as a table; empty without a file."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())

@@ -124,7 +124,6 @@ def _escape(char: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """Return a value that is neither a table nor a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -137,7 +136,6 @@ def _scalar(value: Any) -> str:
 
 
 def _is_array_of_tables(value: Any) -> bool:
-    """Return whether `[[sections]]` can say it."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
@@ -155,7 +153,6 @@ def _tables_at_the_end(table: Mapping[str, Any]) -> list[str]:
 
 
 def _sections_of(table: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a section that get one of their own."""
     keys = _tables_at_the_end(table)
     return [] if all(_is_small(table[key]) for key in keys) else keys
 
@@ -165,7 +162,6 @@ class Position:
     """The place of a key; of an element of an array, that of its value."""
 
     line: int
-    """The line, from 1."""
     value: str | None
     """The value's text; None for a table header or an implied table."""
 
@@ -225,7 +221,6 @@ def entries(text: str) -> Iterator[WrittenKey]:
 
 @functools.lru_cache(maxsize=4)
 def _positions(text: str) -> Mapping[Key, Position]:
-    """Map the path of a key to its first position."""
     starts = _line_starts(text)
     positions: dict[Key, Position] = {}
     for entry in entries(text):
@@ -238,7 +233,6 @@ def _line_starts(text: str) -> list[int]:
 
 
 def _line(starts: list[int], offset: int) -> int:
-    """Return the line of an offset, counted from 1."""
     return bisect.bisect_right(starts, offset)
 
 
@@ -316,7 +310,6 @@ class _Scanner:
         yield from self._value(path, start, defines=True)
 
     def _value(self, path: Key, start: int, *, defines: bool) -> Iterator[WrittenKey]:
-        """Yield the value at the cursor: its own key, then those inside it."""
         begin, opening = self.position, self._peek()
         inner: list[WrittenKey] = []
         if opening == "[":
@@ -372,7 +365,6 @@ class _Scanner:
         return match.group()
 
     def _string(self) -> str:
-        """Return a string in any of its four forms, with its quotes."""
         for pattern in _STRINGS:
             match = pattern.match(self.text, self.position)
             if match is not None:
@@ -381,19 +373,16 @@ class _Scanner:
         raise _Unexpected
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
-        """Move over what the pattern matches."""
         match = pattern.match(self.text, self.position)
         assert match is not None  # Every pattern given here matches the empty text.
         self.position = match.end()
 
     def _expect(self, text: str) -> None:
-        """Move over a text that must stand here."""
         if not self.text.startswith(text, self.position):
             raise _Unexpected
         self.position += len(text)
 
     def _peek(self) -> str:
-        """Return the character at the cursor; nothing at the end."""
         return self.text[self.position : self.position + 1]
 
 
@@ -401,10 +390,7 @@ class SpecError(ConfigError):
     """A wrong key, by its path; shown as `at key = value` where no document is known.
 
     Args:
-        message: one sentence that says what is wrong, with the numbers.
         key: path of the key from the root of the experiment, such as `("mesh", "tensor")`.
-        value: what stands there, if anything does.
-        hint: what to do about it, without the leading "try".
         at: where, if the raiser knows better than the loader (a cluster file of its own).
     """
 
@@ -436,11 +422,7 @@ def kind(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> str:
-    """Return a hint: the closest choice, or all of them where none is close.
-
-    Returns:
-        The close one in quotes, or `one of: a, b` in alphabetical order.
-    """
+    """Return a hint: the closest choice in quotes, or `one of: a, b` in alphabetical order where none is close."""
     names = [str(choice) for choice in choices]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not close:  # The usual slips are case and separators.
@@ -513,9 +495,7 @@ def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] 
 
 
 def _translate(model: type[TomlTable], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
-    """Translate pydantic's first error; unknown keys come first, since they are often the misspelt form of a missing
-    one.
-    """
+    """Translate pydantic's first error; unknown keys come first, often the misspelt form of a missing one."""
     problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     path = tuple(str(part) for part in problem["loc"])
     owner = model.table_at(path[:-1])
@@ -580,9 +560,6 @@ def _wrong_value(key: Key, problem: Any, example: str, field: FieldInfo | None) 
 
 
 def _examples(name: str, field: FieldInfo | None) -> str:
-    """Return lines with values that a key may have: its examples, its default, the form of its text, or one of its
-    type.
-    """
     if field is None:
         return f"{name} = ..."
     found = field.examples or ([field.default] if field.default not in (None, PydanticUndefined, []) else [])

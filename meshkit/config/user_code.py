@@ -60,16 +60,13 @@ _warned: set[Path] = set()
 def load_object(
     name: str, search_paths: Iterable[Path] = (), *, at: str | None = None, key: str = "", by_command: bool = False
 ) -> Any:
-    """Import what `"pkg.mod:Name"` names, from an installed package or the first of the experiment's folders that has
-    it.
+    """Import what `"pkg.mod:Name"` names, from an installed package or the first of the folders that has it.
 
     The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
     site declares roots of models, every module on the way lies in one of them, is a shipped model, or belongs to the
     installed packages that the key may name.
 
     Args:
-        name: `pkg.mod:Name`.
-        search_paths: folders of the experiment, the first one first.
         at: where the name was written, for errors.
         key: the key that names it: those of `FUNCTIONS` may name few installed packages.
         by_command: whether the command line names it, whose author may name any.
@@ -127,12 +124,6 @@ def load_object(
 def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
     """Import what a key of the experiment names.
 
-    Args:
-        name: the key's value, `package.module:Name`.
-        search_paths: folders of the experiment, the first one first.
-        key: the key that names it, `model.class`.
-        places: where keys were written.
-
     Raises:
         ConfigError: at that key; see `load_object`.
     """
@@ -166,7 +157,6 @@ def check_function(code: UserCode) -> None:
 
 
 def _is_listed(module_name: str, packages: Iterable[str]) -> bool:
-    """Return whether a module is one of the packages, or in one."""
     return any(f"{module_name}.".startswith(f"{package}.") for package in packages)
 
 
@@ -263,12 +253,6 @@ def check_writers(module_name: str, file: str | Path, folder: Path, at: str | No
     Others are all but the user, root, and the owners of meshkit and of the declared roots. Of the folders above the
     searched one only the mode counts, by which others could exchange what is in them; above a root, nothing counts.
 
-    Args:
-        module_name: the module.
-        file: its file, or a package's folder.
-        folder: the folder that is searched for it.
-        at: where the code was named that imports it.
-
     Raises:
         ConfigError: everybody may write one of them, or it belongs to somebody else.
     """
@@ -301,7 +285,6 @@ def check_writers(module_name: str, file: str | Path, folder: Path, at: str | No
 
 
 def _way(file: str | Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield every folder, link and file on the way to a file, with what `lstat` says."""
     here, left, links = Path("/"), [*reversed(Path.cwd().joinpath(file).parts[1:])], 0
     yield here, here.lstat()
     while left:
@@ -362,8 +345,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a named module, of one in its package, or of one that lies beside it and that its code
-        imports.
+        """Return the spec of a named module, of one in its package, or of one beside it that its code imports.
 
         Raises:
             ConfigError: others may change it.
@@ -419,7 +401,6 @@ def _installed(top: str) -> ModuleSpec | None:
 
 
 def _parents(spec: ModuleSpec | None) -> list[str]:
-    """Return the folders that hold a top-level module, by its spec: several for a package without __init__.py."""
     if spec is None:
         return []
     places = list(spec.submodule_search_locations or ()) or ([spec.origin] if spec.has_location and spec.origin else [])
@@ -427,7 +408,6 @@ def _parents(spec: ModuleSpec | None) -> list[str]:
 
 
 def _is_of(spec: ModuleSpec | None, folder: Path) -> bool:
-    """Return whether a top-level module lies in a folder, by its spec."""
     return os.path.realpath(folder) in map(os.path.realpath, _parents(spec))
 
 
@@ -436,18 +416,12 @@ def _holds(folder: Path, module_name: str) -> bool:
 
 
 def _files(folder: Path, module_name: str, suffixes: Iterable[str]) -> list[Path]:
-    """Return the files that a module of a folder may be."""
     base, suffixes = folder.joinpath(*module_name.split(".")), list(suffixes)
     return [base.with_name(base.name + suffix) for suffix in suffixes] + [base / f"__init__{s}" for s in suffixes]
 
 
 def _home(module_name: str, folder: Path | None) -> tuple[Path | None, bool]:
-    """Return the folder that holds a module, and whether it is the user's own or a shipped model: nothing installed.
-
-    Args:
-        module_name: the module.
-        folder: what `find_folder` said.
-    """
+    """Return the folder that holds a module (`find_folder`), and whether it is the user's own or a shipped model."""
     top = module_name.partition(".")[0]
     if folder is None:
         spec = _installed(top)

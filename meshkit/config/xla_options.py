@@ -41,7 +41,6 @@ def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = 
     """Refuse a name that is not an XLA option, and a text in a file that could name a file or a program.
 
     Args:
-        options: `[xla]`.
         by_command: names of options that the command line sets, whose author runs the command.
 
     Raises:
