@@ -105,25 +105,14 @@ class Fix:
 def rank_findings[C: ExaminedReport](
     case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
 ) -> tuple[FindingPart, ...]:
-    """Return the findings that are worth a line, the one that saves the most seconds first.
-
-    Args:
-        case: the report, with what its causes ask of it.
-        causes: each yields what it finds; one that saves less than LEAST of the step is left out.
-    """
+    """Return the findings worth a line (LEAST of the step or more), the one that saves the most seconds first."""
     every = (found for cause in causes for found in cause(case))
     worth = (f for f in every if (f.seconds or 0.0) >= LEAST * case.time_s)
     return tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
 
 
 class ExaminedReport:
-    """A report with what its causes ask of it; holds nothing about single devices.
-
-    Args:
-        report: the report to explain.
-        cluster: where it ran or would run, if known.
-        collectives: the collectives that the rows' operations name.
-    """
+    """A report with what its causes ask of it; holds nothing about single devices."""
 
     # The total that waiting is a part of, and the key of the waits.
     lost, waited = "exposed communication", "exposed_wait_s"
@@ -237,8 +226,6 @@ def finding(
     """Return a finding; it is a warning if it saves enough of the step.
 
     Args:
-        case: the step.
-        code: names the cause.
         seconds: what the cause costs a step, kept to nine digits. A finding saves at most the difference to `step_s`,
             because after a fix another collective may wait longer.
         message: a sentence; its first letter is made a capital.
@@ -325,9 +312,7 @@ def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
 
     XLA adds bfloat16 by compare-and-swap; jaxlib 0.10.2 to 0.11.0 do so for float32 as well.
 
-    Args:
-        name: the instruction's name.
-        info: what the instruction is; where it is None, the name alone decides.
+    Where `info` is None, the name alone decides.
     """
     what = f"{name} {info.source if info else ''}"
     scatters = (
@@ -387,12 +372,7 @@ def small_collectives(case: ExaminedReport) -> Iterator[FindingPart]:
 
 
 def recomputes(name: str, info: InstructionInfo | None) -> bool:
-    """Return whether a kernel of the backward pass computes the forward again.
-
-    Args:
-        name: the instruction's name.
-        info: what the instruction is; where it is None, the name alone decides.
-    """
+    """Return whether a kernel of the backward pass computes the forward again; without `info`, its name decides."""
     return bool(_RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)))
 
 
@@ -448,10 +428,7 @@ class Change(NamedTuple):
 def add_plan_findings(report: Report, planned: Planned, change: Change | None = None) -> Report:
     """Return a prediction with its findings and a verdict that says what bounds the step.
 
-    Args:
-        report: of a simulation.
-        planned: what the report was made from.
-        change: becomes the second sentence of the verdict.
+    The change becomes the second sentence of the verdict.
 
     Returns:
         The report has no findings where the step has no time or part of the program was not read. Its verdict then says
@@ -545,7 +522,6 @@ def _find_losses(case: _PlanCase) -> Iterator[FindingPart]:
 
 
 def _largest(case: _PlanCase) -> list[str]:
-    """Describe the most exposed row, the step without it, and what combining small messages would save."""
     i, row = max(enumerate(case.rows), key=lambda item: item[1].exposed_s or 0.0, default=(0, None))
     if row is None or not row.exposed_s or not case.step.exposed_s:
         return []
@@ -563,7 +539,6 @@ def _largest(case: _PlanCase) -> list[str]:
 
 
 def _too_large(memory: MemoryPart) -> list[str]:
-    """Say that the step does not fit, by how much, and what takes the most memory."""
     held = {name: getattr(memory, f"{name}_bytes") or 0 for name in _HELD}
     most = max(held, key=lambda name: held[name])
     largest = [f"The largest part is {most}, {format_bytes(held[most])}."] if held[most] else []
@@ -572,7 +547,6 @@ def _too_large(memory: MemoryPart) -> list[str]:
 
 
 def _bound(case: _PlanCase) -> str:
-    """Say what bounds a step that loses little time."""
     step, planned, time_s = case.step, case.planned, case.time_s
     kinds = [c for c in (case.report.kernels.classes if case.report.kernels else ()) if c.time_s][:2]
     said = []
@@ -602,9 +576,7 @@ def _matmul_rate(planned: Planned, time_s: float) -> float:
 def add_communication_findings(report: Report, cluster: Cluster | None) -> Report:
     """Return a report that has no compute, with its findings and its verdict.
 
-    Args:
-        report: made from NCCL's own record.
-        cluster: where it ran; without one nothing is compared with the network model.
+    Without the cluster where it ran, nothing is compared with the network model.
 
     Returns:
         The report as it is where nothing took any time.

@@ -245,7 +245,6 @@ def _moving(report: Report) -> Report:
 
 
 def _ratios(found: Comparison) -> Iterator[ComparedRatio]:
-    """Yield the operations of one program that are worth a ratio."""
     step = found.step["time_s"]
     least_s = _LEAST_OF_RATIO * max(step.a or 0.0, step.b or 0.0)
     if found.joined_by != "name":
@@ -258,7 +257,6 @@ def _ratios(found: Comparison) -> Iterator[ComparedRatio]:
 
 
 def _parts(found: Comparison) -> Iterator[ComparedPart]:
-    """Yield the parts of the step, as finely as both reports know them."""
     if found.kernels:
         for kind in found.kernels:
             ops = [op for op in found.kernel_ops if op.kind == kind.kind]
@@ -292,7 +290,6 @@ def _parts(found: Comparison) -> Iterator[ComparedPart]:
 
 
 def _placed(op: ComparedOp | ComparedKernel | None) -> str | None:
-    """Return `dot.3 (models/llama.py:116)`."""
     if op is None or not (op.busy_s.difference):
         return None
     where = op.line or op.source
@@ -327,9 +324,7 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
 def with_predicted(measured: Report, predicted: Report | None) -> Report:
     """Return the measured report with its prediction, and with the warnings of `plan_warnings`.
 
-    Args:
-        measured: the report.
-        predicted: a plan, or the traced program as it is priced; None leaves the report as it is.
+    A prediction is a plan, or the traced program as it is priced; None leaves the report as it is.
     """
     if predicted is None:
         return measured
@@ -357,7 +352,6 @@ def with_predicted(measured: Report, predicted: Report | None) -> Report:
 
 
 def _with_prediction(seconds: Pair, op: ComparedOp | ComparedRatio | None = None, **what: Any) -> schema.BesidePart:
-    """Return a measured number with its prediction; for an instruction with its name and source."""
     if op is not None:
         name = op.b_name if isinstance(op, ComparedOp) else op.name
         what |= {"name": name, "source": op.source, "line": op.line}
@@ -366,10 +360,6 @@ def _with_prediction(seconds: Pair, op: ComparedOp | ComparedRatio | None = None
 
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
     """Warn where a plan and a measurement are of different jobs.
-
-    Args:
-        plan: the prediction.
-        measured: the report that it is compared with.
 
     Yields:
         At most one warning, `other_plan`: the mesh or the GPUs differ, or two programs have no collective in common.
@@ -441,7 +431,6 @@ def _common(a: Mapping[str, tuple], b: Mapping[str, tuple]) -> tuple[list[tuple[
 
 
 def _both(left: OpPart | KernelPart, right: OpPart | KernelPart) -> dict[str, Any]:
-    """Return the fields that every instruction in both reports has."""
     return {
         "key": left.key,
         "a_name": left.name,
@@ -494,7 +483,6 @@ def check_condition(comparison: Comparison, text: str) -> JudgedCondition:
     """Check a condition such as `exposed_s>1.1x` for b, and return it with its numbers.
 
     Args:
-        comparison: of the reference (a) with what is checked (b).
         text: `QUANTITY OP NUMBER`. The quantity is a key of `step` or `memory`, with or without the part's name, or
             `communication.AXES.KEY`: the sum over the rows of those axes (`communication.data+fsdp.exposed_s`). An
             `x` after the number makes it a multiple of a's value.

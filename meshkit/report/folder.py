@@ -42,8 +42,6 @@ def write_folder(
     """Write a report's files, and return the report as written: with the history and the goodput of the run.
 
     Args:
-        report: of a plan or of a measurement.
-        folder: the run folder.
         timeline: what the report summarizes, for the page and for Perfetto.
         predicted: the prediction to compare a measurement with; None looks in the folder (see `find_prediction`).
         title: the title of the page; by default the folder's name.
@@ -77,7 +75,6 @@ def write_folder(
 
 
 def _sources(report: Report) -> dict[str, str]:
-    """Map the name of an instruction to its source line and op_name path."""
     ops = [op for row in report.communication for op in row.ops]
     kernels = [op for c in (report.kernels.classes if report.kernels else ()) for op in c.ops]
     return {op.name: " ".join(text for text in (op.line, op.source) if text) for op in (*ops, *kernels)}
@@ -151,8 +148,7 @@ def _first_error(error: ValidationError) -> str:
 def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
     """Return what the program was before it was recompiled with measured costs; None if it was not recompiled.
 
-    Args:
-        options: the compiler's options. They name a profile in the folder of the run that measured it.
+    The compiler's options name a profile in the folder of the run that measured it.
     """
     named = (options or {}).get(PGLE_OPTION)
     if not named or named == PREDICTED:

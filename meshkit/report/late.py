@@ -33,11 +33,6 @@ def late_devices(
 ) -> dict[int, LatePart]:
     """Return the devices whose own time exceeds the usual one's by 1 % of the step or more, and why, in seconds a step.
 
-    Args:
-        trace: its devices run the same program.
-        instructions: name -> what it is; where a name is missing, it tells the kind.
-        steps_per_execution: training steps of one call of the program.
-
     Returns:
         An empty dict where the devices cannot be compared, or there is only one.
     """
@@ -112,7 +107,6 @@ def _waited_s(swept: Sweep) -> float:
 
 
 def _parts(sweeps: Sequence[Sweep], waits: np.ndarray) -> dict[str, np.ndarray]:
-    """Map each cause but the kernels to its seconds by device."""
     idle, between, fed, copies, exposed = np.array(
         [(s.total.idle_s, s.between_s, s.input_s, s.total.other_s, s.total.exposed_s) for s in sweeps]
     ).T

@@ -51,14 +51,7 @@ _SECONDS = (
 def quality_part(
     trace: Trace, *, missing: Sequence[int] = (), overhead_s: float | None = None, steps_per_execution: int = 1
 ) -> schema.QualityPart:
-    """Return the data quality of a trace; seconds are means per step.
-
-    Args:
-        trace: the trace.
-        missing: processes that left no trace.
-        overhead_s: seconds that the capture added to a step.
-        steps_per_execution: training steps in each execution of the program.
-    """
+    """Return the data quality of a trace; seconds are means per step."""
     facts, skew = trace.facts, trace.skew
     each = max(1, facts.device_steps) * steps_per_execution
     clocks = skew.clocks
@@ -92,10 +85,8 @@ def stragglers_part(
     """Return the devices that others wait for, the worst first; where waits are not known, the late devices.
 
     Args:
-        skew: over all steps.
         hosts: process -> host.
         compute_s: device -> its compute seconds a step.
-        steps: training steps that `skew` covers.
         late: device -> what it does longer than the usual one.
     """
     late = late or {}
@@ -118,11 +109,6 @@ def stragglers_part(
 
 def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
     """Note where the trace was made on other devices than the cluster has.
-
-    Args:
-        cluster: as described; None yields nothing.
-        facts: of the trace, which name the hardware.
-        device_kind: the device's name in jax; None where only the trace is known.
 
     Yields:
         At most one note, `other_gpu`: CPUs instead of GPUs, or another name, vendor, compute capability, or
@@ -152,11 +138,7 @@ def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None
 
 
 def gpu_of_trace(facts: Facts) -> Cluster | None:
-    """Return one GPU as the trace names it, on which kernels are priced where no cluster is known.
-
-    Returns:
-        None where the trace does not name its GPUs, or the catalog does not have them.
-    """
+    """Return one GPU as the trace names it, to price kernels without a cluster; None where it is not known."""
     name = facts.hardware.get("gpu_device_name")
     found = gpu_by_name(name) if isinstance(name, str) else Match()
     if found.key is None or found.stand_in is not None:
@@ -191,10 +173,6 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
 
     All communication is then in one row without axes. The other rows keep counts and bytes, which come from the
     program; their seconds are null because an unknown part of them is missing.
-
-    Args:
-        report: of a trace.
-        trace: says how much of its communication was mapped.
     """
     share, hidden = trace.facts.mapped_share, trace.facts.hidden
     if trace.facts.believes_axes:
@@ -246,10 +224,6 @@ def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> fl
     """Return the median step time before a trace began, in seconds; None where fewer than three steps are known.
 
     The first step is left out because it warms up.
-
-    Args:
-        history: of the run; None where it has none.
-        first_traced: number of the first step in the trace.
     """
     if history is None:
         return None

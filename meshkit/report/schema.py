@@ -793,7 +793,6 @@ class Report(Part):
         return f"{self!r}\n{self.verdict}" if self.verdict else repr(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the same in a notebook and in IPython."""
         printer.text(str(self))
 
     def to_dict(self) -> dict:

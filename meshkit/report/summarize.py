@@ -79,13 +79,10 @@ def summarize(
 
     Args:
         timeline: simulated or measured; without steps, times are None.
-        source: the verb that made it.
-        machines: where the program runs.
         facts: of the step; what is unknown in them is None in the report.
         instructions: name of an instruction -> what it is, for compute by kind and for source lines.
         swept: the trace, which has summed its steps and operations already.
         step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
-        warnings: warnings of the caller.
 
     Raises:
         AssertionError: the result breaks an invariant of the report, which is a bug of ours.
@@ -148,12 +145,8 @@ def summarize_simulation(
     MFU refers to the peak of the facts' precision, or of the precision in which the program has most of its FLOP.
 
     Args:
-        simulation: of one run of the program, which may make several steps.
-        schedule: of the same program.
         source: only a `plan` gets an interval for its step time.
-        machines: with a cluster.
         facts: of the model; executed and peak FLOP are filled in here.
-        instructions: name of an instruction -> what it is.
         warnings: warnings of the caller; one by which the step is longer than predicted leaves the interval out.
     """
     each, flops, cluster = facts.steps_per_call, simulation.flops, machines.cluster
@@ -298,7 +291,6 @@ def step_part(
     Args:
         source: a `profile` knows where its idle time lies; any other source knows its bubble, filled in later.
         sweeps: device steps, each as one training step; without any, all times are None.
-        facts: FLOP and tokens of a step, and the peak that MFU refers to.
         num_gpus: GPUs that share the work; None leaves out MFU, tokens/s and examples/s.
         bounds: seconds of the step if all communication hid under compute, and if none did.
     """
@@ -364,11 +356,7 @@ def _spreads(timeline: Timeline, sweeps: Sequence[Sweep]) -> schema.SpreadsPart:
 def _step_samples(
     timeline: Timeline, sweeps: Sequence[Sweep], trace: Trace | None, each: int
 ) -> tuple[schema.StepSample, ...]:
-    """Return each captured step as means over its devices, which add up as those of the whole report do.
-
-    An execution that makes several training steps is one sample, a mean of them. Steps that a trace leaves out of all
-    other numbers are here too, with the reason.
-    """
+    """Return each captured step as means over its devices, also those that a trace leaves out of all other numbers."""
     left_out = trace.left_out if trace else ()
     by_step: dict[int, list[tuple[Sweep, int]]] = {}
     found = [*zip(timeline.steps, sweeps), *((out.step, out.swept.mean_over(each)) for out in left_out)]
@@ -429,11 +417,7 @@ def communication_rows(
     """Return rows as means over the device steps, the most exposed first; collectives that never ran are left out.
 
     Args:
-        timeline: what is summarized.
-        sweeps: of its device steps.
         row_of, groups: from `group_rows`.
-        instructions: name of a collective -> what caused it.
-        cluster: its links bound the bus bandwidth, where it is known.
     """
     if not sweeps:
         return ()
@@ -561,9 +545,7 @@ def kernels_part(
 
     Args:
         op_names: names of instructions, or of kernels that could not be joined to one.
-        totals: what each took, as means over executions of the program.
         instructions: what they are; without any, names tell the kinds.
-        steps_per_execution: training steps in each execution.
     """
     if not op_names:
         return None

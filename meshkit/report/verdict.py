@@ -58,7 +58,6 @@ class Known:
     instructions: Mapping[str, InstructionInfo] = field(default_factory=dict)
     cluster: Cluster | None = None
     options: Mapping[str, Any] | None = None
-    """The compiler's options."""
     untraced_step_s: float | None = None
     """Step time of the same run without the capture."""
     steps_per_execution: int = 1
@@ -68,11 +67,6 @@ class Known:
 
 def add_findings(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
     """Return the report with its findings and its verdict.
-
-    Args:
-        report: of a trace.
-        known: the trace itself, and its program.
-        history: of the run, if it has one.
 
     Returns:
         The report as it is where the step has no time or the trace no steps. Where the steps cannot be compared, it has
@@ -117,7 +111,6 @@ class _MeasuredCase(ExaminedReport):
 
 
 def _capture_overhead(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find a profiler that makes the step longer."""
     quality = case.report.quality
     added_s = quality.overhead_s if quality else None
     untraced_s = case.known.untraced_step_s
@@ -136,7 +129,6 @@ def _capture_overhead(case: _MeasuredCase) -> Iterator[FindingPart]:
 
 
 def _outlier_steps(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find single slow steps that raise the mean."""
     if not case.outliers:
         return
     worst, usual = max(case.outliers, key=lambda s: s.time_s), case.report.window.steps
@@ -159,7 +151,6 @@ def _outlier_steps(case: _MeasuredCase) -> Iterator[FindingPart]:
 
 
 def _exposed(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find data that moves while nothing computes."""
     blocking, adjacent = _schedules(case.known.schedule)
     gpu, off = not case.cpu, (case.known.options or {}).get(_ASYNC_OFF)
     for i, (_, _, rest) in case.shares.items():
@@ -221,7 +212,6 @@ def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
 
 
 def _idle(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find time in which the device has nothing to do."""
     step = case.step
     input_s, between_s, inside_s = step.idle_input_s or 0.0, step.idle_between_s or 0.0, step.idle_inside_s or 0.0
     waited = [w for w in (case.history.values.get("data_wait_s", ()) if case.history else ()) if w is not None]
@@ -258,7 +248,6 @@ def _idle(case: _MeasuredCase) -> Iterator[FindingPart]:
 
 
 def _copies(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find memory copies while nothing computes."""
     seconds, facts = case.step.other_s or 0.0, case.known.trace.facts
     own = facts.own_copies_s > 0.5 * facts.copies_s
     hint = "starting copies between host and device (offloading, input, checkpoints) before they are needed"
@@ -296,7 +285,6 @@ def _recomputation(case: _MeasuredCase) -> Iterator[FindingPart]:
 
 
 def _low_rate(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find kernels that take far longer than their work does at the rates of the GPU."""
     cluster, schedule, trace = case.known.cluster or case.known.gpu, case.known.schedule, case.known.trace
     if cluster is None or cluster.is_cpu or schedule is None:
         return
@@ -340,7 +328,6 @@ _CAUSES = (
 
 
 def _verdict(case: _MeasuredCase, findings: Sequence[FindingPart]) -> str:
-    """Say in a few sentences where the step goes, what costs most, and the step without it."""
     step, time_s = case.step, case.time_s
     totals = {"exposed communication": step.exposed_s or 0.0, "idle": step.idle_s or 0.0}
     bad = [f for f in findings if f.severity == "warning"]
@@ -381,7 +368,6 @@ class _Member:
     wait_s: float
     transfer_s: float
     exposed_s: float
-    """Seconds in which nothing else of its device ran."""
 
 
 class Replay:

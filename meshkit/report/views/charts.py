@@ -112,7 +112,6 @@ def _largest_labels(reports: Sequence[Report], found: Sequence[dict[str, np.ndar
 
 
 def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[str, int]]]:
-    """Place a bar of every label for each report: positions on the axis, ticks, and (label, report) of each bar."""
     places = [(label, i) for label in labels for i in range(len(names))]
     ticks = [label if len(names) == 1 else names[i] if i else f"{label} · {names[i]}" for label, i in places]
     return [f"{label}|{i}" for label, i in places], ticks, places
@@ -237,9 +236,7 @@ def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bo
     """Return one colour of a chart of horizontal bars.
 
     Args:
-        name: what the colour stands for.
         x, y: its length on each bar, and the bars' places.
-        color: as in CSS.
         texts: written on each bar, and shown under the pointer.
         inside: False only shows the texts under the pointer.
     """
@@ -261,9 +258,7 @@ def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *,
     """Return a figure of horizontal bars; on a narrow screen their labels stand above them.
 
     Args:
-        data: colours, from `bar`.
         y, ticks: places of the bars, from the top, and their labels.
-        unit: of their lengths.
         bar_height: pixels of a bar with its gap.
     """
     layout = layout_of(44 + bar_height * len(y), unit)
@@ -372,7 +367,6 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
 
 
 def _idle_lane(step: DeviceStep) -> Lane:
-    """Return the spans in which nothing runs."""
     length_s = step.window[1] - step.window[0]
     spans = np.concatenate([s.reshape(-1, 2) for s in (step.compute, step.communication, step.copies)]) - step.window[0]
     if not len(spans):

@@ -55,12 +55,7 @@ class Value:
 
 
 class Numbers:
-    """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum).
-
-    Args:
-        name: the document's name on the page.
-        root: a pydantic model or plain values.
-    """
+    """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum)."""
 
     def __init__(self, name: str, root: Any):
         self.name, self._root = name, root
@@ -138,7 +133,6 @@ class Column:
     short: str = ""
     """The header on a terminal, where it differs."""
     width: int | None = None
-    """The width on a terminal; None is as wide as its cells."""
     clip: bool = False
     """Whether a terminal cuts off what is longer than the width, and does not fold it."""
 
@@ -174,13 +168,7 @@ class Table:
         return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
     def terminal(self, *, gap: int = 2, header: str | None = "bold", title: str | None = None) -> rich.table.Table:
-        """Return a rich table without lines.
-
-        Args:
-            gap: spaces between columns.
-            header: style of the headers; None leaves them out.
-            title: above the table.
-        """
+        """Return a rich table without lines; None as the style of the headers leaves them out."""
         drawn = rich.table.Table(
             box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=header is not None, header_style=header,
             title=title, title_justify="left", title_style="bold",
@@ -272,10 +260,7 @@ class Page:
         """Return a place for a Plotly figure, whose id is the name.
 
         Args:
-            name: unique on the page.
             figure: `data` and `layout` as Plotly takes them, without NaN.
-            css: further classes.
-            hidden: not shown until a script of the page shows it.
         """
         self._figures[name] = figure
         return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
@@ -304,12 +289,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def section(title: str, note: str, *parts: str) -> str:
-    """Return a panel with a title and a note below it.
-
-    Args:
-        title, note: plain text, which is escaped.
-        parts: HTML, taken as it is.
-    """
+    """Return a panel with a title and a note (plain text, which is escaped) above parts of HTML."""
     return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
 
 

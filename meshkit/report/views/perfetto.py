@@ -43,12 +43,8 @@ def write_perfetto(
     whole device steps are left out, and the file says how many.
 
     Args:
-        timeline: measured or simulated.
         path: the file, or the folder for `trace.json.gz`.
-        title: of the trace.
         sources: name of an instruction -> model code that caused it.
-        device: `GPU` or `device`.
-        max_events: spans that are written at most.
     """
     path = Path(path)
     file = path / TRACE_FILE if path.suffix != ".gz" else path
@@ -132,7 +128,6 @@ def _ns(seconds: float) -> int:
 
 
 def _interval(span: np.ndarray, start_s: float, offset_ns: int) -> tuple[int, int]:
-    """Return a span in whole nanoseconds of the trace, so that rounding moves neighbours alike."""
     return offset_ns + _ns(float(span[0]) - start_s), offset_ns + _ns(float(span[1]) - start_s)
 
 
@@ -151,7 +146,6 @@ class _Tracks:
         self._ends: dict[str, list[int]] = {}
 
     def event(self, track: str, name: str, start_ns: int, end_ns: int, details: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a complete event (phase X), with times in microseconds."""
         ends = self._ends.setdefault(track, [])
         lane = next((i for i, end in enumerate(ends) if end <= start_ns), len(ends))
         if lane == len(ends):
@@ -170,7 +164,6 @@ class _Tracks:
         }
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Yield the metadata events that name the process and its threads, and order them."""
         yield self._metadata("process_name", None, {"name": f"{self._called} {self._device}"})
         yield self._metadata("process_sort_index", None, {"sort_index": self._device})
         ranked = sorted(self._ids, key=lambda key: (self._rank(key[0]), key))

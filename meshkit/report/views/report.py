@@ -57,11 +57,9 @@ def write_html(
     """Write the page of a report, which opens offline, and return the file.
 
     Args:
-        report: the report.
         path: the file to write, or an existing folder, in which `report.html` is written.
         timeline: the timeline that the report summarizes; without it the page shows none.
         other, other_timeline: a second report to compare with: the measurement, where the first is its prediction.
-        title: name of an experiment or a run.
         trace_file: name of the Perfetto trace in the page's folder, if there is one.
 
     Raises:
@@ -88,13 +86,11 @@ def write_html(
 
 
 def _title(reports: Sequence[Report]) -> str:
-    """Return `predicted and measured step on 8 x h100_sxm`."""
     said = " and ".join(dict.fromkeys(words.WORD[r.source] for r in reports))
     return f"{said} step on {reports[-1].devices}"
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
-    """Return the machines, mesh and measured window of the reports. What they agree on stands once."""
     lines = list(dict.fromkeys(words.machines(r) for r in reports))
     lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.cluster, r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
@@ -109,7 +105,6 @@ def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
 
 
 def _cards(shown: Sequence[Shown]) -> str:
-    """Return the boxes with the headline's numbers; each box has one number for every report."""
     names = [s.name for s in shown] if len(shown) > 1 else []
 
     def box(label: str, key: str, form: Callable[[Any], str], css: str = "") -> str:
@@ -220,7 +215,6 @@ def _feedback(shown: Sequence[Shown]) -> str:
 
 
 def _each(shown: Sequence[Shown], part: Callable[[Shown], str]) -> str:
-    """Join a part of every report that has it, under the report's name where there are several."""
     parts = [(s.name, part(s)) for s in shown]
     title = "<h3>{}</h3>" if len(shown) > 1 else ""
     return "".join(title.format(escape(name)) + html for name, html in parts if html)
@@ -258,7 +252,6 @@ def _communication_tables(shown: Shown) -> str:
 
 
 def _pipeline(shown: Sequence[Shown], page: Page) -> str:
-    """Return the picture of a pipeline's schedule, and what the pipeline costs."""
     found = [s for s in shown if s.report.pipeline is not None]
     part = found[0].report.pipeline if found else None
     if part is None:
@@ -276,7 +269,6 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
-    """Return the timeline of one step on one GPU; a list on the page selects another GPU."""
     of_gpus = charts.timeline_charts(timeline, shown.report.device) if timeline else []
     if not of_gpus:
         return ""
@@ -316,7 +308,6 @@ def _stragglers(shown: Sequence[Shown]) -> str:
 
 
 def _over_steps(shown: Sequence[Shown], page: Page) -> str:
-    """Return the captured steps one by one, and the metrics of the whole run."""
     parts = []
     for s in shown:
         steps, history = charts.per_step_chart(s.report), charts.history_chart(s.report)
@@ -333,7 +324,6 @@ def _over_steps(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
-    """Return the goodput of the run; of several reports, that of the last one that has it."""
     known = [s for s in shown if s.report.goodput is not None]
     part = known[-1].report.goodput if known else None
     if part is None:
@@ -349,7 +339,6 @@ def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _failures_section(shown: Sequence[Shown]) -> str:
-    """Return the goodput of the planned training under failures."""
     parts = []
     for s in shown:
         if lines := words.failures_lines(s.report):
@@ -359,7 +348,6 @@ def _failures_section(shown: Sequence[Shown]) -> str:
 
 
 def _memory_section(shown: Sequence[Shown], page: Page) -> str:
-    """Return what the fullest GPU holds, against its capacity and the budget."""
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
     if not known:
         return ""
@@ -385,7 +373,6 @@ def _quality(shown: Sequence[Shown]) -> str:
 
 
 def _footer(reports: Sequence[Report]) -> str:
-    """Return the versions with which each program was compiled."""
     parts = []
     for r in reports:
         p, c = r.program, r.compile
@@ -459,7 +446,6 @@ def render(report: Report | Comparison, *, title: str | None = None) -> Rendered
 
 
 def _findings(report: Report) -> Iterator[RenderableType]:
-    """Yield the findings, the one with the most seconds first. A hint that several share is given once."""
     said: set[str] = set()
     for f in report.findings[:_MAX_FINDINGS]:
         mark, style = ("!", "bold yellow") if f.severity == "warning" else ("-", "cyan")
@@ -475,8 +461,6 @@ def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text
 
     Args:
         shares: the parts and how they look; a value of None counts as zero.
-        total: sum of the values; not zero.
-        width: cells of the bar.
     """
     cells = [max(1, round(width * (s.value or 0) / total)) if (s.value or 0) > 0 else 0 for s in shares]
     if cells:
@@ -519,7 +503,6 @@ def _legend(shares: Sequence[words.Share], total: float | None, form) -> Rendera
 
 
 def _communication(shown: Shown) -> RenderableType:
-    """Return the collectives, grouped by axes, link and shape of group, the most exposed time first."""
     communication = shown.report.communication
     if not communication:
         return Text("none", "dim")

@@ -449,7 +449,6 @@ def _numbered(key: str, labels: Iterable[str]) -> list[Line]:
 def _operations(
     comparison: Comparison, what: str, heads: list[Column], key: str, ops: Sequence[tuple[tuple[str, ...], Source]]
 ) -> str:
-    """Return single operations, folded, with the code that caused them; empty without any."""
     if not ops:
         return ""
     number, sides = Numbers(DOCUMENT, comparison), _sides(comparison)
@@ -499,7 +498,6 @@ def _joined_text(comparison: Comparison) -> str:
 
 
 def _difference_text(values: Pair, form: Form, absent_is_zero: bool) -> str:
-    """Return `+12.0 ms`; a missing value is zero for an operation, and unknown for a quantity."""
     if not absent_is_zero and (values.a is None or values.b is None):
         return "-"
     text = form(abs(values.difference)).strip()

@@ -93,12 +93,7 @@ _IDLE = {"idle_between": "idle between steps", "idle_inside": "idle, late host",
 
 
 def step_shares(step: StepPart | StepSample, waits_s: float | None = None) -> list[Share]:
-    """Return the parts of a step's time; they add up to it.
-
-    Args:
-        step: of a report, or a captured one.
-        waits_s: the part of the exposed communication that waits for peers; None is unknown.
-    """
+    """Return the parts of a step's time, which add up to it; `waits_s` is None where it is not known."""
     exposed = [Share("exposed", "exposed communication", step.exposed_s)]
     if waits_s is not None and step.exposed_s is not None:
         moving = Share("exposed", "exposed transfer", max(0.0, step.exposed_s - waits_s))
