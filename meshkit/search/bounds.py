@@ -72,11 +72,8 @@ class Bound:
     compute_s: float
     link_s: float
     estimate_s: float
-    """A guess of the step time."""
     estimate_bytes: float
-    """A guess of the step's memory."""
     host_bytes: float = 0.0
-    """Host memory for one GPU."""
     host_s: float = 0.0
     """Time of the offloaded data, one way over the host link."""
     recomputed_share: float = 0.0
@@ -90,9 +87,6 @@ class Bound:
 
 class Bounds:
     """Closed forms of one model on one cluster; the model is described once.
-
-    Args:
-        experiment: any of its variants.
 
     Raises:
         ConfigError: the model cannot be imported, or does not take its options.
@@ -133,11 +127,7 @@ class Bounds:
         return False
 
     def remats(self, policies: Sequence[Any]) -> list[Any]:
-        """Return the policies that the model takes.
-
-        Args:
-            policies: values that `train.remat` could have; their order is kept.
-        """
+        """Return those of the policies (values of `train.remat`) that the model takes, in order."""
         if not self.model.takes_remat:
             return []
         found = []
@@ -151,9 +141,7 @@ class Bounds:
     def bound(self, variant: Experiment) -> Bound:
         """Return the bounds of a variant.
 
-        Args:
-            variant: with the model, cluster, precision, global batch and sequence length of the experiment; its mesh
-                is resolved.
+        A variant has the experiment's model, cluster, precision, batch and sequence length; its mesh is resolved.
 
         Raises:
             ConfigError: mesh axes do not divide a dim, or one mesh axis is on two dims.
@@ -207,7 +195,6 @@ class Bounds:
         return _WEIGHT_TRAFFIC * elements / memory_bytes_per_s(self._cluster.gpu)
 
     def _slowest_link_s(self, moved: Mapping[str, Sequence[_Payload]], mesh: MeshSpec) -> float:
-        """Return the seconds of the busier link, if both could run at once."""
         links = {"nvlink": 0.0, "infiniband": 0.0}
         for payload in (*moved["weights"], *moved["activations"]):
             link = "infiniband" if group_shape(payload.axes, mesh)[1] > 1 else "nvlink"
@@ -217,7 +204,6 @@ class Bounds:
     def _communication_guess_s(
         self, moved: Mapping[str, Sequence[_Payload]], variant: Experiment, deferred: Sequence[str]
     ) -> float:
-        """Guess the exposed communication."""
         seconds = _ACTIVATIONS_SHOW * sum(self._price(payload, variant.mesh) for payload in moved["activations"])
         for payload in moved["weights"]:
             times = 1 if set(payload.axes) <= set(deferred) else variant.train.accumulate
@@ -342,7 +328,6 @@ class _Policy:
 
     @classmethod
     def from_remat(cls, remat: str | Sequence[str] | RematMix | Any) -> _Policy:
-        """Make the policy from a value of `train.remat`."""
         if isinstance(remat, RematMix):
             return cls(frozenset(remat.keep), frozenset(remat.offload), "drop", _INPUT in remat.offload)
         if not isinstance(remat, str):
@@ -353,7 +338,6 @@ class _Policy:
         return cls(named, others="drop" if remat in _ALL_TWICE else "keep", input_leaves=remat == "offload")
 
     def where(self, path: str) -> Where:
-        """Return what happens to the output of the projection whose parameter has this path."""
         # A projection's path contains the name of fused attention, but that name does not keep the projection's output.
         parts = {*path.split("/"), _ALL_PROJECTIONS} - {_FUSED}
         if parts & self.offloaded:
@@ -385,7 +369,6 @@ def _abstract(mesh: MeshSpec) -> Any:
 
 
 def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
-    """Return the number of layers, and the model's FLOP of a step, with half of attention's square."""
     tokens = experiment.train.global_batch * experiment.train.sequence_length
     made = model.abstract_model()
     params = [leaf for leaf in jax.tree.leaves(model.params) if hasattr(leaf, "shape")]
@@ -444,11 +427,7 @@ def _host_shows_s(host_s: float, forward_s: float, all_s: float) -> float:
 
 
 def pool_bytes(experiment: Experiment) -> int:
-    """Return what the program may take of a GPU's memory.
-
-    Args:
-        experiment: gives the GPU's bytes and `train.memory_fraction`.
-    """
+    """Return what the program may take of a GPU's memory."""
     return int(experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction)
 
 
@@ -459,12 +438,7 @@ def host_pool_bytes(experiment: Experiment) -> float | None:
 
 
 def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
-    """Return which memory is too small, `memory` or `host_memory`, and a text with the numbers; None where it may fit.
-
-    Args:
-        experiment: the experiment of the bound.
-        bound: its bound.
-    """
+    """Return which memory is too small, `memory` or `host_memory`, and a text with the numbers; None where it may fit."""
     pool, there = pool_bytes(experiment), host_pool_bytes(experiment)
     if bound.needed_bytes > pool:
         return "memory", f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"
@@ -475,9 +449,6 @@ def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
 
 def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
     """Return a function that prices one collective by the network model, and caches the price.
-
-    Args:
-        cluster: its links and calibration price the collectives, as `collective_time_s` does.
 
     Returns:
         A function of an HLO opcode, the bytes on one GPU (the operand; for an all-gather the result) and the shape of a
@@ -495,15 +466,7 @@ def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
 
 
 def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
-    """Return the shape of groups that cover mesh axes whole.
-
-    Args:
-        axes: names; those that the mesh does not have are left out.
-        mesh: resolved.
-
-    Returns:
-        GPUs of a group inside a domain, and domains that it spans; (1, 1) without axes.
-    """
+    """Return (GPUs inside a domain, domains) of groups that cover mesh axes whole; (1, 1) without such axes."""
     found = [axis for axis in mesh.axes if axis.name in axes]
     inside = math.prod(axis.number("nvlink") for axis in found)
     return inside, math.prod(axis.number("infiniband") for axis in found)

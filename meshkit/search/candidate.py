@@ -89,9 +89,7 @@ class Candidate:
     settings: Settings = ()
     """The changes, as `--set` takes them; none for the experiment as it is."""
     variant: Variant | None = None
-    """The choices behind the settings, where they are of a `Space`."""
     what: str = ""
-    """The change in words."""
     group: str = ""
     """The kind of change."""
     parts: tuple[Candidate, ...] = ()
@@ -103,7 +101,6 @@ class Candidate:
     stage: str | None = None
     """Why it is planned, as in `Outcome`."""
     outcome: Outcome | None = None
-    """The outcome of its plan."""
 
     @property
     def time_s(self) -> float | None:
@@ -132,11 +129,7 @@ def make_outcome(
     """Return the outcome in a plan's report.
 
     Args:
-        report: of `make_plan`, with its memory, compile and program parts.
-        settings: the variant's, as `--set` takes them.
         mesh: axis -> its value in `[mesh]`, as TOML.
-        wall_s: seconds of loading, compiling and simulating it.
-        host_bytes: host memory that one GPU needs; 0 where nothing is offloaded.
 
     Returns:
         The status is `fits` if the GPU's memory and the host's both hold the step.

@@ -30,10 +30,7 @@ _LONG = 70  # Longer settings are described in words.
 def find_change(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Change | None:
     """Return the change that the verdict names; None where none is known, or none saves 1 % of the step.
 
-    Args:
-        report: the plan's, with the remedies and the other options of XLA that were compiled for it.
-        experiment: the planned experiment.
-        planned: what the report was made from.
+    The report has the remedies and the other options of XLA that were compiled for it.
     """
     if report.verdict is None or not report.step.time_s:
         return None
@@ -49,7 +46,6 @@ def _recomputed_s(planned: Planned, kind: str) -> float:
 
 
 def _changes(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Iterator[Change]:
-    """Yield every known change, the surest first."""
     time_s = report.step.time_s or 0.0
     for remedy in (report.memory.remedies or ())[:1]:
         yield Change(
@@ -74,7 +70,6 @@ def _in_short(settings: Settings, what: str) -> str:
 
 
 def _compile_it(settings: Settings) -> str:
-    """Return the hint that names the `--set` options with which `meshkit plan` compiles the change."""
     return f"{' '.join(f"--set '{setting}'" for setting in settings)}, which `meshkit plan` then compiles"
 
 

@@ -58,10 +58,7 @@ class Pruned:
     def add(self, rule: str, settings: Callable[[], Settings], why: str) -> None:
         """Count a variant.
 
-        Args:
-            rule: a key of `RULE_WORDS`.
-            settings: called only for the first variant of a rule, which becomes its example.
-            why: the reason with its numbers.
+        `settings` is called only for the first variant of a rule, which becomes its example.
         """
         self.counts[rule] += 1
         if rule not in self.examples:
@@ -78,9 +75,6 @@ def candidates(
     """Return the variants that divide and may fit, the most promising first.
 
     Args:
-        path, overrides: the experiment.
-        space: yields the variants.
-        bounds: of the experiment at the space's size of the cluster.
         pruned: counts all variants, and those that a rule takes away.
         progress: is called with the number of each variant, from 0.
 
@@ -130,7 +124,6 @@ def _load(path: str, overrides: Settings) -> Experiment | ConfigError:
 def _bound(
     space: Space, variant: Variant, loaded: Experiment | ConfigError, bounds: Bounds
 ) -> tuple[Experiment, Bound] | ConfigError:
-    """Return a variant with its bounds, or the error that rules it out."""
     if isinstance(loaded, ConfigError):
         return loaded
     try:
@@ -148,7 +141,6 @@ class Journal:
 
     Args:
         folder: of the search; None keeps the outcomes in memory.
-        experiment: of the search, without settings.
 
     Raises:
         ConfigError: the folder holds another search, or a file that is not one.
@@ -170,7 +162,6 @@ class Journal:
         self._append(outcome.model_dump_json())
 
     def _append(self, line: str) -> None:
-        """Write one line and wait until it is on disk."""
         if self._path is None:
             return
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -276,9 +267,7 @@ class Search:
         """Plan candidates until the budget is spent or none is left.
 
         Args:
-            workers: they plan.
             report: is called with every planned candidate, and whether an earlier run had its outcome.
-            base_first: whether to begin with the experiment as it is, so that slower candidates need not be compiled.
         """
 
         def take(candidate: Candidate) -> None:
@@ -354,21 +343,17 @@ class Search:
         return ranked[0], "estimate"
 
     def _wrong(self) -> Mapping[Family, float]:
-        """Return the factor that corrects a family's estimates; an untried family gets the least, so that it is tried
-        soon.
-        """
+        """Return the factor that corrects a family's estimates; untried ones get the least, to be tried soon."""
         known = {family: statistics.median(ratios) for family, ratios in self.wrong.items()}
         untried = min(known.values(), default=1.0)
         return defaultdict(lambda: untried, known)
 
     def _neighbours(self, ranked: list[Candidate]) -> Iterator[Candidate]:
-        """Yield candidates one choice away from the best so far, then from the second best, and so on."""
         for planned in fastest_first(self._asked):
             yield from (c for c in ranked if _variant(c).differences(_variant(planned)) == 1)
 
 
 def _variant(candidate: Candidate) -> Variant:
-    """Return the choices of a candidate, which in a search are always known."""
     assert candidate.variant is not None
     return candidate.variant
 

@@ -67,11 +67,9 @@ class Traffic:
     axes: tuple[str, ...]
     """Mesh axes that a group covers whole."""
     collective: str
-    """The HLO opcode."""
     payload_bytes: float
     """Bytes of one collective: the operand, or the result of an all-gather."""
     count: float = 1
-    """Collectives a step."""
     shape: Shape | None = None
     """The shape of a group that is not made of whole axes, which is priced the same wherever the axes are."""
 
@@ -85,9 +83,7 @@ class Proposal:
     seconds_now: float
     """Communication of a step on the mesh as it is, if nothing overlaps."""
     seconds_proposed: float
-    """The same with `axes`."""
     reason: str
-    """One sentence."""
     changed: tuple[str, ...] = ()
     """Axes with new factors; empty where the mesh is best as it is."""
 
@@ -147,12 +143,7 @@ def traffic_of(report: Report) -> tuple[Traffic, ...]:
 
 
 def assignments(mesh: MeshSpec, cluster: Cluster) -> Iterator[MeshSpec]:
-    """Yield every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one.
-
-    Args:
-        mesh: resolved; the order and the sizes of its axes stay.
-        cluster: the mesh fits it.
-    """
+    """Yield every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one."""
     for inside in factorizations(cluster.gpus_used_per_domain, len(mesh.axes)):
         if not any(axis.size % n for axis, n in zip(mesh.axes, inside)):
             yield MeshSpec(tuple(MeshAxis(axis.name, n, axis.size // n) for axis, n in zip(mesh.axes, inside)))
@@ -169,7 +160,6 @@ def _check_mesh(report: Report, mesh: MeshSpec) -> None:
 
 
 def _check_axes(rows: Sequence[Traffic], mesh: MeshSpec) -> None:
-    """Refuse traffic over an axis that the mesh does not have."""
     for name in {name for row in rows if row.shape is None for name in row.axes} - set(mesh.axis_names):
         raise ConfigError(
             f"there is traffic over axis '{name}', which the mesh does not have.", hint="the mesh of the report"
@@ -177,7 +167,6 @@ def _check_axes(rows: Sequence[Traffic], mesh: MeshSpec) -> None:
 
 
 def _row_seconds(row: Traffic, mesh: MeshSpec, seconds_of: CollectiveSeconds) -> float:
-    """Return the seconds of all collectives of a row, one after the other."""
     shape = row.shape or group_shape(row.axes, mesh)
     return row.count * seconds_of(row.collective, row.payload_bytes, shape)
 
@@ -187,7 +176,6 @@ def _changes(now: MeshSpec, other: MeshSpec) -> tuple[str, ...]:
 
 
 def _why_not(assignments: int, seconds: float, cluster: Cluster) -> str:
-    """Say in one sentence why the mesh is best as it is."""
     if assignments == 1:
         domains = cluster.num_nvlink_domains
         where = f"{domains} NVLink domain{'s' if domains > 1 else ''} of {cluster.gpus_used_per_domain} GPUs"
@@ -203,7 +191,6 @@ def _why_not(assignments: int, seconds: float, cluster: Cluster) -> str:
 def _why(
     rows: Sequence[Traffic], spent_now: Sequence[float], spent_best: Sequence[float], now: MeshSpec, best: MeshSpec
 ) -> str:
-    """Describe the axes that gain most, in one sentence."""
     gains: dict[tuple[str, ...], float] = {}
     for row, before, after in zip(rows, spent_now, spent_best):
         gains[row.axes] = gains.get(row.axes, 0.0) + before - after
@@ -224,7 +211,6 @@ def _why(
 
 
 def _where(before: Shape, after: Shape) -> str:
-    """Return the words after `would` for how a group moves."""
     if after[1] == 1 < before[1]:
         return f"stay inside an NVLink domain instead of crossing {before[1]}"
     if before[1] != after[1]:
@@ -244,11 +230,8 @@ def find_remedies(
     """Return up to three changes with which an experiment fits, the cheapest.
 
     Args:
-        path, overrides: the experiment.
         step_s: what its step would take if it fit, to say what each change costs.
         jobs: planning processes at a time; None: one for each CPU.
-        tries: compiles at most.
-        done: is called with every outcome.
 
     Returns:
         The fastest first; `cost_s` is None where `step_s` is. Empty where nothing that was tried fits.
@@ -290,11 +273,6 @@ def find_alternatives(
 ) -> tuple[RemedyPart, ...]:
     """Compile other XLA options than those that meshkit derives, and return what each would give.
 
-    Args:
-        path, overrides: the experiment.
-        report: its plan.
-        jobs: planning processes at a time; None: one for each CPU.
-
     Returns:
         The fastest first; without those that do not compile.
 
@@ -323,7 +301,6 @@ def other_options(experiment: Experiment | ProgramExperiment, report: Report) ->
 
 
 def _options_without_derived(experiment: Experiment, report: Report) -> Iterator[Candidate]:
-    """Yield XLA's own options in place of derived ones."""
     derived = [o.name for o in report.program.options or () if o.name not in experiment.xla]
     for what, begin, end, value in _XLAS_OWN:
         names = [name for name in derived if name.startswith(begin) and name.endswith(end)]
@@ -334,7 +311,6 @@ def _options_without_derived(experiment: Experiment, report: Report) -> Iterator
 
 
 def _options_of_a_program(experiment: ProgramExperiment) -> Iterator[Candidate]:
-    """Yield the options that the file does not set itself."""
     kinds = [
         (what, tuple(f"xla.{name}={inline(value)}" for name, value in options.items() if name not in experiment.xla))
         for what, options in _FOR_A_PROGRAM
@@ -351,12 +327,7 @@ def _change(group: str, what: str, settings: Settings, parts: tuple[Candidate, .
 
 
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """Yield the changes that may make an experiment fit, the mildest of each kind first, then pairs.
-
-    Args:
-        experiment: as it is, whether or not it fits.
-        bounds: made of it: they know the model's logical axes, and whether it takes a `remat`.
-    """
+    """Yield the changes that may make an experiment fit, the mildest of each kind first, then pairs."""
     alone = list(_single_changes(experiment, bounds))
     yield from alone
     # Where one change is not enough, the strongest pairs come first.
@@ -387,7 +358,6 @@ def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidat
 
 
 def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """Yield more recomputation than now."""
     if not bounds.model.takes_remat:
         return
     now = experiment.train.remat
@@ -486,6 +456,5 @@ def cost_text(remedy: RemedyPart) -> str:
 
 
 def _part(change: Candidate, step_s: float | None) -> RemedyPart:
-    """Return a change with the result of its compile, for the report."""
     cost_s = None if step_s is None or change.time_s is None else change.time_s - step_s
     return RemedyPart.from_sources(change.outcome, settings=change.settings, what=change.what, cost_s=cost_s)

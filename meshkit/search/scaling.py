@@ -84,7 +84,6 @@ def sweep_sizes(
     one domain it is the outermost that shards the batch, and in a `[program]` the outermost.
 
     Args:
-        experiment: loaded; its own size need not be in the sweep.
         what: `hosts` or `gpus`, the unit of the numbers.
         numbers: positive; the sizes come in their order.
         kind: `weak` scales the global batch with the GPUs, `strong` keeps it; `program`: `make` decides.
@@ -99,8 +98,7 @@ def sweep_sizes(
 def growing_axis(experiment: Experiment | ProgramExperiment) -> MeshAxis:
     """Return the axis of a mesh that a sweep changes.
 
-    Args:
-        experiment: `"fill"` is looked for in the mesh as its file and `--set` write it.
+    `"fill"` is looked for in the mesh as its file and `--set` write it.
 
     Raises:
         ConfigError: no axis says how to grow.
@@ -133,7 +131,6 @@ def growing_axis(experiment: Experiment | ProgramExperiment) -> MeshAxis:
 
 
 def _size(experiment: Experiment | ProgramExperiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Candidate:
-    """Return the settings of one size: the cluster, the mesh with its growing axis, and the batch."""
     cluster = experiment.cluster
     target = _cluster_of(cluster, what, number)
     inside = _grown(experiment, axis, "nvlink", target.gpus_used_per_domain)
@@ -165,7 +162,6 @@ def _batch(experiment: Experiment, target: Cluster, kind: Kind) -> int:
 
 
 def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
-    """Return the cluster with that many hosts or GPUs; fewer than a domain's are the first of one."""
     hosts_per_domain = max(1, cluster.nvlink_domain_size // cluster.gpus_per_host)
     used = cluster.gpus_used_per_domain
     domains, rest = divmod(number, used if what == "gpus" else hosts_per_domain)
@@ -206,10 +202,7 @@ def scale(
     """Plan an experiment at several sizes.
 
     Args:
-        path, overrides: the experiment.
-        sweep: `hosts=1,2,4` or `gpus=1,2,4`.
         kind: `weak` (the default): the batch grows with the GPUs; `strong`: it stays. None for a `[program]`.
-        jobs: planning processes at a time; None: one for each CPU.
 
     Raises:
         ConfigError: the sweep is invalid, a size is impossible, or a `[program]`, whose `make` decides the batch, has a
@@ -239,7 +232,6 @@ def scale(
 def _points(
     experiments: Sequence[Experiment | ProgramExperiment], outcomes: Sequence[Outcome]
 ) -> tuple[ScalingPoint, ...]:
-    """Return the sizes with their outcomes, relative to the smallest that has one."""
     batches = [e.train.global_batch if isinstance(e, Experiment) else None for e in experiments]
     sizes = [(e.cluster.hosts, e.cluster.num_gpus, batch) for e, batch in zip(experiments, batches)]
     rates = [

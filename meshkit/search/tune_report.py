@@ -110,11 +110,6 @@ SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
 def make_tune_report(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any) -> TuneReport:
     """Return the report of a search, whose first outcome is the step as it is.
 
-    Args:
-        outcomes: in the order in which they were asked for.
-        winner: one of them that fits; None where none does.
-        known: fields of `TuneReport` that do not follow from these.
-
     Raises:
         RunError: no variant could be planned.
     """
@@ -135,9 +130,7 @@ def make_tune_report(outcomes: Sequence[Outcome], winner: Outcome | None, **know
 
 
 def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
-    """Return the indices of outcomes that fit and that no other beats in time, memory and GPUs at once; the fastest
-    first.
-    """
+    """Return the indices of outcomes that fit and that no other beats in time, memory and GPUs, fastest first."""
     found: list[int] = []
     fitting = [i for i, o in enumerate(outcomes) if o.fits and o.time_s is not None]
     for i in sorted(fitting, key=lambda i: _costs(outcomes[i])):
@@ -147,16 +140,13 @@ def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
 
 
 def _costs(outcome: Outcome) -> tuple[float, int, int]:
-    """Return the seconds, memory and GPUs of an outcome, each better if less."""
     return outcome.time_s or 0.0, outcome.peak_bytes or 0, outcome.num_gpus or 0
 
 
 def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
     """Return the seconds of compute and of each row's exposed communication, the largest saving first.
 
-    Args:
-        base: the step as it is; what could not be planned counts as 0 s.
-        winner: may be of another size of the cluster.
+    What could not be planned counts as 0 s.
     """
 
     def seconds(outcome: Outcome) -> dict[str, float]:
@@ -205,19 +195,16 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
 
 
 def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:
-    """Return whether a difference is large, or an exposed collective that went away."""
     if abs(part.saved_s) >= min(_NOTABLE * step, largest):
         return True
     return _is_gone(part) and part.saved_s > _WORTH_NAMING * step
 
 
 def _is_gone(part: DifferencePart) -> bool:
-    """Return whether a row of exposed communication is nearly nothing with the winner."""
     return part.name.startswith("exposed") and (part.winner_s or 0.0) < _GONE * (part.base_s or 0.0)
 
 
 def _gpus(base: Outcome, winner: Outcome) -> str:
-    """Say how many GPUs the winner takes, and how many GPU seconds a step."""
     seconds = [(o.time_s or 0.0) * (o.num_gpus or 0) for o in (winner, base)]
     return (
         f"{winner.num_gpus} GPUs instead of {base.num_gpus}: a step takes {seconds[0]:,.0f} GPU seconds instead of "
@@ -245,7 +232,6 @@ def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
 
 
 def _row_name(row: OutcomeRow) -> str:
-    """Return the name of a row of exposed communication in `differences`."""
     words = [word for word in (row.collective, row.dtype) if word]
     return f"exposed {' '.join(words)} over {axes_text(row.axes)} on {row.link or '-'}"
 
@@ -258,7 +244,6 @@ def _rest(outcome: Outcome) -> float | None:
 
 
 def _sentence(part: DifferencePart) -> str:
-    """Say how one quantity changed."""
     before, after = format_seconds(part.base_s or 0.0), format_seconds(part.winner_s or 0.0)
     if not part.winner_s:
         return f"{part.name} went away: {before}."

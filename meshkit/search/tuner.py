@@ -82,15 +82,12 @@ def tune_experiment(
     """Return the search's report; with `out` also write `tune.json`, `winner.toml`, and what a later call resumes from.
 
     Args:
-        experiment: the file.
-        overrides: `key=value`, laid over it.
         out: a folder that exists.
         budget: variants to compile at most, with those of earlier calls with the same `out`.
         jobs: planning processes at a time, or an executor; None: one process for each CPU.
         axes: mesh axes that may be larger than 1; None: those that the rules know.
         sizes: of the cluster to search, and what decides between them.
         vary: `key=[values]` of a `[program]`: options of its function, or of XLA.
-        progress: is told how the search goes.
 
     Raises:
         ConfigError: the experiment is invalid, the cluster has no GPUs, a size is impossible, or the folder holds
@@ -128,7 +125,6 @@ class _Request(NamedTuple):
 
 
 def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | None) -> TuneReport:
-    """Search an experiment with meshkit's own step, at every size that was asked for."""
     start = time.perf_counter()
     path, overrides, out, budget, jobs, sizes, progress = asked
     _check(experiment, budget, jobs, sizes.objective)
@@ -199,9 +195,6 @@ def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None,
     """Return every mesh of the program's axes with every combination of the values of `--vary`.
 
     The file's own value of a key is tried first; for a key that it lacks, the function's default.
-
-    Raises:
-        ConfigError: the mesh does not have an axis, or a `--vary` is not a list of values of a key.
     """
     names = experiment.mesh.axis_names
     if other := [name for name in axes or () if name not in names]:
@@ -230,7 +223,6 @@ def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None,
 
 
 def _varied(text: str) -> tuple[str, list[Any]]:
-    """Parse the key and the values of one `--vary`."""
     key, _, values = text.partition("=")
     found = None
     with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -242,7 +234,6 @@ def _varied(text: str) -> tuple[str, list[Any]]:
 
 
 def _run_search(space: Space, budget: int, journal: Journal, workers: Workers, progress: SearchProgress) -> Search:
-    """Search a space without bounds."""
     found = {(s := space.settings(variant)): Candidate(s, variant) for variant in space.variants()}
     search = Search([*found.values()], space.base, budget, journal, Pruned())
     progress.started(len(found), min(budget, len(found)))
@@ -287,10 +278,6 @@ def parse_hosts(text: str | None) -> tuple[int, ...]:
 def shares(budget: int, others: int) -> tuple[int, int]:
     """Return how many variants are compiled at the experiment's own size, and at each other.
 
-    Args:
-        budget: variants to compile at most, of all sizes.
-        others: how many other sizes there are.
-
     Raises:
         ConfigError: the budget is too small for so many sizes.
     """
@@ -309,9 +296,6 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
     """Return the experiment on so many hosts, with its largest axis over all GPUs, as a base for that size's meshes.
 
     Its batch is the experiment's, whether or not this mesh divides it, because the mesh itself may never be tried.
-
-    Raises:
-        ConfigError: the cluster cannot have so many hosts, or the mesh is impossible.
     """
     try:
         cluster = Cluster.load(own.cluster.to_dict(), hosts=hosts)
@@ -329,7 +313,6 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
 
 
 def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, objective: str) -> None:
-    """Refuse an experiment, a budget or an objective that no search can have."""
     check_has_gpus(experiment.cluster, "tune")
     if budget < 1 or (isinstance(jobs, int) and jobs < 1):
         raise ConfigError("a search needs at least one variant and one process.", hint="--candidates 64")
@@ -346,7 +329,6 @@ def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
 
 
 def _report(searches: Sequence[Search], best: Candidate | None, **known: Any) -> TuneReport:
-    """Combine the results of all searches into a report; `known` has its other fields."""
     return make_tune_report(
         [outcome for search in searches for outcome in search.outcomes],
         best.outcome if best else None,
@@ -413,11 +395,7 @@ def tune(
 
 
 def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]]) -> Space:
-    """Return every mesh of the axes of a step with every combination of its choices, whose first values are its own.
-
-    Raises:
-        ConfigError: a request cannot carry the values.
-    """
+    """Return every mesh of the axes of a step with every combination of its choices, whose first values are its own."""
     for name, values in choices.items():
         _check_choice(name, values)
     options = tuple(tuple(zip(choices, values)) for values in itertools.product(*choices.values()))
@@ -428,11 +406,7 @@ def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Seque
 
 
 def _check_choice(name: str, values: Any) -> None:
-    """Refuse values that a request cannot carry.
-
-    Raises:
-        ConfigError: they are not a list, or TOML does not have such a value.
-    """
+    """Refuse values that a request cannot carry: those that are not in a list, or that TOML does not have."""
     said = []
     with contextlib.suppress(Exception):
         said = [tomllib.loads(f"value = {inline(value)}")["value"] for value in values]
@@ -442,11 +416,7 @@ def _check_choice(name: str, values: Any) -> None:
 
 
 def _workers(build: Build, request: Mapping[str, Any], jobs: int | Executor | None) -> Workers:
-    """Return processes or an executor where the function has a name, else workers in this process.
-
-    Raises:
-        ConfigError: an executor could not find the function.
-    """
+    """Return processes or an executor where the function has a name, else workers in this process."""
     if (name := import_name(build)) is not None:
         return open_workers({"build": name, **request}, jobs)
     if isinstance(jobs, Executor):
@@ -456,7 +426,6 @@ def _workers(build: Build, request: Mapping[str, Any], jobs: int | Executor | No
 
 
 def _progress() -> SearchProgress:
-    """Return progress for a line in a notebook."""
     show, count, total = notebook_line(), itertools.count(1), 0
 
     def started(_: int, compiled: int) -> None:

@@ -72,13 +72,10 @@ class Variant:
     """One choice for everything that a search varies."""
 
     mesh: MeshSpec
-    """The resolved mesh."""
     accumulate: int
-    """Micro-batches of a step."""
     each_micro_batch: bool
     """Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step."""
     remat: Any
-    """The value of `train.remat`."""
     options: Options = ()
     """Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
     builds: its arguments."""
@@ -101,7 +98,6 @@ class Space:
     """The values that each choice may have."""
 
     base: Variant
-    """The experiment as it is."""
     preset: str | None
     """The experiment's preset of rules; None where every rule is written out."""
     meshes: tuple[MeshSpec, ...]
@@ -111,7 +107,6 @@ class Space:
     vary_reduction: bool = False
     """Whether gradients may be reduced with every micro-batch: no rule of the experiment says when."""
     pipeline: str | None = None
-    """The mesh axis of pipelines."""
     virtual_stages: tuple[int, ...] = ()
     """Chunks of layers that a stage of an interleaved pipeline may have."""
     hosts: int | None = None
@@ -132,7 +127,6 @@ class Space:
                 yield Variant(mesh, accumulate, each, remat, options)
 
     def _stages(self, mesh: MeshSpec) -> Iterator[PipelineChoice]:
-        """Yield the ways to run a pipeline over a mesh; none where it has no axis for it."""
         ways = next((axis.size for axis in mesh.axes if axis.name == self.pipeline), 1)
         if ways == 1:
             return
@@ -142,9 +136,7 @@ class Space:
                 yield PipelineChoice(microbatches, "interleaved_1f1b", chunks, residuals)
 
     def _remats_within(self, stage: PipelineChoice) -> Sequence[Any]:
-        """Return what the layers of a stage may keep; a stage that is recomputed keeps all, or a layer would run a
-        third time.
-        """
+        """Return what a stage's layers may keep: all where it is recomputed, or a layer would run a third time."""
         if stage.residuals == "stash":  # Only a scan over layers overlaps offloading with other layers.
             return [remat for remat in self.remats if not isinstance(remat, RematMix)]
         return ("none",) if "none" in self.remats else (self.base.remat,)
@@ -152,9 +144,7 @@ class Space:
     def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
         """Return an experiment of the variant's mesh with its other choices, as `settings` would load it.
 
-        Args:
-            experiment: with the mesh of the variant, and with a pipeline where the variant has one.
-            variant: its XLA options are left out, because no closed form asks for them.
+        The variant's XLA options are left out, because no closed form asks for them.
 
         Raises:
             ConfigError: the batch does not divide.
@@ -200,7 +190,6 @@ class Space:
         return (*found, *(f"{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
 
     def _pipeline_settings(self, variant: Variant) -> list[str]:
-        """Return the settings that turn a pipeline on, change it, or turn it off."""
         now, before = variant.stages, self.base.stages
         if now == before:
             return []
@@ -222,12 +211,7 @@ def make_space(
     """Return the space around an experiment.
 
     Args:
-        experiment: as it is.
         axes: mesh axes that may be larger than 1; None for those that its rules know.
-        logical_axes: of the model's parameters.
-        remats: policies that the model takes.
-        can_pipeline: whether the model can be split into the stages of a pipeline.
-        hosts: number of hosts, where the experiment's file has another.
 
     Raises:
         ConfigError: no rule knows an axis.
@@ -317,11 +301,6 @@ def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) 
     """Yield every way to share the GPUs of a domain, and the domains, among the axes.
 
     An axis of one GPU is left out unless it is present already, because rules may name it.
-
-    Args:
-        cluster: its GPUs used of a domain, and its domains, are shared out.
-        names: axes that may be larger than 1, outermost first.
-        present: names of axes that stay even at size 1.
     """
     for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
         for across in factorizations(cluster.num_nvlink_domains, len(names)):
@@ -330,12 +309,7 @@ def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) 
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every ordered way to write n as a product of that many factors.
-
-    Args:
-        n: 1 or more.
-        parts: factors of each tuple, which may be 1; with none there is one tuple for 1, and none for another n.
-    """
+    """Yield every ordered way to write n as a product of that many factors."""
     if parts < 2:
         yield from [(n,)] * parts or [()] * (n == 1)
         return

@@ -51,21 +51,14 @@ Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 def file_request(experiment: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the request that all candidates of an experiment share.
 
-    Args:
-        experiment: its file, made absolute if it exists, or the name of a shipped experiment.
-        overrides: `key=value`, beneath the settings of every candidate.
+    A file that exists is made absolute. The overrides lie beneath the settings of every candidate.
     """
     path = Path(experiment).absolute() if Path(experiment).exists() else experiment
     return {"experiment": str(path), "overrides": list(overrides)}
 
 
 def step_request(mesh: MeshSpec, cluster: Cluster, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request that all candidates of a user's step share, without the function that `build`s it.
-
-    Args:
-        mesh, choices: of the step as it is.
-        cluster: the same for all.
-    """
+    """Return the request that all candidates of a user's step share, without the function that `build`s it."""
     return {"cluster": cluster.to_dict(), "mesh": mesh.to_dict(), "choices": dict(choices)}
 
 
@@ -79,7 +72,6 @@ def import_name(build: Any) -> str | None:
 
 
 def _named(name: str) -> Any:
-    """Import the function of that name, `pkg.mod:fn`."""
     module, _, path = name.partition(":")
     return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
@@ -93,7 +85,6 @@ class Workers:
     """Plans several candidates at a time in processes, which end with the `with` block.
 
     Args:
-        request: what all candidates share.
         jobs: number of processes; None: one for each CPU.
         log: a file for their stderr; None discards it.
     """
@@ -117,10 +108,6 @@ class Workers:
         """Plan the candidates that `choose` returns, as many at a time as there are processes.
 
         `choose` is called whenever a process is free. The call returns once it gives None and nothing is being planned.
-
-        Args:
-            choose: returns the next candidate, or None where there is none for now.
-            take: gets each candidate with its outcome, as they finish.
         """
         planned: dict[Settings, Candidate] = {}
         while True:
@@ -163,7 +150,6 @@ class Workers:
             child.close()
 
     def _start(self) -> None:
-        """Give waiting settings to free processes."""
         while self._waiting and len(self._busy) < self.jobs:
             child = self._idle.pop() if self._idle else Child(MODULE, log=self._log)
             self._busy[child] = settings = self._waiting.pop(0)
@@ -174,7 +160,6 @@ class ExecutorWorkers(Workers):
     """Plans candidates with a user's `concurrent.futures.Executor`, which takes and returns text.
 
     Args:
-        request: what all variants share.
         executor: on this machine, or on a cluster whose processes have meshkit and see the same files.
     """
 
@@ -221,9 +206,6 @@ class SubmititExecutor(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Queue a job.
 
-        Args:
-            fn: the function of the job; submitit pickles it with its arguments.
-
         Returns:
             A future that is done up to `poll_s` seconds after its job; cancelling it cancels the job.
         """
@@ -236,7 +218,6 @@ class SubmititExecutor(Executor):
         return future
 
     def _watch(self) -> None:
-        """Hand over finished jobs and cancel unwanted ones until none is left."""
         while True:
             with self._lock:
                 over = {future: job for future, job in self._jobs.items() if future.cancelled() or job.done()}
@@ -262,12 +243,7 @@ def _hand_over(job: Any, future: Future) -> None:
 
 
 class WorkersHere(Workers):
-    """Plans candidates in this process, one after the other, for a function that cannot be imported by name.
-
-    Args:
-        build: see `plan_step`.
-        request: from `step_request`.
-    """
+    """Plans candidates in this process, one after the other, for a function that cannot be imported by name."""
 
     def __init__(self, build: Build, request: Mapping[str, Any]):
         super().__init__(request, jobs=1)
@@ -284,7 +260,6 @@ def open_workers(request: Mapping[str, Any], jobs: int | Executor | None = None,
     """Return workers for the candidates of a request, to be used in a `with` block.
 
     Args:
-        request: JSON that all candidates share, as the module describes it, without `settings`.
         jobs: planning processes, None for one of each CPU; or an executor, which is not shut down.
         log: a file to which their stderr is appended; None discards it, and an executor does not use it.
     """
@@ -306,7 +281,6 @@ def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
     Args:
         build: called with the candidate's mesh, described, and a value for every choice; returns a step and its
             arguments.
-        request: from `step_request`, with settings laid over it: each is TOML, `mesh = {...}` or `choice = value`.
 
     Raises:
         ConfigError: a mesh does not fit the cluster.
@@ -336,11 +310,7 @@ def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
 
 
 def plan_file(request: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of an experiment file with overrides and settings laid over it, also where it fails.
-
-    Args:
-        request: from `file_request`, with the settings.
-    """
+    """Return the outcome of an experiment file with overrides and settings laid over it, also where it fails."""
     start, settings = time.perf_counter(), tuple(request["settings"])
     mesh: dict[str, str] = {}
     try:
