@@ -111,8 +111,7 @@ class Stream:
     seed: int
 
     def after(self, count: int) -> Iterator[Mapping[str, Any]]:
-        """The examples behind the first `count`, which are made once more and left out; a stream that ends is made anew
-        with the next seed.
+        """The examples behind the first `count`, which are left out; a stream that ends is made anew of the next seed.
 
         Raises:
             RunError: it ends before its first example.
@@ -144,9 +143,7 @@ def open_data(spec: StepSpec, tokenizer: UserCode | None) -> Data:
     Every k-th window or example (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
     Of a stream nothing is.
 
-    Args:
-        spec: its source.
-        tokenizer: what `data.tokenizer` names; None makes a token of each byte.
+    Without a tokenizer each byte is a token.
 
     Raises:
         ConfigError: nothing there, too few tokens for one window in each split, or nothing to evaluate on.
@@ -255,11 +252,7 @@ def stdlib_files() -> list[Path]:
 
 
 def _opened_text(places: Places, path: Path) -> io.BufferedReader:
-    """Return a file whose text memory can hold.
-
-    Raises:
-        ConfigError: it is larger, cannot be read, or is no regular file.
-    """
+    """Return a regular file whose text memory can hold; ConfigError for any other."""
     try:
         file = open_regular(path)
     except OSError as error:
@@ -301,7 +294,6 @@ def _json_documents(places: Places, key: str, path: Path) -> Iterator[bytes]:
 
 
 def _text_tokens(tokenizer: UserCode | None, documents: Iterable[bytes]) -> np.ndarray:
-    """All documents one after the other; those that hold a NUL byte are no text and are left out."""
     texts = (text for text in documents if b"\0" not in text)
     if tokenizer is None:
         return np.frombuffer(b"".join(texts), np.uint8)
@@ -337,9 +329,7 @@ def check_tokens(spec: StepSpec, data: Data, model: Any) -> None:
     """Compares the token ids of the data with the (abstract) model's vocab, if it says it.
 
     Args:
-        spec: named in the error.
         data: of token sources every id is looked at, beyond 2**30 of them an even sample; other sources are not.
-        model: abstract; see `vocab_of`.
 
     Raises:
         ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
@@ -360,7 +350,6 @@ def check_tokens(spec: StepSpec, data: Data, model: Any) -> None:
 
 
 def _token_range(rows: np.ndarray) -> tuple[int, int]:
-    """Smallest and largest id, chunk by chunk, so that a memory-mapped corpus never has to fit."""
     each = max(1, _CHUNK_TOKENS // rows.shape[1])
     count = min(_MOST_CHUNKS, -(-len(rows) // each))
     last = max(0, len(rows) - each)
@@ -445,11 +434,6 @@ def abstract_batch(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> dict[
 
     The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
 
-    Args:
-        spec: its `[data]`, `global_batch` and `sequence_length`.
-        mesh: attached or described.
-        rules: what they say of `act_batch` and `act_length`.
-
     Returns:
         Name -> ShapeDtypeStruct [global_batch, ...], of dtypes as jax keeps them (int64 becomes int32).
 
@@ -473,26 +457,18 @@ class Batches:
     """Device batches by step number."""
 
     examples: Examples | Stream
-    """The examples of a split."""
     like: Mapping[str, Any]
-    """The abstract batch."""
     seed: int | None
-    """The seed of the shuffle; None keeps the order."""
 
     def at(self, step: int) -> dict[str, jax.Array]:
         """Return the global batch of one step; this process loads only the rows that its devices hold.
 
-        Args:
-            step: from 0; errors are those of `iterate`.
+        Errors are those of `iterate`.
         """
         return next(self.iterate(step, step + 1))
 
     def iterate(self, first: int, last: int) -> Iterator[dict[str, jax.Array]]:
         """The batches of steps first ... last-1, read by background threads and put on devices ahead of their use.
-
-        Args:
-            first: from 0; a stream is made anew up to it.
-            last: the step behind the last one.
 
         Raises:
             RunError: the source raises, or gives an example of another shape, in the step that the error names; or a

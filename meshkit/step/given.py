@@ -74,10 +74,6 @@ class Program:
 def as_program(made: Any, name: str) -> Program:
     """Return what a user's function made as a program: an `mk.Program`, or a pair of a step and its arguments.
 
-    Args:
-        made: by the function.
-        name: of it, for the message.
-
     Raises:
         ConfigError: it is neither.
     """
@@ -127,9 +123,7 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
     Parameters are the `nnx.Param`s of modules and what lies under `params` in a tree; without any, the floats of the
     first argument. What optax's states and a TrainState's other fields hold is the optimizer's. The rest is the batch.
 
-    Args:
-        args: of the step.
-        names: as `Program` has it; they win.
+    Names, as `Program` has them, win.
 
     Raises:
         ConfigError: a pattern that matches no array.

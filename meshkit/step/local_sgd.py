@@ -108,11 +108,7 @@ class LocalSgd:
         return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
 
     def init(self, anchor: Any) -> OuterState:
-        """Return the outer state before the first outer step.
-
-        Args:
-            anchor: the parameters, without a replica dim.
-        """
+        """Return the outer state before the first outer step."""
         pending = None
         if self.staleness:
             pending = jax.tree.map(lambda a: jnp.zeros((self.replicas, *a.shape), jnp.float32), anchor)
@@ -282,10 +278,6 @@ class LocalSgdStep:
     def run(self, state: TrainState, batches: Mapping[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight.
 
-        Args:
-            state: of `extend`, or of the call before.
-            batches: arrays [H, B, ...], B being a step's global batch.
-
         Returns:
             The state H steps on, and fp32 metrics [H]; `weight` is the replicas' sum, not their mean. State beside the
             parameters is averaged over the replicas, and what is not floating point is that of the first.
@@ -317,12 +309,7 @@ class LocalSgdStep:
         return replace(state, opt_state=opt_state, extra={"outer": self.local.init(state.params)})
 
     def shardings(self, shards: TrainState, abstract_params: Any) -> TrainState:
-        """NamedShardings of the whole state, from those of the inner step.
-
-        Args:
-            shards: NamedShardings of one replica's state.
-            abstract_params: the parameters' shapes, from which those of the outer optimizer's state follow.
-        """
+        """NamedShardings of the whole state, from those of the inner step."""
 
         def lead(s: NamedSharding) -> NamedSharding:
             spec = PartitionSpec(self.local.axis, *s.spec)
@@ -341,11 +328,7 @@ class LocalSgdStep:
         return {name: stack_leaf(x) for name, x in batch.items()}
 
     def split(self, batches: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes.
-
-        Args:
-            batches: cut over `batch_axes` along B, which the replicas and the axes before theirs divide.
-        """
+        """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes."""
         mesh, axis, index = self.local.mesh, self.local.axis, self.batch_axes.index(self.local.axis)
         before, after = self.batch_axes[:index], self.batch_axes[index + 1 :]
         pieces = math.prod(mesh.shape[name] for name in before)
@@ -361,7 +344,6 @@ class LocalSgdStep:
         return {name: split_leaf(x) for name, x in batches.items()}
 
     def _keys(self, rng: jax.Array) -> jax.Array:
-        """Key data of every replica."""
         key = jax.random.wrap_key_data(rng)
         fold = jax.vmap(lambda r: jax.random.key_data(jax.random.fold_in(key, r)))
         return fold(jnp.arange(self.local.replicas))
@@ -375,12 +357,6 @@ class LocalSgdStep:
 
 def find_local_sgd(spec: LocalSgdTable, places: Places, mesh: AnyMesh, layout: StateLayout) -> LocalSgd | None:
     """Local SGD as `[local_sgd]` says it; None where that names no axis.
-
-    Args:
-        spec: the `[local_sgd]` table.
-        places: where its keys were written.
-        mesh: attached or described; the size of the axis is R.
-        layout: of the state; the specs of its parameters are those of the anchor.
 
     Raises:
         ConfigError: the axis cuts the parameters or what belongs to them.
@@ -401,14 +377,7 @@ def find_local_sgd(spec: LocalSgdTable, places: Places, mesh: AnyMesh, layout: S
 
 
 def check_replicas(places: Places, key: str, axis: str, layout: StateLayout) -> None:
-    """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state.
-
-    Args:
-        places: where the key was written.
-        key: of the setting that names the axis, as `local_sgd.axis`.
-        axis: mesh axis whose GPUs are to hold replicas.
-        layout: of the state under rules that know the axis.
-    """
+    """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state."""
     for what, tree in (
         ("parameters", layout.params),
         ("gradients", layout.gradients),

@@ -46,10 +46,6 @@ _SHAPE_OF_A_LOSS = "return loss_sum, weight, metrics: two scalars and a dict of 
 def checked_loss(own: UserCode | None, model_class: UserCode) -> Loss:
     """Return the user's loss, or next-token cross-entropy; either checks what it gets while it is traced.
 
-    Args:
-        own: what `train.loss` names; None without one.
-        model_class: of the models that it will be called with.
-
     Returns:
         A loss that, when traced, raises ConfigError where it or the model raises, or gives something else than it
         should.
@@ -91,12 +87,6 @@ def _checked_next_token(model_class: UserCode) -> Loss:
 
 
 def _check_result(own: UserCode, result: Any) -> tuple[jax.Array, jax.Array, dict]:
-    """Return the results of the user's loss as arrays.
-
-    Raises:
-        ConfigError: it is not two scalars, the first a float, and a dict of scalars under names that are free.
-    """
-
     def refuse(problem: str, hint: str = _SHAPE_OF_A_LOSS):
         return own.error(f"{own.name} {problem}.", hint=hint)
 
@@ -200,9 +190,6 @@ class MicroBatches:
         """Each [B, ...] as [count, replicas, B / count / replicas, ...] without moving a row to another GPU.
 
         Micro-batches take rows in strides, since contiguous ones would all lie on the first GPUs.
-
-        Args:
-            batch: arrays of the global batch, cut over `batch_axes`; count * replicas divides B.
         """
         kept = tuple(a for a in self.batch_axes if a not in self.deferred)
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.deferred or None, kept or None))
@@ -220,9 +207,7 @@ def deferred_axes(rules: ShardingRules, mesh: AnyMesh) -> tuple[str, ...]:
     They cut the batch and no other activation (the experts' axis does: its weights are not gathered), and
     `[rules.gradients]` does not cut the accumulators over them.
 
-    Args:
-        rules: of activations, and `[rules.gradients]`.
-        mesh: axes of one GPU are left out.
+    Axes of one GPU are left out.
     """
     (batch,) = rules.spec_for(("act_batch",), kind="activations")
     activations = {a for name, axes in rules.logical.items() if name.startswith("act_") and name != "act_batch"
@@ -242,8 +227,6 @@ def sum_over_micro_batches(
 
     Args:
         loss_and_gradients: (variables, batch, rng) -> (Sums of a micro-batch, variables).
-        micro: how the batch is cut.
-        batch: the global batch.
         variables: the model's non-parameter state, handed from each micro-batch to the next.
         rng: key; each micro-batch and replica gets its own.
     """
@@ -290,7 +273,6 @@ def reduce_replicas(
 
     Args:
         gradients: tree of fp32 arrays, each replica's own sums.
-        micro: whose deferred axes are summed over.
         accumulators: NamedShardings of the gradients without the replica dim.
         reduced: NamedShardings wanted.
         dtype: on the wire, and of the sum.
@@ -335,8 +317,6 @@ def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, redu
     """NamedShardings of the residuals [R, ...] that `reduce_replicas` takes, of parameters with these shapes.
 
     Args:
-        params: arrays or ShapeDtypeStructs, without a replica dim.
-        micro, accumulators, reduced: as in `reduce_replicas`.
         axis: of the exchange; it cuts the leading dim, R.
     """
 
@@ -359,12 +339,7 @@ def _sum_first(tree: Any) -> Any:
 
 
 def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:
-    """NamedShardings in which these mesh axes cut nothing.
-
-    Args:
-        shardings: any tree of NamedShardings; kinds of memory are not kept.
-        axes: of their mesh.
-    """
+    """NamedShardings in which these mesh axes cut nothing; kinds of memory are not kept."""
 
     def uncut_sharding(sharding):
         kept = [tuple(a for a in dim if a not in axes) for dim in spec_axes(sharding.spec)]

@@ -85,11 +85,6 @@ def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str,
 
     Two dims beside those of layers and experts, heads and head_dim as one; neither is `vocab`. So embeddings, the head,
     norms, biases and parameters without names are AdamW's.
-
-    Args:
-        params: of a model, abstract, with logical axes.
-        mesh: attached or described.
-        rules: whose optimizer state it is.
     """
     placed = placements(params, mesh, rules, kind="optimizer")
     return {p.path: matrix for p in placed if (matrix := _matrix_of(p, mesh)) is not None}
@@ -134,11 +129,7 @@ def muon(
     """Muon for the matrices, another optimizer for all other parameters.
 
     Args:
-        matrices: as `find_matrices` gives them.
-        schedule: of the learning rate.
         momentum: decay of the first moment, its only one.
-        weight_decay: of the matrices.
-        dtype: of the moment.
         others: with a learning rate of its own.
     """
 
@@ -175,12 +166,7 @@ def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype
 
 
 def orthogonalize(x: jax.Array, matrix: MatrixStack) -> jax.Array:
-    """Each matrix of a stack with its singular values near one, by five steps of Newton and Schulz, and scaled.
-
-    Args:
-        x: the parameter's momentum.
-        matrix: which of its dims are a matrix's, and how it lies meanwhile.
-    """
+    """Each matrix of a stack with its singular values near one, by five steps of Newton and Schulz, and scaled."""
     pin = jax.lax.with_sharding_constraint
     y = matrix.to_rows(pin(x, matrix.stored))
     rows, columns = y.shape[-2:]

@@ -109,10 +109,6 @@ class Pipelined:
     def mean_gradients(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any]:
         """Sums over the whole batch (its metrics averaged), and gradients of the mean loss.
 
-        Args:
-            state: its layers arranged in stages.
-            batch: the global batch, arrays [B, ...]; the number of microbatches divides B.
-
         Returns:
             Sums without gradients, fp32 scalars; and fp32 gradients, a nested dict like `state.params`, laid out as the
             optimizer gets them.
@@ -139,7 +135,6 @@ class Pipelined:
         return {"loss_sum": jnp.where(weight > 0, loss * weight, 0.0), "weight": weight}
 
     def _weight(self, metrics: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the weight of the whole batch; the pipeline gives the mean over its pieces."""
         return metrics[WEIGHT] * (self.spec.pipeline.microbatches * self.train.axes.shards)
 
     def _weights(self, state: TrainState) -> dict[str, Any]:
@@ -162,12 +157,6 @@ class Pipelined:
 
 def find_stack(spec: PipelineTable, model_class: UserCode, mesh: AnyMesh, model: ModelDescription) -> Stack | None:
     """Which layer of the model stands where in a pipeline; None without one.
-
-    Args:
-        spec: the `[pipeline]` table.
-        model_class: of the model.
-        mesh: attached or described.
-        model: as it is without a pipeline.
 
     Raises:
         ConfigError: a model without layers to cut, more stages than layers, or a layout that does not fit.
@@ -192,14 +181,6 @@ def make_pipelined(
     layout: StateLayout,
 ) -> Pipelined:
     """Return the pipeline of a spec that has one.
-
-    Args:
-        spec: its `[pipeline]` table, loss and precision.
-        mesh, rules: of the step.
-        model: as it is without a pipeline.
-        loss: as `checked_loss` gives it.
-        stack: from `find_stack`.
-        layout: of the state, its layers arranged.
 
     Raises:
         ConfigError: rules, a head or residuals that the pipeline cannot have.
@@ -244,11 +225,7 @@ def make_pipelined(
 
 
 def _whole_gradients(places: Places, layout: StateLayout, data: tuple[str, ...]) -> StateLayout:
-    """Return the layout with gradients as a pipeline adds them up: whole over the axes of the batch.
-
-    Raises:
-        ConfigError: `[rules.compute]` or `[rules.gradients]` ask for more than that.
-    """
+    """Return the layout with gradients as a pipeline adds them up: whole over the axes of the batch."""
     strip = functools.partial(strip_axes, axes=data)
     gradients = strip(layout.params)
     for table, wanted in (("compute", layout.compute), ("gradients", layout.gradients)):
@@ -314,7 +291,6 @@ class Arrangement:
         return jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract.params))(params)
 
     def _move(self, way: str, state: TrainState, given: TrainState, wanted: TrainState) -> TrainState:
-        """Return the state after `Stack.arrange` or `Stack.restore`."""
         if self.stack.natural:
             return state
         if way not in self.compiled:
@@ -355,12 +331,7 @@ class Arrangement:
 
 
 def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:
-    """Return the model with as many layers in its arrays as the pipeline has places for.
-
-    Args:
-        model: as without a pipeline, its layers stacked [layers, ...].
-        stack: of the pipeline; afterwards they are [stack.size, ...].
-    """
+    """Return the model with as many layers in its arrays as the pipeline has places for."""
 
     def arranged_leaf(leaf: nnx.Variable) -> nnx.Variable:
         x = leaf.get_raw_value()
@@ -402,7 +373,6 @@ def _on_device(state: TrainState, given: TrainState) -> TrainState:
 
 
 def _constrain(tree: Any, like: Any) -> Any:
-    """Return the arrays in device memory with the shardings of others, inside `jax.jit`."""
     return jax.tree.map(
         lambda x, to: jax.lax.with_sharding_constraint(x, to.sharding.with_memory_kind("device")), tree, like
     )
@@ -411,11 +381,7 @@ def _constrain(tree: Any, like: Any) -> Any:
 class StageFunctions:
     """The functions of a pipeline.
 
-    Args:
-        spec: names model and loss.
-        model: one that `check_model` accepts; arrays are put in from outside.
-        loss: as `checked_loss` gives it.
-        training: False for an evaluation.
+    The model is one that `check_model` accepts; its arrays are put in from outside.
 
     Raises:
         ConfigError: a loss that cannot be pipelined with this head.
@@ -432,11 +398,6 @@ class StageFunctions:
 
     def stage(self, layers: Mapping[str, Any], x: Any, ctx: StageContext) -> Any:
         """Run a chunk of layers.
-
-        Args:
-            layers: the chunk's parameters, arrays [chunk_layers, ...].
-            x: activations, as `first` or the chunk before gives them.
-            ctx: of the stage.
 
         Returns:
             Activations; a StageOutput if the model's layers give values that the loss makes something of.
@@ -457,12 +418,6 @@ class StageFunctions:
 
     def last(self, outer: Mapping[str, Any], x: Any, batch: Any, ctx: StageContext) -> tuple[Any, Any, dict[str, Any]]:
         """loss_sum, weight, and metrics with that weight among them, of what leaves the last layer.
-
-        Args:
-            outer: parameters outside of the layers.
-            x: activations of the last layer.
-            batch: this device's part of the microbatch.
-            ctx: of the pipeline's end.
 
         Raises:
             ConfigError: the model or the loss raises, or the logits are not a stage's part of the vocabulary.
@@ -487,11 +442,7 @@ class StageFunctions:
         return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), {}
 
     def _check_pieces(self, logits: jax.Array, ctx: StageContext) -> None:
-        """Refuses logits that are not a stage's part of a `vocab` dim: their cross-entropy would be wrong.
-
-        Raises:
-            ConfigError: with the sizes.
-        """
+        """Refuses logits that are not a stage's part of a `vocab` dim: their cross-entropy would be wrong."""
         sizes, stages = vocab_sizes(self.model), jax.lax.axis_size(ctx.axis)
         if logits.shape[-1] * stages not in sizes:
             name, shown = self.spec.model_class.name, " or ".join(map(str, sorted(sizes))) or "not named"
@@ -527,10 +478,6 @@ class _WithLogits:
 
 def check_model(model_class: UserCode, model: ModelDescription) -> None:
     """Refuses a model that has no stages to make.
-
-    Args:
-        model_class: of the model, named in errors.
-        model: as it is without a pipeline.
 
     Raises:
         ConfigError: naming what it lacks.
@@ -596,5 +543,4 @@ def vocab_sizes(model: ModelDescription) -> set[int]:
 
 
 def _is_variable(leaf: Any) -> bool:
-    """Return whether it is an nnx variable, which carries the names of its dims."""
     return isinstance(leaf, nnx.Variable)

@@ -57,7 +57,6 @@ class StepFacts(BaseModel):
     tokens: float | None = None
     examples: int | None = None
     parameters: int | None = None
-    """Numbers in the model."""
     matmul_parameters: int | None = None
     """How many of `parameters` are used by matmuls."""
     parameters_bytes: int | None = None
@@ -69,7 +68,6 @@ class StepFacts(BaseModel):
     state_bytes: int | None = None
     """Bytes of a checkpoint: those of all GPUs, with replicas counted once."""
     training_steps: int | None = None
-    """Steps of the whole training."""
     steps_per_call: int = Field(
         default=1,
         ge=1,
@@ -78,7 +76,6 @@ class StepFacts(BaseModel):
     )
     """Training steps that one call of the program makes; with local SGD a call makes a round of several."""
     pipeline: PipelineReport | None = None
-    """The cost of the pipeline's schedule; None without a pipeline."""
 
 
 NO_FACTS = StepFacts()
@@ -161,12 +158,7 @@ def find_facts(
 ) -> StepFacts:
     """Return what `TrainProgram.facts` holds.
 
-    Args:
-        spec: has the batch, precision and length of the training.
-        model: the model as it is without a pipeline.
-        state: the abstract state, with its shardings.
-        batch: the abstract batch of one step; arrays of whole numbers [batch, sequence, ...] are tokens.
-        gradients_bytes, steps_per_call, pipeline: those of the program.
+    Arrays of whole numbers [batch, sequence, ...] are tokens; the model is as it is without a pipeline.
     """
     import jax
     import jax.numpy as jnp
@@ -202,8 +194,6 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
             as one that multiplies activations. Without `attention_shape() -> (layers, heads, head_dim)` there is no
             attention term. `attention_windows() -> (tokens, ...)` has the windows of the layers with a sliding window.
         abstract_params: tree of the model's parameters; read where the model has no `matmul_parameters`.
-        tokens: tokens of one step, over all GPUs.
-        sequence_length: T.
     """
     import jax
 

@@ -89,11 +89,7 @@ class ModelDescription:
         return nnx.merge(self.graph, self.params, self.variables)
 
     def merge(self, params: Any, variables: Any) -> nnx.Module:
-        """Return the module around arrays given as nested dicts.
-
-        Args:
-            params, variables: as `nnx.to_pure_dict` gives them; the arrays may be traced.
-        """
+        """Return the module around arrays given as nested dicts."""
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
 
 
@@ -104,7 +100,6 @@ def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     say otherwise.
 
     Args:
-        spec: its `[model]`, and precision and recomputation of `[train]`.
         rngs: handed to what makes an nnx module; of a linen module its stream `params` gives weights and other keys.
 
     Raises:
@@ -236,10 +231,6 @@ def lay_out(
     """Return the StateLayout that the rules give a model's state.
 
     Args:
-        model: its parameters carry the logical axes.
-        optimizer: whose state it is.
-        mesh: attached or described.
-        rules: logical axis -> mesh axes.
         memory: where moments are between steps, `device` or `host`; counters stay on the device.
 
     Raises:
@@ -304,13 +295,7 @@ def state_shardings(layout: StateLayout) -> TrainState:
 
 
 def init_state(spec: StepSpec, optimizer: optax.GradientTransformation, stack: Stack | None = None) -> TrainState:
-    """Return the state before the first step; to be jitted with `out_shardings`, so that it is born sharded.
-
-    Args:
-        spec: names the model and the seed.
-        optimizer: whose state it holds.
-        stack: of a pipeline, in whose order the layers are to lie.
-    """
+    """Return the state before the first step; to be jitted with `out_shardings`, so that it is born sharded."""
     model = build_model(spec, nnx.Rngs(spec.train.seed))
     _, params, variables = nnx.split(model, nnx.Param, ...)
     params = nnx.to_pure_dict(params)
@@ -390,7 +375,6 @@ def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Names of those that have no default."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
 
@@ -407,7 +391,6 @@ class LinenModel(nnx.bridge.ToNNX):
     `training`, `is_training` or `deterministic` where the module's `__call__` or its fields have it.
 
     Args:
-        module: unbound.
         rngs: initial weights from its stream `params`, and dropout's and the like from streams of their names.
     """
 
@@ -443,7 +426,6 @@ class LinenModel(nnx.bridge.ToNNX):
         return super().__getattr__(name)
 
     def _collections(self) -> list[str]:
-        """Names of the collections beside the parameters that the module was initialized with."""
         types = {type(v) for _, v in nnx.to_flat_state(nnx.state(self)) if not isinstance(v, nnx.Param | nnx.RngState)}
         return sorted(nnx.variable_name_from_type(t) for t in types)
 
@@ -452,8 +434,6 @@ def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenMod
     """Return the module initialized by the call that the loss makes of it on a micro-batch.
 
     Args:
-        spec: names the loss and the data, whose example gives the shapes.
-        module: unbound.
         rngs: its stream `params` gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:

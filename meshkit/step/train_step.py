@@ -82,12 +82,6 @@ def update_params(
     State that lives in host memory is fetched and brought back here. Not before the gradients are there: until then
     the GPU's memory is the activations'.
 
-    Args:
-        optimizer: with clipping, as `make_optimizer` gives it.
-        layout: where optimizer state lies between steps, and where while it is used.
-        gradients: fp32, of the mean loss, laid out as `layout.reduced`.
-        state: before the step.
-
     Returns:
         Parameters, and the optimizer's state in the memory that `layout.opt_state` says.
     """
@@ -120,9 +114,7 @@ class StepFunctions:
     described: ModelDescription
     """The model as it is without a pipeline."""
     exchange: Exchange | None = None
-    """The exchange that `[compression]` asks for."""
     pipelined: Pipelined | None = None
-    """The pipeline that `[pipeline]` asks for."""
 
     @property
     def _keeps_residuals(self) -> bool:
@@ -256,9 +248,7 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
     """Return the training step of a spec on a mesh, attached or described.
 
     Args:
-        spec: the model, loss, optimizer and examples, and how they train.
         mesh: its axes must be those that the rules name.
-        rules: where parameters and activations go.
 
     Raises:
         ConfigError: a model or loss that is none or raises, options it does not take, or rules that do not fit it.
@@ -372,11 +362,7 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunc
 
 
 def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model: ModelDescription) -> None:
-    """Stops at an optimizer of a pipeline whose statistics are no arrays of the parameters' shapes, layer by layer.
-
-    Raises:
-        ConfigError: it has such, as Adafactor does.
-    """
+    """Stops at an optimizer of a pipeline whose statistics are no arrays of the parameters' shapes, layer by layer."""
     params = nnx.to_pure_dict(model.params)
     state = jax.eval_shape(optimizer.init, params)
 
@@ -429,12 +415,7 @@ def without_signed(gradients: Any, steps: Any) -> Any:
 
 
 def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.GradientTransformation:
-    """Return the optimizer, which parameters with a step are kept from: they move by it against their gradient's sign.
-
-    Args:
-        optimizer: of the others; its state has all parameters' shapes.
-        steps: of `sign_steps`.
-    """
+    """Return the optimizer, which parameters with a step are kept from: they move by it against their gradient's sign."""
     if not any(jax.tree.leaves(steps)):
         return optimizer
 
@@ -454,7 +435,6 @@ def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear).
 
     Args:
-        spec: the `[optimizer]` table.
         steps: of the whole training, warm-up included; a longer warm-up is cut to it.
 
     Returns:
@@ -479,12 +459,6 @@ def make_optimizer(
     spec: OptimizerTable, code: UserCode | None, steps: int, matrices: Mapping[str, MatrixStack] | None = None
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, Muon or what `optimizer.class` names.
-
-    Args:
-        spec: the `[optimizer]` table.
-        code: what its `class` names; None is AdamW or Muon.
-        steps: length of the schedule.
-        matrices: of the model, for Muon.
 
     Raises:
         ConfigError: the function is not annotated to return an optax transformation, lacks a parameter for an
@@ -515,10 +489,6 @@ def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation
 
     Weight decay leaves norms, biases and sinks alone, by the end of their last name (`decayed`). `dtype` is that of the
     first moment; the second stays fp32, since bf16 cannot hold its small updates (1 - b2 is below bf16's resolution).
-
-    Args:
-        spec: the `[optimizer]` table.
-        steps: length of the schedule.
     """
     return optax.adamw(
         make_schedule(spec, steps),
@@ -541,7 +511,6 @@ def decayed(params: Any) -> Any:
 
 
 def _named(spec: OptimizerTable, code: UserCode, steps: int) -> optax.GradientTransformation:
-    """Call the optimizer's function that the file names, with its schedule and options."""
     make, name = code.found, code.name
     kinds = returned_kinds(make)
     if not kinds or not all(issubclass(kind, optax.GradientTransformation) for kind in kinds):
