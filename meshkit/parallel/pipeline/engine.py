@@ -88,10 +88,7 @@ class Pipeline:
         return self.head == "vocab_parallel"
 
     def tables(self, microbatches: int) -> Tables:
-        """Return the schedule of a batch.
-
-        Args:
-            microbatches: M; with several virtual stages a multiple of the stages.
+        """Return the schedule of a batch of so many microbatches: with several virtual stages a multiple of the stages.
 
         Raises:
             ConfigError: not a number of microbatches that it can have.
@@ -152,9 +149,6 @@ class Pipeline:
 
     def shardings(self, params: Mapping[str, Any]) -> Any:
         """NamedShardings of parameters, and of the gradients that come back.
-
-        Args:
-            params: `{"stages": ..., "outer": ...}`, arrays or ShapeDtypeStructs.
 
         Raises:
             ConfigError: other parts than these, another number of PartitionSpecs than of arrays, or layers that the
@@ -264,13 +258,8 @@ def make_pipeline(
     """Return a Pipeline from plain values; options are its remaining fields.
 
     Args:
-        functions: the model's stages and loss.
-        mesh: attached or described.
-        layers: of the model.
         axis: mesh axis whose size is the number of stages.
         batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...]; None: every device has all of it.
-        kept: see `ManualAxes`.
-        virtual_stages: chunks of layers on each stage.
         layout: layers of each virtual stage, see `Stack.of`; None: as even as they go.
         options: `specs`, `schedule`, `residuals`, `head`, `accumulators` and `reduced` of `Pipeline`.
 
@@ -331,7 +320,6 @@ def pipeline(
         batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...].
         specs: PartitionSpecs of the parameters.
         rng: a key, from which `StageContext.layer_keys` come.
-        has_metrics: whether to return metrics.
         options: further fields of `Pipeline`, and `kept` of `ManualAxes`.
 
     Returns:
@@ -371,11 +359,7 @@ def _by_part(fn: Callable[[Any, Any], Any], params: Mapping[str, Any], specs: Ma
 
 
 def _microbatches(batch: Any) -> int:
-    """Return the first dim of all arrays of a batch.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Return the first dim of all arrays of a batch; ConfigError where they differ."""
     sizes = {x.shape[:1] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         raise ConfigError("the arrays of a pipeline's batch need one number of microbatches as their first dim.")

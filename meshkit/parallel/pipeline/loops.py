@@ -72,19 +72,12 @@ class Recompute:
 
         Args:
             weights: of the chunk, arrays [chunk_layers, ...].
-            x: activations that enter it.
-            chunk, microbatch: numbers, which may be traced.
         """
         (y, loss_sum), metrics = self.stage(weights, x, chunk, microbatch)
         return y, (loss_sum, metrics), x
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """Activations, and (their gradient, that of loss_sum) -> gradients of weights and x.
-
-        Args:
-            weights, chunk, microbatch: those that `forward` had.
-            kept: what it gave as third.
-        """
+        """Activations, and (their gradient, that of loss_sum) -> gradients of weights and x."""
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)[0]
@@ -95,11 +88,7 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps what the derivative of a chunk needs, and its activations.
-
-    Attributes:
-        policy: of `jax.checkpoint`; None keeps all.
-    """
+    """Keeps what the derivative of a chunk needs, or what the policy of `jax.checkpoint` saves; and its activations."""
 
     stage: Stage
     policy: Callable[..., Any] | None = None
@@ -136,7 +125,6 @@ def make_residuals(residuals: Residuals, stage: Stage) -> Recompute | Stash:
 
     Args:
         residuals: `recompute`, `stash`, the name of a policy in `jax.checkpoint_policies`, or such a policy.
-        stage: what runs a chunk, as `Worker.run_stage`.
 
     Raises:
         ConfigError: no such residuals.
@@ -150,12 +138,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def loop_sums(worker: Worker, tables: Tables) -> Sums:
-    """This device's part of the sums of a forward pass: the forwards of a schedule, without its backwards.
-
-    Args:
-        worker: of the device.
-        tables: of any schedule of the worker's stages.
-    """
+    """This device's part of the sums of a forward pass: the forwards of a schedule, without its backwards."""
     w, last, chunks = worker, worker.last, worker.stack.virtual_stages
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
@@ -203,13 +186,7 @@ def _forward_ticks(tables: Tables) -> dict[str, Any]:
 
 
 class Lockstep:
-    """The ticks of one device.
-
-    Args:
-        worker: of the device.
-        tables: of the schedule.
-        residuals: what a stage keeps of a microbatch between its forward and its backward.
-    """
+    """The ticks of one device."""
 
     def __init__(self, worker: Worker, tables: Tables, residuals: Residuals):
         self.worker, self.tables = worker, tables
@@ -217,11 +194,7 @@ class Lockstep:
         self.inputs = _ticks(tables)
 
     def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
-        """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters.
-
-        Args:
-            zeros: empty accumulators of both, like the weights.
-        """
+        """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters."""
         state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
@@ -308,7 +281,6 @@ class Lockstep:
         return state | {"outer": _add(state["outer"], pull(gradient)[0], returned["valid"])}
 
     def _forward(self, state: State, now: Any) -> tuple[State, Any]:
-        """Return the state after a forward chunk, and the activations to send on."""
         w, chunk = self.worker, now["chunk"]
         x = where((w.stage == 0) & (chunk == 0), state["entering"], state["received"])
         weights = w.chunk_of(w.weights, chunk)
@@ -332,8 +304,6 @@ class Lockstep:
         return state | {"gradient": x}, weights
 
     def _added(self, totals: Any, weights: Any, back: Any) -> Any:
-        """Accumulators [v, ...] with the gradients of one chunk."""
-
         def add_leaf(total, g):
             g = jnp.where(back["valid"], g, 0).astype(total.dtype)
             return put(total, pick(total, back["chunk"]) + g, back["chunk"])

@@ -79,7 +79,6 @@ class ManualAxes:
         return partition_spec([[a for a in axes if a in self.names] for axes in spec_axes(spec)])
 
     def _outside(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return the axes of a spec that the partitioner has."""
         return partition_spec([[a for a in axes if a not in self.names] for axes in spec_axes(spec)])
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -91,10 +90,6 @@ class ManualAxes:
 
     def check_stages(self, spec: PartitionSpec, path: str) -> None:
         """Refuses a stage's parameter whose layers the axis does not cut.
-
-        Args:
-            spec: PartitionSpec of the whole array [layers, ...].
-            path: of the parameter, for the message.
 
         Raises:
             ConfigError: naming the parameter.
@@ -173,25 +168,12 @@ class ManualAxes:
 
 
 def psum(x: jax.Array, axes: Any, mesh: AnyMesh | None = None) -> jax.Array:
-    """`lax.psum` over manual axes.
-
-    Args:
-        x: an array.
-        axes: manual mesh axes.
-        mesh: says which devices these are; None takes that of the sharding scope.
-    """
+    """`lax.psum` over manual axes of the mesh; None takes that of the sharding scope."""
     return lax.psum(_widened(x, mesh), axes).astype(x.dtype)
 
 
 def psum_scatter(x: jax.Array, axes: Any, dim: int, mesh: AnyMesh | None = None) -> jax.Array:
-    """`lax.psum_scatter` along a dim, in tiles.
-
-    Args:
-        x: an array, the same shape on every device of the axes.
-        axes: manual mesh axes, whose sizes divide the dim.
-        dim: of which each device keeps its part of the sum.
-        mesh: as in `psum`.
-    """
+    """`lax.psum_scatter` in tiles along a dim, which the sizes of the manual axes divide; mesh as in `psum`."""
     return lax.psum_scatter(_widened(x, mesh), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
 

@@ -60,13 +60,7 @@ class Slots:
         return cls(np.zeros((ticks, stages), bool), *(np.zeros((ticks, stages), np.int32) for _ in range(3)))
 
     def put(self, ticks: np.ndarray, stage: int, chunks: np.ndarray, microbatches: np.ndarray) -> None:
-        """Enters the work of a stage, a piece in each of these ticks.
-
-        Args:
-            ticks: int [n].
-            stage: whose work it is.
-            chunks, microbatches: int [n], of each piece; its slot stays as it is.
-        """
+        """Enters the work of a stage: a chunk and a microbatch, int [n], in each of these ticks, int [n]."""
         self.valid[ticks, stage] = True
         self.chunk[ticks, stage], self.microbatch[ticks, stage] = chunks, microbatches
 
@@ -143,11 +137,7 @@ class Tables:
 def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> None:
     """Refuses sizes that a schedule cannot have.
 
-    Args:
-        schedule: one of SCHEDULES.
-        stages: S.
-        virtual_stages: v; more than one needs `interleaved_1f1b`.
-        microbatches: M; a multiple of S where v is more than one.
+    More than one virtual stage needs `interleaved_1f1b`, and microbatches that the stages divide.
 
     Raises:
         ConfigError: with the sizes, and the nearest that go.
@@ -180,9 +170,6 @@ def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: i
 
     Calls with the same sizes share one object: its arrays are not to be written into.
 
-    Args:
-        schedule, stages, virtual_stages, microbatches: as in `check_sizes`.
-
     Raises:
         ConfigError: sizes that it cannot have.
     """
@@ -193,7 +180,6 @@ def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: i
 
 
 def _order(stages: int, virtual_stages: int, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps k of a stage, their chunks and their microbatches."""
     steps = np.arange(microbatches * virtual_stages)
     group, rest = np.divmod(steps, stages * virtual_stages)
     return steps, rest // stages, group * stages + rest % stages
@@ -332,10 +318,7 @@ def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_
     there are several (`F3.1`), empty where the stage waits.
 
     Args:
-        tables: whose ticks, slots and work are counted.
         stack: the layers of the same stages and virtual stages; padding counts as executed, not as useful.
-        axis: what the report calls the pipeline's mesh axis.
-        shared_head: see above.
     """
     s, v, m = tables.stages, tables.virtual_stages, tables.microbatches
     executed = (m * v + s - 1) * stack.chunk_layers * s

@@ -41,9 +41,6 @@ class Stack:
         """Layers as even as they go, or as a layout says.
 
         Args:
-            layers: of the model.
-            stages: size of the mesh axis.
-            virtual_stages: chunks on each stage.
             layout: layers of each virtual stage: numbers, or a text as `parse_layout` reads it. By default the last
                 and the first stages, which have the head and the embedding as well, are the short ones.
 

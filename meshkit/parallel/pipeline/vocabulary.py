@@ -23,7 +23,6 @@ def lookup(
     Args:
         table: this stage's rows, those from stage * stage_vocab on.
         tokens: ids in the whole vocabulary; one outside of it gives a row of zeros.
-        axis: the pipeline's, manual here.
 
     Returns:
         Rows in the table's dtype, the same on every stage.
@@ -43,8 +42,6 @@ def cross_entropy(
 
     Args:
         logits: of any floating dtype, for this stage's part of the vocabulary.
-        targets: ids in the whole vocabulary.
-        axis: the pipeline's, manual here.
 
     Returns:
         fp32, in nats, the same on every stage.

@@ -93,8 +93,6 @@ def scan_layers(
     Args:
         layer_fn: (one layer's params, x, key or None) -> x, or StageOutput.
         params: arrays [chunk_layers, ...].
-        x: activations.
-        ctx: of the stage.
         wrap: put around the body of the scan, (x, inputs) -> (x, outputs): `jax.checkpoint`, to recompute.
 
     Returns:
@@ -131,11 +129,9 @@ class Worker:
     weights: Any
     """Arrays [v, chunk_layers, ...] of this stage, whole but for the partitioner's axes."""
     outer: Any
-    """The parameters outside of stages."""
     batch: Any
     """This device's part of the data, [microbatches, ...]."""
     rng: Any
-    """A random key, or None."""
 
     @property
     def stage(self) -> jax.Array:
@@ -156,8 +152,6 @@ class Worker:
 
         Args:
             weights: arrays [chunk_layers, ...].
-            x: activations that enter the chunk.
-            chunk, microbatch: numbers, which may be traced.
 
         Returns:
             Activations in the stage's own dtypes; loss_sum and metrics in fp32.
@@ -175,14 +169,7 @@ class Worker:
             return self.functions.first(outer, ctx.batch, ctx)
 
     def score(self, outer: Any, y: Any, microbatch: Any, mine: Any) -> tuple[Any, tuple[Any, Mapping[str, Any]]]:
-        """loss_sum, (weight, metrics) of a microbatch; with the vocabulary over the pipeline every device computes it.
-
-        Args:
-            outer: parameters.
-            y: activations of the last layer, on the last stage.
-            microbatch: its number.
-            mine: whether this device is the one that has them.
-        """
+        """loss_sum, (weight, metrics) of a microbatch; with the vocabulary over the pipeline every device computes it."""
         with jax.named_scope(LAST):
             if self.shared_head:
                 axis, mesh = self.axes.axis, self.axes.mesh
@@ -211,10 +198,6 @@ class Worker:
         optimization_barrier`: without it, XLA's collective-permute-motion moves the permute to the head of the loop,
         where nothing hides it.
 
-        Args:
-            tree: arrays of the same shapes on every stage.
-            step: 1 or -1.
-
         Returns:
             What the neighbour sent; zeros on a stage that has none to receive from.
         """
@@ -236,10 +219,7 @@ class Worker:
 def add(sums: Sums, valid: Any, **more: Any) -> Sums:
     """Sums with those of a chunk (`loss`, `stages`), or of a microbatch's loss (`loss`, `weight`, `last`).
 
-    Args:
-        sums: as `Worker.empty_sums` gives them.
-        valid: traced; where it is False nothing is added, whatever `more` holds.
-        more: by the names of the sums; the others stay.
+    Nothing is added where the traced `valid` is False.
     """
     return sums | {k: jax.tree.map(lambda a, b: a + where(valid, b, 0.0), sums[k], v) for k, v in more.items()}
 
