@@ -88,7 +88,6 @@ def make(mesh: AnyMesh, file: str, names: Mapping[str, Any] | None = None) -> Pr
 
 
 def _deserialized(data: bytes, file: str) -> tuple[export.Exported, str]:
-    """Return what jax.export serialized, and its StableHLO."""
     try:
         found = export.deserialize(bytearray(data))
         return found, found.mlir_module()
@@ -208,7 +207,6 @@ def _argument(each: tuple[Any, Any]) -> _Argument:
 
 
 def _exported(module: Any, mesh: AnyMesh, arguments: list[_Argument]) -> export.Exported:
-    """Return a lowered module as jax.export would have it."""
     main = _main(module)
     inputs, outputs = (tuple(map(_aval, types)) for types in (main.type.inputs, main.type.results))
     placed = [a.spec and NamedSharding(mesh.abstract_mesh, a.spec) for a in arguments]

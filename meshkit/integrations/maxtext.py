@@ -116,7 +116,6 @@ def experiment_table(config: str | None, settings: Sequence[str], cluster: Clust
 
     Args:
         config: a MaxText configuration file; None is MaxText's own `base.yml`.
-        settings: `key=value` of its keys, as on MaxText's command line.
         cluster: `ici` integers are of an NVLink domain of it, `dcn` integers over its domains; one of each may be -1.
 
     Raises:
@@ -158,7 +157,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Return the key and the value of `key=value`."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise ConfigError(f"'{text}' is no key and value.", at="--set", hint="--set ici_fsdp_parallelism=8")
@@ -169,11 +167,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _whole_mesh(mesh: AnyMesh, names: list[str]) -> AnyMesh:
-    """Return the mesh with every axis of MaxText's, in MaxText's order.
-
-    Raises:
-        ConfigError: it has another axis.
-    """
+    """Return the mesh with every axis of MaxText's, in MaxText's order; ConfigError where it has another axis."""
     if other := [name for name in mesh.axis_names if name not in names]:
         raise ConfigError(f"MaxText has no mesh axis '{other[0]}'.", hint=", ".join(names))
     order = sorted(range(len(mesh.axis_names)), key=lambda n: names.index(mesh.axis_names[n]))
