@@ -36,15 +36,11 @@ class Saved:
     """One checkpoint of a run."""
 
     step: int
-    """The step after which it was saved."""
     folder: Path
-    """Where it is."""
     size_bytes: int
-    """Bytes of its files."""
     arrays: int | None
     """The number of arrays; None where its manifest cannot be read."""
     corruption: str | None
-    """Why it is damaged; None if no damage was found."""
     unreadable: dict[str, Any] | None
     """Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents."""
     set_aside: bool
@@ -55,7 +51,6 @@ def find(run: Path, *, contents: bool = False) -> list[Saved]:
     """Return the checkpoints of a run folder, oldest first.
 
     Args:
-        run: the run folder, or its folder of checkpoints.
         contents: read every file and compare it with its sha256, not only names and sizes.
 
     Raises:
@@ -87,7 +82,6 @@ def export(
     """Write the parameters of a checkpoint as a folder of safetensors, in the layout of the model's `hf_layout()`.
 
     Args:
-        run: the run folder.
         out: must not exist yet, or be empty.
         experiment: names the model, whose code runs.
         step: of the checkpoint; the newest by default.
@@ -128,7 +122,6 @@ def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
 
 
 def _look(path: Path, *, contents: bool, chain: bool = False) -> tuple[str | None, dict[str, Any] | None]:
-    """Say what is wrong with a checkpoint, or why that is unknown."""
     try:
         corruption = find_corruption(path, contents=contents)
         if corruption is None and chain and (problem := find_break(path.parent, int(path.name))):

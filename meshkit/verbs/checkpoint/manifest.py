@@ -105,11 +105,6 @@ def describe_failure(problem: BaseException) -> dict[str, Any]:
 def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitError:
     """Return the error that ends a command because of what `describe_failure` has found.
 
-    Args:
-        what: how the message begins, `checkpoint 120`.
-        failure: `reason`, and whether it is `forbidden`.
-        at: path of what could not be read.
-
     Returns:
         A ConfigError where it is forbidden (a mode or an owner is wrong), else a RunError, which a restart may mend.
     """
@@ -135,7 +130,6 @@ class Manifest:
     """The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
     what the run added (`experiment`, `data`, `run`)."""
     seal: str
-    """Sha256 of the manifest itself."""
 
     @property
     def step(self) -> int:
@@ -157,8 +151,6 @@ def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> 
     """Map names below the folder to size in bytes and sha256; several files are hashed at a time.
 
     Args:
-        folder: of the checkpoint.
-        paths: of files in it.
         sync: have the system write each of them to disk, before it counts as written. What cannot be read is read
             again only without it: a second fsync would say nothing of what the first one lost.
 
@@ -178,10 +170,6 @@ def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> 
 def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
     """Return the size in bytes and the sha256 of a file.
 
-    Args:
-        path: of a regular file.
-        sync: have the system write it to disk first.
-
     Raises:
         OSError: it cannot be read or written to disk, or is no regular file.
     """
@@ -195,7 +183,6 @@ def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
     """Write the manifest, sealed with its own sha256, and has it and the names of all files on disk.
 
     Args:
-        folder: of a checkpoint whose files are all there.
         record: `step`, `previous`, `arrays`, `files` and what else the run says, JSON. `schema` and `versions` are
             added.
 
@@ -256,10 +243,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
     """Return step and seal of the newest whole checkpoint before this step; None if there is none.
-
-    Args:
-        folder: of all checkpoints of a run.
-        step: of one that is there, or about to be.
 
     Returns:
         `step`, and as `sha256` the seal of its manifest, None where that manifest is damaged.
@@ -338,11 +321,6 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
 
 def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
     """Return the i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them.
-
-    Args:
-        sizes: name of a file -> its bytes.
-        index: which part, from 0.
-        count: how many parts there are.
 
     Returns:
         Names, the largest file first; the same parts for the same sizes, on every process.
@@ -423,8 +401,6 @@ def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[i
 
     Args:
         steps: in any order; read twice, so no iterator.
-        keep: how many of the newest.
-        keep_every: such steps stay however old they are.
     """
     newest = sorted(steps, reverse=True)[:keep]
     return {*newest, *(s for s in steps if keep_every and s % keep_every == 0)}

@@ -61,10 +61,8 @@ class Saving:
     """A checkpoint being written; made by every process of the job at the same step.
 
     Args:
-        folder: of all checkpoints.
         number: of this save, counted by every process.
         record: what the manifest says besides its files: `step`, `arrays` and more.
-        agreement: of the job's processes.
         limit_s: for all processes to write their part.
         superseded: steps whose checkpoints go, once this one is whole.
         owner: of the run folder; None where nobody else can write it.
@@ -243,9 +241,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_of_a_save(record: logging.LogRecord) -> bool:
-    """Return whether what asyncio says is of somebody else's work: neither of orbax's code nor of a file that it
-    writes.
-    """
+    """Return whether what asyncio says is of no save: neither of orbax's code nor of a file that it writes."""
     text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
     frames = traceback.walk_tb(error.__traceback__ if error else None)
     files = (frame.f_code.co_filename for frame, _ in frames)

@@ -72,7 +72,6 @@ class CheckpointStore:
             Where it has some saved, a folder that cannot be written is an error now.
         arrangement: of a pipeline's state, which is written in the order that it has without one.
         facts: what the manifest says of the run besides its arrays, JSON. A resumed run with other `data` is warned.
-        say: prints one line.
         owner: of the run folder. Nothing is committed or removed once it is another's, and checkpoints of another run
             are refused. None for a folder that no other job can use.
 
@@ -113,9 +112,7 @@ class CheckpointStore:
             )
 
     def _open(self) -> tuple[list[int], str | None, dict[str, Any] | None]:
-        """Return the steps that have a checkpoint, as process 0 finds them, and why the folder is unwritable or
-        unreadable.
-        """
+        """Return the steps that have a checkpoint, as process 0 finds them, and why the folder cannot be used."""
         unwritable = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -137,9 +134,6 @@ class CheckpointStore:
         """Start writing the state; return when it is copied to host memory. Wait for an earlier save first.
 
         A step that has a checkpoint is not written again. How it ends, `check` and `wait` say.
-
-        Args:
-            state: of the whole job, each process with its own shards; `state.step` names the checkpoint.
         """
         self._settle()
         self._remove_again()
@@ -188,8 +182,7 @@ class CheckpointStore:
             )
 
     def close(self) -> None:
-        """Let a save in the background end. After a failure the others may be gone, so several processes wait only
-        briefly.
+        """Let a save in the background end, of several processes only briefly: after a failure others may be gone.
 
         Never raises: a run that ends well has called `wait`.
         """
@@ -407,14 +400,7 @@ class CheckpointStore:
 
 
 def write_limit_s(state_bytes: int) -> float:
-    """Return how long the processes of a job may take for a checkpoint: as storage of 20 MB/s, from 10 min to an hour.
-
-    Args:
-        state_bytes: of the whole state, over all processes.
-
-    Returns:
-        Seconds, from 600 to 3600.
-    """
+    """Return seconds in which a job may write a checkpoint: as storage of 20 MB/s takes, from 600 to 3600."""
     return min(max(_LEAST_WRITE_S, state_bytes / _SLOWEST_BYTES_PER_S), _READ_S)
 
 
@@ -428,14 +414,6 @@ def open_store(
     say: Callable[[str], None],
 ) -> CheckpointStore:
     """Return the checkpoints of an experiment's run folder, as its `[checkpoint]` says.
-
-    Args:
-        experiment: its text, batch and seed go into the manifests.
-        folder: the run folder; checkpoints are in `checkpoints` below it.
-        owner: who may write there.
-        arrangement: of a pipeline's state; None without a pipeline.
-        data: what is trained on, for its number of examples; a stream has none.
-        say: prints one line.
 
     Raises:
         ConfigError: it saves checkpoints, and their folder cannot be written; or the folder may not be read.
@@ -483,12 +461,7 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
 
 
 def first_problem(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the first corruption that any process has read, or the first failure to read, or other manifests than the
-    first.
-
-    Args:
-        every: what each process says: `corruption`, `failure`, the manifest's `seal`.
-    """
+    """Return the first corruption or failure to read of any process, or that a manifest's `seal` is another one."""
     for key in ("corruption", "failure"):
         for rank, found in enumerate(every):
             if said := found.get(key):
@@ -507,7 +480,6 @@ def _warn(line: str) -> None:
 
 
 def _describe(state: TrainState) -> dict[str, str]:
-    """Map the path of every array to `float32[128, 256]`."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 

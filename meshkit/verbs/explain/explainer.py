@@ -107,7 +107,6 @@ class Explanation(Printed, Part):
         return tuple(f for f in self.findings if f.severity != "note")
 
     def __rich__(self) -> RenderableType:
-        """Return its tables."""
         return render(self)
 
 
@@ -139,7 +138,6 @@ def explain(experiment: Experiment | ProgramExperiment, *, compile: bool = True)
 
 
 def _explain_program(experiment: ProgramExperiment, note: str | None) -> Explanation:
-    """Explain a `[program]`; `note` says why nothing is compiled."""
     cluster = experiment.cluster
     with absent_program(experiment) as (program, mesh):
         examined = examine_program(experiment, program, mesh)
@@ -199,9 +197,7 @@ def explain_step(
 def _explanation(
     name: str, examined: Examined, cluster: Cluster, *, made: Plan | None, note: str | None, held: tuple[int, int]
 ) -> Explanation:
-    """Return the examination, with the collectives where the step was planned; `held`: bytes of parameters and
-    optimizer.
-    """
+    """Return the examination with the planned step's collectives; `held`: bytes of parameters and optimizer."""
     subject = examined.subject
     lint = (made.lint if made else None) or examined.lint()
     return Explanation(
@@ -247,7 +243,6 @@ def _collective(row: Explained) -> CollectivePart:
 
 
 def _placement(made: Plan, mesh: MeshSpec, cluster: Cluster) -> PlacementPart:
-    """Return the best assignment of the mesh's axes to links, by what the planned step moves."""
     best = propose(made.report, mesh, cluster)
     seconds = {"communication_now_s": best.seconds_now, "communication_proposed_s": best.seconds_proposed}
     return PlacementPart.from_sources(best, **seconds)
@@ -319,10 +314,7 @@ def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
 
 
 def _placed_table(title: str, placed: tuple[PlacedPart, ...], device: str) -> RenderableType:
-    """Return each array with its mesh axes, its number of shards, and what one device holds.
-
-    A parameter has a path, an activation names of its dims. The dtype that most arrays have is said once, in the title.
-    """
+    """Return each array with its axes, shards and bytes on a device; the title says the dtype that most have."""
     usual = Counter(row.dtype for row in placed).most_common(1)[0][0] if placed else "none"
     named, rows = title == "Parameters", []
     for row in placed:

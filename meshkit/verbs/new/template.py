@@ -114,12 +114,8 @@ def new_experiment(
     """Return the text of a commented experiment file that loads as it is.
 
     Args:
-        name: of the experiment.
-        model: import path of the model's class.
         preset: of the model; the one of its example, or its first, where it has any.
         cluster: a shipped name, or a path.
-        hosts: how many, where not as the cluster says.
-        file: that the text is for.
 
     Raises:
         ConfigError: there is no such cluster, or the model takes no preset.
@@ -164,10 +160,6 @@ def maxtext_experiment(
 
     Args:
         config: a MaxText configuration file, or `base` for MaxText's own.
-        settings: `key=value` of its keys.
-        cluster: a shipped name, or a path.
-        hosts: how many, where not as the cluster says.
-        file: that the text is for.
 
     Raises:
         ConfigError: there is no such cluster or configuration, or its parallelism is not of the cluster's size.
@@ -215,7 +207,6 @@ def _mesh(cluster: Cluster, inner: str | None) -> str:
 
 
 def _commands(file: str, cluster: Cluster) -> str:
-    """Return the commands that work on the file, as comments."""
     if cluster.is_cpu:
         return (
             f"# `meshkit explain {file}` checks it, `meshkit train {file}` runs it,\n"
@@ -246,7 +237,6 @@ def _options(model: str, preset: str | None, example: Mapping[str, Any], folder:
 
 
 def _preset_rows(preset: str) -> str:
-    """Return the rules of the preset that the file names, as comments."""
     rules = ShardingRules.preset(preset).to_dict()["logical"]
     return "\n".join(f"# {logical} = {inline(axes)}" for logical, axes in rules.items())
 
@@ -263,9 +253,7 @@ class Signature:
 def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
     """Return the options of `"pkg.mod:Name"`; None where its source is not found or says nothing.
 
-    Args:
-        model: import path of a class, whose `__init__` or fields are read, or of a function.
-        folders: where its module is looked for first; then among the shipped models, and what is installed.
+    A class is read by its `__init__` or fields, a module found first in the folders.
 
     Returns:
         Without what meshkit itself passes, such as `rngs`.
@@ -291,7 +279,6 @@ def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
 
 
 def _arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str | None]]:
-    """Return name and annotation of each argument; None for one that has a default."""
     given = function.args
     places = [*given.posonlyargs, *given.args]
     defaults = [None] * (len(places) - len(given.defaults)) + list(given.defaults)
@@ -311,7 +298,6 @@ def _text(annotation: ast.expr | None) -> str:
 
 
 def _presets(tree: ast.Module) -> list[str]:
-    """Return keys of the module's `PRESETS`."""
     tables = (node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
     named = (n.value for n in tables if any(isinstance(t, ast.Name) and t.id == "PRESETS" for t in n.targets))
     keys = next((table.keys for table in named if isinstance(table, ast.Dict)), [])
@@ -319,9 +305,7 @@ def _presets(tree: ast.Module) -> list[str]:
 
 
 def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
-    """Return the tables of a shipped experiment with that model: the one of its preset, else one on a CPU; empty if
-    none.
-    """
+    """Return the tables of a shipped experiment with that model, of its preset or on a CPU; empty if there is none."""
     examples = _examples(model)
     same = (table for table in examples if table["model"].get("preset") == preset)
     return next(same, None) or next((table for table in examples if table["cluster"] == "cpu8"), {})
@@ -360,7 +344,6 @@ def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
 
 
 def _closure(folder: Path, name: str) -> list[str]:
-    """Return a model's module and those of its package that it imports, and what they import."""
     found, pending = set(), [name]
     while pending:
         module = pending.pop()

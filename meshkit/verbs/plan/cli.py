@@ -115,7 +115,6 @@ def plan(
 
 
 def _check_combination(sweep: bool, options: bool, imbalance: float, failures: bool, cliff: bool) -> None:
-    """Raise an error for flags that exclude each other."""
     if sweep and options:
         raise ConfigError(
             "--sweep compiles without other options of XLA.", at="--options", hint="one of --sweep and --options"
@@ -147,7 +146,6 @@ def _with_named_change(report: Report, loaded: Experiment | ProgramExperiment, m
 
 
 def _show(report: Report, made: Plan, title: str, start: float, out: Path | None, as_json: bool) -> None:
-    """Print the report, and say how long the plan took."""
     from meshkit.children import peak_rss_bytes
     from meshkit.search.cliff import cliff_table
     from meshkit.search.proposals import remedies_table

@@ -121,7 +121,6 @@ def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int)
     """Run one process's part of an experiment on this machine's first GPU, and capture it into a run folder.
 
     Args:
-        experiment: its cluster is mocked but for one GPU.
         folder: the run folder; an earlier capture in it is replaced.
         steps: to capture, after two that warm up.
 
@@ -184,10 +183,6 @@ def gpu_environment(experiment: Experiment | ProgramExperiment, environment: Map
 def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehearsed:
     """Return the report of a rehearsal's capture; writes the rates of its kernels as a calibration.
 
-    Args:
-        experiment: the one that was rehearsed.
-        folder: the run folder.
-
     Raises:
         TraceError: there is no capture, it cannot be read, or it is of another mesh.
     """
@@ -243,7 +238,6 @@ def _check_same(experiment: ExperimentFile, captured: Captured) -> None:
 
 
 def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibration:
-    """Return the rates of the kernels, and where they were measured."""
     record = captured.record
     file = captured.folder / f"capture-p{record.process}.json"
     date = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
@@ -255,9 +249,7 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
 
 
 def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, reserved: Reserved) -> MemoryPart:
-    """Return the allocator's peak, judged by the cluster's memory; it holds cuDNN's workspace and what was lost to
-    packing.
-    """
+    """Return the allocator's peak, which holds cuDNN's workspace and what was lost to packing."""
     capacity = int(experiment.cluster.gpu.memory_bytes)
     pool = int(capacity * experiment.train.memory_fraction)
     peak = captured.record.memory.peak_bytes
@@ -295,7 +287,6 @@ def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
 
 
 def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Warning_]:
-    """Warn of what the rehearsal does not measure."""
     messages = {
         "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
         "rehearsal_contention": "no collective overlapped the kernels, so they are faster than where NCCL takes "
@@ -375,7 +366,6 @@ def _against_plan(
 
 
 def _differences(planned: CompiledProgram, record: CaptureRecord) -> str:
-    """Say what differs between the plan that is compiled here and the compilation on a GPU's machine."""
     here, theirs, chosen = version_of("jaxlib"), record.jaxlib, record.options or {}
     found = [f"compiled by jaxlib {theirs}, and the plan's by {here}"] if theirs != here else []
     if record.options is not None:
@@ -440,14 +430,7 @@ def mock(cluster: Cluster) -> None:
 
 
 def rehearse(experiment: Experiment | ProgramExperiment, devices: list[Any], folder: Path, steps: int) -> None:
-    """Run the experiment's step on this process's devices, and capture `steps` of it.
-
-    Args:
-        experiment: the job.
-        devices: of the whole job, by GPU index; mocked but for those of this process.
-        folder: the run folder.
-        steps: to capture, after WARM_UP others.
-    """
+    """Run the experiment's step on this process's devices, and capture `steps` of it."""
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     ready = _program_ready(experiment, mesh) if isinstance(experiment, ProgramExperiment) else _ready(experiment, mesh)
     folder.mkdir(parents=True, exist_ok=True)
@@ -552,10 +535,6 @@ def _spec_of(spec: MeshSpec, mesh: Any) -> MeshSpec | None:
 
 def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
     """Return a state and a batch of a program's shapes and layouts, of which this process holds its part.
-
-    Args:
-        program: made for a mesh of the job's devices, mocked ones too.
-        experiment: whose data is read.
 
     Returns:
         State and batch as `program.step` takes them; weights are normal with a deviation of 0.02.

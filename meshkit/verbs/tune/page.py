@@ -72,7 +72,6 @@ def pareto_chart(report: TuneReport) -> dict:
 
 
 def _front(report: TuneReport, gpus: int) -> dict | None:
-    """Return the line through the outcomes of one size that no other beats; None without any."""
     front = [report.outcomes[i] for i in report.pareto if (report.outcomes[i].num_gpus or 0) == gpus]
     front.sort(key=lambda o: o.peak_bytes or 0)
     if not front:
