@@ -54,12 +54,7 @@ class ChildFailed(Exception):
 
 
 class ChildDied(ChildFailed):
-    """A child ended before it answered.
-
-    Args:
-        how: `SIGABRT`, or `exit code 1`.
-        log: what it wrote to its log until then.
-    """
+    """A child ended before it answered; `how` is `SIGABRT`, or `exit code 1`."""
 
     def __init__(self, how: str, log: str):
         super().__init__(f"the process died ({how})")
@@ -73,7 +68,6 @@ class Child:
     that the kernel ends first where memory runs out.
 
     Args:
-        module: that `python -m` finds.
         environment: of the process; PYTHONPATH and TMPDIR are set for it.
         log: a file to which all is added that it prints; None: one in its folder.
 
@@ -198,7 +192,6 @@ class KeptChild:
     """A child that stays for the next request, since starting Python and jax takes longer than many a request.
 
     Args:
-        module: as `Child` takes it.
         deciding: the variables of an environment that decide what it does; a child with others of them is another one.
     """
 
@@ -271,9 +264,7 @@ def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Chi
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answer the requests of the parent process until there are no more, or the parent is gone.
 
-    Args:
-        answer: gives the answer to a request. Both are JSON; what it raises is the answer, too. All that anything
-            prints meanwhile goes to stderr.
+    What `answer` raises is the answer, too. All that anything prints meanwhile goes to stderr.
     """
     _die_with_parent()
     _serving.set()
@@ -400,7 +391,6 @@ def _remove(scratch: _Scratch) -> None:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a process, and its group where it leads one."""
     with suppress(ProcessLookupError):
         if process.poll() is None and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)

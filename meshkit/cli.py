@@ -140,7 +140,6 @@ def _end_at_once() -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    """Run the command line as `main` does."""
     # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     if sys.stdout is None or sys.stderr is None:  # The next opened file would get the output.
@@ -206,9 +205,7 @@ def _tell(text: str) -> None:
 
 
 def _fails(stream: TextIO) -> bool:
-    """Return whether a stream takes nothing more; what waits in it is dropped, or Python would exit with a code of its
-    own.
-    """
+    """Return whether a stream takes nothing more; what waits is dropped, or Python would exit with its own code."""
     try:
         stream.flush()
     except OSError as e:

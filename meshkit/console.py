@@ -77,7 +77,6 @@ def _console_type() -> type[Console]:
 
 
 def _cut(text: str) -> str:
-    """Return a text that is not longer than a page or two."""
     rest = len(text) - _LONGEST_TEXT
     return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}... ({rest:,} more characters)"
 
@@ -134,7 +133,6 @@ class Printed:
     """A result that Python shows as the command line prints it: at a prompt, by `print` and in a notebook."""
 
     def __str__(self) -> str:
-        """Return the tables that the command line prints."""
         return rendered(self.__rich__())
 
     __repr__ = __str__
@@ -143,7 +141,6 @@ class Printed:
         return rendered(self.__rich__(), width=_NOTEBOOK_WIDTH, html=True)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the same in IPython."""
         printer.text(str(self))
 
     @abstractmethod
@@ -158,7 +155,6 @@ class Rendered(Printed):
     drawn: RenderableType
 
     def __rich__(self) -> RenderableType:
-        """Return what was drawn."""
         return self.drawn
 
 

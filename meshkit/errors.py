@@ -87,7 +87,6 @@ def check_kinds(function: Callable[..., object], **given: object) -> None:
 
     Args:
         function: whose annotations of these arguments are classes, or unions of them.
-        given: arguments by their names.
 
     Raises:
         ConfigError: one is of another class.

@@ -26,8 +26,7 @@ class NotPrivate(Exception):
 def private_folder(folder: Path) -> Path:
     """Return a folder of meshkit's own, without links in its path; it and those above it are made where missing.
 
-    Args:
-        folder: to make or check. An empty one that is private is taken, and marked.
+    An empty one that is private is taken, and marked.
 
     Raises:
         NotPrivate: `check_private` says why; or there are files in it, and no mark.

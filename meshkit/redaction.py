@@ -55,7 +55,6 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return a message without secrets: those of the environment, in URLs, and what stands after `a_token =`.
 
     Args:
-        text: any.
         environment: whose secrets are taken out; this process's by default.
     """
     text = redact_values(text, environment)
@@ -80,9 +79,7 @@ def redact_values(text: str, environment: Mapping[str, str] | None = None) -> st
 
 
 def printable(text: str) -> str:
-    """Return a text of several lines in which what a terminal would obey is written out: `\\x1b` for an escape
-    character.
-    """
+    """Return a text of several lines with what a terminal would obey written out: `\\x1b` for an escape character."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
@@ -110,7 +107,6 @@ class _Secrets:
     """The values to take out, in every form that they are written in."""
 
     forms: Sequence[str]
-    """The forms in order."""
     inner: Sequence[int]
     """For each form the index of the longest other form that it begins with; -1 where none."""
     longest: int
@@ -122,7 +118,6 @@ class _Secrets:
 
     @classmethod
     def from_values(cls, values: Iterable[str]) -> _Secrets:
-        """Return the secrets of values that are not empty."""
         forms = sorted({form for value in values for form in _written(value)})
         inner, around = [], []
         for at, form in enumerate(forms):
@@ -206,7 +201,6 @@ class _Redacted:
 
     @property
     def buffer(self) -> _RedactedBytes:
-        """Return the stream of bytes."""
         return _RedactedBytes(self._stream.buffer)
 
     def __getattr__(self, name: str) -> Any:

@@ -56,7 +56,6 @@ class Overlap:
 
     window_s: float
     compute_s: float
-    """Union of the compute spans."""
     communication_s: float
     """Union of the communication spans: `overlapped_s + exposed_s`."""
     overlapped_s: float
@@ -66,7 +65,6 @@ class Overlap:
     other_s: float
     """Memory copies under neither compute nor communication."""
     idle_s: float
-    """Time in which nothing ran."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Sweep:
     """
 
     total: Overlap
-    """The window split by what ran."""
     share_s: np.ndarray
     """Additive parts of communication."""
     exposed_share_s: np.ndarray
@@ -91,7 +88,6 @@ class Sweep:
     transfer_s: np.ndarray | None
     """Sum of the instances' seconds that moved data; None if unknown."""
     count: np.ndarray
-    """Number of instances."""
     exposed_wait_s: np.ndarray | None = None
     """The part of `exposed_share_s` that waited for peers; None if unknown."""
     between_s: float = 0.0
@@ -136,8 +132,6 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
     """Split one device step, in O(n log n) over its spans.
 
     Args:
-        step: spans on one device.
-        num_collectives: length of the timeline's table of collectives.
         rows: [num_collectives + 1] row that each collective (last: unmapped communication) belongs to when an instant
             is shared; None makes each its own row.
     """
@@ -215,12 +209,7 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
 
 
 def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
-    """Return [num_ops] seconds of compute by operation; each of k that run at once gets 1/k of the time.
-
-    Args:
-        step: its `compute` is cut to the window.
-        num_ops: length of the timeline's `op_names`, which `compute_op` points into.
-    """
+    """Return [num_ops] seconds of compute by operation; each of k that run at once gets 1/k of the time."""
     spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
     if (spans[1:, 0] >= spans[:-1, 1]).all():  # On one stream, a share is a duration.
         return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
@@ -235,9 +224,7 @@ class KernelTotals:
     time_s: np.ndarray
     """Its part of the union of compute; each of k that run at once gets 1/k. The parts add up to `compute_s`."""
     busy_s: np.ndarray
-    """Sum of its own durations."""
     count: np.ndarray
-    """Number of its runs."""
 
     @classmethod
     def measure(cls, step: DeviceStep, num_ops: int) -> KernelTotals:
@@ -270,11 +257,7 @@ def kernel_totals(timeline: Timeline) -> KernelTotals:
 
 
 class _Cover:
-    """The union of spans: disjoint intervals in time, and the covered seconds before any instant.
-
-    Args:
-        spans: [n, 2], in any order.
-    """
+    """The union of spans [n, 2], in any order: disjoint intervals, and the covered seconds before any instant."""
 
     def __init__(self, spans: np.ndarray):
         if len(spans) and (np.diff(spans[:, 0]) < 0).any():
@@ -294,21 +277,15 @@ class _Cover:
         return self._before[i] - np.where(i > 0, np.maximum(0.0, last_end - at), 0.0)
 
     def common_s(self, other: _Cover) -> float:
-        """Return the seconds in both unions."""
         few, many = (self, other) if len(self.starts) < len(other.starts) else (other, self)
         return float((many.until(few.ends) - many.until(few.starts)).sum())
 
     def spans(self) -> np.ndarray:
-        """Return [n, 2] the disjoint intervals."""
         return np.stack([self.starts, self.ends], axis=1)
 
 
 def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: float) -> Overlap:
-    """Return the window split by what ran.
-
-    Raises:
-        AssertionError: the parts do not add up, which is a bug of meshkit.
-    """
+    """Return the window split by what ran."""
     overlapped = compute.common_s(communication)
     busy = _Cover(np.concatenate([compute.spans(), communication.spans()]))
     other = max(0.0, copies.seconds - copies.common_s(busy))
@@ -349,7 +326,6 @@ class _Segments:
         return np.cumsum(np.bincount(at[:, 0], minlength=n) - np.bincount(at[:, 1], minlength=n))[:-1]
 
     def _merge_rows(self) -> None:
-        """Walk the boundaries row by row, in time, and fill `active_rows`, the rows active per segment."""
         m = len(self.at)
         boundary, sign = self.at.T.ravel(), np.repeat([1, -1], m)
         order = np.lexsort((sign, boundary, np.tile(self.row, 2)))
@@ -385,7 +361,6 @@ class _Segments:
 
 
 def _checked_spans(spans, name: str) -> np.ndarray:
-    """Return the user's spans as float64 [n, 2]."""
     try:
         array = np.asarray(spans, np.float64)
     except (TypeError, ValueError) as e:
