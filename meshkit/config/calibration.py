@@ -52,7 +52,6 @@ class Fit(TomlTable):
     """The group's shape, with `domains`."""
     domains: _Whole
     latency_s: _NotNegative
-    """Time of the smallest message."""
     bytes_per_s: _Positive
     """Bus bandwidth at saturation, per GPU."""
     residual_median: _NotNegative
@@ -216,7 +215,6 @@ def _fits(entries: Any) -> tuple[Fit, ...]:
 
 
 def _check_unique(fits: Sequence[Fit]) -> None:
-    """Refuse groups of one GPU, and two fits of one collective over groups of one shape."""
     seen: set[tuple[str, str, int, int]] = set()
     for index, fit in enumerate(fits):
         shape = (fit.link, fit.collective, fit.gpus_per_domain, fit.domains)

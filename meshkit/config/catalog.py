@@ -55,7 +55,6 @@ class Nic:
     """One kind of network port."""
 
     key: str
-    """Name in the catalog, `ib_ndr`."""
     bytes_per_s: float
     """Line rate of one port, one direction."""
     fabric: str
@@ -80,13 +79,10 @@ class CpuLink:
     """The link between one GPU and its host's CPU and memory."""
 
     key: str
-    """Name in the catalog, `c2c_gh200`."""
     label: str
-    """The name in reports, `nvlink_c2c`."""
     bytes_per_s: float
     """One GPU, one direction, peak."""
     achieved: float
-    """Sustained fraction of the peak."""
     nvlinks: int
     """NVLinks of the GPU that it takes, which then lead to no other GPU."""
     host_memory_bytes_per_s: float

@@ -59,11 +59,8 @@ class Link:
     bytes_per_s: float
     """Peak per GPU, one direction: its part of its host's ports after oversubscription."""
     achieved: float
-    """Sustained fraction of the peak."""
     latency_s: float
-    """One ring step of a large message (NCCL's Simple protocol)."""
     latency_small_s: float
-    """One ring step of a small message (NCCL's LL protocol)."""
 
 
 class Cluster(ClusterTable):
@@ -124,7 +121,6 @@ class Cluster(ClusterTable):
         return self._among_all(gpu_index) % self.gpus_per_host * self.nics_per_host // self.gpus_per_host
 
     def _among_all[T: (int, np.ndarray)](self, gpu_index: T) -> T:
-        """Return the number of a GPU among all of the cluster, used or not."""
         unused = self.nvlink_domain_size - self.gpus_used_per_domain
         return gpu_index + self.domain_of(gpu_index) * unused
 
@@ -233,7 +229,6 @@ def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ())
 
 
 def _find_calibration(file: str, folder: Path) -> str:
-    """Return the absolute path of a calibration file, which must be there."""
     path = Path(absolute(file, folder))
     if not path.is_file():
         message = f"there is no calibration file '{_relative(path)}'."
@@ -372,7 +367,6 @@ def _check_cpu_link(cluster: Cluster) -> None:
 
 
 def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
-    """Refuse hosts without a network between them, and keys of ports where there are none."""
     if cluster.nic is not None:
         return
     hosts, per_host = cluster.hosts, cluster.gpus_per_host

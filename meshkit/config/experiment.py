@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -307,7 +307,6 @@ def _build_program(document: TomlDocument) -> ProgramExperiment:
 def _build_rules(
     table: RulesTable, pipeline: PipelineTable | None, mesh: MeshSpec, document: TomlDocument
 ) -> ShardingRules:
-    """Return the rules of the file over those of its preset, and those that a pipeline adds."""
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
     known = pipeline and pipeline.axis in mesh.axis_names  # An unknown axis is refused later, by its own key.
@@ -327,16 +326,12 @@ def _build_rules(
 
 
 def _says_something(value: Any) -> bool:
-    """Return whether a key or section belongs in the resolved file."""
     return any(item is not None for item in value.values()) if isinstance(value, dict) else value is not None
 
 
 def _plain(section: TomlTable) -> dict[str, Any]:
-    return {key: plain_value(getattr(section, name)) for name, key in _keys(section)}
-
-
-def _keys(section: TomlTable) -> Iterator[tuple[str, str]]:
-    return ((name, field.alias or name) for name, field in type(section).model_fields.items())
+    fields = type(section).model_fields.items()
+    return {field.alias or name: plain_value(getattr(section, name)) for name, field in fields}
 
 
 def experiment_json_schema() -> dict[str, Any]:
@@ -474,7 +469,6 @@ def _check_optimizer(table: OptimizerTable) -> None:
 
 
 def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:
-    """Refuse `train.pgle` together with an option that names other latencies."""
     if (named := {PREDICTED: PGLE_OPTION, TABLE: TABLE_OPTION}.get(pgle)) in xla:
         message = f'train.pgle = "{pgle}" asks for predicted latencies, and xla.{named} names measured ones.'
         hint = "the measured ones alone: without train.pgle"
@@ -482,7 +476,6 @@ def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:
 
 
 def _check_captured_steps(table: ExperimentTable) -> None:
-    """Refuse steps that training does not have."""
     if table.profile.steps is None:
         return
     (first, last), key = table.profile.steps, ("profile", "steps")
@@ -496,7 +489,6 @@ def _check_captured_steps(table: ExperimentTable) -> None:
 
 
 def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch: Sequence[str]) -> None:
-    """Refuse an axis that the mesh does not have, or that does not shard the batch."""
     key = (section, "axis")
     if axis not in known:
         message = f"{section}.axis names mesh axis '{axis}', but the mesh has {', '.join(known)}."
@@ -541,7 +533,6 @@ def _check_rounds(table: ExperimentTable) -> None:
 
 
 def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
-    """Refuse a dim that the mesh axes which shard it, and the micro-batches, do not divide."""
     product = math.prod(ways.values())
     if value % product:
         parts = " x ".join(f"{name} {size}" for name, size in ways.items())

@@ -275,7 +275,6 @@ def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
 
 
 def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
-    """Refuse an axis that alone is larger than what the link connects."""
     ways = axis.factor(link)
     if isinstance(ways, str) or ways <= total:
         return
@@ -292,7 +291,6 @@ def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
 
 
 def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecError:
-    """Return an error: the factors on a link do not multiply to what it connects."""
     parts = [f"{axis.name} {axis.factor(link)}" for axis in spec.axes if axis.factor(link) not in (1, "fill")]
     shown = f"{product} ({' x '.join(parts)})" if len(parts) > 1 else str(product)
     if link == "nvlink":

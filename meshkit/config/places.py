@@ -33,14 +33,10 @@ _LONGEST_MESSAGE = 300
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys of a file were written.
-
-    Attributes:
-        document: the file with what was laid over it; None for an experiment made in code, whose keys stand for
-            themselves.
-    """
+    """Where the keys of a file were written."""
 
     document: TomlDocument | None = field(default=None, repr=False)
+    """The file with what was laid over it; None for an experiment made in code, whose keys stand for themselves."""
 
     def where(self, key: str) -> str:
         """Return where a key (dotted) was written."""
@@ -53,18 +49,13 @@ class Places:
 
 @dataclass(frozen=True)
 class UserCode:
-    """A class or function that a key names.
-
-    Attributes:
-        found: itself.
-        name: as it is written, `package.module:Name`.
-        key: the one that names it (dotted), `model.class`.
-        places: where keys were written.
-    """
+    """A class or function that a key names."""
 
     found: Any
     name: str
+    """As it is written, `package.module:Name`."""
     key: str
+    """The one that names it (dotted), `model.class`."""
     places: Places
 
     def error(self, message: str, hint: str | None = None) -> ConfigError:

@@ -221,7 +221,6 @@ class ShardingRules:
         return {name: value for name, value in table.items() if value}
 
     def _all_axes(self) -> Iterable[tuple[tuple[str, ...], Axes]]:
-        """Yield every rule: its key in the file, and its mesh axes."""
         for name in _TABLES:
             for logical, axes in getattr(self, name).items():
                 yield ("rules", name, logical), axes
@@ -233,7 +232,6 @@ class ShardingRules:
     def _used_twice(
         self, axis: str, first: int, second: int, logical_axes: Sequence[str | None], kind: str
     ) -> SpecError:
-        """Return an error: one mesh axis would shard two dims."""
         names = [f"dim {index} ('{logical_axes[index]}')" for index in (first, second)]
         pair = [str(logical_axes[index]) for index in (second, first)]
         key = next(filter(None, (self.written(name, kind) for name in pair)), ("rules", "logical", pair[0]))
@@ -342,7 +340,6 @@ def _parse_override(index: int, path: Any, spec: Any) -> tuple[str, Spec]:
 
 
 def _first_repeated(spec: Spec) -> tuple[str, int, int] | None:
-    """Return the first mesh axis that shards two dims, and the two dims."""
     seen: dict[str, int] = {}
     for dim, axes in enumerate(spec):
         for axis in axes:

@@ -91,7 +91,6 @@ Option = Annotated[Any, WithJsonSchema(_OPTION_SCHEMA)]
 
 
 def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
-    """Parse the name of a policy, a list of names to keep, or lists of names to keep and to offload."""
     if isinstance(value, dict):
         return _mix(value)
     names = [value] if isinstance(value, str) else value
@@ -103,7 +102,6 @@ def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
 
 
 def _check_names(names: Sequence[Any]) -> None:
-    """Refuse a value that is not a name, and a name that is given twice."""
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"holds {show(name)}, which is no name")

@@ -33,17 +33,14 @@ _SITE_EXAMPLE = {**dict.fromkeys(_VARIABLES, '["/opt/models"]'), _FUNCTIONS: '["
 
 @dataclass(frozen=True)
 class Site:
-    """The declared folders, resolved; None where any folder is allowed.
-
-    Attributes:
-        model_roots: that models, losses, data, metrics and hook functions may come from.
-        file_roots: that files and folders named by an experiment may lie in.
-        functions: installed packages whose functions a file may name, beside those of `FUNCTIONS`.
-    """
+    """The declared folders, resolved; None where any folder is allowed."""
 
     model_roots: tuple[Path, ...] | None = None
+    """Folders that models, losses, data, metrics and hook functions may come from."""
     file_roots: tuple[Path, ...] | None = None
+    """Folders that files and folders named by an experiment may lie in."""
     functions: tuple[str, ...] = ()
+    """Installed packages whose functions a file may name, beside those of `FUNCTIONS`."""
 
 
 def read_site() -> Site:

@@ -245,7 +245,6 @@ class _Scanner:
         self._arrays: dict[Key, int] = {}  # Array of tables -> index of its last table.
 
     def document(self) -> Iterator[WrittenKey]:
-        """Yield every key of the document."""
         self._skip(_SPACE_AND_LINES)
         while self.position < len(self.text):
             if self._peek() == "[":
@@ -255,7 +254,6 @@ class _Scanner:
             self._skip(_SPACE_AND_LINES)
 
     def key(self) -> Key:
-        """Return a dotted key at the cursor."""
         parts = [self._key_part()]
         while True:
             after = self.position
@@ -268,7 +266,6 @@ class _Scanner:
             parts.append(self._key_part())
 
     def _header(self) -> Iterator[WrittenKey]:
-        """Yield `[a.b]` or `[[a.b]]`, which begins a table."""
         start, brackets = self.position, 2 if self.text.startswith("[[", self.position) else 1
         self.position += brackets
         self._skip(_SPACE)
@@ -295,12 +292,10 @@ class _Scanner:
         return path
 
     def _passing(self, path: Key, start: int, skip: int = 0) -> Iterator[WrittenKey]:
-        """Yield the tables on the way to a key, which it implies."""
         for length in range(skip + 1, min(len(path), _DEEPEST_KEY) + 1):
             yield WrittenKey(path[:length], start, None, defines=False)
 
     def _key_value(self, table: Key) -> Iterator[WrittenKey]:
-        """Yield `a.b = value` inside a table."""
         start = self.position
         path = (*table, *self.key())
         self._skip(_SPACE)
@@ -313,9 +308,13 @@ class _Scanner:
         begin, opening = self.position, self._peek()
         inner: list[WrittenKey] = []
         if opening == "[":
-            inner = list(self._array(path))
+            self.position += 1
+            for index in self._until("]"):
+                inner += self._value((*path, str(index)), self.position, defines=False)
         elif opening == "{":
-            inner = list(self._inline_table(path))
+            self.position += 1
+            for _ in self._until("}"):
+                inner += self._key_value(path)
         elif opening in ('"', "'"):
             self._string()
         else:
@@ -324,18 +323,7 @@ class _Scanner:
         yield WrittenKey(path, start, self.text[begin:end].rstrip(), defines)
         yield from inner
 
-    def _array(self, path: Key) -> Iterator[WrittenKey]:
-        self.position += 1
-        for index in self._until("]"):
-            yield from self._value((*path, str(index)), self.position, defines=False)
-
-    def _inline_table(self, path: Key) -> Iterator[WrittenKey]:
-        self.position += 1
-        for _ in self._until("}"):
-            yield from self._key_value(path)
-
     def _until(self, closing: str) -> Iterator[int]:
-        """Yield before each element of a comma list, then move behind its closing bracket."""
         index = 0
         while True:
             self._skip(_SPACE_AND_LINES)
@@ -351,7 +339,6 @@ class _Scanner:
                 raise _Unexpected
 
     def _key_part(self) -> str:
-        """Return one part of a dotted key, bare or quoted."""
         if self._peek() in ('"', "'"):
             raw = self._string()
             try:
@@ -491,10 +478,10 @@ def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] 
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        raise _translate(model, table, error, tuple(within)) from None
+        raise _translate(model, error, tuple(within)) from None
 
 
-def _translate(model: type[TomlTable], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
+def _translate(model: type[TomlTable], error: ValidationError, within: Key) -> SpecError:
     """Translate pydantic's first error; unknown keys come first, often the misspelt form of a missing one."""
     problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     path = tuple(str(part) for part in problem["loc"])
@@ -523,7 +510,6 @@ def unknown_key(known: Iterable[str], key: Key, value: Any) -> SpecError:
 
 
 def _missing(path: Key, within: Key, field: FieldInfo, *, is_table: bool) -> SpecError:
-    """Return an error: a key that the table needs, or a table below it."""
     section, whole = (*within, *path[:-1]), dotted((*within, *path))
     where = f"below [{dotted(section)}]" if section else "at the top of the file"
     line = f"a line {_examples(path[-1], field)} {where}"
@@ -578,7 +564,6 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def _example_of(schema: Mapping[str, Any]) -> Any:
-    """Return a value that a JSON schema of a single key allows, by its type or the form of its text."""
     for choice in schema.get("anyOf", (schema,)):
         if choice.get("type") in _BY_TYPE:
             return _BY_TYPE[choice["type"]]

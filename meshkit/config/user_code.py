@@ -161,7 +161,6 @@ def _is_listed(module_name: str, packages: Iterable[str]) -> bool:
 
 
 def _not_listed(name: str, module_name: str, key: str, packages: Sequence[str], at: str | None) -> ConfigError:
-    """Return the error about a function of an installed package that the experiment's file alone names."""
     return ConfigError(
         f"'{name}' is of the installed package '{module_name.partition('.')[0]}', and a file may name {key} of "
         f"{' or '.join([*packages, 'your own modules'])} alone.",
