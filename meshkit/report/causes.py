@@ -199,7 +199,6 @@ class ExaminedReport:
         return slow, saved, moving - saved - slow
 
     def _combined_s(self, row: CommunicationPart) -> float:
-        """Return the transfer seconds that combining a row's small messages would save."""
         ops = self.collectives_of(row)
         if not ops or not row.transfer_s or row.count < _MANY or not row.payload_bytes:
             return 0.0
@@ -422,7 +421,6 @@ class Change(NamedTuple):
     mends: str | None = None
     """Code of the finding that it fixes."""
     hint: str | None = None
-    """The hint that this finding then gives."""
 
 
 def add_plan_findings(report: Report, planned: Planned, change: Change | None = None) -> Report:
@@ -506,7 +504,6 @@ class _PlanCase(ExaminedReport):
 
 
 def _find_losses(case: _PlanCase) -> Iterator[FindingPart]:
-    """Find the time of a planned step that is not new work of the model."""
     for code, loss in case.losses.items():
         exposed = code == "exposed_communication"
         yield finding(
@@ -628,7 +625,6 @@ class _CommunicationCase(ExaminedReport):
 
 
 def _verdict_of_communication(case: _CommunicationCase, findings: tuple[FindingPart, ...]) -> str:
-    """Say how much of the step communication takes at most, which row takes most of it, and the two largest causes."""
     time_s, quality = case.told.step.time_s, case.told.quality
     lost = quality.dropped_events if quality else None
     beside = f" ({lost:,} dropped operations are not counted)" if lost else ""

@@ -50,7 +50,6 @@ class Machines:
     """Where a program runs, and how much of it was seen."""
 
     placement: Placement | None = None
-    """Placement of the program's partitions."""
     cluster: Cluster | None = None
     """None where the cluster is not described."""
     processes_seen: int = 1
@@ -274,7 +273,6 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _bubble_s(
     pipeline: PipelineReport, op_names: Sequence[str], totals: KernelTotals, instructions: Mapping[str, InstructionInfo]
 ) -> float:
-    """Return the seconds of an execution's compute that did nothing useful."""
     sources = (instructions[name].source if name in instructions else "" for name in op_names)
     return sum((1 - pipeline.useful_share(source)) * float(t) for source, t in zip(sources, totals.time_s))
 
@@ -334,7 +332,6 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _utilization(amount: float | None, time_s: float, capacity: float | None) -> float | None:
-    """Return amount / (time x capacity); None where anything is unknown."""
     return _ratio(amount, time_s * capacity if capacity else None)
 
 

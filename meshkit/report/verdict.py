@@ -265,7 +265,6 @@ def _copies(case: _MeasuredCase) -> Iterator[FindingPart]:
 
 
 def _recomputation(case: _MeasuredCase) -> Iterator[FindingPart]:
-    """Find kernels of the backward pass that compute the forward again."""
     trace, each = case.known.trace, case.known.steps_per_execution
     seconds, known = 0.0, case.known.instructions
     for name, s in zip(trace.timeline.op_names, trace.kernels.time_s.tolist()):

@@ -326,13 +326,11 @@ class Lane:
     """Spans that are drawn on one line."""
 
     name: str
-    """The label on the chart's axis."""
     kind: str
     """One of `compute`, `communication`, `exposed`, `copies` and `idle`."""
     spans: np.ndarray
     """[n, 2] seconds from the start of the step."""
     labels: Sequence[str]
-    """[n] one for each span."""
     exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """[k, 2] the parts of communication under which nothing computes."""
     fill: np.ndarray | None = None
@@ -539,7 +537,6 @@ def _shade(part: PipelinePart, letter: str, tick: int, work: str | None) -> int 
 
 
 def _scale(part: PipelinePart) -> list[list]:
-    """Return a colour for each index, as Plotly spells steps: every colour from one border to the next."""
     colors = [_MASKED, *_shades(_FORWARD, part.virtual_stages), *_shades(_BACKWARD, part.virtual_stages)]
     most = len(colors) - 1
     stops: list[list] = []

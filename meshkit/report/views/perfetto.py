@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from meshkit.config.files import write_file
-from meshkit.hlo.schedule import Collective
 from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 
@@ -75,8 +74,11 @@ def _within(timeline: Timeline, max_events: int) -> list[DeviceStep]:
 def _events(
     timeline: Timeline, steps: Sequence[DeviceStep], sources: Mapping[str, str], called: str
 ) -> Iterator[dict[str, Any]]:
-    kinds = [_track(c) for c in timeline.collectives] + [axes_text(())]
-    details = [_details(c) for c in timeline.collectives] + [{}]
+    kinds = [f"{c.replica_groups or axes_text(c.axes)} · {link_text(c)}" for c in timeline.collectives] + [
+        axes_text(())
+    ]
+    known = [{key: getattr(c, key) for key in _DETAILS} for c in timeline.collectives] + [{}]
+    details = [{key: value for key, value in of.items() if value not in (None, "")} for of in known]
     for device in sorted({s.device for s in steps}):
         tracks = _Tracks(device, called)
         offset_ns = 0
@@ -93,7 +95,9 @@ def _events(
                 name = timeline.collectives[at].name if at >= 0 else "unmapped communication"
                 more: dict[str, Any] = {"step": step.step, **details[at]}
                 if step.transfer_s is not None:
-                    more |= _split(float(span[1] - span[0]), float(step.transfer_s[i]))
+                    transfer_s = float(step.transfer_s[i])
+                    wait_s = max(0.0, float(span[1] - span[0]) - transfer_s)
+                    more |= {"transfer_us": round(transfer_s * 1e6, 3), "wait_us": round(wait_s * 1e6, 3)}
                 yield tracks.event(kinds[at], name, *_interval(span, start_s, offset_ns), more)
             for span in step.copies:
                 yield tracks.event("copies", "copy", *_interval(span, start_s, offset_ns), {"step": step.step})
@@ -111,18 +115,6 @@ def _compute(
         yield tracks.event(_COMPUTE, name, *_interval(step.compute[i], step.window[0], offset_ns), more)
 
 
-def _track(c: Collective) -> str:
-    return f"{c.replica_groups or axes_text(c.axes)} · {link_text(c)}"
-
-
-def _details(c: Collective) -> dict[str, Any]:
-    return {key: value for key in _DETAILS if (value := getattr(c, key)) not in (None, "")}
-
-
-def _split(busy_s: float, transfer_s: float) -> dict[str, float]:
-    return {"transfer_us": round(transfer_s * 1e6, 3), "wait_us": round(max(0.0, busy_s - transfer_s) * 1e6, 3)}
-
-
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -137,8 +129,6 @@ class _Tracks:
     Events of one thread must not overlap unless one lies inside the other. An event that would overlap goes to a
     further thread of the same name.
     """
-
-    _ORDER = ("steps", _COMPUTE, _EXPOSED)
 
     def __init__(self, device: int, called: str):
         self._device, self._called = device, called
@@ -166,17 +156,14 @@ class _Tracks:
     def names(self) -> Iterator[dict[str, Any]]:
         yield self._metadata("process_name", None, {"name": f"{self._called} {self._device}"})
         yield self._metadata("process_sort_index", None, {"sort_index": self._device})
-        ranked = sorted(self._ids, key=lambda key: (self._rank(key[0]), key))
-        for rank, (track, lane) in enumerate(ranked):
+        first = ("steps", _COMPUTE, _EXPOSED)
+        rank = lambda track: first.index(track) if track in first else len(first) + (track == "copies")
+        ranked = sorted(self._ids, key=lambda key: (rank(key[0]), key))
+        for place, (track, lane) in enumerate(ranked):
             thread = self._ids[track, lane]
             shown = track if lane == 0 else f"{track} ({lane + 1})"
             yield self._metadata("thread_name", thread, {"name": shown})
-            yield self._metadata("thread_sort_index", thread, {"sort_index": rank})
-
-    def _rank(self, track: str) -> int:
-        if track in self._ORDER:
-            return self._ORDER.index(track)
-        return len(self._ORDER) + (track == "copies")
+            yield self._metadata("thread_sort_index", thread, {"sort_index": place})
 
     def _metadata(self, name: str, thread: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
         where = {} if thread is None else {"tid": thread}

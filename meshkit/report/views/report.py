@@ -71,8 +71,9 @@ def write_html(
     names = words.names_of([r.source for r in reports])
     shown = [Shown(r, name) for r, name in zip(reports, names)]
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
-    page = Page(headline, " · ".join(_header(reports, names)), reports[-1].verdict)
-    page.add(_cards(shown), _step(shown, page), _findings_section(shown[-1]), _warnings(reports))
+    page = Page(headline, " · ".join(_header(reports)), reports[-1].verdict)
+    page.add(_cards(shown), _step(shown, page), _findings_section(shown[-1]))
+    page.add(warning_panel(list(dict.fromkeys(w.message for r in reports for w in r.warnings))))
     for s, spans in zip(shown, (timeline, other_timeline)):
         page.add(_timeline(s, spans, page, trace_file))
     page.add(_communication_section(shown, page))
@@ -90,7 +91,7 @@ def _title(reports: Sequence[Report]) -> str:
     return f"{said} step on {reports[-1].devices}"
 
 
-def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
+def _header(reports: Sequence[Report]) -> list[str]:
     lines = list(dict.fromkeys(words.machines(r) for r in reports))
     lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.cluster, r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
@@ -115,15 +116,13 @@ def _cards(shown: Sequence[Shown]) -> str:
     fits = reports[0].memory.fits
     judged = "" if fits is None else "good" if fits else "bad"
     device = reports[0].device
-    memory_label = (
-        f"memory per {device}" if fits is None else f"of {words.memory_text(reports[0]).partition(' of ')[2]}"
-    )
     boxes = [box("step time", "step.time_s", format_seconds)]
     if "exposed_s" in known:
-        boxes += [
-            box(f"exposed communication{_share_of_step(reports)}", "step.exposed_s", format_seconds),
-            card("of communication overlapped", *map(_overlapped, reports), names=names),
-        ]
+        shares = [r.step.exposed_s / r.step.time_s for r in reports if r.step.exposed_s is not None and r.step.time_s]
+        share = f", {' and '.join(map(format_percent, shares))} of the step" if shares else ""
+        overlapped = (words.share_text(r.step.overlapped_s, r.step.communication_s) for r in reports)
+        boxes.append(box(f"exposed communication{share}", "step.exposed_s", format_seconds))
+        boxes.append(card("of communication overlapped", *overlapped, names=names))
     if "mfu" in known:
         hfus = " and ".join(format_percent(r.step.hfu) for r in reports if r.step.hfu is not None)
         boxes.append(box(f"MFU (HFU {hfus})" if hfus else "MFU", "step.mfu", format_percent))
@@ -131,20 +130,12 @@ def _cards(shown: Sequence[Shown]) -> str:
     if f"{what}_per_s_per_gpu" in known:
         boxes.append(box(f"{what}/s per {device}", f"step.{what}_per_s_per_gpu", format_count))
     if "peak_bytes" in known:
-        boxes.append(box(memory_label, "memory.peak_bytes", format_bytes, judged))
+        label = f"memory per {device}" if fits is None else f"of {words.memory_text(reports[0]).partition(' of ')[2]}"
+        boxes.append(box(label, "memory.peak_bytes", format_bytes, judged))
     if reports[0].training.hours is not None:
         length, _, rest = words.training_text(reports[0]).partition(" for ")
         boxes.append(card(f"for {rest}", length))
     return cards(boxes, "two" if len(reports) > 1 else "")
-
-
-def _share_of_step(reports: Sequence[Report]) -> str:
-    shares = [r.step.exposed_s / r.step.time_s for r in reports if r.step.exposed_s is not None and r.step.time_s]
-    return f", {' and '.join(map(format_percent, shares))} of the step" if shares else ""
-
-
-def _overlapped(report: Report) -> str:
-    return words.share_text(report.step.overlapped_s, report.step.communication_s)
 
 
 def _findings_section(shown: Shown) -> str:
@@ -165,10 +156,6 @@ def _findings_section(shown: Shown) -> str:
     rest = folds[shown_first:]
     smaller = [folded(f"{len(rest)} that cost less", *rest)] if rest else []
     return section("Where the step loses time", "", *folds[:shown_first], *smaller) if folds else ""
-
-
-def _warnings(reports: Sequence[Report]) -> str:
-    return warning_panel(list(dict.fromkeys(w.message for r in reports for w in r.warnings)))
 
 
 def _step(shown: Sequence[Shown], page: Page) -> str:
@@ -200,7 +187,6 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _feedback(shown: Sequence[Shown]) -> str:
-    """Say what a recompile with measured costs changed, where one was done."""
     lines = []
     for s in shown:
         if s.report.feedback is not None:
@@ -537,7 +523,6 @@ def _group_title(row: CommunicationPart, device: str) -> Text:
 
 
 def _kinds(shown: Shown, compute_s: float) -> RenderableType:
-    """Return the kinds of work with the most time, each with a bar of its share of compute."""
     columns = (Column("kind of work", words=True, width=20), Column("time", width=8))
     rows = []
     for kind, time in tables.kinds_table(shown).pick(*columns).rows[:_MAX_KINDS]:

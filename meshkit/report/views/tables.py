@@ -479,7 +479,6 @@ def _sides(comparison: Comparison) -> list[str]:
 
 
 def _joined_text(comparison: Comparison) -> str:
-    """Say how many of the seconds of single operations could be joined."""
     shares = [
         f"{format_percent(share)} of the seconds of single {what}"
         for share, what in (
