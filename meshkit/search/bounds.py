@@ -146,7 +146,8 @@ class Bounds:
         Raises:
             ConfigError: mesh axes do not divide a dim, or one mesh axis is on two dims.
         """
-        mesh = _abstract(variant.mesh)
+        types = (AxisType.Auto,) * len(variant.mesh.shape)
+        mesh: Any = AbstractMesh(variant.mesh.shape, variant.mesh.axis_names, axis_types=types)
         places = self._places(variant, mesh)
         sizes = variant.mesh.sizes
         deferred = deferred_axes(variant.rules, mesh) if variant.train.accumulate > 1 else ()
@@ -214,7 +215,6 @@ class Bounds:
         return seconds
 
     def _places(self, variant: Experiment, mesh: Any) -> Mapping[str, Sequence[Placed]]:
-        """Return the placements of the parameters by kind of state; those of the last few variants are kept."""
         stages = variant.pipeline
         key = variant.mesh, variant.rules, stages.axis, stages.virtual_stages, stages.layout
         found = next((placed for known, placed in self._placed if known == key), None)
@@ -364,10 +364,6 @@ class _Payload:
     bytes: float
 
 
-def _abstract(mesh: MeshSpec) -> Any:
-    return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
-
-
 def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
     tokens = experiment.train.global_batch * experiment.train.sequence_length
     made = model.abstract_model()
@@ -389,7 +385,6 @@ def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) 
 
 
 def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
-    """Return the bytes of parameters and optimizer moments on one GPU, without what waits in host memory."""
     optimizer = variant.optimizer
     unknown = optimizer.memory == "host" or optimizer.class_path is not None
     moments = 0 if unknown else 4 + _BYTES[optimizer.dtype]
@@ -438,7 +433,7 @@ def host_pool_bytes(experiment: Experiment) -> float | None:
 
 
 def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
-    """Return which memory is too small, `memory` or `host_memory`, and a text with the numbers; None where it may fit."""
+    """Return `memory` or `host_memory`, whichever is too small, and the numbers as a text; None where it may fit."""
     pool, there = pool_bytes(experiment), host_pool_bytes(experiment)
     if bound.needed_bytes > pool:
         return "memory", f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"

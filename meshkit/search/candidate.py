@@ -91,7 +91,6 @@ class Candidate:
     variant: Variant | None = None
     what: str = ""
     group: str = ""
-    """The kind of change."""
     parts: tuple[Candidate, ...] = ()
     """The changes of which this one is made."""
     bound: Bound | None = None

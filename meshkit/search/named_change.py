@@ -38,7 +38,6 @@ def find_change(report: Report, experiment: Experiment | ProgramExperiment, plan
 
 
 def _recomputed_s(planned: Planned, kind: str) -> float:
-    """Return the seconds that one step spends on kernels of this kind which the backward pass runs again."""
     seconds, known = kernel_seconds_by_name(planned.simulation.timeline), planned.instructions
     again = (s for name, s in seconds.items() if name in known and known[name].kind == kind
              and recomputes(name, known[name]))  # fmt: skip
@@ -76,7 +75,6 @@ def _compile_it(settings: Settings) -> str:
 def _keep_more(
     report: Report, experiment: Experiment | ProgramExperiment, planned: Planned, finding: FindingPart
 ) -> Iterator[Change]:
-    """Yield the change with the least recomputation for which memory is free."""
     time_s, free = report.step.time_s or 0.0, report.memory.margin_bytes or 0
     if isinstance(experiment, ProgramExperiment):
         kept = f"the step would take about {format_seconds(finding.step_s)} if all were kept"
@@ -120,7 +118,6 @@ def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experim
 
 
 def _place_axes(report: Report, experiment: Experiment | ProgramExperiment, finding: FindingPart) -> Iterator[Change]:
-    """Yield the change that puts the mesh's axes on the links on which they would communicate fastest."""
     proposal = propose(report, experiment.mesh, experiment.cluster)
     if proposal.changed:
         now, then = format_seconds(proposal.seconds_now), format_seconds(proposal.seconds_proposed)

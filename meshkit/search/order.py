@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -203,7 +203,6 @@ class Journal:
 
 
 def _header(experiment: ExperimentFile) -> dict[str, str]:
-    """Identify a search: the resolved experiment, its calibration, and the versions that plan it."""
     versions = {name: metadata.version(name) for name in ("meshkit", "jax", "jaxlib")}
     text = experiment.to_toml()
     if experiment.cluster.calibration is not None:
@@ -322,7 +321,6 @@ class Search:
             self._pruned.add("time", lambda c=other: c.settings, why)
 
     def _choose(self) -> tuple[Candidate, str] | None:
-        """Return the next candidate, and why it is next."""
         if not self._left:
             return None
         best = self.best()
@@ -337,7 +335,9 @@ class Search:
                 variant = _variant(candidate)
                 if variant.options == _variant(self._base).options and self._meshes[variant.mesh] < _PER_MESH:
                     return candidate, "estimate"
-        for near in self._neighbours(ranked):
+        # Candidates one choice away from the best so far, then from the second best, and so on.
+        nearby = (c for to in fastest_first(self._asked) for c in ranked if _variant(c).differences(_variant(to)) == 1)
+        for near in nearby:
             if best is None or guesses[near] <= _NEAR * (best.time_s or 0.0):
                 return near, "neighbour"
         return ranked[0], "estimate"
@@ -347,10 +347,6 @@ class Search:
         known = {family: statistics.median(ratios) for family, ratios in self.wrong.items()}
         untried = min(known.values(), default=1.0)
         return defaultdict(lambda: untried, known)
-
-    def _neighbours(self, ranked: list[Candidate]) -> Iterator[Candidate]:
-        for planned in fastest_first(self._asked):
-            yield from (c for c in ranked if _variant(c).differences(_variant(planned)) == 1)
 
 
 def _variant(candidate: Candidate) -> Variant:

@@ -29,7 +29,7 @@ from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
-from meshkit.search.bounds import Bounds, CollectiveSeconds, Shape, collective_seconds, group_shape, ruled_out
+from meshkit.search.bounds import Bounds, Shape, collective_seconds, group_shape, ruled_out
 from meshkit.search.candidate import Candidate, Outcome, Settings, fastest_first
 from meshkit.search.variants import factorizations, make_space
 from meshkit.search.workers import file_request, open_workers
@@ -118,8 +118,10 @@ def propose(source: Report | Sequence[Traffic], mesh: MeshSpec, cluster: Cluster
     rows = traffic_of(source) if isinstance(source, Report) else tuple(source)
     _check_axes(rows, now)
     seconds_of = collective_seconds(cluster)
+    shape_of = lambda row, mesh: row.shape or group_shape(row.axes, mesh)
     spent = {
-        candidate: [_row_seconds(row, candidate, seconds_of) for row in rows] for candidate in assignments(now, cluster)
+        mesh: [row.count * seconds_of(row.collective, row.payload_bytes, shape_of(row, mesh)) for row in rows]
+        for mesh in assignments(now, cluster)
     }
     best = min(spent, key=lambda candidate: (sum(spent[candidate]), len(_changes(now, candidate))))
     seconds_now, seconds_best = sum(spent[now]), sum(spent[best])
@@ -150,7 +152,6 @@ def assignments(mesh: MeshSpec, cluster: Cluster) -> Iterator[MeshSpec]:
 
 
 def _check_mesh(report: Report, mesh: MeshSpec) -> None:
-    """Refuse a report of another mesh; a report without a mesh is accepted."""
     sizes = {axis.axis: axis.size for axis in report.mesh}
     expected = mesh.sizes
     if sizes and sizes != expected:
@@ -164,11 +165,6 @@ def _check_axes(rows: Sequence[Traffic], mesh: MeshSpec) -> None:
         raise ConfigError(
             f"there is traffic over axis '{name}', which the mesh does not have.", hint="the mesh of the report"
         )
-
-
-def _row_seconds(row: Traffic, mesh: MeshSpec, seconds_of: CollectiveSeconds) -> float:
-    shape = row.shape or group_shape(row.axes, mesh)
-    return row.count * seconds_of(row.collective, row.payload_bytes, shape)
 
 
 def _changes(now: MeshSpec, other: MeshSpec) -> tuple[str, ...]:
@@ -343,7 +339,6 @@ def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
 
 
 def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """Yield changes of one thing each, the mildest of each kind first."""
     optimizer = experiment.optimizer
     if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
         yield _change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
@@ -368,7 +363,6 @@ def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
 
 
 def _micro_batches(experiment: Experiment) -> Iterator[Candidate]:
-    """Yield two, four, eight times the micro-batches; gradients are reduced with each where that saves memory."""
     train, pipeline = experiment.train, experiment.pipeline
     for times in (2, 4, 8):
         if pipeline.axis is not None:
@@ -386,7 +380,6 @@ def _micro_batches(experiment: Experiment) -> Iterator[Candidate]:
 
 
 def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
-    """Yield meshes that shard the state further: `fsdp` takes GPUs from `data`, and `tensor` from both."""
     now = {axis.name: axis.size for axis in experiment.mesh.axes}
     for name, what in (("fsdp", "shard the state over more GPUs"), ("tensor", "tensor and sequence parallelism")):
         larger = [mesh for mesh in space.meshes if _grows_only(now, {a.name: a.size for a in mesh.axes}, name)]

@@ -176,7 +176,6 @@ def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
 
 
 def _grown(experiment: Experiment | ProgramExperiment, axis: MeshAxis, link: str, total: int) -> int:
-    """Return the axis's factor on a link whose factors multiply to `total`; the other axes keep theirs."""
     others = 1
     for other in experiment.mesh.axes:
         others *= other.number(link) if other.name != axis.name else 1

@@ -213,7 +213,6 @@ def _gpus(base: Outcome, winner: Outcome) -> str:
 
 
 def _recomputation(base: Outcome, winner: Outcome) -> list[str]:
-    """Say how many FLOP are no longer recomputed; HFU counts them, and the model's own FLOP are the same."""
     if base.num_gpus != winner.num_gpus or not (base.hfu and winner.hfu and base.time_s and winner.time_s):
         return []
     fewer = 1 - winner.hfu * winner.time_s / (base.hfu * base.time_s)

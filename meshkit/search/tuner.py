@@ -168,7 +168,6 @@ def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | Non
 
 
 def _tune_program(experiment: ProgramExperiment, asked: _Request, space: Space) -> TuneReport:
-    """Search a `[program]`: every way to share its GPUs among the axes of its mesh."""
     start = time.perf_counter()
     cluster, jobs = experiment.cluster, asked.jobs
     check_has_gpus(cluster, "tune")
@@ -245,10 +244,7 @@ def _run_search(space: Space, budget: int, journal: Journal, workers: Workers, p
 def _space(
     experiment: Experiment, axes: Sequence[str] | None, *, hosts: int | None = None, like: Variant | None = None
 ) -> tuple[Space, Bounds]:
-    """Return the variants of the experiment on one size of the cluster, and their bounds.
-
-    Another size than the experiment's own uses the options of `like`, and a pipeline only if that has one.
-    """
+    """Return the variants of the experiment on one size of the cluster, and their bounds."""
     bounds = Bounds(experiment)
     space = make_space(
         experiment,
@@ -406,7 +402,6 @@ def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Seque
 
 
 def _check_choice(name: str, values: Any) -> None:
-    """Refuse values that a request cannot carry: those that are not in a list, or that TOML does not have."""
     said = []
     with contextlib.suppress(Exception):
         said = [tomllib.loads(f"value = {inline(value)}")["value"] for value in values]

@@ -232,7 +232,6 @@ class SubmititExecutor(Executor):
 
 
 def _hand_over(job: Any, future: Future) -> None:
-    """Set a future to the result of its job; a cancelled future cancels the job."""
     if not future.set_running_or_notify_cancel():
         job.cancel()
         return
