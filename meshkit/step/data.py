@@ -107,7 +107,6 @@ class Stream:
     """Examples that come one after the other, in the same order whenever they are made with the same seed."""
 
     make: Callable[[int], Iterable[Mapping[str, Any]]]
-    """Makes the examples of a seed."""
     seed: int
 
     def after(self, count: int) -> Iterator[Mapping[str, Any]]:
@@ -400,7 +399,6 @@ def _load_examples(code: UserCode, seed: int) -> Examples | Stream:
 
 
 def _first(code: UserCode, stream: Stream) -> dict[str, np.ndarray]:
-    """Return the first example of a stream. Raises ConfigError where it has none."""
     with code.calling():
         example = next(iter(stream.make(stream.seed)), None)
     if example is None:
@@ -409,7 +407,6 @@ def _first(code: UserCode, stream: Stream) -> dict[str, np.ndarray]:
 
 
 def _read_example(code: UserCode, examples: Examples, index: int) -> dict[str, np.ndarray]:
-    """One example as arrays. Raises ConfigError where it is no dict of numbers."""
     name = f"example {index} of {code.name}"
     with code.calling(name):
         example = examples[index]
@@ -482,7 +479,6 @@ class Batches:
         yield from ahead
 
     def _loaded(self, first: int, last: int) -> Iterator[dict[str, np.ndarray]]:
-        """The local rows of each step, by index: this process reads no others."""
         import grain  # with orbax it is a seventh of what a plan imports, which reads no data
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2 * _PREFETCHED_BATCHES)
@@ -500,7 +496,6 @@ class Batches:
                 yield ahead.popleft().result()
 
     def _next(self, step: int, examples: Iterator[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-        """Return the local rows of the next step of a stream. Raises RunError as `load` does."""
         with _data_of(step):
             batch = list(itertools.islice(examples, self._size))
             return self._stacked(step, [batch[row] for row in self.local_rows()])
@@ -555,7 +550,6 @@ class Batches:
 
 @contextmanager
 def _data_of(step: int) -> Iterator[None]:
-    """Turn an exception of the user's source into an error that names the step."""
     try:
         yield
     except (MeshkitError, MemoryError):

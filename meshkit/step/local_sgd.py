@@ -64,15 +64,12 @@ InnerStep = Callable[..., tuple[Any, Any, Any]]
 @jax.tree_util.register_dataclass
 @dataclass
 class OuterState:
-    """The state of the outer optimizer between outer steps.
-
-    Attributes:
-        optimizer: of optax; momentum shaped and sharded like the anchor.
-        pending: with staleness 1, a_(t-1) - w_(t-1),r: fp32 [R, ...], not exchanged yet; else None.
-    """
+    """The state of the outer optimizer between outer steps."""
 
     optimizer: Any
+    """Of optax; momentum shaped and sharded like the anchor."""
     pending: Any
+    """With staleness 1, a_(t-1) - w_(t-1),r: fp32 [R, ...], not exchanged yet; else None."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,6 @@ class LocalSgdStep:
     """One replica's (state, batch, exchanged) -> (state, metrics), built for the mesh without the axis; `exchanged` is
     what travels during the step, or None."""
     batch_axes: tuple[str, ...]
-    """Mesh axes that cut the global batch, the axis among them."""
 
     @property
     def xla_options(self) -> dict[str, object]:

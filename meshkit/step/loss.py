@@ -169,17 +169,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How a global batch is cut: `count` micro-batches, each over the replicas of the deferred axes.
-
-    Attributes:
-        batch_axes: mesh axes that cut the batch.
-        deferred: those of them over which gradients are summed once per step.
-    """
+    """How a global batch is cut: `count` micro-batches, each over the replicas of the deferred axes."""
 
     count: int
     mesh: AnyMesh
     batch_axes: tuple[str, ...]
+    """Mesh axes that cut the batch."""
     deferred: tuple[str, ...] = ()
+    """Those of them over which gradients are summed once per step."""
 
     @property
     def replicas(self) -> int:
@@ -251,8 +248,8 @@ def sum_over_micro_batches(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
     (total, variables), _ = jax.lax.scan(body, (zeros, variables), (pieces, keys))
     if micro.deferred:
-        loss_sum, weight, metrics = (_sum_first(x) for x in (total.loss_sum, total.weight, total.metrics))
-        total = Sums(loss_sum, weight, metrics, total.gradients)
+        of_replicas = (total.loss_sum, total.weight, total.metrics)
+        total = Sums(*jax.tree.map(lambda x: jnp.sum(x, axis=0), of_replicas), total.gradients)
     return total, variables
 
 
@@ -332,10 +329,6 @@ def _scattered(rank: int, micro: MicroBatches, accumulator: NamedSharding, wante
     kept = spec_axes(accumulator.spec, rank)
     scattered = [tuple(a for a in axes if a in micro.deferred) for axes in spec_axes(wanted.spec, rank)]
     return kept, scattered, PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))
-
-
-def _sum_first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
 
 
 def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:

@@ -37,24 +37,21 @@ _MERGED = ("heads", "head_dim"), ("kv_heads", "head_dim")  # one dim of a matrix
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """A parameter that is a stack of matrices.
-
-    Attributes:
-        stacked: how many leading dims are the stack's.
-        inner: how many dims after them are contracted; the rest are those of the result.
-        pieces: that each dim of the stack is cut into.
-        matrices: of one piece, padded.
-        stored: the layout of its moment.
-        moves: layouts of [pieces..., matrices, rows, columns] on the way to that in which it is made orthogonal; from
-            each to the next one axis moves. XLA makes an all-to-all of one, and of two at once copies the whole.
-    """
+    """A parameter that is a stack of matrices."""
 
     stacked: int
+    """How many leading dims are the stack's."""
     inner: int
+    """How many dims after them are contracted; the rest are those of the result."""
     pieces: tuple[int, ...]
+    """Pieces that each dim of the stack is cut into."""
     matrices: int
+    """Matrices of one piece, padded."""
     stored: NamedSharding
+    """The layout of its moment."""
     moves: tuple[NamedSharding, ...]
+    """Layouts of [pieces..., matrices, rows, columns] on the way to that in which it is made orthogonal; from each to
+    the next one axis moves. XLA makes an all-to-all of one, and of two at once copies the whole."""
 
     def to_rows(self, x: jax.Array) -> jax.Array:
         """x as [pieces..., matrices, rows, columns], still cut as its moment."""

@@ -239,25 +239,20 @@ def _whole_gradients(places: Places, layout: StateLayout, data: tuple[str, ...])
 
 
 def _at(places: Places, key: str, error: ConfigError) -> ConfigError:
-    """Return the error, pointing at a key of `[pipeline]`."""
     return places.error(f"pipeline.{key}", error.message, hint=error.hint)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the arrays of layers lie in a pipeline's state.
-
-    Attributes:
-        stack: where each layer is.
-        axis: of the pipeline.
-        optimizer: whose moments are arranged as the parameters are.
-        abstract: the state in memory, ShapeDtypeStructs with shardings.
-    """
+    """How the arrays of layers lie in a pipeline's state."""
 
     stack: Stack
+    """Where each layer is."""
     axis: str
     optimizer: optax.GradientTransformation
+    """The optimizer whose moments are arranged as the parameters are."""
     abstract: TrainState
+    """The state in memory, ShapeDtypeStructs with shardings."""
     compiled: dict = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
@@ -316,7 +311,6 @@ class Arrangement:
         return self._over_layers(uncut_leaf, abstract)
 
     def _over_layers(self, fn: Callable[[Any], Any], state: TrainState) -> TrainState:
-        """fn on every array of layers: parameters, and what the optimizer keeps for each of them."""
         of_layers = {
             name: jax.tree.map(lambda _, layered=name == LAYERS: layered, tree) for name, tree in state.params.items()
         }
@@ -515,11 +509,6 @@ def layer_count(model: ModelDescription) -> int:
 
 
 def _own_loss(spec: StepSpec) -> Any:
-    """Return the function that `train.loss` names, or None without one.
-
-    Raises:
-        ConfigError: it needs whole logits, and the head gives pieces.
-    """
     if spec.loss is None:
         return None
     if spec.pipeline.head == "vocab_parallel" and not hasattr(spec.loss.found, "of_hidden"):

@@ -48,23 +48,19 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "mxfp8
 @jax.tree_util.register_dataclass
 @dataclass
 class TrainState:
-    """All that a training step carries over to the next one.
-
-    Attributes:
-        step: int32 scalar, number of steps done.
-        params: nested dict of arrays in `train.parameter_precision`, `{"layers": {"attention": ...}}`.
-        opt_state: of optax.
-        variables: the model's other state (batch statistics and the like); empty for a Llama.
-        rng: key data (uint32) that each step folds its number into.
-        extra: of `[compression]` (`residuals`) and `[local_sgd]` (`outer`); else empty.
-    """
+    """All that a training step carries over to the next one."""
 
     step: Any
+    """Int32 scalar, number of steps done."""
     params: Any
+    """Nested dict of arrays in `train.parameter_precision`, `{"layers": {"attention": ...}}`."""
     opt_state: Any
     variables: Any
+    """The model's other state (batch statistics and the like); empty for a Llama."""
     rng: Any
+    """Key data (uint32) that each step folds its number into."""
     extra: Any = field(default_factory=dict)
+    """Of `[compression]` (`residuals`) and `[local_sgd]` (`outer`); else empty."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,6 @@ def _option_named(message: str, options: Mapping[str, Any], written: Sequence[st
 
 
 def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """`[model]` with what `[train]` says of precision and recomputation."""
     train, options = spec.train, dict(spec.model.options)
     if spec.model.preset is not None:
         options["preset"] = spec.model.preset
@@ -200,24 +195,21 @@ def describe_model(spec: StepSpec) -> ModelDescription:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """NamedShardings of everything a step touches; each a nested dict shaped like the parameters, save `opt_state`.
-
-    Attributes:
-        gradients: of the accumulators over micro-batches.
-        reduced: of the gradients that the optimizer gets: cut as its state is.
-        compute: of the weights as the model sees them, or None where `[rules.compute]` changes nothing.
-        opt_state: of the optimizer's state between steps.
-        opt_on_device: of that state while the optimizer runs, or None where it is on the device all the time.
-    """
+    """NamedShardings of everything a step touches; each a nested dict shaped like the parameters, save `opt_state`."""
 
     params: Any
     gradients: Any
+    """Of the accumulators over micro-batches."""
     reduced: Any
+    """Of the gradients that the optimizer gets: cut as its state is."""
     compute: Any | None
+    """Of the weights as the model sees them, or None where `[rules.compute]` changes nothing."""
     opt_state: Any
+    """Of the optimizer's state between steps."""
     variables: Any
     replicated: NamedSharding
     opt_on_device: Any | None = None
+    """Of that state while the optimizer runs, or None where it is on the device all the time."""
 
 
 def lay_out(
@@ -329,7 +321,6 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _checked_class(model_class: UserCode) -> Any:
-    """Return the class or function itself. Raises ConfigError where it makes no model."""
     make, name, hint = model_class.found, model_class.name, "a subclass of flax.nnx.Module or flax.linen.Module"
     if isinstance(make, linen.Module):
         made = f'model.class = "{name.partition(":")[0]}:{type(make).__name__}", its fields as further keys of [model]'

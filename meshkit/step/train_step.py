@@ -320,7 +320,6 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
 
 
 def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunctions:
-    """All that the step is made of: model, layout, loss, optimizer, and which axes are reduced over once a step."""
     described = model = describe_model(spec)
     if spec.train.remat != "none" and not model.takes_remat:
         message = f"{spec.model_class.name} takes no `remat` argument, so it cannot recompute."
@@ -415,7 +414,7 @@ def without_signed(gradients: Any, steps: Any) -> Any:
 
 
 def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.GradientTransformation:
-    """Return the optimizer, which parameters with a step are kept from: they move by it against their gradient's sign."""
+    """Return the optimizer without the parameters that have a step: they move by it against their gradient's sign."""
     if not any(jax.tree.leaves(steps)):
         return optimizer
 
