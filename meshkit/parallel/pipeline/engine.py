@@ -42,29 +42,25 @@ class Pipeline:
 
     Parameters are `{"stages": ..., "outer": ...}`: arrays of layers as `stack.arrange` returns them, and everything
     else (embedding, final norm, head; a tied table once). A batch is any tree of arrays [microbatches, batch, ...].
-
-    Attributes:
-        functions: the stages, and what stands before and behind them.
-        stack: how many layers each virtual stage has.
-        axes: the mesh, and which of its axes cut what.
-        specs: PartitionSpecs of the parameters; None: layers over the pipeline's axis, the rest replicated.
-        schedule: `1f1b` or `interleaved_1f1b`.
-        residuals: `recompute`, `stash`, or a policy of `jax.checkpoint`, see `residuals`.
-        head: `replicated`: the loss runs on every device and counts on the last stage. `vocab_parallel`: all devices
-            get the last stage's activations, and the loss cuts the work over the pipeline's axis.
-        accumulators: dtype that gradients are summed, reduced and returned in; None is that of each parameter.
-        reduced: dtype that they are reduced in, if another one.
     """
 
     functions: Functions
     stack: Stack
+    """How many layers each virtual stage has."""
     axes: ManualAxes
     specs: Mapping[str, Any] | None = None
+    """PartitionSpecs of the parameters; None: layers over the pipeline's axis, the rest replicated."""
     schedule: str = "1f1b"
+    """`1f1b` or `interleaved_1f1b`."""
     residuals: Residuals = "recompute"
+    """`recompute`, `stash`, or a policy of `jax.checkpoint`, see `residuals`."""
     head: str = "replicated"
+    """`replicated`: the loss runs on every device and counts on the last stage. `vocab_parallel`: all devices get the
+    last stage's activations, and the loss cuts the work over the pipeline's axis."""
     accumulators: Any = jnp.float32
+    """Dtype that gradients are summed, reduced and returned in; None is that of each parameter."""
     reduced: Any = None
+    """Dtype that they are reduced in, if another one."""
 
     def __post_init__(self):
         if self.head not in HEADS:
@@ -157,8 +153,6 @@ class Pipeline:
         return _by_part(lambda _, s: NamedSharding(self.axes.mesh, s), params, self._specs(params))
 
     def _zero_gradients(self, specs: Any, weights: Any, outer: Any) -> tuple[Any, Any]:
-        """Accumulators of gradients, cut as the parameters are."""
-
         def zeros(x, spec):
             return self.axes.constrain(jnp.zeros(x.shape, self.accumulators or x.dtype), spec)
 
@@ -172,7 +166,6 @@ class Pipeline:
         return Worker(self.functions, self.stack, self.axes, self.shared_head, weights, gathered["outer"], batch, rng)
 
     def _finish(self, sums: Sums, tables: Tables) -> tuple[Any, dict, Any]:
-        """Loss, metrics and weight of the whole batch from each device's sums."""
         sums = lax.psum(sums, (self.axis, *self.axes.data))
         pieces = tables.microbatches * self.axes.shards
         metrics = jax.tree.map(lambda m: m / pieces, {**sums["stages"], **sums["last"]})
@@ -354,7 +347,6 @@ def pipeline(
 
 
 def _by_part(fn: Callable[[Any, Any], Any], params: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
-    """fn(leaf, spec) over the parameters, or their gradients; those of stages first."""
     return {part: jax.tree.map(fn, params[part], specs[part]) for part in ("stages", "outer")}
 
 

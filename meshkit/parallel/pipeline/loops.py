@@ -292,7 +292,6 @@ class Lockstep:
         return state, y
 
     def _backward(self, state: State, now: Any, arriving: Any, *, scored: bool) -> tuple[State, Any]:
-        """Return the state after a backward chunk, and the gradients of its weights, not yet in the state's."""
         w, back = self.worker, now["backward"]
         chunk, valid = back["chunk"], back["valid"]
         kept = jax.tree.map(lambda a: pick(a, back["slot"]), state["kept"])
@@ -371,16 +370,11 @@ def _groups(phases: tuple[Phase, ...]) -> Iterator[tuple[int, int, tuple[Phase, 
         pair = phases[i : i + 2]
         repeats = 1
         if [p.name for p in pair] == ["steady", "steady"]:
-            while phases[i + 2 * repeats + 1 : i + 2 * repeats + 2] and _alike(
-                pair, phases[i + 2 * repeats : i + 2 * repeats + 2]
-            ):
+            alike = [(p.name, p.ticks, p.outer) for p in pair]
+            while alike == [(p.name, p.ticks, p.outer) for p in phases[i + 2 * repeats : i + 2 * repeats + 2]]:
                 repeats += 1
             yield phases[i].start, phases[i + 2 * repeats - 1].stop, tuple(pair)
             i += 2 * repeats
         else:
             yield phases[i].start, phases[i].stop, (phases[i],)
             i += 1
-
-
-def _alike(one: tuple[Phase, ...], other: tuple[Phase, ...]) -> bool:
-    return [(p.name, p.ticks, p.outer) for p in one] == [(p.name, p.ticks, p.outer) for p in other]

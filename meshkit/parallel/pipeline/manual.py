@@ -28,20 +28,14 @@ from meshkit.sharding.mesh import AnyMesh
 
 @dataclass(frozen=True)
 class ManualAxes:
-    """The manual axes of a pipeline, and what they mean for an array.
-
-    Attributes:
-        mesh: attached or described.
-        axis: of the pipeline.
-        batch: PartitionSpec of a batch's arrays [microbatches, batch, ...].
-        kept: axes of batch over which parameters stay cut inside a stage, which communicates over them itself
-            (experts).
-    """
+    """The manual axes of a pipeline, and what they mean for an array."""
 
     mesh: AnyMesh
     axis: str
     batch: PartitionSpec
+    """PartitionSpec of a batch's arrays [microbatches, batch, ...]."""
     kept: tuple[str, ...] = ()
+    """Axes of batch over which parameters stay cut inside a stage, which communicates over them itself (experts)."""
 
     def __post_init__(self):
         for name in (self.axis, *self.data, *self.kept):

@@ -256,7 +256,6 @@ def check_tables(tables: Tables) -> None:
 
 
 def _ticks_of(slots: Slots, tables: Tables) -> dict[tuple[int, int], int]:
-    """(virtual stage, microbatch) -> tick; every pair once."""
     found: dict[tuple[int, int], int] = {}
     for t, s in np.argwhere(slots.valid).tolist():
         key = int(slots.chunk[t, s]) * tables.stages + s, int(slots.microbatch[t, s])

@@ -26,15 +26,11 @@ from meshkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class Stack:
-    """How many layers each virtual stage has.
-
-    Attributes:
-        stages: S.
-        counts: layers by virtual stage (v S of them), in the order a microbatch meets them.
-    """
+    """How many layers each virtual stage has."""
 
     stages: int
     counts: tuple[int, ...]
+    """Layers by virtual stage (v S of them), in the order a microbatch meets them."""
 
     @classmethod
     def of(cls, layers: int, stages: int, virtual_stages: int = 1, layout: str | Sequence[int] | None = None) -> Stack:

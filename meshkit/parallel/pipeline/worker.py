@@ -25,33 +25,28 @@ class Functions:
     They see one device's part of the data, and whole parameters but for the axes that the partitioner has; `outer` also
     stays cut where its specs name the pipeline's axis. They must not communicate over axes of the batch, nor, in a
     stage, over the pipeline's. A stage runs on garbage now and then: it must be finite for finite input.
-
-    Attributes:
-        first: (outer, microbatch, StageContext) -> x, floating point arrays, as stages take and return them.
-        stage: (chunk's params [chunk_layers, ...], x, StageContext) -> x or StageOutput; `scan_layers` helps.
-        last: (outer, y, microbatch, StageContext) -> loss_sum, weight[, metrics].
     """
 
     first: Callable[..., Any]
+    """(outer, microbatch, StageContext) -> x, floating point arrays, as stages take and return them."""
     stage: Callable[..., Any]
+    """(chunk's params [chunk_layers, ...], x, StageContext) -> x or StageOutput; `scan_layers` helps."""
     last: Callable[..., Any]
+    """(outer, y, microbatch, StageContext) -> loss_sum, weight[, metrics]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class StageOutput:
-    """The result of a stage that returns a loss or metrics with its activations.
-
-    Attributes:
-        x: activations for the next stage, of the shape that came in.
-        loss_sum: added to the sum that is divided by the weight of the whole batch: a router's load-balance loss, times
-            the weight of its microbatch.
-        metrics: scalars; summed over stages, averaged over microbatches.
-    """
+    """The result of a stage that returns a loss or metrics with its activations."""
 
     x: Any
+    """Activations for the next stage, of the shape that came in."""
     loss_sum: Any = 0.0
+    """Added to the sum that is divided by the weight of the whole batch: a router's load-balance loss, times the
+    weight of its microbatch."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Scalars; summed over stages, averaged over microbatches."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class Worker:
             return self.functions.first(outer, ctx.batch, ctx)
 
     def score(self, outer: Any, y: Any, microbatch: Any, mine: Any) -> tuple[Any, tuple[Any, Mapping[str, Any]]]:
-        """loss_sum, (weight, metrics) of a microbatch; with the vocabulary over the pipeline every device computes it."""
+        """loss_sum, (weight, metrics) of a microbatch; every device computes it where the vocabulary is cut."""
         with jax.named_scope(LAST):
             if self.shared_head:
                 axis, mesh = self.axes.axis, self.axes.mesh
