@@ -156,7 +156,6 @@ def _quoted(dims: str) -> str:
 
 
 def _check(text: str, exported: export.Exported | None, mesh: AnyMesh, file: str) -> None:
-    """Stop at a program for other devices, or with operations whose Python is gone."""
     if exported is not None and "cuda" not in exported.platforms:
         raise ConfigError(
             f"{file} was lowered for {', '.join(exported.platforms)}, where operations such as attention are others.",
@@ -208,7 +207,10 @@ def _argument(each: tuple[Any, Any]) -> _Argument:
 
 def _exported(module: Any, mesh: AnyMesh, arguments: list[_Argument]) -> export.Exported:
     main = _main(module)
-    inputs, outputs = (tuple(map(_aval, types)) for types in (main.type.inputs, main.type.results))
+    aval = lambda of: ShapedArray(tuple(of.shape), _dtype(str(of.element_type)))
+    inputs, outputs = (
+        tuple(aval(ir.RankedTensorType(of)) for of in types) for types in (main.type.inputs, main.type.results)
+    )
     placed = [a.spec and NamedSharding(mesh.abstract_mesh, a.spec) for a in arguments]
     nothing = (None,) * len(outputs)
     made: Any = export.Exported
@@ -233,11 +235,6 @@ def _exported(module: Any, mesh: AnyMesh, arguments: list[_Argument]) -> export.
         uses_global_constants=False,
         _get_vjp=None,
     )
-
-
-def _aval(of: Any) -> Any:
-    tensor = ir.RankedTensorType(of)
-    return ShapedArray(tuple(tensor.shape), _dtype(str(tensor.element_type)))
 
 
 def _dtype(name: str) -> np.dtype:
