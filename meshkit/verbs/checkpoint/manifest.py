@@ -372,12 +372,10 @@ def _is_inside(name: str) -> bool:
 
 
 def _tail(body: str) -> str:
-    """Return the end of a manifest: the sha256 of all that is before it."""
     return f'{_SEAL}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def _unsealed(text: str) -> str:
-    """Say why a manifest is not as it was written."""
     try:
         schema = json.loads(text)["schema"]
         if schema != _SCHEMA:

@@ -48,13 +48,11 @@ class SaveOutcome:
     """How a save ended, the same on every process."""
 
     step: int
-    """Training step of the state."""
     seconds: float
     """Seconds from the call to the end, on this process."""
     error: str | None
     """Why there is no checkpoint of this step; None if there is."""
     notes: tuple[str, ...] = ()
-    """Further sentences for the user."""
 
 
 class Saving:

@@ -356,7 +356,6 @@ class CheckpointStore:
         return self.agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
 
     def _settle(self, *, say: bool = True) -> None:
-        """Wait for the save in the background and record its outcome; report a failure."""
         if self.saving is None:
             return
         saving, self.saving = self.saving, None
@@ -485,7 +484,6 @@ def _describe(state: TrainState) -> dict[str, str]:
 
 
 def _mesh_of(state: TrainState) -> dict[str, int]:
-    """Map each axis of the arrays' mesh to its size; empty for one device."""
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf.sharding, NamedSharding):
             return {str(name): int(size) for name, size in leaf.sharding.mesh.shape.items()}

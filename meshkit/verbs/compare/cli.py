@@ -50,7 +50,6 @@ def compare(
 
 
 def _report(path: Path) -> Report:
-    """Return the report of a run, or what a trace without one measures."""
     from meshkit.report.folder import read_report
     from meshkit.report.schema import REPORT_FILE
     from meshkit.trace.loose import is_loose

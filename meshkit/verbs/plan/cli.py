@@ -191,7 +191,6 @@ def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int
 
 
 def _with_cliff(report: Report, experiment: Experiment | ProgramExperiment, made: Any) -> Report:
-    """The report with the memory from which on XLA slows the step, found by compiles."""
     from meshkit.search.cliff import find_cliff, with_cliff
 
     with status("compiling with other memory limits"):

@@ -91,11 +91,8 @@ class Rehearsed:
     """A rehearsal, read."""
 
     report: Report
-    """Its source is `rehearse`."""
     timeline: Timeline
-    """The simulated step, for pictures."""
     calibration: Path
-    """The file with the rates of its kernels."""
 
 
 def check_gpu() -> None:
@@ -226,7 +223,6 @@ def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehears
 
 
 def _check_same(experiment: ExperimentFile, captured: Captured) -> None:
-    """Stop where the capture is of another mesh than the experiment."""
     sizes = dict(zip(captured.record.mesh.axes, captured.record.mesh.shape))
     found, expected = ([(n, s) for n, s in each.items() if s > 1] for each in (sizes, experiment.mesh.sizes))
     if found != expected:
@@ -275,7 +271,6 @@ def _gpu_of(captured: Captured) -> str | None:
 
 
 def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
-    """Warn that the kernels ran on another GPU than the cluster has."""
     gpu = _gpu_of(captured)
     if gpu is None or captured.record.platform == "cpu" or gpu == cluster.gpu.key:
         return []
@@ -324,7 +319,6 @@ def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> 
 
 
 def _unnamed(price: MeasuredKernels) -> list[Warning_]:
-    """Warn that some kernels were priced, because the trace lacks them."""
     missing, known = sum(price.missing.values()), price.known_s
     if not missing or missing < NOTABLE * (missing + known):
         return []
