@@ -80,7 +80,6 @@ class Child:
     cpu_s: float = 0.0
     """CPU seconds of the last request; those of starting are of the first."""
     peak_rss_bytes: int = 0
-    """Of its memory, so far."""
 
     def __init__(self, module: str, environment: Mapping[str, str] = os.environ, log: Path | None = None):
         sweep()

@@ -131,7 +131,6 @@ class _Secrets:
         return cls(forms, inner, max(map(len, forms)), anchors, begins)
 
     def masked(self, text: str) -> str:
-        """Return the text without them; where they overlap, without all of it."""
         said, done = [], 0
         for found in self.begins.finditer(text):
             start = found.start()
@@ -157,7 +156,6 @@ class _Secrets:
 
 @functools.lru_cache(maxsize=2)
 def _secrets(environment: tuple[tuple[str, str], ...]) -> _Secrets | None:
-    """Return the secrets of an environment; None where there is none."""
     values = set()
     for name, value in environment:
         if is_secret_name(name):
