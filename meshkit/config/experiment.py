@@ -246,30 +246,20 @@ def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
     if "program" in document.table:
         return _build_program(document)
     checked = validate(ExperimentTable, document.table)
-    check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
-    cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
-    mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
-    rules = _build_rules(checked.rules, checked.pipeline, mesh, document)
-    check_sections(checked, mesh, rules)
+    shared = _shared_sections(checked, document)
+    rules = _build_rules(checked.rules, checked.pipeline, shared["mesh"], document)
+    check_sections(checked, shared["mesh"], rules)
     return Experiment(
-        name=checked.name or document.path.stem,
-        cluster=cluster,
-        mesh=mesh,
         rules=rules,
         model=checked.model,
         train=checked.train,
         optimizer=checked.optimizer,
         data=checked.data,
         checkpoint=checked.checkpoint,
-        profile=checked.profile,
-        failures=checked.failures,
         local_sgd=checked.local_sgd or LocalSgdTable(axis=None),
         compression=checked.compression or CompressionTable(axis=None),
         pipeline=checked.pipeline or PipelineTable(axis=None, microbatches=1),
-        lint=checked.lint,
-        xla=checked.xla,
-        path=document.path,
-        document=document,
+        **shared,
     )
 
 
@@ -284,24 +274,19 @@ def _build_program(document: TomlDocument) -> ProgramExperiment:
             message = f"train.{key} is of meshkit's own training step, and [program] brings its own."
             raise SpecError(message, key=("train", key), hint=f"program.options, for {document.table['program']}")
     checked = validate(ProgramExperimentTable, document.table)
-    check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
+    shared = _shared_sections(checked, document)
     _check_latencies(checked.train.pgle, checked.xla)
+    rules = _build_rules(checked.rules or RulesTable(), None, shared["mesh"], document)
+    return ProgramExperiment(rules=rules, program=checked.program, train=checked.train, **shared)
+
+
+def _shared_sections(checked: ExperimentTable | ProgramExperimentTable, document: TomlDocument) -> dict[str, Any]:
+    check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
     mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
-    return ProgramExperiment(
-        name=checked.name or document.path.stem,
-        cluster=cluster,
-        mesh=mesh,
-        rules=_build_rules(checked.rules or RulesTable(), None, mesh, document),
-        program=checked.program,
-        train=checked.train,
-        profile=checked.profile,
-        failures=checked.failures,
-        lint=checked.lint,
-        xla=checked.xla,
-        path=document.path,
-        document=document,
-    )
+    shared = {key: getattr(checked, key) for key in ("profile", "failures", "lint", "xla")}
+    about = {"name": checked.name or document.path.stem, "path": document.path, "document": document}
+    return {"cluster": cluster, "mesh": mesh, **shared, **about}
 
 
 def _build_rules(

@@ -426,11 +426,8 @@ class Change(NamedTuple):
 def add_plan_findings(report: Report, planned: Planned, change: Change | None = None) -> Report:
     """Return a prediction with its findings and a verdict that says what bounds the step.
 
-    The change becomes the second sentence of the verdict.
-
-    Returns:
-        The report has no findings where the step has no time or part of the program was not read. Its verdict then says
-        at most that the step does not fit.
+    The change becomes the second sentence of the verdict. Where the step has no time or part of the program was not
+    read, there are no findings, and the verdict says at most that the step does not fit.
     """
     memory, time_s = report.memory, report.step.time_s
     said = _too_large(memory) if memory.fits is False else []
@@ -487,13 +484,8 @@ class _PlanCase(ExaminedReport):
         again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
         exposed = _Loss(step.exposed_s or 0.0, "exposed communication", "step.exposed_s", OVERLAP_MORE, _largest(self))
         bubble = _Loss(step.bubble_s or 0.0, f"the pipeline's bubble{of}", "step.bubble_s", "more microbatches")
-        from_host = planned.simulation.host_bytes > 0
-        copies = _Loss(
-            step.other_s or 0.0,
-            "exposed memory copies",
-            "step.other_s",
-            None if from_host else NO_LOOP,
-        )
+        hint = None if planned.simulation.host_bytes > 0 else NO_LOOP
+        copies = _Loss(step.other_s or 0.0, "exposed memory copies", "step.other_s", hint)
         return {
             "exposed_communication": exposed,
             "pipeline_bubble": bubble,
@@ -574,9 +566,6 @@ def add_communication_findings(report: Report, cluster: Cluster | None) -> Repor
     """Return a report that has no compute, with its findings and its verdict.
 
     Without the cluster where it ran, nothing is compared with the network model.
-
-    Returns:
-        The report as it is where nothing took any time.
     """
     case = _CommunicationCase(report, cluster)
     if not case.time_s:

@@ -68,9 +68,8 @@ class Known:
 def add_findings(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
     """Return the report with its findings and its verdict.
 
-    Returns:
-        The report as it is where the step has no time or the trace no steps. Where the steps cannot be compared, it has
-        no findings and the verdict says why.
+    It stays as it is where the step has no time or the trace no steps. Where the steps cannot be compared, it has no
+    findings and the verdict says why.
     """
     if not report.step.time_s or not known.trace.sweeps:
         return report

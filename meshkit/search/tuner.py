@@ -155,15 +155,14 @@ def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | Non
     return _report(
         searches,
         _best(searches, sizes.objective),
+        experiment.cluster,
+        start,
         experiment=experiment.name,
-        gpu=experiment.cluster.gpu.key,
-        num_gpus=experiment.cluster.num_gpus,
         global_batch=experiment.train.global_batch,
         objective=sizes.objective,
         space=pruned.variants,
         pruned=pruned.parts(),
         jobs=workers.jobs,
-        wall_s=time.perf_counter() - start,
     )
 
 
@@ -177,17 +176,9 @@ def _tune_program(experiment: ProgramExperiment, asked: _Request, space: Space) 
         )
     workers = open_workers(file_request(asked.path, asked.overrides), jobs)
     search = _run_search(space, asked.budget, Journal(asked.out, experiment), workers, asked.progress)
-    return _report(
-        [search],
-        search.best(),
-        experiment=experiment.name,
-        gpu=cluster.gpu.key,
-        num_gpus=cluster.num_gpus,
-        space=len(space.meshes) * len(space.options),
-        pruned=(),
-        jobs=default_jobs() if not isinstance(jobs, int) else jobs,
-        wall_s=time.perf_counter() - start,
-    )
+    variants, jobs = len(space.meshes) * len(space.options), jobs if isinstance(jobs, int) else default_jobs()
+    known = {"experiment": experiment.name, "space": variants, "pruned": (), "jobs": jobs}
+    return _report([search], search.best(), cluster, start, **known)
 
 
 def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None, vary: Sequence[str]) -> Space:
@@ -324,13 +315,18 @@ def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
     return min(found, key=lambda c: (c.gpu_seconds, c.settings), default=None)
 
 
-def _report(searches: Sequence[Search], best: Candidate | None, **known: Any) -> TuneReport:
+def _report(
+    searches: Sequence[Search], best: Candidate | None, cluster: Cluster, start: float, **known: Any
+) -> TuneReport:
     return make_tune_report(
         [outcome for search in searches for outcome in search.outcomes],
         best.outcome if best else None,
         compiled=sum(search.compiled for search in searches),
         reused=sum(search.reused for search in searches),
         left=sum(search.left for search in searches),
+        gpu=cluster.gpu.key,
+        num_gpus=cluster.num_gpus,
+        wall_s=time.perf_counter() - start,
         **known,
     )
 
@@ -377,17 +373,9 @@ def tune(
     space = _space_of_step(base, cluster, choices or {})
     workers = _workers(what, step_request(base, cluster, dict(space.base.options)), jobs)
     search = _run_search(space, budget, Journal(), workers, _progress())
-    return _report(
-        [search],
-        search.best(),
-        experiment=getattr(what, "__name__", type(what).__name__),
-        gpu=cluster.gpu.key,
-        num_gpus=cluster.num_gpus,
-        space=len(list(space.variants())),
-        pruned=(),
-        jobs=workers.jobs,
-        wall_s=time.perf_counter() - start,
-    )
+    name, variants = getattr(what, "__name__", type(what).__name__), len(list(space.variants()))
+    known = {"experiment": name, "space": variants, "pruned": (), "jobs": workers.jobs}
+    return _report([search], search.best(), cluster, start, **known)
 
 
 def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]]) -> Space:

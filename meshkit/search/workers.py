@@ -1,6 +1,6 @@
 """Processes that plan variants at the same time, each with its own compiler.
 
-XLA can crash on a program, and a machine can run out of memory: then one variant is lost and a new process continues.
+Where XLA crashes on a program or memory runs out, one variant is lost and a new process continues.
 
 A request is `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or for a user's own step `{"build":
 "pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`; its answer is an Outcome. A user's

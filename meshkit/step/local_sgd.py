@@ -11,23 +11,19 @@ arXiv:2311.08105):
 with G = G_t when `staleness` is 0. The inner optimizer's state stays with its replica and is never exchanged. With
 learning_rate = 1 and momentum = 0 the new anchor is the mean of the replicas: plain local SGD.
 
-**staleness = 1** puts G = G_(t-1), G_(-1) = 0, in the same formulas: the outer gradient that is applied at the end of
-outer step t is the one measured in the one before, at a_(t-1). Its exchange depends on nothing of step t, so it runs
-under its H inner steps. All replicas still restart from one common point, the new anchor; what a replica did in outer
-step t reaches everyone, itself included, at the end of t+1. This is the stale-gradient form of asynchronous data
-parallelism with a delay of exactly one (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare
-with). Three things follow: step 0 leaves the anchor where it is; the outer gradient of the last one is not applied; and
-a delay narrows what is stable. Where an outer step contracts the distance to the optimum by 1 - c, the roots of the
-recurrence above stay inside the unit circle for learning_rate * c below 2 without momentum, 1.35 with Nesterov's 0.9;
-with the delay below 1 without momentum, 0.56 with Nesterov's 0.5 and 0.25 with 0.9.
+**staleness = 1** puts G = G_(t-1), G_(-1) = 0, in the same formulas: what is applied at the end of outer step t was
+measured in the one before, at a_(t-1). Its exchange depends on nothing of step t, so it runs under its H inner steps
+(the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare with). Step 0 leaves the anchor where it is,
+and the last outer gradient is not applied. A delay narrows what is stable: where an outer step contracts the distance
+to the optimum by 1 - c, the roots of the recurrence stay inside the unit circle for learning_rate * c below 2 without
+momentum and 1.35 with Nesterov's 0.9; with the delay below 1, 0.56 with Nesterov's 0.5, and 0.25 with 0.9.
 
 Everything is one jitted program: a `scan` over the inner steps, each of them `vmap` over the replicas with
 `spmd_axis_name`, so that every replica stays on its own GPUs and no collective of an inner step crosses the axis.
 
-XLA hides a collective under the kernels of its own computation and not under a whole loop of loops
-(docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut into H pieces,
-and inner step h exchanges piece h during its own work: one all-reduce of 1/H of the parameters in the body of the
-scan. The step waits for it before its backward pass (`wait_before_backward`): it runs under the output head.
+XLA hides a collective under the kernels of its own computation, not under a loop of loops
+(docs/adr/0007-stale-exchange.md). So the stale outer gradient is cut into H pieces, and inner step h exchanges piece h
+in one all-reduce, for which it waits before its backward pass (`wait_before_backward`).
 
 `[local_sgd]` makes such a program of the training step of one replica:
 

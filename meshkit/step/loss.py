@@ -249,7 +249,8 @@ def sum_over_micro_batches(
     (total, variables), _ = jax.lax.scan(body, (zeros, variables), (pieces, keys))
     if micro.deferred:
         of_replicas = (total.loss_sum, total.weight, total.metrics)
-        total = Sums(*jax.tree.map(lambda x: jnp.sum(x, axis=0), of_replicas), total.gradients)
+        loss_sum, weight, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_replicas)
+        total = Sums(loss_sum, weight, metrics, total.gradients)
     return total, variables
 
 

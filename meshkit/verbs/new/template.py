@@ -156,10 +156,7 @@ def new_experiment(
 def maxtext_experiment(
     config: str, settings: Sequence[str], *, cluster: str, hosts: int | None = None, file: Path | None = None
 ) -> str:
-    """Return the text of an experiment file that plans MaxText's own training step.
-
-    Args:
-        config: a MaxText configuration file, or `base` for MaxText's own.
+    """Return the text of an experiment file that plans MaxText's own training step; config `base` is MaxText's own.
 
     Raises:
         ConfigError: there is no such cluster or configuration, or its parallelism is not of the cluster's size.
@@ -253,10 +250,7 @@ class Signature:
 def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
     """Return the options of `"pkg.mod:Name"`; None where its source is not found or says nothing.
 
-    A class is read by its `__init__` or fields, a module found first in the folders.
-
-    Returns:
-        Without what meshkit itself passes, such as `rngs`.
+    A class is read by its `__init__` or fields, without what meshkit itself passes, such as `rngs`.
     """
     module, _, name = model.partition(":")
     shipped = [shipped_folder()] if is_shipped_name(module) else []
