@@ -190,8 +190,7 @@ class Child:
 class KeptChild:
     """A child that stays for the next request, since starting Python and jax takes longer than many a request.
 
-    Args:
-        deciding: the variables of an environment that decide what it does; a child with others of them is another one.
+    `deciding` gives the variables of an environment that decide what it does: others need another child.
     """
 
     def __init__(self, module: str, deciding: Callable[[Mapping[str, str]], Mapping[str, str]] = dict):

@@ -122,9 +122,6 @@ def read_bounded(
 ) -> bytes:
     """Return the bytes of a file that is not larger than `largest`.
 
-    Args:
-        what: its name in the messages: `topology`.
-
     Raises:
         ConfigError: there is no such file, or it cannot be read.
         TraceError: it is too large; or the error `unfit`.
@@ -150,9 +147,7 @@ def read_bounded(
 def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceError) -> str:
     """Decode UTF-8 text, and end its lines with a line feed.
 
-    Args:
-        data: with or without a byte order mark, which is dropped.
-        at: where the error points; the line is added.
+    A byte order mark is dropped. `at` is where the error points; the line is added.
 
     Raises:
         TraceError: it is not UTF-8; or the error `unfit`.

@@ -68,9 +68,7 @@ class UserCode:
 
         Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
 
-        Args:
-            what: the code, at the beginning of the message; None for its name.
-            hint: what to do, without "try".
+        `what` is the code, at the beginning of the message, by default its name.
 
         Raises:
             ConfigError: the block raised another Exception, or a SystemExit.

@@ -344,11 +344,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a named module, of one in its package, or of one beside it that its code imports.
-
-        Raises:
-            ConfigError: others may change it.
-        """
+        """Return the spec of a named module, of one in its package, or of one beside it that its code imports."""
         if is_of_python(name):
             return None
         folder = self.served.get(name.partition(".")[0])

@@ -40,8 +40,7 @@ TEXTS = frozenset(_TEXTS.split())
 def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = ()) -> None:
     """Refuse a name that is not an XLA option, and a text in a file that could name a file or a program.
 
-    Args:
-        by_command: names of options that the command line sets, whose author runs the command.
+    `by_command` names options that the command line sets, whose author runs the command.
 
     Raises:
         SpecError: which key, and what to set.

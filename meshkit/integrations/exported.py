@@ -106,11 +106,7 @@ def _module(data: bytes | str, file: str) -> Any:
 
 
 def _from_hlo(data: bytes, file: str) -> str:
-    """Return HLO as the StableHLO that jax hands over, with its shardings as Shardy has them.
-
-    Raises:
-        ConfigError: it is no HLO, it is optimized already, or its shardings are in a form without mesh axes.
-    """
+    """Return HLO as the StableHLO that jax hands over, with its shardings as Shardy has them."""
     instead = "the .mlir that JAX_DUMP_IR_TO=DIR writes, or jax.export.export(step)(*args).serialize()"
     try:
         inner = read_fields(data).get(1, [b""])[0]

@@ -361,8 +361,7 @@ def _with_prediction(seconds: Pair, op: ComparedOp | ComparedRatio | None = None
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
     """Warn where a plan and a measurement are of different jobs.
 
-    Yields:
-        At most one warning, `other_plan`: the mesh or the GPUs differ, or two programs have no collective in common.
+    At most one, `other_plan`: the mesh or the GPUs differ, or two programs have no collective in common.
     """
     differs = []
     for what in ("mesh", "cluster"):

@@ -84,10 +84,7 @@ def stragglers_part(
 ) -> schema.StragglersPart:
     """Return the devices that others wait for, the worst first; where waits are not known, the late devices.
 
-    Args:
-        hosts: process -> host.
-        compute_s: device -> its compute seconds a step.
-        late: device -> what it does longer than the usual one.
+    Hosts are by process; compute seconds a step and what makes a device late are by device.
     """
     late = late or {}
     devices = [

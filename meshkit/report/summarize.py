@@ -179,11 +179,7 @@ def summarize_simulation(
 
 
 def check_invariants(report: Report) -> None:
-    """Assert that the parts of the report add up, to 1e-6 of the step.
-
-    Raises:
-        AssertionError: names the sum that does not hold.
-    """
+    """Raise an AssertionError where the parts of the report do not add up, to 1e-6 of the step."""
     step, rows = report.step, report.communication
     if step.time_s is None:
         assert all(getattr(step, k) is None for k in _ADDITIVE), "a step without a time has parts"
@@ -411,11 +407,7 @@ def communication_rows(
     instructions: Mapping[str, InstructionInfo] | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[CommunicationPart, ...]:
-    """Return rows as means over the device steps, the most exposed first; collectives that never ran are left out.
-
-    Args:
-        row_of, groups: from `group_rows`.
-    """
+    """Return rows as means over the device steps, the most exposed first, without collectives that never ran."""
     if not sweeps:
         return ()
     mean = {

@@ -125,14 +125,7 @@ def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
 def make_outcome(
     report: Report, settings: Settings, mesh: dict[str, str], wall_s: float, host_bytes: int = 0
 ) -> Outcome:
-    """Return the outcome in a plan's report.
-
-    Args:
-        mesh: axis -> its value in `[mesh]`, as TOML.
-
-    Returns:
-        The status is `fits` if the GPU's memory and the host's both hold the step.
-    """
+    """Return the outcome in a plan's report; it is `fits` if the GPU's memory and the host's both hold the step."""
     fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
     return Outcome.from_sources(
         report.step,

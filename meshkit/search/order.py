@@ -265,8 +265,7 @@ class Search:
     def run(self, workers: Workers, report: Callable[[Candidate, bool], None], *, base_first: bool = True) -> None:
         """Plan candidates until the budget is spent or none is left.
 
-        Args:
-            report: is called with every planned candidate, and whether an earlier run had its outcome.
+        `report` is called with every planned candidate, and whether an earlier run had its outcome.
         """
 
         def take(candidate: Candidate) -> None:

@@ -267,10 +267,7 @@ def find_remedies(
 def find_alternatives(
     path: str | Path, overrides: Sequence[str], report: Report, *, jobs: int | None = None
 ) -> tuple[RemedyPart, ...]:
-    """Compile other XLA options than those that meshkit derives, and return what each would give.
-
-    Returns:
-        The fastest first; without those that do not compile.
+    """Compile other XLA options than meshkit derives, and return what each that compiles would give, fastest first.
 
     Raises:
         ConfigError: the experiment is invalid.

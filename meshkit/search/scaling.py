@@ -200,8 +200,7 @@ def scale(
 ) -> ScalingReport:
     """Plan an experiment at several sizes.
 
-    Args:
-        kind: `weak` (the default): the batch grows with the GPUs; `strong`: it stays. None for a `[program]`.
+    `weak` (the default) grows the batch with the GPUs, `strong` keeps it; None for a `[program]`.
 
     Raises:
         ConfigError: the sweep is invalid, a size is impossible, or a `[program]`, whose `make` decides the batch, has a

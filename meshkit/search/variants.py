@@ -208,10 +208,7 @@ def make_space(
     can_pipeline: bool = False,
     hosts: int | None = None,
 ) -> Space:
-    """Return the space around an experiment.
-
-    Args:
-        axes: mesh axes that may be larger than 1; None for those that its rules know.
+    """Return the space around an experiment; None as axes stands for those that its rules know.
 
     Raises:
         ConfigError: no rule knows an axis.

@@ -159,8 +159,7 @@ class Workers:
 class ExecutorWorkers(Workers):
     """Plans candidates with a user's `concurrent.futures.Executor`, which takes and returns text.
 
-    Args:
-        executor: on this machine, or on a cluster whose processes have meshkit and see the same files.
+    The executor is on this machine, or on a cluster whose processes have meshkit and see the same files.
     """
 
     def __init__(self, request: Mapping[str, Any], executor: Executor):
@@ -204,11 +203,7 @@ class SubmititExecutor(Executor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Queue a job.
-
-        Returns:
-            A future that is done up to `poll_s` seconds after its job; cancelling it cancels the job.
-        """
+        """Queue a job; the future is done up to `poll_s` seconds after it, and cancelling that cancels the job."""
         future: Future = Future()
         job = self._executor.submit(fn, *args, **kwargs)
         with self._lock:

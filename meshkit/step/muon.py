@@ -125,9 +125,7 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon for the matrices, another optimizer for all other parameters.
 
-    Args:
-        momentum: decay of the first moment, its only one.
-        others: with a learning rate of its own.
+    The momentum is the decay of the first moment, its only one; the others have a learning rate of their own.
     """
 
     def labels(params: Any) -> Any:

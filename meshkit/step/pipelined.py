@@ -391,11 +391,7 @@ class StageFunctions:
             return self._model(outer).first(batch, ctx)
 
     def stage(self, layers: Mapping[str, Any], x: Any, ctx: StageContext) -> Any:
-        """Run a chunk of layers.
-
-        Returns:
-            Activations; a StageOutput if the model's layers give values that the loss makes something of.
-        """
+        """Run a chunk of layers; return a StageOutput if they give values that the loss makes something of."""
         model = self._model({})
 
         def layer(parameters, x, key):

@@ -95,8 +95,7 @@ def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     What takes `dtype`, `fp8`, `mxfp8` or `remat` is given the `[train]` precision and remat policy, unless the options
     say otherwise.
 
-    Args:
-        rngs: handed to what makes an nnx module; of a linen module its stream `params` gives weights and other keys.
+    The rngs go to what makes an nnx module; of a linen module the stream `params` gives weights and other keys.
 
     Raises:
         ConfigError: the class is no model, does not take an option, or raises.
@@ -222,8 +221,7 @@ def lay_out(
 ) -> StateLayout:
     """Return the StateLayout that the rules give a model's state.
 
-    Args:
-        memory: where moments are between steps, `device` or `host`; counters stay on the device.
+    `memory` is where moments are between steps, `device` or `host`; counters stay on the device.
 
     Raises:
         ConfigError: as `meshkit.shardings` does.
@@ -381,8 +379,7 @@ class LinenModel(nnx.bridge.ToNNX):
     In training the collections beside the parameters are mutable. A call that does not say otherwise gets `train`,
     `training`, `is_training` or `deterministic` where the module's `__call__` or its fields have it.
 
-    Args:
-        rngs: initial weights from its stream `params`, and dropout's and the like from streams of their names.
+    The rngs give initial weights from their stream `params`, and dropout's and the like from streams of those names.
     """
 
     def __init__(self, module: linen.Module, rngs: nnx.Rngs | None):
@@ -424,8 +421,7 @@ class LinenModel(nnx.bridge.ToNNX):
 def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenModel:
     """Return the module initialized by the call that the loss makes of it on a micro-batch.
 
-    Args:
-        rngs: its stream `params` gives the initial weights, then a key for each stream that a training call needs.
+    Of the rngs, `params` gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:
         ConfigError: the loss raises before it calls the model, or never does.

@@ -245,10 +245,7 @@ class StepFunctions:
 
 
 def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> TrainProgram:
-    """Return the training step of a spec on a mesh, attached or described.
-
-    Args:
-        mesh: its axes must be those that the rules name.
+    """Return the training step of a spec on a mesh, attached or described, whose axes are those that the rules name.
 
     Raises:
         ConfigError: a model or loss that is none or raises, options it does not take, or rules that do not fit it.
@@ -433,8 +430,7 @@ def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.G
 def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear).
 
-    Args:
-        steps: of the whole training, warm-up included; a longer warm-up is cut to it.
+    The steps are those of the whole training; a warm-up that is longer is cut to them.
 
     Returns:
         Step, from 0, -> learning rate: of step i of w in the warm-up (i + 1) / w of the full one.

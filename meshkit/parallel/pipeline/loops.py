@@ -123,9 +123,6 @@ class Stash:
 def make_residuals(residuals: Residuals, stage: Stage) -> Recompute | Stash:
     """Return the keeper that `residuals` asks for.
 
-    Args:
-        residuals: `recompute`, `stash`, the name of a policy in `jax.checkpoint_policies`, or such a policy.
-
     Raises:
         ConfigError: no such residuals.
     """

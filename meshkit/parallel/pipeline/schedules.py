@@ -316,8 +316,7 @@ def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_
     `picture` has a row for each stage and a text for each tick: `F3`, `B1`, `F3 B1`, with the chunk behind a dot where
     there are several (`F3.1`), empty where the stage waits.
 
-    Args:
-        stack: the layers of the same stages and virtual stages; padding counts as executed, not as useful.
+    Padding of the stack counts as executed, not as useful.
     """
     s, v, m = tables.stages, tables.virtual_stages, tables.microbatches
     executed = (m * v + s - 1) * stack.chunk_layers * s

@@ -40,9 +40,6 @@ def cross_entropy(
     Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit. That one is
     found by comparison, not by index: where a tensor axis cuts the vocabulary too, an index would gather the logits.
 
-    Args:
-        logits: of any floating dtype, for this stage's part of the vocabulary.
-
     Returns:
         fp32, in nats, the same on every stage.
     """

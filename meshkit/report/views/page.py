@@ -257,11 +257,7 @@ class Page:
         self._body += parts
 
     def chart(self, name: str, figure: dict, css: str = "", hidden: bool = False) -> str:
-        """Return a place for a Plotly figure, whose id is the name.
-
-        Args:
-            figure: `data` and `layout` as Plotly takes them, without NaN.
-        """
+        """Return a place for a Plotly figure (`data` and `layout`, without NaN), whose id is the name."""
         self._figures[name] = figure
         return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
 

@@ -445,8 +445,7 @@ def _findings(report: Report) -> Iterator[RenderableType]:
 def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text:
     """Return a bar of one line. A part that is not zero has at least one cell, at the cost of the largest part.
 
-    Args:
-        shares: the parts and how they look; a value of None counts as zero.
+    A value of None counts as zero.
     """
     cells = [max(1, round(width * (s.value or 0) / total)) if (s.value or 0) > 0 else 0 for s in shares]
     if cells:

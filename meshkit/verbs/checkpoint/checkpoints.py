@@ -50,8 +50,7 @@ class Saved:
 def find(run: Path, *, contents: bool = False) -> list[Saved]:
     """Return the checkpoints of a run folder, oldest first.
 
-    Args:
-        contents: read every file and compare it with its sha256, not only names and sizes.
+    `contents` reads every file and compares it with its sha256, not only names and sizes.
 
     Raises:
         ConfigError: there is no such folder, or none in it; or it may not be read.

@@ -352,11 +352,7 @@ def _find_changed(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) 
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the stat of a path; None if there is nothing. `Path.is_file` would hide errors.
-
-    Raises:
-        OSError: the system does not say.
-    """
+    """Return the stat of a path; None if there is nothing. `Path.is_file` would hide errors."""
     try:
         return retried(path.stat)
     except OSError as error:
@@ -397,8 +393,7 @@ def _reason(error: Exception) -> str:
 def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[int]:
     """Return the newest `keep` steps, and those that `keep_every` divides (0: none).
 
-    Args:
-        steps: in any order; read twice, so no iterator.
+    The steps are read twice, so they cannot be an iterator.
     """
     newest = sorted(steps, reverse=True)[:keep]
     return {*newest, *(s for s in steps if keep_every and s % keep_every == 0)}

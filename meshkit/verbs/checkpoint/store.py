@@ -268,11 +268,7 @@ class CheckpointStore:
         raise unreadable_error(f"checkpoint {step}", failure, str(self.folder / str(step)))
 
     def _verify(self, step: int, *, contents: bool) -> tuple[str | None, Manifest | None]:
-        """Return what differs from the manifest, the same on every process, and the manifest.
-
-        Raises:
-            ConfigError, RunError: it cannot be read.
-        """
+        """Return what differs from the manifest, the same on every process, and the manifest."""
         checkpoint, mine = self.folder / str(step), (self.agreement.rank, self.agreement.size)
         manifest, found = None, {}
         try:

@@ -530,8 +530,7 @@ def _spec_of(spec: MeshSpec, mesh: Any) -> MeshSpec | None:
 def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
     """Return a state and a batch of a program's shapes and layouts, of which this process holds its part.
 
-    Returns:
-        State and batch as `program.step` takes them; weights are normal with a deviation of 0.02.
+    Weights are normal with a deviation of 0.02.
     """
     random = np.random.default_rng(0)
     state = program.abstract_state
