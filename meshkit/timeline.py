@@ -209,7 +209,7 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
 
 
 def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
-    """Return [num_ops] seconds of compute by operation; each of k that run at once gets 1/k of the time."""
+    """Return [num_ops] seconds of compute by operation in the window; each of k at once gets 1/k of the time."""
     spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
     if (spans[1:, 0] >= spans[:-1, 1]).all():  # On one stream, a share is a duration.
         return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
@@ -228,7 +228,6 @@ class KernelTotals:
 
     @classmethod
     def measure(cls, step: DeviceStep, num_ops: int) -> KernelTotals:
-        """Return the totals of one device step."""
         seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
         busy_s, count = (np.bincount(step.compute_op, weights=w, minlength=num_ops) for w in (seconds, None))
         time_s = shares_by_op(step, num_ops)
@@ -257,7 +256,7 @@ def kernel_totals(timeline: Timeline) -> KernelTotals:
 
 
 class _Cover:
-    """The union of spans [n, 2], in any order: disjoint intervals, and the covered seconds before any instant."""
+    """The union of spans [n, 2]: disjoint intervals in time, and the covered seconds before any instant."""
 
     def __init__(self, spans: np.ndarray):
         if len(spans) and (np.diff(spans[:, 0]) < 0).any():
@@ -285,7 +284,7 @@ class _Cover:
 
 
 def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: float) -> Overlap:
-    """Return the window split by what ran."""
+    """Return the window split by what ran; its parts add up."""
     overlapped = compute.common_s(communication)
     busy = _Cover(np.concatenate([compute.spans(), communication.spans()]))
     other = max(0.0, copies.seconds - copies.common_s(busy))
@@ -305,12 +304,9 @@ def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: 
 
 
 class _Segments:
-    """Time split at every boundary of a communication span, so that the active rows are constant in each part.
+    """Time split at every boundary of a communication span [m, 2], so that the active rows are constant in each part.
 
-    Args:
-        communication: [m, 2] spans, clipped to the window, seconds from its start.
-        row: [m] row of each.
-        compute: the compute that can hide them.
+    Seconds are from the window's start; `compute` can hide communication.
     """
 
     def __init__(self, communication: np.ndarray, row: np.ndarray, compute: _Cover):

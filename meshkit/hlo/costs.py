@@ -24,20 +24,10 @@ _PARTS_OF = {"c64": "f32", "c128": "f64"}
 # Numbers of a precision, and of an algorithm, in `PrecisionConfig`.
 _HIGHEST, _DOT_F32_F32_F32 = 2, 11
 # Custom calls that give the compiler a hint and run nothing.
-FREE_CALLS = frozenset(
-    {
-        "AllocateBuffer",
-        "AssumeGatherIndicesInBound",
-        "CreateBuffer",
-        "LayoutConstraint",
-        "NopReturnToken",
-        "Pin",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "Sharding",
-        "Unpin",
-    }
-)
+FREE_CALLS = frozenset({
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "CreateBuffer", "LayoutConstraint", "NopReturnToken", "Pin",
+    "SPMDFullToShardShape", "SPMDShardToFullShape", "Sharding", "Unpin",
+})  # fmt: skip
 # Memory traffic is their whole price: one pass over operands and results. XLA's TopK (k up to 16) keeps the best values
 # in registers while it reads; a threefry hash writes as fast as memory takes it.
 STREAMING_CALLS = frozenset({"__gpu$TopK", "cu_threefry2x32_ffi"})
@@ -82,11 +72,9 @@ class Cost:
     attention_flops: float = 0.0
     """Executed FLOP of fused attention, half of the square when causal."""
     attention_backward: bool = False
-    """Whether that is a backward pass."""
     bytes_accessed: float = 0.0
     """Device memory read and written, with slices counted as slices."""
     host_bytes: float = 0.0
-    """Bytes that cross to or from host memory."""
     priced_by: str = "roofline"
     """`roofline`, or `bytes` where only memory traffic is known (an opaque custom call)."""
     matmuls: tuple[Matmul, ...] = ()
@@ -128,7 +116,6 @@ class Cost:
     unaligned_bytes: float = 0.0
     """Bytes of a matmul's operands whose rows are no multiple of 16 bytes."""
     convolves: bool = False
-    """Whether it is a convolution of cuDNN's."""
     scalar_flops: float = 0.0
     """FLOP of convolutions that no tensor core takes."""
     depthwise_products: float = 0.0
@@ -145,10 +132,7 @@ class Cost:
 
 
 def cost_of(instruction: HloInstruction) -> Cost:
-    """Return the work of one scheduled instruction.
-
-    Control flow has none, since the instructions of its body carry it.
-    """
+    """Return the work of one scheduled instruction; control flow has none, since those of its body carry it."""
     op = instruction.opcode
     if op == "fusion":
         return _fusion(instruction)
@@ -303,16 +287,11 @@ def _sort_of(instruction: HloInstruction) -> _Sort:
 def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
     """Return (kernels, comparing steps of a tile in all of them, elements of a tile) of a sort along `dim`.
 
-    The arrays move together, and each kernel is a round trip of device memory.
-
-    XLA:GPU sorts bitonically (meshkit keeps CUB's radix sort off, see `compile.options`). Comparisons within a tile, as
-    large as a block's shared memory and threads allow, share a kernel; every wider one is a kernel of its own.
-    Stage s of the log2(n) stages compares elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements the
-    stages below t are one kernel, and stage s >= t is s - t + 1 wide comparisons and one kernel for the rest.
-
-    Args:
-        operands: arrays of equal dims; their element types decide how large a tile can be.
-        dim: index of the dim that is sorted.
+    The arrays move together, and each kernel is a round trip of device memory. XLA:GPU sorts bitonically (meshkit keeps
+    CUB's radix sort off, see `compile.options`). Comparisons within a tile, as large as a block's shared memory and
+    threads allow, share a kernel; every wider one is a kernel of its own. Stage s of the log2(n) stages compares
+    elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements the stages below t are one kernel, and
+    stage s >= t is s - t + 1 wide comparisons and one kernel for the rest.
     """
     stages = (operands[0].dims[dim] - 1).bit_length()
     element_bytes = sum(dtype_bits(s.dtype) for s in operands) / 8
@@ -386,11 +365,9 @@ def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
 
 
 def _convolution(instruction: HloInstruction) -> dict[str, float]:
-    """Return the FLOP of a convolution: 2 x outputs x (kernel window x input features).
+    """Return the FLOP of a convolution: 2 x outputs x kernel elements per output feature.
 
-    The last factor counts the kernel's elements per output feature.
-
-    In all three directions of cuDNN's the FLOP are those of the forward convolution of output and kernel.
+    In all three directions of cuDNN's they are those of the forward convolution of output and kernel.
     """
     first, second = (o.shape for o in instruction.operands[:2])
     result = instruction.shape.parts[0] if instruction.shape.parts else instruction.shape
@@ -554,10 +531,7 @@ def _results(body: Sequence[HloInstruction]) -> int:
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:
-    """Return the blocks of a fusion that joins arrays.
-
-    A thread of its largest array makes four elements along memory, else one.
-    """
+    """Return the blocks of a fusion that joins arrays: a thread of its largest makes four elements along memory."""
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):
         if joined.opcode == "concatenate":
@@ -571,8 +545,7 @@ def _joined_bytes(dot: HloInstruction) -> float:
     """Return the bytes of reading and writing operands that a fused matmul joins from several arrays.
 
     On a machine with a GPU, XLA times its own kernel, which joins as it reads, against cuBLAS, and takes cuBLAS for
-    large
-    matmuls: another kernel joins their operands first (all 96 of them in a trace of Llama 3 8B on an H100).
+    large matmuls: another kernel joins their operands first (all 96 in a trace of Llama 3 8B on an H100).
     """
     operands = dot.operands if dot.opcode == "dot" else ()
     return 2.0 * sum(o.shape.bytes for o in operands if _viewed(o).opcode == "concatenate")
@@ -594,14 +567,10 @@ def _hashes(value: HloInstruction) -> bool:
 
 
 def _integers(root: HloInstruction, elements: float | None = None) -> float:
-    """Return the 32-bit integer instructions behind one result of a fusion.
+    """Return the 32-bit integer instructions behind one result of a fusion, for so many of its elements (None: all).
 
     An operation runs once for an element, however many results read it. But XLA emits each part of a joined array on
     its own, so shared operations run in all of them.
-
-    Args:
-        root: the result.
-        elements: number of its elements that are needed; default all.
     """
     needed = float(_elements(root)) if elements is None else elements
     total, seen, stack = 0.0, set(), [root]
@@ -645,14 +614,9 @@ def _viewed(value: HloInstruction) -> HloInstruction:
 
 
 def _root_bytes(instruction: HloInstruction, body: Sequence[HloInstruction]) -> float:
-    """Return the bytes that a fusion writes.
-
-    An in-place update writes the update alone; a scatter also reads what it adds to.
-    """
+    """Return the bytes that a fusion writes: of an in-place update only it; a scatter also reads what it adds to."""
     roots = _roots(body)
-    if len(roots) != 1:
-        return float(_result_bytes(instruction.shape))
-    return _written(roots[0])
+    return _written(roots[0]) if len(roots) == 1 else float(_result_bytes(instruction.shape))
 
 
 def _roots(body: Sequence[HloInstruction]) -> Sequence[HloInstruction]:

@@ -59,9 +59,8 @@ _DIGITS = re.compile(r"\d+")  # The digits tell names of one kind apart.
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured.
     r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|integrations|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
 )
-_PLANNING = re.compile(
-    r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/"
-)  # They call the program, so no line beyond belongs to it.
+# They call the program, so no line beyond belongs to it.
+_PLANNING = re.compile(r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/")
 # Packages that a model is written with: the line that calls them says more than theirs.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _NOT_USERS = re.compile(
@@ -89,9 +88,8 @@ class InstructionInfo:
     source: str
     """The op_name path of the model code that caused it; "" if unknown."""
     line: str | None
-    """`models/layers.py:90 from models/llama.py:123`: the innermost line outside
-    libraries, and the line of another file that led there. An instruction without any, such as the gather of a
-    parameter, has that of its result's user.     None if unknown."""
+    """`models/layers.py:90 from models/llama.py:123`: the innermost line outside libraries, and the line of another
+    file that led there; without any, such as for a parameter's gather, that of its result's user; None if unknown."""
     arrays: int = 1
     """Number of arrays that a collective moves together."""
     causes: Mapping[str, int] = field(default_factory=dict)
@@ -104,7 +102,6 @@ def read_instructions(module: Module, *, also: Iterable[str] = ()) -> dict[str, 
     """Return name -> description of every instruction of a compiled program that can run by itself.
 
     Args:
-        module: the program.
         also: names of instructions inside fusions that are wanted, too, since some kernels have their names.
 
     Raises:
@@ -151,10 +148,7 @@ def _lines(computation: Computation, lines: SourceLines) -> Iterator[tuple[HloIn
 class _Origins:
     """Origins and uses of the arrays of a combined collective, whose own metadata is that of one of them.
 
-    Args:
-        computation: the computation that is searched; the state of a loop is followed from turn to turn.
-        lines: source lines of the module.
-        inside: returns the origins of another computation.
+    The state of a loop is followed from turn to turn; `inside` returns the origins of another computation.
     """
 
     def __init__(self, computation: Computation, lines: SourceLines, inside: Callable[[Computation], Any]):
@@ -173,7 +167,6 @@ class _Origins:
         return dict(found.most_common())
 
     def _made(self, i: HloInstruction) -> str:
-        """Return the cause of an array's computation."""
         seen = set()
         while i not in seen:
             seen.add(i)
@@ -216,10 +209,7 @@ class _Origins:
         return [g for i in self._parameters for n in places for g in _elements(i, n)]
 
     def _text(self, i: HloInstruction) -> str:
-        """Return the layer and line of an instruction.
-
-        A fusion without them has those of the last instruction in it.
-        """
+        """Return the layer and line of an instruction; a fusion without them has those of the last one in it."""
         text = layer_and_line(i.source, self._lines.find(i.metadata))
         fused = _fused(i)
         return text or next(filter(None, map(self._text, reversed(fused.order) if fused else ())), "")

@@ -24,29 +24,13 @@ from meshkit.hlo.proto import Computation, HloInstruction, Module, Shape, ints, 
 from meshkit.hlo.schedule import Collective, Instruction, Schedule, group_shape, read_groups
 
 COLLECTIVES = {
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
-}
+}  # fmt: skip
 _FREE = {
-    "add-dependency",
-    "after-all",
-    "async-update",
-    "bitcast",
-    "constant",
-    "domain",
-    "get-dimension-size",
-    "get-tuple-element",
-    "optimization-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-}
+    "add-dependency", "after-all", "async-update", "bitcast", "constant", "domain", "get-dimension-size",
+    "get-tuple-element", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
+}  # fmt: skip
 CONTROL = {"while", "conditional", "call"}
 # A send and a receive that XLA made of a permute keep its pairs here.
 _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
@@ -74,7 +58,6 @@ def read_program(module: Module, placement: Placement) -> ReadProgram:
     """Return the program as a trace of it is read, on any backend.
 
     Args:
-        module: the program.
         placement: partition id -> place on the mesh and in NVLink domains.
 
     Raises:
@@ -89,13 +72,7 @@ def read_program(module: Module, placement: Placement) -> ReadProgram:
 
 
 def read_collectives(module: Module, placement: Placement) -> dict[str, Collective]:
-    """Return every collective of a module; see `ReadProgram`.
-
-    Args:
-        module, placement: as of `read_program`.
-
-    Returns:
-        Name of the instruction -> collective; one inside an async start or a fusion has an entry under both names.
+    """Return name of an instruction -> collective; one inside an async start or a fusion is under both names.
 
     Raises:
         ProgramError: as `read_program`.
@@ -104,13 +81,7 @@ def read_collectives(module: Module, placement: Placement) -> dict[str, Collecti
 
 
 def read_schedule(module: Module, placement: Placement) -> Schedule:
-    """Return a scheduled program as a Schedule.
-
-    Args:
-        module, placement: as of `read_program`.
-
-    Returns:
-        The schedule; its `notes` name what it could not price or count.
+    """Return a scheduled program as a Schedule, whose `notes` name what it could not price or count.
 
     Raises:
         ProgramError: the program has a form of HLO that this version does not know.
@@ -138,14 +109,12 @@ class _Reader:
 
     @refusing_malformed("the program")
     def schedule(self) -> Schedule:
-        """Return every computation that runs, as instructions."""
         computations = {c.name: tuple(read for i in c.order for read in self.instructions(i)) for c in self.walk()}
         module = self.module
         return Schedule(module.name, computations, module.entry.name, module.fingerprint, dict(self.notes))
 
     @refusing_malformed("the communication of the program")
     def communication(self) -> tuple[dict[str, Collective], dict[str, np.ndarray]]:
-        """Return the collectives and the participants of a `ReadProgram`."""
         outer: dict[str, Collective] = {}
         inside: dict[str, Collective] = {}
         participants: dict[str, np.ndarray] = {}
@@ -176,10 +145,7 @@ class _Reader:
         return [self._work(i)]
 
     def collectives(self, i: HloInstruction) -> tuple[Collective, ...]:
-        """Return the collectives of an instruction: itself, one that an async start wraps, or those inside a fusion.
-
-        The last of several has the instruction's name.
-        """
+        """Return the collectives that an instruction is, wraps or fuses; the last of several has its name."""
         if i.name not in self._collectives:
             inner = _communicating(i)
             names = [f"{i.name}/{c.name}" for c in inner[:-1]] + [i.name]
@@ -213,9 +179,7 @@ class _Reader:
     def _control(self, i: HloInstruction) -> Instruction:
         op, trips = i.opcode, None
         if op == "while":
-            trips = i.trip_count
-            if trips is None:
-                trips = _count_trips(i)
+            trips = _count_trips(i) if i.trip_count is None else i.trip_count
             if trips is None:
                 self._note("unknown trip count", i.name)
         if op == "conditional":
@@ -226,10 +190,7 @@ class _Reader:
         return Instruction(i.name, op, kind, i.source, bodies=tuple(c.name for c in _bodies(i)), trip_count=trips)
 
     def _transfer(self, i: HloInstruction) -> Instruction:
-        """Return half of a send and receive.
-
-        Between GPUs a permute that the send starts, else a transfer to the host.
-        """
+        """Return half of a send and receive: between GPUs a permute that the send starts, else a host transfer."""
         op = i.opcode
         if op.endswith("-done"):
             between = op == "recv-done" and i.channel in self._sends
@@ -293,10 +254,7 @@ def _is_sync(i: HloInstruction) -> bool:
 
 
 def _bodies(i: HloInstruction) -> Sequence[Computation]:
-    """Return the computations that control flow runs: a loop's body, a conditional's branches, the callee of a call.
-
-    An async start that wraps a call or a loop is control flow too.
-    """
+    """Return the computations that control flow runs, also in an async start; of a loop, the body alone."""
     if i.opcode == "async-start":
         return _bodies(i.called[0].root)
     if i.opcode not in CONTROL:

@@ -31,9 +31,7 @@ class ScheduleCost(BaseModel):
     virtual_stages: int
     """v, the chunks of layers of a stage."""
     microbatches: int
-    """M, the number of microbatches."""
     layers: int
-    """Layers of the model."""
     padding_layers: int
     """Inactive layers that are computed all the same."""
     warmup_ticks: int

@@ -85,7 +85,6 @@ def integer(fields: Fields, number: int) -> int:
 
 
 def messages(fields: Fields, number: int) -> list[Fields]:
-    """Return a repeated message field."""
     return [read_fields(value) for value in fields.get(number, ()) if isinstance(value, bytes)]
 
 
@@ -95,7 +94,6 @@ def message(fields: Fields, number: int) -> Fields:
 
 
 def texts(fields: Fields, number: int) -> list[str]:
-    """Return a repeated string field."""
     return [value.decode(errors="replace") for value in fields.get(number, ()) if isinstance(value, bytes)]
 
 
@@ -130,11 +128,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @contextmanager
 def refusing_malformed(what: str) -> Iterator[None]:
-    """Turn errors from reading malformed contents into a `ProgramError`.
-
-    Args:
-        what: name of what is read, the subject of the message.
-    """
+    """Turn errors from reading malformed contents into a `ProgramError`, whose subject is `what`."""
     try:
         yield
     except MeshkitError:
@@ -269,10 +263,7 @@ class HloInstruction:
         return found if isinstance(found, dict) else {}
 
     def configured(self, *keys: str) -> Any:
-        """Return a value of XLA:GPU's `backend_config`, or of a part of it, under nested keys.
-
-        The value is None if there is none.
-        """
+        """Return a value of XLA:GPU's `backend_config`, or of a part of it, under nested keys; None for none."""
         whole = self._configuration
         found: Any = next((c for c in (whole, *whole.values()) if isinstance(c, dict) and keys[0] in c), None)
         for key in keys:
@@ -306,10 +297,7 @@ class Computation:
 
 
 class Module:
-    """A compiled program.
-
-    Args:
-        serialized: a `HloModuleProto`.
+    """A compiled program, from a serialized `HloModuleProto`.
 
     Raises:
         ProgramError: the bytes are not a module, or an instruction takes or calls something that does not precede it.

@@ -68,18 +68,15 @@ class Instruction:
     """One instruction of a schedule."""
 
     name: str
-    """The name as XLA prints it."""
     opcode: str
     """The opcode as XLA prints it; an asynchronous instruction has the opcode of what it starts."""
     kind: str
     """`kernel`, `collective` (blocks), `start` and `done` (asynchronous), `while`, `conditional`, `call`, `free` (no
     time)."""
     source: str = ""
-    """The op_name path of the model code that caused it."""
     cost: Cost | None = None
     """Work on one GPU; None for control flow and communication."""
     collective: Collective | None = None
-    """The collective that it runs; None for others."""
     starts: str | None = None
     """For `done`, the name of the start that it waits for."""
     bodies: tuple[str, ...] = ()
@@ -125,13 +122,9 @@ class Schedule:
         return {name: count for name, count in found.items() if name not in unknown}
 
     def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """Yield every instruction with how often a run executes it.
+        """Yield every instruction of a computation (None: the entry), and of those it runs, with how often they run.
 
         It walks every branch of a conditional, and one iteration of a loop of unknown length.
-
-        Args:
-            name: name of the first computation; None is the entry, and an unknown one yields nothing.
-            times: how often a run executes that computation.
         """
         for i in self.computations.get(name or self.entry, ()):
             yield i, times
@@ -144,13 +137,10 @@ class GroupShape:
     """The axes, link and sizes that all groups of one collective share."""
 
     axes: tuple[str, ...]
-    """Mesh axes along which members of a group differ."""
     axes_complete: bool
-    """Whether a group spans these axes entirely."""
     link: str
     """`infiniband` if any group crosses NVLink domains."""
     group_size: int
-    """Members of a group."""
     num_groups: int
     gpus_per_domain: int
     """Members of one group that share a domain (the fewest, where groups differ)."""
@@ -209,25 +199,17 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
     differ = (coords != coords[:, :, :1]).any(axis=(1, 2))
     axes = tuple(name for name, d in zip(placement.axis_names, differ) if d)
     span = math.prod(size for size, d in zip(placement.shape, differ) if d)
-    domains = np.sort(placement.domains[groups], axis=1)
-    crossing = np.count_nonzero(np.diff(domains, axis=1), axis=1)  # One less than the domains of each group.
+    domain_of = np.sort(placement.domains[groups], axis=1)
+    crossing = np.count_nonzero(np.diff(domain_of, axis=1), axis=1)  # One less than the domains of each group.
     link = "infiniband" if crossing.any() else "nvlink"
     size = span if permute else groups.shape[1]
     count = placement.num_partitions // span if permute else groups.shape[0]
-    if permute:
-        local = size // domains_spanned(placement, axes)
-    else:
-        local = size // (int(crossing.max()) + 1)
-    return GroupShape(axes, size == span, link, size, count, max(1, local))
+    domains = domains_spanned(placement, axes) if permute else int(crossing.max()) + 1
+    return GroupShape(axes, size == span, link, size, count, max(1, size // domains))
 
 
 def domains_spanned(placement: Placement, axes: Collection[str]) -> int:
-    """Return the number of NVLink domains that the first line of the mesh along some axes spans.
-
-    Args:
-        placement: placement of the mesh.
-        axes: names of its axes; on the line, all other axes are at their first position.
-    """
+    """Return the NVLink domains that a line of the mesh along some axes spans, the first position of all others."""
     table = placement.domains.reshape(placement.shape)
     return len(np.unique(table[tuple(slice(None) if name in axes else 0 for name in placement.axis_names)]))
 

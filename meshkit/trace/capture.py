@@ -41,13 +41,10 @@ class CapturedStep:
     program: Any
     """The compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`."""
     mesh: jax.sharding.Mesh
-    """The mesh that it was compiled for."""
     cluster: Cluster | None = None
-    """The cluster that the mesh was built from, if any."""
     mesh_spec: MeshSpec | None = None
     facts: StepFacts = NO_FACTS
     options: Mapping[str, Any] | None = None
-    """The options that it was compiled with."""
 
 
 class Capture:
@@ -89,35 +86,19 @@ class Capture:
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
-        """Start the trace if this is the first step to capture, once `pending` arrays are ready.
-
-        Args:
-            step: number of the next step.
-            pending: a pytree of arrays; None waits for all arrays of this process.
-        """
+        """Start the trace if this is the first step to capture, once `pending` arrays (None: all) are ready."""
         if step == self.first and not self.active:
             self.start(pending)
 
     def after(self, step: int, pending: Any = None) -> None:
-        """Count a step, and stop the trace after the last one, once `pending` arrays are ready.
-
-        Args:
-            step: number of the last step.
-            pending: as in `before`; waited for after the last step only.
-        """
+        """Count a step, and stop the trace after the last one, once `pending` arrays (None: all) are ready."""
         if self.active:
             self._done += 1
             if step >= self.last:
                 self.stop(pending)
 
     def start(self, pending: Any = None) -> None:
-        """Start the trace.
-
-        It removes the files of an earlier capture first, and does nothing in a process that was not chosen.
-
-        Args:
-            pending: a pytree of arrays to wait for; None waits for all arrays of this process.
-        """
+        """Start the trace once `pending` arrays (None: all) are ready; do nothing in a process that was not chosen."""
         if self._processes is not None and jax.process_index() not in self._processes:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
@@ -248,12 +229,7 @@ def clean(folder: Path) -> None:
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
     """Return the processes that capture: None for all, a number for so many spread over the job, a list for those.
 
-    Args:
-        choice: as [profile] processes gives it; a number larger than the job takes all of them.
-        processes: number of the job's processes.
-
-    Returns:
-        Their numbers in order, each once; None for all.
+    A number larger than the job takes all; the result is in order.
 
     Raises:
         ConfigError: the job does not have one of the processes.
@@ -310,10 +286,7 @@ def device_numbers(devices: Sequence[Any]) -> dict[int, int]:
 
 
 def _ordinal(device: Any) -> int:
-    """Return a device's number in traces.
-
-    XLA:CPU's use global ids, the CUDA profiler numbers each process's devices.
-    """
+    """Return a device's number in traces: XLA:CPU's use global ids, the CUDA profiler numbers a process's devices."""
     if device.platform == "cpu":
         return device.id
     return device.id if device.local_hardware_id is None else device.local_hardware_id

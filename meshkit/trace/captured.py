@@ -82,9 +82,7 @@ class CapturedMemory(_Record):
     """Allocator of the fullest local device; its peak is that of the whole process and cannot be reset."""
 
     pool_bytes: int | None = None
-    """Bytes that it may take."""
     peak_bytes: int | None = None
-    """The most bytes that it ever held."""
     before_bytes: int | None = None
     """That peak before the first step, when compiling tries kernels and the state is made."""
     program_bytes: int | None = None
@@ -108,9 +106,7 @@ class CapturedCost(_Record):
     """Time that the capture itself took."""
 
     start_s: float
-    """Seconds to start the profiler."""
     stop_s: float
-    """Seconds to stop it and write its file."""
     traced_step_s: float | None = None
     """Mean step while it ran."""
     untraced_step_s: float | None = None
@@ -180,17 +176,12 @@ class Captured:
     folder: Path
     """`trace/` of the run."""
     records: tuple[CaptureRecord, ...]
-    """The sidecars, by process."""
     cluster: Cluster | None
-    """The cluster that the mesh was built from, if it was recorded."""
     placement: Placement
-    """Placement of the program's partitions."""
     module: Module
-    """The compiled program."""
     schedule: Schedule | None
     """Its schedule; None where this version does not know a form of HLO in it."""
     program: TracedProgram
-    """The description with which its traces are read."""
     broken: dict[int, str]
     """Process -> the reason why its trace file cannot be used."""
 
@@ -212,11 +203,7 @@ class Captured:
 
 
 def open_capture(run: str | Path, *, only_process: int | None = None) -> Captured:
-    """Return the capture of a run folder, checked.
-
-    Args:
-        run: the folder.
-        only_process: the process whose part is read; None for all.
+    """Return the capture of a run folder, checked; with `only_process`, the part of that process alone.
 
     Raises:
         TraceError: there is no capture, its files contradict each other, or none of its traces can be used.
@@ -234,11 +221,7 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
 
 
 def open_program(run: str | Path, *, only_process: int | None = None) -> Captured:
-    """Return the program and the sidecars of a capture, whose traces may be elsewhere.
-
-    Args:
-        run: the folder.
-        only_process: the process whose part is read; None for all.
+    """Return the program and the sidecars of a capture, as `open_capture` does; the traces may be elsewhere.
 
     Raises:
         TraceError: there is no capture, or its files contradict each other.
@@ -258,11 +241,7 @@ def open_program(run: str | Path, *, only_process: int | None = None) -> Capture
 
 
 def read_captured(captured: Captured, rows: np.ndarray | None = None, chosen: Container[int] | None = None) -> Trace:
-    """Read the traces of a capture.
-
-    Args:
-        captured: from `open_capture`.
-        rows, chosen: report row of each collective, and the steps to keep; see `read_trace`.
+    """Read the traces of a capture from `open_capture`; `rows` and `chosen` are those of `read_trace`.
 
     Raises:
         TraceError: no trace can be read, or none contains the program.
@@ -347,7 +326,6 @@ def read_records(folder: Path) -> list[CaptureRecord]:
 
 
 def _check_one_job(folder: Path, records: Sequence[CaptureRecord]) -> None:
-    """Raise an error unless the sidecars belong to one capture of one program."""
     if len({r.process for r in records}) < len(records):
         raise TraceError("two files describe the capture of one process.", at=str(folder))
     if len({(r.module, r.mesh.device_ids) for r in records}) > 1:
@@ -389,7 +367,6 @@ def trace_file(folder: Path, record: CaptureRecord) -> Path:
 
 
 def _check_trace(folder: Path, record: CaptureRecord) -> None:
-    """Raise an error unless the trace is there and is the one that was captured."""
     file = trace_file(folder, record)
     if record.trace is None:
         return
@@ -420,7 +397,6 @@ def contents(folder: Path) -> str:
 
 
 def _trace_folder(run: Path) -> Path:
-    """Return the folder with the sidecars: the run folder's, or the folder itself."""
     folder = run / TRACE_FOLDER
     if folder.is_dir():
         return folder
@@ -433,7 +409,6 @@ def _trace_folder(run: Path) -> Path:
 
 
 def _read_module(folder: Path, record: CaptureRecord) -> Module:
-    """Return the compiled program, checked to be the one that the sidecar names."""
     file = folder / Path(record.program_file).name
     try:
         module = Module(gunzip(read_regular(file, LARGEST_PROGRAM_BYTES), LARGEST_PROGRAM_BYTES))

@@ -50,12 +50,7 @@ _TAKEN = 0.7  # The remaining share of a pair's worth if another graph has the i
 
 
 def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, ...]:
-    """Return the instructions of a program that run on a GPU, in their order; bodies of loops and calls are in place.
-
-    Args:
-        module: the program.
-        schedule: its schedule; None gives no nodes.
-    """
+    """Return a program's instructions on a GPU in order, bodies of loops and calls in place; none without schedule."""
     if schedule is None:
         return ()
     every = (i for i, _ in schedule.walk() if i.kind in ("kernel", "start", "collective") or i.opcode in _NUMBERS)
@@ -95,12 +90,7 @@ def _work(at: HloInstruction) -> Hashable:
 
 
 def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
-    """Give the operations that ran inside a program's graphs their instructions; "" where unknown.
-
-    Args:
-        found: operations of one file; its `labels` and `devices` are changed in place.
-        program: the program whose `graph_nodes` are compared with the kernels.
-    """
+    """Give operations of a file that ran inside a program's graphs their instructions, in place; "" where unknown."""
     own = program.owns(found.labels)
     hidden = np.array([mine and _is_hidden(label) for label, mine in zip(found.labels, own)], bool)
     if not hidden.any():
@@ -131,11 +121,7 @@ def _is_hidden(label: Label) -> bool:
 def _named(
     ops: DeviceOperations, rows: np.ndarray, labels: Sequence[Label], names: _Names
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield the operations of one label and node, as indices, with the name of their instruction.
-
-    Args:
-        rows: the operations to name, in time.
-    """
+    """Yield the operations of one label and node, as indices, with their instruction's name; `rows` are in time."""
     launch, node = ops.nodes[rows].T if ops.nodes is not None else np.full((2, len(rows)), -1)
     label = ops.label[rows]
     number = np.unique(node, return_inverse=True)[1]

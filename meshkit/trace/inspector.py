@@ -71,7 +71,6 @@ class _Recording:
     table: array = field(default_factory=lambda: array("d"))
     """Place, kind, NCCL's sequence number, bytes of the message and microseconds of each operation on one rank."""
     dropped: int = 0
-    """Operations that Inspector lost."""
     unread: int = 0
     """Lines that are not a record, or belong to no communicator."""
     by_cpu: int = 0
@@ -79,7 +78,6 @@ class _Recording:
 
     @property
     def operations(self) -> int:
-        """Number of operations."""
         return len(self.table) // 5
 
 
@@ -121,7 +119,6 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
     """Read Inspector's files of one job.
 
     Args:
-        files: files of all its processes, from `find_inspector_files`.
         placement: placement of its mesh, which tells how many GPUs a host has.
 
     Raises:
@@ -238,11 +235,6 @@ def _read(file: Path, recording: _Recording) -> None:
 
 
 def _check_version(metadata: Mapping[str, Any], file: Path) -> None:
-    """Raise an error for an unknown format.
-
-    Raises:
-        TraceError: the format is unknown; the message names it.
-    """
     version = metadata.get("inspector_output_format_version")
     if version not in FORMATS:
         raise TraceError(
@@ -265,10 +257,7 @@ def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int
 
 
 def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool] | None:
-    """Return NCCL's name, number, bytes and microseconds of an operation, and whether the host timed it.
-
-    It is None for a record without an operation.
-    """
+    """Return NCCL's name, number, bytes and microseconds, and whether the host timed it; None for no operation."""
     body, prefix = record.get("coll_perf"), "coll"
     if body is None:
         body, prefix = record.get("p2p_perf"), "p2p"
@@ -348,7 +337,6 @@ def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew,
 
 
 def _notes(recording: _Recording, devices: int, whole: float, *, declared: bool) -> Iterator[Note]:
-    """Yield notes on what was lost or assumed, and what cannot be known."""
     operations = recording.operations
     yield Note(
         "inspector",

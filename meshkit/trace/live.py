@@ -77,12 +77,11 @@ class Watcher:
         """Return the stragglers of a step, by the tables of all processes.
 
         Returns:
-            `line`, numbers for the step's line in `metrics.jsonl`: `exposed_share` of the step, a mean over the
-            processes, and, where the others wait for a device for 1 % of the step or more, this `late_device` and
-            `late_share`. And `late`: the process that others wait for most, None where nobody waits or there is only
-            one. It has `share` (of the step, for which the others visibly wait: a mean), `of_all` (its part in all
-            waiting), `others` (processes that share a collective with it), and `longer` (its devices' compute over the
-            median process's, less one).
+            `line` of the step in `metrics.jsonl`: `exposed_share`, a mean over the processes, and, where the others
+            wait for a device for 1 % of the step or more, this `late_device` and `late_share`. And `late`, the process
+            that others wait for most; None where nobody waits or there is only one: its `share` of the step (a mean),
+            its part `of_all` waiting, the `others` that share a collective with it, and how much `longer` its devices
+            compute than the median process's.
         """
         exposed_s, steps_s = (sum(table[name] for table in tables) for name in ("exposed_s", "step_s"))
         line: dict[str, float] = {"exposed_share": exposed_s / steps_s}
@@ -114,7 +113,6 @@ class Watcher:
 
     def _waits(self, tables: Sequence[Mapping[str, Any]]) -> tuple[InstanceWaits | None, np.ndarray]:
         """Return the waits of every device in every collective, and [rows] the exposed seconds if all were waiting."""
-
         collectives = self.program.distinct_collectives
         index = {c.name: i for i, c in enumerate(collectives)}
         instances, devices, exposed = Instances(), [], [np.zeros(0)]

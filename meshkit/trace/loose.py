@@ -56,12 +56,10 @@ class Loose:
     module: Module | None
     """The compiled program; None if it was not found."""
     read: ReadProgram | None
-    """The same program, read."""
     placement: Placement | None
     """Placement on the mesh; None if no mesh is known."""
     cluster: Cluster | None
     versions: Mapping[str, str]
-    """Versions of jax and jaxlib in the trace."""
     damaged: Mapping[int, str]
     """Process -> the reason why its file cannot be used."""
     notes: tuple[Note, ...]
@@ -125,7 +123,6 @@ def open_loose(
     """Find the program and its devices in traces without a run folder.
 
     Args:
-        path: a file, or a folder of them.
         mesh: the axes of the program's partitions, if known.
         cluster: the cluster of its devices, if known.
         program: the program whose executions are the steps: its module, or the jitted function's name.
@@ -196,10 +193,7 @@ def _nsys_traces(folder: Path) -> list[Path]:
 
 
 def _sessions(folder: Path) -> list[Path]:
-    """Return the folders with traces: itself, else the sessions in `plugins/profile/`, else those of folders below.
-
-    The newest is last.
-    """
+    """Return the folders with traces, the newest last: itself, else those in `plugins/profile/`, else those below."""
     for traces in (_jax_traces, _nsys_traces):
         if traces(folder):
             return [folder]
@@ -271,13 +265,12 @@ class _Scan:
             if not self.name:
                 seen = ", ".join(sorted(named, key=lambda m: -modules[m])) or "no named program"
                 raise TraceError(f"the trace has no program '{wanted}'.", at=str(found[0]), hint=seen)
-        self.others = {m: modules[m] / max(1, sum(modules.values())) for m in named if m != self.name}
+        total = max(1, sum(modules.values()))
+        self.others = {m: modules[m] / total for m in named if m != self.name}
         self.programs = {program: busy for (module, program), busy in self._busy.items() if module == self.name}
         most = max(self.programs, key=self.programs.__getitem__)
         self.program = most if most != -1 and all(most in ids for ids in self._ids) else None
-        self.share = (modules[self.name] if self.program is None else self.programs[most]) / max(
-            1, sum(modules.values())
-        )
+        self.share = (modules[self.name] if self.program is None else self.programs[most]) / total
 
     def _file(self, process: int, path: Path, *, alone: bool) -> None:
         file = TraceFile(path, self._ids_of or _EveryDevice())
@@ -319,7 +312,6 @@ class _Scan:
 
     def module(self) -> Module | None:
         """Return the compiled program from the trace, else from a file beside it; `reason` says why there is none."""
-
         exact = [blob for (name, id_), blob in self.kept.items() if name == self.name and id_ == self.program]
         named = [blob for (name, _), blob in self.kept.items() if name == self.name]
         for blob in exact or named[:1] or list(self._programs_in_files()):
@@ -356,7 +348,6 @@ def _dump_name(program: Path) -> str:
 
 
 def _nothing_ran(planes: Sequence[Plane], path: Path) -> TraceError:
-    """Return the error of a file without an operation of a supported device."""
     names = [plane.name for plane in planes]
     if any(name.startswith("/device:TPU") for name in names):
         return TraceError(
@@ -372,7 +363,6 @@ def _nothing_ran(planes: Sequence[Plane], path: Path) -> TraceError:
 
 
 def _loaded(content: bytes) -> Module:
-    """Return the program of a serialized `HloProto` or `HloModuleProto`."""
     inner = next((v for v in read_fields(content).get(1, ()) if isinstance(v, bytes)), b"")
     try:
         wrapped = 3 in read_fields(inner)
@@ -426,10 +416,7 @@ def _fills(mesh: MeshSpec, cluster: Cluster) -> bool:
 
 
 def _without_unknown(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
-    """Return a program whose collectives have no axes or links unless these are declared.
-
-    Without axes, they have their groups.
-    """
+    """Return a program whose collectives have no links, and groups in place of axes, unless these are declared."""
 
     def known(c: Collective) -> Collective:
         if not axes:
@@ -467,7 +454,6 @@ def _notes(
     *,
     communicates: bool,
 ) -> Iterator[Note]:
-    """Yield notes on what was assumed, and what is missing."""
     if scan.name:
         which = f"'{scan.name}'" + (
             f" (program {scan.program})" if len(scan.programs) > 1 and scan.program is not None else ""

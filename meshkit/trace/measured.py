@@ -48,11 +48,7 @@ def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
     """Return instruction -> runs in an execution, as a mean over the captured steps.
 
     A trace counts kernels, and one instruction may be several: cuDNN's attention backward three, a sort some dozens. So
-    the program gives the number. If it does not know, or if the trace lost kernels, each kernel is one run.
-
-    Args:
-        trace: the trace whose kernels are counted, as means over its device steps.
-        schedule: schedule of the traced program; None takes every kernel for one run.
+    the schedule gives the number. Where it does not, or if the trace lost kernels, each kernel is one run.
     """
     known = schedule.known_runs() if schedule is not None else {}
     counts = zip(trace.timeline.op_names, trace.kernels.count.tolist())
@@ -92,14 +88,7 @@ class MeasuredKernels:
 
 
 def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
-    """Return the seconds of one run of every instruction; a collective has its transfer time, if waiting is known.
-
-    Args:
-        trace, schedule: as in `kernel_runs`.
-
-    Returns:
-        Instruction -> seconds, without instructions that did not run in the captured steps.
-    """
+    """Return instruction -> seconds of one run, if it ran; a collective has its transfer time, if waiting is known."""
     found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
         found[collective.name] = seconds
@@ -111,10 +100,6 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
 
     XLA reads it from `xla_gpu_pgle_profile_file_or_directory_path` (whose name must end in .pbtxt): the latency hiding
     scheduler then knows how long each collective and each kernel takes.
-
-    Args:
-        path: the file.
-        costs: instruction -> seconds.
 
     Raises:
         TraceError: the file cannot be written.
@@ -131,15 +116,7 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
 def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Path | None:
     """Write a run's measurements of its machine for `cluster.calibration`: fits of collectives, rates of kernels.
 
-    It writes nothing without a cluster, or if a run measured neither.
-
-    Args:
-        path: the TOML file; its folder is made.
-        captured: the run's capture, with the cluster and the program.
-        trace: the same capture, read.
-
-    Returns:
-        The written path, or None.
+    It writes nothing, and returns None, without a cluster or if a run measured neither.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -196,15 +173,9 @@ def rates_of(
 
 
 def tensor_share(trace: Trace, schedule: Schedule, gpu: Gpu) -> float:
-    """Return the share of a step without exposed communication in which tensor cores worked, weighted by power.
+    """Return the share (0 to 1) of a step without exposed communication in which tensor cores worked, by power.
 
-    Args:
-        trace: trace of the program; the share is of means over its device steps.
-        schedule: schedule of the same program, which tells which instructions multiply.
-        gpu: the GPU that ran it.
-
-    Returns:
-        0 to 1; 1 if nothing but exposed communication was measured.
+    It is a mean over the device steps, and 1 if nothing but exposed communication was measured.
     """
     kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel")
     power = {i.name: power_share(i.cost, gpu) for i in kernels if i.cost}
@@ -315,9 +286,8 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
 
     Args:
         points: [n] wire bytes as in `wire_factor`, nonzero seconds of one run, and runs as the weight.
-
-    Returns:
-        The latency and bandwidth, and as residual the median of |line / measured - 1|.
+        points: [n] wire bytes as in `wire_factor`, nonzero seconds of one run, and runs as the weight; the residual is
+            the median of |line / measured - 1|.
     """
     wire, seconds, weight = np.array(points, float).T
     if not (wire > 0).any():

@@ -6,8 +6,8 @@
 XLA opens an NVTX range around the launches of a thunk (`Thunk:#...,hlo_op=OP#`), inside a range around each execution
 of a module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation has the instruction of the innermost thunk
 that launched it, and the module around that thunk. Asynchronous thunks of a recent XLA are outside their module, and
-get the
-module of the operations before and after them. Neither file holds the program: `loose` looks for XLA's dump beside it.
+get the module of the operations before and after them. Neither file holds the program: `loose` looks for XLA's dump
+beside it.
 
 Tables and columns are those of nsys' "SQLite Export Schema Reference"
 (docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html).
@@ -89,9 +89,6 @@ def is_nsys(path: Path) -> bool:
 def read_nsys(file: TraceFile) -> Operations:
     """Return the operations of the GPUs of one export, of all its processes; devices are numbered over all of them.
 
-    Args:
-        file: the file, and the devices that are read.
-
     Raises:
         TraceError: the file cannot be read, is not an export of nsys, or has no operation of a GPU; or pyarrow is
             missing.
@@ -121,7 +118,6 @@ class _Names:
     _numbers: dict[Any, int] = field(default_factory=dict)
 
     def number(self, value: Any) -> int:
-        """Return the number of a value, the same each time."""
         found = self._numbers.setdefault(value, len(self.values))
         if found == len(self.values):
             self.values.append(value)
@@ -130,24 +126,20 @@ class _Names:
 
 @dataclass
 class _Events:
-    """Operations of all devices of a file, in any order, and the tables behind their numbers."""
+    """Operations of all devices of a file, in any order, and the tables that their numbers point into.
+
+    A number is -1 outside a thunk, a module or a graph; `execution` is the id of the module's range.
+    """
 
     start_ns: np.ndarray
     end_ns: np.ndarray
     device: np.ndarray
-    """Indices into `ordinals`."""
     name: np.ndarray
-    """Indices into `names`."""
     op: np.ndarray
-    """Indices into `ops`; -1 outside a thunk."""
     module: np.ndarray
-    """Indices into `modules`; -1 outside a module."""
     execution: np.ndarray
-    """An id of the module's range; -1 outside one."""
     launch: np.ndarray
-    """Launch of a graph; -1 outside one."""
     node: np.ndarray
-    """Node of a graph; -1 outside one."""
     copy: np.ndarray
     ordinals: Sequence[int]
     names: list[str]
@@ -186,11 +178,7 @@ class _Events:
         return found
 
     def _place_thunks(self, order: np.ndarray) -> None:
-        """Give thunks outside any module the module of the operations before and after them, where both agree.
-
-        Args:
-            order: the operations by device, each sorted by start.
-        """
+        """Give thunks outside any module that of the operations around them by start (`order`), where both agree."""
         known = self.module[order] >= 0
         count, at = len(order), np.arange(len(order))
         before = np.maximum.accumulate(np.where(known, at, -1))
@@ -242,11 +230,7 @@ class _Database:
         return {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
 
     def rows(self, table: str, *columns: str, where: str = "TRUE") -> Iterator[tuple]:
-        """Yield the rows of a table; none for a missing table.
-
-        Args:
-            table, columns: by name.
-            where: a condition in SQL.
+        """Yield the rows of a table where a condition in SQL holds; none for a missing table.
 
         Raises:
             TraceError: the table lacks one of the columns, or has more rows than the file has room for.
@@ -268,7 +252,6 @@ class _Database:
         return found
 
     def _select(self, table: str, columns: Sequence[str], form: str, where: str = "TRUE") -> Iterable[tuple]:
-        """Return the rows of a table, at most one more than it may have."""
         if table not in self.tables:
             return ()
         if missing := {*columns} - self.columns(table):
@@ -408,15 +391,12 @@ def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarra
 
 
 def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[_Ranges, _Ranges]:
-    """Return the ranges of thunks and of modules, whose meanings are numbers of `ops` and `modules`."""
     start, end, thread, id_ = database.numbers("NVTX_EVENTS", "start", "end", "globalTid", "textId")
-    said = [
-        said for (said,) in database.rows("NVTX_EVENTS", "text", where='CAST(IFNULL("textId", -1) AS INTEGER) = -1')
-    ]
+    said = database.rows("NVTX_EVENTS", "text", where='CAST(IFNULL("textId", -1) AS INTEGER) = -1')
     number, first = distinct_rows((id_,))
     registered = [strings.get(i, "") for i in id_[first].tolist()]
     own = _Names()
-    number[id_ == -1] = len(registered) + np.array([own.number(text) for text in said], np.int64)
+    number[id_ == -1] = len(registered) + np.array([own.number(text) for (text,) in said], np.int64)
     meanings = [_meaning(str(text), ops, modules) for text in (*registered, *own.values)]
     kind, meaning = np.array(meanings, np.int64).reshape(-1, 2)[number].T
     end = np.where(end < 0, _NEVER, end)
@@ -429,7 +409,6 @@ def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, module
 
 
 def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:
-    """Return the kind of a range, and the number of its instruction, module or NCCL function."""
     if thunk := _THUNK.match(text):
         return _OF_THUNK, ops.number(thunk[1])
     if module := _MODULE.match(text):
@@ -474,7 +453,6 @@ def _clock_ns(database: _Database) -> int | None:
 
 
 def _hardware(database: _Database) -> dict[str, int | float | str]:
-    """Return the file's description of the first GPU, with the names of an XSpace file."""
     there = [column for column in _OF_GPU if column in database.columns(_GPU)]
     first = next(database.rows(_GPU, *there), ()) if there else ()
     return {_OF_GPU[column]: value for column, value in zip(there, first) if isinstance(value, int | str)}
@@ -491,10 +469,7 @@ def _messages(database: _Database) -> list[str]:
 
 
 def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
-    """Return one operation for each innermost thunk, and for each NCCL call outside any.
-
-    It spans the GPU work of the thunk from first to last.
-    """
+    """Return an operation for each innermost thunk (its first to last GPU work), and each NCCL call outside any."""
     read = _Columns(path, opened, size)
     recent = "Text" in read.names  # The recipe has these names since nsys 2024.5.
     texts, text = read.texts("Text" if recent else "Name")
@@ -539,11 +514,7 @@ def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
 
 
 class _Columns:
-    """Columns of a Parquet file.
-
-    Raises:
-        TraceError: pyarrow is missing, or the file is damaged or unpacks to too much.
-    """
+    """Columns of a Parquet file; a TraceError if pyarrow is missing, or the file is damaged or unpacks to too much."""
 
     def __init__(self, path: Path, opened: BinaryIO, size: int):
         try:
@@ -659,7 +630,6 @@ def _sidecar(path: Path, name: str) -> Iterator[_Columns | None]:
 
 
 def _thread_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the names of threads, with their process above `_THREAD_BITS`."""
     with _sidecar(path, "thread-metadata.parquet") as read:
         if read is not None:
             texts, text = read.texts("Name")
@@ -668,7 +638,6 @@ def _thread_names(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _sidecar_hardware(path: Path) -> dict[str, int | float | str]:
-    """Return nsys-jax's description of the first GPU, with the names of an XSpace file."""
     found: dict[str, int | float | str] = {}
     with _sidecar(path, "device-metadata.parquet") as read:
         for column, word in _OF_GPU.items():

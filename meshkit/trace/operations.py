@@ -45,7 +45,6 @@ class TraceFile:
     devices: Mapping[int, int]
     """Ordinal in the file -> global device id; operations of other devices are ignored."""
     process: int = 0
-    """The process of the job that wrote it."""
 
 
 class Label(NamedTuple):
@@ -84,19 +83,15 @@ class Operations:
 
     labels: list[Label] = field(default_factory=list)
     devices: dict[int, DeviceOperations] = field(default_factory=dict)
-    """Global device id -> its operations."""
     clock_ns: int | None = None
     """Time since the epoch at which this process's clock reads zero; None if unknown."""
     messages: list[str] = field(default_factory=list)
-    """Messages of the profiler about itself."""
     dropped: int | None = None
     """Events that the profiler says it lost; None if it does not say."""
     discarded: int = 0
     """Events with impossible times, which were left out."""
     cpu: bool = False
-    """Whether the devices are CPUs."""
     hardware: dict[str, int | float | str] = field(default_factory=dict)
-    """The trace's description of a GPU."""
 
     @property
     def events(self) -> int:
@@ -105,14 +100,10 @@ class Operations:
 
 
 def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
-    """Return the operations of one file.
+    """Return the operations of the GPUs of one file, or of XLA:CPU's devices if it has no GPU.
 
     Args:
-        file: the file, and the devices that are read.
         space: the same file from `read_xspace`, before any of its events was read; None opens it.
-
-    Returns:
-        The operations of its GPUs, or of XLA:CPU's devices if it has no GPU.
 
     Raises:
         TraceError: the file cannot be read, is not a trace, or has two planes of one device.
@@ -223,7 +214,6 @@ class _Reader:
         return tuple(concatenated([part], len(part)))  # Columns without any run or node take no room.
 
     def _add(self, device: int, parts: list[tuple[np.ndarray, ...]]) -> None:
-        """Keep the operations of one device, sorted by start."""
         columns = concatenated(parts, 6)
         if not len(columns[0]):
             return
@@ -238,7 +228,6 @@ class _Reader:
         self.found.devices[device] = DeviceOperations(start, end, label, run, nodes)
 
     def _labels(self, plane: Plane, events: Events) -> np.ndarray:
-        """Return [n] index of each event's label."""
         none = np.full(len(events.metadata), NO_VALUE)
         copy = events.stats.get("memcpy_details", none) != NO_VALUE
         graph = events.stats.get("cuda_graph_id", none)
@@ -258,7 +247,6 @@ class _Reader:
         return label
 
     def _decide(self, plane: Plane, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """Return [n] index of the label of each of some distinct rows."""
         op, module, metadata, flags, program = (column.tolist() for column in columns)
         ops, modules = (plane.texts(set(ids)) for ids in (op, module))
         names = {id_: plane.event_names.get(id_) for id_ in set(metadata)}
@@ -275,11 +263,7 @@ class _Reader:
 
 
 class _Decided:
-    """Labels of a plane's rows of ids that were decided before, by the instruction's id.
-
-    Args:
-        plane: the plane that the ids belong to.
-    """
+    """Labels of a plane's rows of ids that were decided before, by the instruction's id."""
 
     def __init__(self, plane: Plane | None = None):
         self.plane = plane
@@ -297,7 +281,6 @@ class _Decided:
         return label
 
     def add(self, columns: Sequence[np.ndarray], label: np.ndarray) -> None:
-        """Keep the labels of some distinct rows."""
         more = int(np.clip(columns[0].max(), 0, _MOST_DECIDED)) + 3 - len(self._label)
         if more > 0:
             held = self._columns or [np.zeros(0, np.int64)] * len(columns)
@@ -395,10 +378,7 @@ _KERNEL_KINDS = (  # Names of kernels that communicate contain these; the first 
     ("reduce-scatter", "reducescatter"),
     ("send-recv", "sendrecv"),
 )
-KINDS = (
-    *dict.fromkeys(kind for kind, _ in _KERNEL_KINDS),
-    "collective-permute",
-)  # `kind_of_collective` returns these.
+KINDS = (*dict.fromkeys(kind for kind, _ in _KERNEL_KINDS), "collective-permute")  # Results of `kind_of_collective`.
 _COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # Names of copies begin so.
 _FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)
 _OVER_HOST = re.compile(rf"{_FROM_HOST.pattern}|d(?:evice)?_?(?:to|2)_?h", re.IGNORECASE)
@@ -440,7 +420,6 @@ class TracedProgram:
     module: str
     """Name of the HLO module whose executions are the steps."""
     collectives: Mapping[str, Collective] = field(default_factory=dict)
-    """Instruction name -> its collective."""
     containers: Set[str] = frozenset()
     """Loops, calls and conditionals, whose time is that of the operations inside."""
     fused: Set[str] = frozenset()
@@ -491,9 +470,7 @@ class Classes:
     own_copy: np.ndarray
     """Whether it copies on the GPU, for an instruction of the program."""
     of_program: np.ndarray
-    """Whether it is an operation of the program."""
     foreign: np.ndarray
-    """Whether it is an operation of another program."""
     lost: np.ndarray
     """Whether it ran in a CUDA graph and its instruction is unknown, while that of others is known."""
 
@@ -504,14 +481,12 @@ class Classifier:
     def __init__(self, program: TracedProgram):
         self._program = program
         self.collectives = program.distinct_collectives
-        """The collectives that `Classes.collective` points into."""
         self.op_names: dict[str, int] = {}
         """Name of what computes -> its value in `Classes.op`."""
         self._index = {c: i for i, c in enumerate(self.collectives)}
         self._decided: dict[tuple, tuple[int, Collective | None]] = {}
 
     def classify(self, labels: Sequence[Label]) -> Classes:
-        """Return the classes of the labels of one file."""
         own, decided = self._program.owns(labels), self._decided
         named = bool(self._program.kinds)  # Only names are known, in graphs and outside.
         kinds, collectives, ops = [], [], []
@@ -602,8 +577,7 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
 
     Operations that ran equally often tell where executions begin. These are, if `once` [ids] knows them, most of the
     operations that run once an execution; else all operations if their counts have a common divisor; else the rarest
-    that
-    make up a quarter of all. More windows than any trace has are not executions: then the trace is a single window.
+    that make up a quarter of all. More windows than any trace has are not executions: then it is a single window.
 
     Args:
         start, end, op: as in `step_windows`.

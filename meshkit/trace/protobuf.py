@@ -33,11 +33,7 @@ class Malformed(WireError):
 
 
 def span_of(value: object) -> tuple[int, int]:
-    """Return the position of a message or string, which a field's value holds.
-
-    Raises:
-        WireError: the field holds a number.
-    """
+    """Return the position of a message or string; a `WireError` for a field that holds a number."""
     if not isinstance(value, tuple):
         raise Malformed("a number stands where a message belongs")
     return value
@@ -53,12 +49,7 @@ def _memory(size: int) -> mmap.mmap:
 
 
 def assembled(word: np.ndarray) -> np.ndarray:
-    """Return [n] the number that begins each word of eight bytes.
-
-    It has the seven-bit groups up to a byte without the top bit.
-
-    The groups are pushed together in three steps, pairs first.
-    """
+    """Return [n] the number that begins each word of eight bytes: its seven-bit groups, pushed together pairs first."""
     stop = ~word & _CONTINUES
     value = word & (stop ^ (stop - np.uint64(1))) & _PAYLOAD  # Without a stop, every byte belongs to it.
     value = (value & np.uint64(0x007F007F007F007F)) | ((value & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
@@ -73,7 +64,6 @@ class Buffer:
 
     path: Path
     size: int
-    """Bytes of the file."""
     memory: mmap.mmap
     data: memoryview
     """The bytes, to walk through."""
@@ -147,15 +137,7 @@ class Buffer:
         raise WireError(f"a number at byte {at} has no end")
 
     def fields(self, start: int, end: int) -> Iterator[tuple[int, int | bytes | tuple[int, int]]]:
-        """Yield the field numbers and values of one message.
-
-        A value is a whole number (signed), fixed bytes, or (start, end) of a message.
-
-        Args:
-            start, end: positions of the message's bytes in the file.
-
-        Returns:
-            An iterator over (field number, value). A string is a (start, end), too, and a fixed field its 4 or 8 bytes.
+        """Yield (field number, value) of a message: a signed number, 4 or 8 fixed bytes, or (start, end) of bytes.
 
         Raises:
             WireError: the bytes are no message.
@@ -198,7 +180,6 @@ class Buffer:
         raise WireError(f"byte {at} begins no field")
 
     def text(self, start: int, end: int) -> str:
-        """Return a string."""
         return str(self.data[start:end], "utf-8", "replace")
 
     def texts(self, start: np.ndarray, end: np.ndarray) -> list[str]:
@@ -218,12 +199,8 @@ class Buffer:
     def varints(self, at: np.ndarray, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return [n] numbers that begin at each position, and the number of bytes that each takes.
 
-        A number of more than eight bytes has length 0. With `wide` all ten bytes are decoded, and the length must not
-        be used.
-
-        Args:
-            at: [n] positions of their first bytes.
-            wide: whether numbers may have more than eight bytes, as negative ones do.
+        A number of more than eight bytes has length 0. With `wide`, all ten bytes of negative ones are decoded, and the
+        length must not be used.
         """
         word = self.words[at]
         stop = ~word & _CONTINUES
@@ -239,7 +216,6 @@ class Buffer:
         return ((ninth & np.uint64(0x7F)) << np.uint64(56)) | np.where(more, tenth << np.uint64(63), np.uint64(0))
 
     def _inside(self, at: int, length: int, end: int) -> int:
-        """Return the position behind some bytes, if there are as many."""
         if at + length > end:
             raise WireError(f"{length} bytes from byte {at} on reach beyond the {end} there are")
         return at + length

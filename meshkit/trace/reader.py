@@ -7,8 +7,7 @@ A trace names the HLO instruction of every operation. The compiled program, whic
 what these instructions communicate, and where.
 
 Steps are dispatched ahead of time, so a host's annotation does not tell when a device ran one. A step is therefore cut
-on
-the device: from the first operation of execution k to the first of execution k + 1, idle time included.
+on the device: from the first operation of execution k to the first of execution k + 1, idle time included.
 
 Every loss is reported (`Facts`, and `Note`s of them): events that the profiler dropped, kernels without a name, devices
 and processes without a trace, collectives that ran more or less often than the program says.
@@ -72,17 +71,13 @@ class Facts:
     """Sums over everything that was read; seconds are the operations' own durations, in the steps that count."""
 
     device_steps: int = 0
-    """Device steps that count."""
     events: int = 0
-    """Operations that were read."""
     dropped: int | None = None
     """Operations that the profiler lost; None if it does not say."""
     discarded: int = 0
-    """Operations with impossible times."""
     graph_s: float = 0.0
     """Seconds inside CUDA graphs without a name."""
     graphs: bool = False
-    """Whether kernels ran inside CUDA graphs."""
     copies_s: float = 0.0
     own_copies_s: float = 0.0
     """Seconds of copies on the GPU itself, by instructions of the program."""
@@ -109,9 +104,7 @@ class Facts:
     namesakes: int = 0
     """Programs in a trace with the name of the measured one, itself included."""
     cpu: bool = False
-    """Whether the devices are CPUs."""
     hardware: dict[str, int | float | str] = field(default_factory=dict)
-    """A trace's description of its GPUs."""
     kernels: dict[int, float] = field(default_factory=dict)
     """Device -> mean operations in a step, without copies."""
     step_s: float = 0.0
@@ -119,7 +112,6 @@ class Facts:
     damaged: dict[int, str] = field(default_factory=dict)
     """Process -> the reason why its trace cannot be used."""
     messages: list[str] = field(default_factory=list)
-    """The profiler's own messages."""
 
     @property
     def mapped_share(self) -> float | None:
@@ -148,13 +140,7 @@ class Facts:
         return [name for name, (_, seen) in self.odd_counts.items() if not seen] if self.graph_s else []
 
     def counts(self, expected: Mapping[str, int], collectives: Sequence[Collective], sweeps: Sequence[Sweep]) -> None:
-        """Record collectives that ran more or less often than the program says.
-
-        Args:
-            expected: instruction name -> runs in one execution; a missing name is not compared.
-            collectives: the collectives behind the entries of a sweep's arrays.
-            sweeps: the device steps; one that differs makes an entry in `odd_counts`, with the mean over all.
-        """
+        """Record in `odd_counts` the collectives that ran more or less often than `expected` in any of the sweeps."""
         if not sweeps or not expected:
             return
         seen = np.stack([s.count[:-1] for s in sweeps])
@@ -183,26 +169,17 @@ class Trace:
     steps: Timeline
     """The usual steps of every device, or the chosen ones; spans are dropped if there are many steps."""
     sweeps: tuple[Sweep, ...]
-    """The sweeps of `steps`."""
     kernels: KernelTotals
-    """Totals of compute, as means over `steps`."""
     skew: Skew
-    """Waiting and transfer, and the stragglers."""
     facts: Facts
-    """How much of the trace could be used."""
     notes: tuple[Note, ...]
-    """Caveats for the reader of the numbers."""
     left_out: tuple[LeftOut, ...] = ()
     """Warm-up and outliers, or steps that were not chosen."""
     kernel_s: tuple[np.ndarray, ...] = ()
     """[operations] times of each of `steps`, as in `KernelTotals.time_s`; trailing zeros are left out."""
 
     def incomparable(self, device: str) -> str | None:
-        """Return a sentence on why the steps cannot be compared with each other; None if they can.
-
-        Args:
-            device: the word for a device.
-        """
+        """Return a sentence on why the steps cannot be compared, `device` being its word for one; None if they can."""
         windows = [swept.total.window_s for swept in self.sweeps]
         short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
         if max(windows) > _MOST_APART * min(windows) and not self.facts.cpu:
@@ -270,7 +247,6 @@ class OneStep:
 
     collectives: tuple[Collective, ...]
     steps: list[DeviceStep]
-    """The step of each device."""
     sweeps: list[Sweep]
     exposed: list[np.ndarray]
     """[n, 2] for each: intervals of a collective without compute."""
@@ -281,7 +257,6 @@ def read_instances(file: TraceFile, program: TracedProgram) -> OneStep:
     """Return the communication of the one execution of a program that a trace holds.
 
     Args:
-        file: the trace of one process.
         program: the program; without its `groups`, `OneStep.exposed` stays empty.
 
     Raises:
@@ -423,7 +398,6 @@ class _Reader:
         self.seconds[-1] |= {name: float(of.sum()) for name, of in seconds.items()}
 
     def trace(self, first_step: int, each: int, chosen: Container[int] | None) -> Trace:
-        """Return the result of all files together."""
         executions = _numbers(self.steps, self.runs)
         whole, numbers = _seen_everywhere(self.steps, executions, self.facts), first_step + executions * each
         left_out = self._left_out(numbers, whole, chosen)
@@ -460,11 +434,7 @@ class _Reader:
         return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes, left_out, kernel_s)
 
     def _left_out(self, numbers: np.ndarray, whole: np.ndarray, chosen: Container[int] | None) -> tuple[LeftOut, ...]:
-        """Return the device steps that are unusual, or not chosen.
-
-        Raises:
-            TraceError: no step is chosen.
-        """
+        """Return the device steps that are unusual or not chosen; a `TraceError` if these are all."""
         windows: dict[int, list[float]] = {}
         for entry in np.flatnonzero(whole).tolist():
             windows.setdefault(int(numbers[entry]), []).append(self.sweeps[entry].total.window_s)
@@ -487,9 +457,6 @@ def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
     An outlier takes more than 1.5 x the median. Warm-up are the first steps, at most half of all, that take longer than
     every later usual step, by more than these differ. If more than a quarter are outliers, and more than one, nobody
     knows what is usual, and all steps count as usual.
-
-    Args:
-        times_s: number of a step -> seconds.
     """
     order = sorted(times_s)
     if len(order) < 3:
@@ -508,7 +475,6 @@ def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
 
 
 def _apart(left_out: Sequence[LeftOut], usual_s: float) -> Iterator[Note]:
-    """Yield a note on the steps that no number includes."""
     times: dict[tuple[int, Apart], list[float]] = {}
     for out in left_out:
         times.setdefault((out.step.step, out.why), []).append(out.swept.total.window_s)
@@ -524,7 +490,6 @@ def _apart(left_out: Sequence[LeftOut], usual_s: float) -> Iterator[Note]:
 
 
 def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) -> TraceError:
-    """Return the error of a file without an execution of the program, with what to do."""
     devices = sorted(file.devices.values())
     if any(label.graph for label in labels):
         return TraceError(
@@ -547,10 +512,7 @@ def _bare(step: DeviceStep) -> DeviceStep:
 
 
 def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
-    """Return [entries] the number of each execution, the same on every device.
-
-    It is the runtime's id where all have one, else a count on each device.
-    """
+    """Return [entries] the number of each execution on every device: by the runtime's ids if all have one."""
     numbers = np.array([step.step for step in steps], np.int64)
     if -1 in runs:
         return numbers
@@ -571,9 +533,8 @@ def _seen_everywhere(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Fa
             "no execution of the program was seen on all devices.",
             hint="capturing again: the traces are of different steps, or have lost most of their events",
         )
-    keep = np.isin(numbers, everywhere)
     facts.partial_steps = len(seen) - len(everywhere)
-    return keep
+    return np.isin(numbers, everywhere)
 
 
 def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
@@ -610,10 +571,7 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
 
 
 def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Yield a note on processes whose clocks differ by whole steps.
-
-    Clocks of machines agree far better than that, so their steps must differ.
-    """
+    """Yield a note on processes that are whole steps apart: clocks differ by less, so their steps must differ."""
     clocks = skew.clocks
     if clocks is None or not clocks.from_epoch or not facts.step_s:
         return
@@ -631,7 +589,6 @@ def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
 
 
 def _lost(facts: Facts) -> Iterator[Note]:
-    """Yield notes on what is missing from the trace, or damaged."""
     if facts.dropped:
         message = f"The profiler dropped {facts.dropped} events: these numbers lack their seconds."
         yield Note("dropped_events", message)
@@ -659,7 +616,6 @@ def _lost(facts: Facts) -> Iterator[Note]:
 
 
 def _executions(facts: Facts) -> Iterator[Note]:
-    """Yield notes on executions of the program that differ from the captured ones."""
     if facts.namesakes > 1:
         message = f"{facts.namesakes} programs of the same name ran in the trace, and the steps may mix them."
         yield Note("namesakes", message)

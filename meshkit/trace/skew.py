@@ -43,12 +43,7 @@ class Instances:
         self._bounds = [0]
 
     def begin(self, process: int, clock_ns: int | None) -> float:
-        """Begin a process, and return its clock's zero in seconds after the first process's; 0 if unknown.
-
-        Args:
-            process: its number in the job.
-            clock_ns: time since the epoch at which its clock reads zero; None if the trace does not tell.
-        """
+        """Begin a process of the job, and return its clock's zero in seconds after the first's; 0 if unknown."""
         self.clock_ns[process] = clock_ns
         first = next(iter(self.clock_ns.values()))
         return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
@@ -57,9 +52,7 @@ class Instances:
         """Add the communication of the next device step, of the process that was begun last.
 
         Args:
-            step: its spans.
             own: [m] whether a communication span began in this step, and not in the one before.
-            starts_at_s: start of the step's window.
         """
         start, end = step.communication[:, 0], step.communication[:, 1]
         inside = np.clip(end, *step.window) - np.clip(start, *step.window)
@@ -108,14 +101,12 @@ class Skew:
     clocks: Clocks | None = None
     """Clocks of the processes, if there are several."""
     instances: int = 0
-    """Number of instances with known waits."""
     median_wait_s: float | None = None
     """Median over the instances' members that waited, clock-free."""
     wait_clock_free_s: float | None = None
     """Sum of all waits."""
     wait_clocked_s: float | None = None
     stragglers: tuple[Straggler, ...] = ()
-    """Stragglers, the device that caused the most waiting first."""
     transfers: Sequence[np.ndarray] = ()
     """[m] transfer seconds of each communication span of every device step, NaN if unknown; empty if all are."""
 
@@ -139,7 +130,7 @@ def measure_skew(
     numbers: np.ndarray,
     keep: np.ndarray,
 ) -> Skew:
-    """Return the wait and transfer of the communication of all device steps.
+    """Return the wait and transfer of all device steps; without a `method` if no instance was seen on all members.
 
     Args:
         instances: communication of all device steps.
@@ -148,9 +139,6 @@ def measure_skew(
         steps: the device steps.
         numbers: [entries] execution of each.
         keep: [entries] whether each takes part.
-
-    Returns:
-        The skew; without a `method` if no instance was seen on all its members.
     """
     waits = instance_waits(instances, collectives, groups, [step.device for step in steps], numbers, keep)
     if waits is None:
@@ -307,13 +295,9 @@ def _group(
 
 
 def _complete(where: np.ndarray, device: np.ndarray, occurrence: np.ndarray, members: int) -> np.ndarray:
-    """Return [n] whether the devices of a step's group all ran a collective equally often.
+    """Return [n] whether the devices of a step's group (number `where`) all ran a collective equally often.
 
-    Args:
-        where: number of the step's group.
-        device: the device.
-        occurrence: number of its run, from 0 on each device.
-        members: devices of a group; 0 to compare each device with the others.
+    A group has so many members; with 0, each device is compared with the others.
     """
     if not len(where):
         return np.zeros(0, bool)
@@ -427,7 +411,6 @@ class Clocks:
 
     @property
     def count(self) -> int:
-        """Number of processes."""
         return len(self.process)
 
     def ahead_s(self, process: np.ndarray, at_s: np.ndarray) -> np.ndarray:

@@ -31,7 +31,6 @@ class StepTracer:
     cpu_s: float = 0.0
     """CPU seconds of the reader process so far."""
     tracing: bool = False
-    """Whether a trace is running."""
 
     def __init__(self, module: str, *, programs: bool = False):
         self._module, self._programs = module, programs

@@ -47,16 +47,10 @@ class Line:
     timestamp_ns: int
     """Time since the profile began; some writers count from the epoch."""
     span: tuple[int, int]
-    """Position of its bytes in the file."""
 
 
 class Names:
-    """The names behind ids: a metadata map of a plane.
-
-    Args:
-        buffer: the file.
-        spans: positions of the map's entries `{key, value {id, name}}`.
-    """
+    """The names behind ids: a metadata map of a plane, whose entries `{key, value {id, name}}` are at `spans`."""
 
     def __init__(self, buffer: Buffer, spans: Sequence[tuple[int, int]]):
         self.names: dict[int, str] = {}
@@ -91,7 +85,6 @@ class Plane:
     stat_names: Names
     stats: dict[str, int | float | str]
     span: tuple[int, int] = (0, 0)
-    """Position of its bytes in the file."""
     strings: list[str] = field(default_factory=list)
     """The texts that `intern` gave an id, in order."""
     _interned: dict[str, int] = field(default_factory=dict)
@@ -143,16 +136,9 @@ class Events:
 
 
 def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.ndarray]:
-    """Return so many columns, with the parts one after the other; a constant column takes no room.
+    """Return `count` columns, [sum of n] each, with the parts one after the other; a constant one is a read-only view.
 
     The parts are taken out of the list a column at a time, so that they are never all in memory twice.
-
-    Args:
-        parts: the columns of each part, [n] with its own n.
-        count: columns of a part.
-
-    Returns:
-        [sum of n] each; a constant column is a read-only view.
     """
     columns = [list(part) for part in parts]
     parts.clear()
@@ -180,7 +166,6 @@ class XSpace:
         """Yield the events of a line in pieces, with the stats of some names; a line can be read once.
 
         Args:
-            plane, line: of this file.
             wanted: names of stats, each a column [n] of int64; no other stat is kept.
 
         Raises:
@@ -213,7 +198,6 @@ class XSpace:
         return found
 
     def _program(self, plane: Plane, start: int, end: int) -> Iterator[tuple[tuple[str, int], bytes]]:
-        """Yield the program of one entry of the plane's metadata."""
         key, name = _read_named(self.buffer, start, end)
         named = _PROGRAM.match(name)
         known = (named[1], _signed(int(named[2]))) if named else (name, key)
@@ -309,10 +293,7 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
 
 
 def _read_line(buffer: Buffer, start: int, end: int) -> Line:
-    """Return the name and time of a line.
-
-    Writers put both before its events; without a name there, it is looked for behind them.
-    """
+    """Return the name and time of a line; writers put both before its events, else they are looked for behind them."""
     line = Line("", 0, (start, end))
     for number, value in buffer.fields(start, end):
         if number == _LINE_NAME:
@@ -427,13 +408,7 @@ def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """Return the length before each message, read backwards to the tag.
-
-    The tag and the last byte of the length are the only ones below 128.
-
-    Raises:
-        WireError: an event has 2 MiB or more, so it is none.
-    """
+    """Return the length before each message, read backwards: only its last byte and the tag are below 128."""
     length = data[begin - 1].astype(np.int64)
     more = data[begin - 2] > 0x7F
     if more.any():
@@ -457,7 +432,6 @@ class _Decoder:
                 self.slot_of[id_] = slot
 
     def decode(self, begin: np.ndarray, end: np.ndarray) -> Events:
-        """Return the events of a chunk, given their beginnings and ends."""
         n = len(begin)
         self.odd = np.zeros(n, bool)
         self.values = np.full((len(self.wanted), n), NO_VALUE, np.int64)
@@ -476,10 +450,7 @@ class _Decoder:
         return events
 
     def _optional(self, at: np.ndarray, end: np.ndarray, tag: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a varint field that may be absent, and the position behind it.
-
-        Values beyond 8 bytes are marked as odd.
-        """
+        """Return a varint field that may be absent, and the position behind it; mark values beyond 8 bytes as odd."""
         value, length = self.buffer.varints(at + 1)
         present = (self.buffer.bytes[at] == tag) & (at < end)
         self.odd |= present & (length == 0)
