@@ -59,11 +59,6 @@ def _hosts(cluster: Cluster) -> int:
 def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | ProgramExperiment) -> FailuresPart:
     """Return the goodput that failures leave of the planned training, and where the rest of the time goes.
 
-    Args:
-        report: of the plan; its step time, and bytes of the state of one GPU.
-        facts: of its step; bytes of the state of all.
-        experiment: its cluster, `[failures]`, and how often it writes checkpoints.
-
     Raises:
         ConfigError: the plan predicts no step time, or does not know how large the state is.
     """

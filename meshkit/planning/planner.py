@@ -61,16 +61,13 @@ class Plan:
     timeline: Timeline
     """The simulated step."""
     compiled: CompiledProgram
-    """The compiled program, with its memory analysis and compile times."""
     schedule: Schedule
-    """The program as it was read."""
     facts: StepFacts
     planned: Planned
     """The inputs of the report's verdict."""
     examined: Examined | None = None
     """The examined step; None where nothing was examined before the compiler."""
     lint: Lint | None = None
-    """The lint's findings on it."""
 
 
 def plan(
@@ -166,12 +163,10 @@ def plan_experiment(experiment: Experiment | ProgramExperiment, *, imbalance: fl
     Raises:
         ConfigError: the cluster has only CPUs, a model or rules do not fit, no compiler is installed, or the imbalance
             is below 1.
-
         ProgramError: XLA refuses the step.
     """
     if not 1.0 <= imbalance < math.inf:
         message = f"an imbalance of {imbalance:g} is not possible: the busiest GPU has at least an average GPU's rows."
-
         raise ConfigError(message, hint="1 for an even load, 1.5")
     return on_own_stack(functools.partial(_plan_experiment, experiment, imbalance))
 
@@ -215,12 +210,7 @@ def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan
 
 
 def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
-    """Return the steps of the whole training; None where the file states neither them nor the total tokens.
-
-    Args:
-        experiment: its `train.tokens_total` comes first, then `train.steps`.
-        tokens: tokens of one step.
-    """
+    """Return the steps of the whole training, by its total tokens and those of a step, else as stated; None if not."""
     train = experiment.train
     if train.tokens_total and tokens:
         return math.ceil(train.tokens_total / tokens)
@@ -454,15 +444,7 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
 
 
 def check_has_gpus(cluster: Cluster, verb: str = "plan") -> None:
-    """Raise an error where the cluster has no GPUs to predict.
-
-    Args:
-        cluster: a loaded cluster.
-        verb: the command that the message names.
-
-    Raises:
-        ConfigError: the cluster has only CPUs.
-    """
+    """Raise a `ConfigError` that names the command `verb` where the cluster has no GPUs to predict."""
     if cluster.is_cpu:
         raise ConfigError(
             f"cluster '{cluster.name}' has no GPUs, and {verb} only predicts GPUs.",

@@ -90,10 +90,7 @@ def find_sinks(experiment: Experiment) -> SinkCode:
 
 
 def functions_by_command(experiment: ExperimentFile) -> list[str]:
-    """Return the user's functions that the command line set, as overrides for `load` in another process.
-
-    Each is written as `data.tokenizer="pkg.mod:fn"`.
-    """
+    """Return the user's functions that the command line set as overrides for `load`: `data.tokenizer="pkg.mod:fn"`."""
     document, table = experiment.document, experiment.to_dict()
     keys = [split_key(key) for key in FUNCTIONS]
     by_command = [key for key in keys if document is not None and document.is_overridden(key)]
@@ -104,8 +101,6 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
     """Return the experiment's training step on a mesh, attached or described.
 
     Args:
-        experiment: the experiment that names the model, loss, optimizer and precision.
-        mesh: a mesh with the axes that the rules name.
         rules: sharding rules that replace the experiment's own.
 
     Raises:

@@ -49,10 +49,6 @@ def plan_warnings(
     """Return all warnings of a plan, those that change the meaning of every number first.
 
     Args:
-        compiled, schedule, simulation: the planned step.
-        memory: the memory part of its report.
-        cluster: the cluster that it is planned for.
-        findings: findings of the lint.
         facts: precision of a training step, and training steps in one call of the program.
     """
     steps, measured = facts.steps_per_call, calibration_note(cluster)
@@ -226,12 +222,10 @@ def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
 
 
 def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Cluster) -> list[Warning_]:
-    """Return the warnings of the host memory that snapshots take, in addition to offloaded arrays.
+    """Return the warnings of the host memory that snapshots take, in addition to the offloaded arrays of the step.
 
     Args:
         state_bytes: state on one GPU; its process keeps snapshots of it, without what its other GPUs hold as well.
-        compiled: the step, with its arrays in host memory.
-        cluster: the cluster whose hosts hold the snapshots.
     """
     each = cluster.num_gpus / cluster.hosts
     held = snapshots_held(cluster.hosts) * state_bytes
@@ -278,11 +272,7 @@ def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryP
     found += [Warning_(code="compiler", message=line) for line in compiled.log]
     if memory.fits is False:
         missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
-        found.append(
-            Warning_(
-                code="does_not_fit",
-                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is reserved: "
-                f"together {missing} more than the GPU has",
-            )
-        )
+        needed = format_bytes(memory.peak_bytes)
+        message = f"the step needs {needed} a GPU, and {reserved} is reserved: together {missing} more than the GPU has"
+        found.append(Warning_(code="does_not_fit", message=message))
     return found

@@ -169,19 +169,14 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
 
 
 def channels_of(name: str, collective: str, payload: float, links: Links) -> int:
-    """Return the channels of an algorithm: as many blocks, each of which occupies a multiprocessor.
+    """Return the channels of an algorithm: as many blocks, each of which occupies a multiprocessor; 0 for copy engines.
 
     Rings and trees have what NCCL's log says, over hosts two for each port that they reach. A message to one peer
     doubles its channels while each would carry too much; over hosts it has two.
 
     Args:
-        name: `Algorithm.name`.
         collective: HLO opcode, without `-start`; tells a permute's one peer from an all-to-all's many.
         payload: bytes on one GPU; it counts for messages to single peers inside a domain alone.
-        links: the links under its group.
-
-    Returns:
-        0 for copy engines, which run no kernel.
     """
     constants, most = nccl_constants(), nccl_constants()["p2p"]["channels"]
     inside, across = catalog.kernels()["nccl_channels"]
@@ -215,10 +210,7 @@ def _priced(collective: str, choice: Expected, payload: float, links: Links) -> 
 
 
 def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
-    """Return the latency of a step inside a domain, and out of it.
-
-    It is measured where possible; a tree's follows by NCCL's relation.
-    """
+    """Return the latency of a step inside a domain and out of it: measured, or for a tree by NCCL's relation."""
     rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, links)
     if links.inside == "nvlink":
         row = rows["nvlink"]
@@ -285,10 +277,7 @@ def _channels(ports: int) -> int:
 
 
 def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
-    """Price a chain inside each domain and a double binary tree over them.
-
-    It has fewer steps than a ring and uses the links half.
-    """
+    """Price a chain inside each domain and a double binary tree over them: fewer steps than a ring, half the links."""
     constants, g, k = nccl_constants(), links.g, links.k
     inside_step, outside_step = _step_s("tree", protocol, links)
     latency = _base_s(protocol, links) + 2 * ((g - 1) * inside_step + math.log2(k) * outside_step)
@@ -316,19 +305,13 @@ def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
 
 
 def _nvls_bytes_per_s(links: Links) -> float:
-    """Return the payload rate through the NVLink switch, which adds and multicasts.
-
-    It is one GPU's rate, whatever the group.
-    """
+    """Return the payload rate of one GPU through the NVLink switch, which adds and multicasts, whatever the group."""
     share = nccl_constants()["tuner"][links.column]["nvls_share"]
     return links.inside_bytes_per_s * share * links.fitted["nvls_rate"]
 
 
 def _piece_bytes(payload: float, links: Links, halved: list[list[int]]) -> float:
-    """Return the bytes that NVLS works on at a time.
-
-    Each head has a piece on each channel; smaller messages have smaller pieces.
-    """
+    """Return the bytes that NVLS works on at a time: a piece for each head and channel; small messages have less."""
     nvls = nccl_constants()["nvls"]
     operations = nvls["channels"][links.column] * min(links.g, nvls["max_heads"])
     chunk = nvls["chunk_bytes"]
@@ -377,10 +360,7 @@ def _collnet(collective: str, payload: float, links: Links) -> Algorithm | None:
 
 
 def _symmetric(collective: str, payload: float, links: Links) -> Algorithm | None:
-    """Price NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers.
-
-    No piece is handed on.
-    """
+    """Price NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers, without pieces."""
     if links.k > 1 or links.inside != "nvlink":
         return None
     rate = links.inside_bytes_per_s * links.fitted["symmetric_share"]
@@ -442,10 +422,7 @@ def _all_to_all(payload: float, links: Links) -> Algorithm:
 
 
 def _ragged_blocks(links: Links) -> int:
-    """Return the blocks that XLA's one-shot kernel runs at once.
-
-    There is one for each slice to each member (ragged_all_to_all.cc).
-    """
+    """Return the blocks that XLA's one-shot kernel runs at once: one a slice and member (ragged_all_to_all.cc)."""
     most = links.sms * _BLOCKS_A_MULTIPROCESSOR
     return min(links.g * links.k * links.slices, most) if links.slices else most
 
@@ -463,15 +440,9 @@ def _ragged_one_shot(payload: float, links: Links) -> Algorithm:
 
 
 def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: float) -> float:
-    """Return the seconds in which a GPU copies its own rows by the one-shot kernel.
+    """Return the seconds in which a GPU copies its own rows by the one-shot kernel, as XLA does in groups of one.
 
-    XLA runs it for a ragged all-to-all in groups of one.
-
-    Args:
-        payload: bytes that it copies.
-        slices: that the operation lists; 0: not known.
-        sms: multiprocessors of the GPU.
-        memory_bytes_per_s: that its memory sustains; a copy reads and writes.
+    The slices are those that the operation lists, 0 if unknown; memory sustains its rate over reads and writes.
     """
     most = sms * _BLOCKS_A_MULTIPROCESSOR
     blocks = min(slices, most) if slices else most
@@ -499,9 +470,8 @@ def _ragged_device(payload: float, links: Links) -> Algorithm:
 def _ragged_sends(payload: float, links: Links) -> Algorithm:
     """Price NCCL's sends, one for each slice, after the host read their sizes: it waits for the GPU twice."""
     sends = _all_to_all(payload, links)
-    host = 2 * model_constant("host_wait_s") + links.g * links.k * max(1, links.slices) * model_constant(
-        "ragged_slice_s"
-    )
+    slices = links.g * links.k * max(1, links.slices)
+    host = 2 * model_constant("host_wait_s") + slices * model_constant("ragged_slice_s")
     return sends._replace(latency_s=sends.latency_s + host)
 
 
@@ -561,9 +531,7 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
     """Return the tuner's estimate of a broadcast: over hosts, the latency of a network step for every GPU.
 
-    Simple has the tree's latency there.
-
-    Inside a host, where all channels run the same ring, one step (tuning.cc, `sameChannels`).
+    Simple has the tree's latency there. Inside a host, where all channels run one ring, a step counts once (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
     row = constants["step_latency_s"][links.inside if k == 1 else links.outside]

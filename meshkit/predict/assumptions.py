@@ -75,7 +75,6 @@ def slowest_of(gpus: int, spread: float | None = None) -> float:
     lies at Blom's quantile (n - 0.375) / (n + 0.25).
 
     Args:
-        gpus: GPUs of the job.
         spread: standard deviation of their rates, relative; None for that of published fleets (catalog, `gpu_spread`).
     """
     if gpus <= 1:

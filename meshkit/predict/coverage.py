@@ -53,14 +53,9 @@ class FlopNote:
 
 
 def executed_flops(schedule: Schedule, name: str | None = None) -> float:
-    """Return the FLOP of matmuls and attention that one GPU executes; a conditional counts as its largest branch.
+    """Return the FLOP of matmuls and attention that one GPU executes, of a computation or (None) of the program.
 
-    Args:
-        schedule: schedule of the compiled program.
-        name: one of its computations; None for the whole program.
-
-    Returns:
-        FLOP of one run; a loop counts as often as it runs, and one of unknown length once.
+    A conditional counts as its largest branch, a loop as often as it runs, and one of unknown length once.
     """
     total = 0.0
     for i in schedule.computations.get(name or schedule.entry, ()):
@@ -77,7 +72,6 @@ def flop_note(
     """Return a note where a compiled program does other work than the traced one; None where they agree.
 
     Args:
-        schedule: schedule of the compiled program.
         traced: FLOP over all GPUs, as `compile.traced` counts what is executed; None if unknown.
         num_gpus: GPUs that share the work.
         step_s: seconds of the whole program.
@@ -117,8 +111,6 @@ def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
     """Return the note that XLA dequantizes block-scaled matmuls, which it does silently; None where it does not.
 
     Args:
-        schedule: schedule of the compiled program.
-        gpu: the GPU that it is compiled for.
         wanted: FLOP of block-scaled matmuls that one GPU should execute.
     """
     scaled = 0.0
@@ -187,15 +179,7 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
 
 
 def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
-    """Return kind of note -> the least seconds of what it names, in each of a program's training steps.
-
-    Args:
-        simulation: simulation of one run of the program.
-        steps: training steps that one run makes.
-
-    Returns:
-        Seconds; a kind without any is left out.
-    """
+    """Return kind of note -> the least seconds of what it names in each of a program's training steps, if any."""
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
     seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation.timeline)}
     found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}

@@ -133,7 +133,6 @@ def play(
     nothing. One while the next attempt starts ends that attempt.
 
     Args:
-        costs: seconds of the run's parts.
         every: steps between saves; 0 for none.
         failures: in the order of their time from the start of the run.
         steps: the run ends after these steps and a save that it waits for; None for a run that goes on.
@@ -225,7 +224,6 @@ def expected_goodput(costs: Costs, every: int, between_s: float) -> float:
     """Return the exact goodput of an endless run that always has a spare host at hand.
 
     Args:
-        costs: seconds of the run's parts.
         every: steps between saves.
         between_s: mean time between failures of the whole job.
     """

@@ -2,8 +2,7 @@
 
 `intervals.csv` has, by stratum, the quantiles of |ln(measured / predicted)| over runs whose own experiment file was
 planned unchanged (`python -m benchmarks.published.intervals` writes it). They are conformal. Rows of one page, model
-and
-precision are correlated, and so are our own rows of one card: such a group has the weight of one. The quantile of a
+and precision are correlated, and so are our own rows of one card: such a group has the weight of one. The quantile of a
 level over n groups is the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett,
 2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer groups has no
 interval, and never that of another stratum. docs/concepts/validation.md has the coverage with each group left out.
@@ -86,8 +85,6 @@ def step_interval(
     """Return the interval of a predicted step time; or None, and the reason.
 
     Args:
-        time_s: predicted seconds of the step.
-        stratum: stratum of the run.
         table: stratum's name -> its row; default intervals.csv.
     """
     row = (_table() if table is None else table).get(stratum.name)

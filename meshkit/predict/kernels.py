@@ -59,10 +59,9 @@ _PACKED = {"nvfp4": 2}  # Elements in a byte: such a matmul takes as long as one
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Return the dense peak of a matmul on operands of an XLA element type, FLOP/s.
+    """Return the dense peak of a matmul on operands of an XLA element type, or the next wider one, FLOP/s.
 
-    The next wider type counts where the GPU lacks it. Args:
-        gpu: any but a CPU's entry.
+    Args:
         dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32,
             `f8..._highest` fp8 whose sums are promoted, `mxfp8` block-scaled fp8, which XLA multiplies in bf16 on a
             GPU without it.
@@ -87,10 +86,6 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
 
     It is None for a CPU, whose virtual devices have no peak.
 
-    Args:
-        gpu: its dense peaks.
-        precision: `fp32`, `bf16`, `fp16`, `fp8` or `mxfp8`.
-
     Raises:
         KeyError: another precision, on a GPU.
     """
@@ -104,9 +99,7 @@ class KernelWork:
     arithmetic_s: float = 0.0
     """Tensor cores, and making their operands first."""
     memory_s: float = 0.0
-    """Device memory."""
     host_s: float = 0.0
-    """The link to the host."""
 
     @property
     def alone_s(self) -> float:
@@ -126,11 +119,9 @@ def kernel_work(
     """Return the seconds of each part of a GPU that a kernel with this work needs.
 
     Args:
-        cost: the work.
         gpu: its peaks, and the sustained shares of them for whatever was not measured.
         rates: measured rates, see `measured_rates`.
         host_bytes_per_s: sustained rate between the GPU and its host's memory; default the peak of its slot.
-        assumptions: effects to take into account.
         busy: share of the step's time in which tensor cores work; 1 in a long run of nothing else.
     """
     share = catalog.kernels()["convolution_share"] if cost.convolves else 1.0
@@ -198,7 +189,6 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy
 
 
 def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Return the sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     large = large_flops_per_s(gpu, precision, _kind(assumptions))
     kept = gain = _promoted_share(gpu, dtype)
@@ -245,8 +235,6 @@ def attention_gain(gpu: Gpu, way: str, busy: float) -> float:
     """Return the rate of attention in a step over that in a long run of nothing else.
 
     Args:
-        gpu: where it runs.
-        way: of its pass, `forward` or `backward`.
         busy: as `step_gain` has it; 1 in a long run of attention alone.
     """
     k, full = catalog.kernels(), full_clock(gpu, "bf16")
@@ -266,15 +254,14 @@ def power_share(cost: Cost, gpu: Gpu) -> float:
 def attention_share(cost: Cost, gpu: Gpu) -> float:
     """Return the rate of attention of this length and mask over that of a causal pass of its direction at 4k tokens.
 
+    It is 1 where the length is unknown.
+
     Blocks of queries are handed to the multiprocessors one by one, and the last of them leave most idle: as if there
     were one more wave (SimuMax's measurements of 4 to 64 heads on an A100 fall that way).
 
     Args:
         cost: its keys, queries and head size; 0 where unknown, which then does not count.
         gpu: where it runs; one that was not measured has the chart of its kind, else of an H100.
-
-    Returns:
-        1 where the length is unknown.
     """
     if not cost.attention_length:
         return 1.0
@@ -343,10 +330,7 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
 
 
 def _turns_fp8(gpu: Gpu) -> bool:
-    """Return whether cuBLAS multiplies fp8 only with the inner dim along memory.
-
-    `cublasLtMatmul` then wants A transposed and B not.
-
+    """Return whether cuBLAS multiplies fp8 only with the inner dim along memory: A transposed and B not.
     B200 and its kin take any layout (NVIDIA/TransformerEngine, `nvte_is_non_tn_fp8_gemm_supported`).
     """
     return (gpu.compute_capability or (0, 0))[0] != 10
@@ -397,8 +381,6 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
     """Return the rate of a matmul of this shape over that of a large one, at most 1.
 
     Args:
-        matmul: its shape.
-        gpu: the GPU that it runs on.
         precision: as the catalog calls it; one without rows is read as bf16.
         kind: kind of run, see `large_flops_per_s`.
     """
@@ -423,7 +405,6 @@ def large_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> float:
     """Return the rate of a large matmul by the catalog, FLOP/s of one GPU.
 
     Args:
-        gpu: its peaks, and the shares of them that were measured or are taken from its kind.
         precision: as the catalog calls it; of one that the GPU lacks, fp32's peak.
         kind: `matmul` of a long run, `burst` of a short one; a share of the precision's own comes first.
     """
@@ -435,8 +416,6 @@ def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | 
     """Return the rate in a burst of a shape of whole tiles, by cuBLAS's measured shapes.
 
     Args:
-        matmul: its shape.
-        gpu: where it runs.
         precision: as the catalog calls it.
         measured: a GPU whose rows are read instead of the nearest one's.
 

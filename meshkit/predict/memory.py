@@ -31,9 +31,7 @@ class Reserved:
     context: int
     """CUDA's context, with the kernels that it has loaded."""
     nccl: int
-    """Buffers of NCCL's communicators."""
     communicators: int
-    """Number of communicators."""
     cudnn_workspace: int
     """Workspace of the largest fused attention."""
     fragmentation: int

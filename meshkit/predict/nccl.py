@@ -40,7 +40,6 @@ PROTOCOLS = ("ll", "ll128", "simple")
 
 @functools.cache
 def nccl_constants() -> dict[str, Any]:
-    """Return the tables of nccl.toml."""
     return tomllib.loads(resources.files("meshkit.predict").joinpath("nccl.toml").read_text(encoding="utf-8"))
 
 
@@ -91,16 +90,9 @@ def constants_of(generation: str, values: Mapping[str, float]) -> Mapping[str, f
 
 
 def with_constants(links: Links, values: Mapping[str, float]) -> Links:
-    """Return the same links with other constants of `[fitted]` and with other rates than the catalog's.
+    """Return the same links with other constants of `[fitted]` and other rates: all that `constants_of` returns.
 
     NCCL still chooses by the catalog's rates, which the result keeps in `taken_for`.
-
-    Args:
-        links: links with the catalog's rates.
-        values: every constant and rate that `constants_of` returns.
-
-    Raises:
-        KeyError: a rate is missing.
     """
     inside, outside = values["nvlink_rate"], values["network_rate"]
     return replace(
@@ -179,7 +171,6 @@ class Links:
     spine: tuple[float, float]
     """Slowdown of traffic over the spine: (rings, sends to everybody)."""
     nccl: tuple[int, ...]
-    """NCCL's version."""
     fitted: Mapping[str, float]
     """`[fitted]` of nccl.toml for this generation."""
     sms: int
@@ -286,10 +277,8 @@ def _way_out(cluster: Cluster, k: int, busy: float, fabric: tuple[str | None, in
 
 
 def _column(capability: tuple[int, int]) -> str:
-    for least, name in ((10, "blackwell"), (9, "hopper"), (8, "ampere")):
-        if capability[0] >= least:
-            return name
-    return "volta"
+    names = ((10, "blackwell"), (9, "hopper"), (8, "ampere"))
+    return next((name for least, name in names if capability[0] >= least), "volta")
 
 
 def _generation(capability: tuple[int, int]) -> str:
@@ -364,14 +353,11 @@ class Expected(NamedTuple):
 
 
 def expected(collective: str, links: Links) -> tuple[Expected, ...]:
-    """Return the tuner's estimates for everything that it may choose for a reduction or a gather.
+    """Return the tuner's estimates for every algorithm and protocol that it may choose and that has any bandwidth.
 
     Args:
         collective: `all-reduce`, `all-gather` or `reduce-scatter`.
         links: the links under its group, of two GPUs or more; it caches the estimates.
-
-    Returns:
-        One for each algorithm and protocol that has any bandwidth.
     """
     links = links.taken_for or links
     if collective not in links.known:
@@ -424,16 +410,7 @@ def tree_medium(protocol: str, payload: float) -> float:
 
 
 def table_step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
-    """Return NCCL's own latency of a step inside a domain, and out of it.
-
-    Args:
-        algorithm: `ring` or `tree`.
-        protocol: one of PROTOCOLS.
-        links: their kinds, and the latency that they add to NCCL's table.
-
-    Returns:
-        Seconds inside a domain, and between two.
-    """
+    """Return NCCL's own latency of a step of a `ring` or `tree` inside a domain, and out of it, in seconds."""
     rows = nccl_constants()["step_latency_s"]
     simple = protocol == "simple"
     inside = rows[links.inside][algorithm][protocol] + links.inside_extra_s[simple]
@@ -442,10 +419,7 @@ def table_step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, fl
 
 def _floor(speeds: list[float], rate: float) -> float:
     """Return the largest speed of NCCL's grid that a rate allows; the rate itself below the grid."""
-    for speed in speeds:
-        if speed <= rate:
-            return speed
-    return rate
+    return next((speed for speed in speeds if speed <= rate), rate)
 
 
 @functools.lru_cache(maxsize=256)
@@ -483,10 +457,9 @@ def _row(p: str, own: Mapping[str, Any], column: str, links: tuple[str, str], pl
 def _sheets(version: tuple[int, ...]) -> Mapping[tuple[str, str, str, int], Sequence[tuple[tuple, tuple]]]:
     """Return the tuner's numbers by (column, link inside a domain, link out of it, domains up to 3), a row a protocol.
 
-       A row has
-    of a ring the protocol, its base latency, the latency of a step on either link, the least step over hosts,
-       its share of the bandwidth, the most that the protocol carries, and the most of one channel; of a tree the
-       latencies, the most of a channel, and the most of one with LL128.
+    A row has of a ring the protocol, its base latency, the latency of a step on either link, the least step over hosts,
+    its share of the bandwidth, the most that the protocol carries, and the most of one channel; of a tree the
+    latencies, the most of a channel, and the most of one with LL128.
     """
     own, columns = version_constants(version), [name for name in nccl_constants()["tuner"] if name != "before"]
     return {

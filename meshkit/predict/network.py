@@ -45,7 +45,6 @@ class How(TypedDict, total=False):
 
 
 def _check(how: How, domains: int) -> None:
-    """Raise an error for options that the model does not know."""
     for name in how.keys() - How.__annotations__.keys():
         raise TypeError(f"collective_time_s() got an unexpected keyword argument '{name}'")
     algorithm, fabric, racks = how.get("algorithm"), how.get("fabric"), how.get("racks")
@@ -125,19 +124,15 @@ class Price:
 def collective_price(
     collective: str, payload_bytes: float, group: tuple[int, int, int | None], cluster: Cluster, how: How
 ) -> Price:
-    """Return the price of one collective, as `collective_time_s` describes it.
+    """Return the price of one collective, as `collective_time_s` describes it, with XLA's launch; 0 for one GPU.
 
     Args:
-        collective: HLO opcode, without `-start`.
-        payload_bytes: on one GPU: the operand; of an all-gather, the result.
+        collective, payload_bytes: as `collective_time_s` takes them.
         group: members inside one domain, domains that it spans, and such groups in a domain at a time (None: each
             GPU is in one).
         cluster: its links and, if it names one, its calibration. A fit of that, where one applies, gives the
             seconds, and the model the parts of them.
         how: options as the keywords of `collective_time_s`; {} for what NCCL and XLA do by themselves.
-
-    Returns:
-        Seconds alone, launch included where XLA launches it; 0 for a group of one GPU.
 
     Raises:
         ConfigError: as `collective_time_s`.
@@ -183,15 +178,12 @@ def collective_price(
 
 
 def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | None:
-    """Return the seconds to write a checkpoint: state_bytes / min(storage, the GPUs' paths to it).
+    """Return the seconds to write a checkpoint: state_bytes / min(storage, the GPUs' paths to it); None if unknown.
 
     Args:
         state_bytes: parameters and optimizer state over all GPUs, replicas counted once.
         cluster: its `storage_bytes_per_s` over all hosts. The paths are the GPUs' PCIe slots (or links to their CPU)
             with GPUDirect Storage, and host memory, which is written and read, without.
-
-    Returns:
-        None where the size or the storage is unknown.
     """
     rate = cluster.checkpoint_bytes_per_s
     return None if rate is None or state_bytes is None else state_bytes / rate
@@ -206,11 +198,7 @@ _MOST_KNOWN = 1024
 def _find_links(
     cluster: Cluster, group: tuple[int, int, int | None], how: How, own: calibration.NetworkConstants | None
 ) -> Links:
-    """Return `find_links` with the constants that `meshkit bench` found, cached by cluster and shape of group.
-
-    Raises:
-        ConfigError: the calibration has a constant that the model does not know.
-    """
+    """Return `find_links` with the constants that `meshkit bench` found, cached by cluster and shape of group."""
     nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
     slices = how.get("slices", 0)
     key = (id(cluster), id(own), group, nvls, fabric, nccl, slices)
@@ -231,11 +219,7 @@ _known_constants: dict[tuple[int, str], tuple[calibration.NetworkConstants, Mapp
 
 
 def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mapping[str, float]:
-    """Return the constants of a calibration for a generation of NVLink, cached.
-
-    Raises:
-        ConfigError: the calibration has a constant that the model does not know.
-    """
+    """Return a calibration's constants for a generation of NVLink, cached; a `ConfigError` for an unknown one."""
     key = id(own), generation
     if key not in _known_constants:
         made = constants_of(generation, own.constants)
@@ -277,17 +261,11 @@ def infiniband_share(c: Collective) -> float:
 
 
 def peak_bus_bandwidth_bytes_per_s(c: Collective, cluster: Cluster | None) -> float | None:
-    """Return the bus bandwidth at which a collective's links carry their peak rate; None where unknown.
+    """Return the bus bandwidth at which a collective's links carry their peak rate, bytes/s of a GPU and direction.
 
-    A share of a GPU's wire bytes crosses InfiniBand (see `infiniband_share`), so that this link is full at its rate
-    divided by the share. NVLink bounds the traffic inside a domain.
-
-    Args:
-        c: its link, group size and GPUs per domain count.
-        cluster: where it runs; None where unknown.
-
-    Returns:
-        Bytes/s of one GPU and direction; None also on CPUs and for a group of one.
+    It is None where unknown, on CPUs and for a group of one. A share of a GPU's wire bytes crosses InfiniBand (see
+    `infiniband_share`), so that this link is full at its rate divided by the share. NVLink bounds the traffic inside a
+    domain.
     """
     if cluster is None or cluster.is_cpu or c.group_size < 2:
         return None

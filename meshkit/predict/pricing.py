@@ -4,7 +4,6 @@ NCCL's kernels hold multiprocessors until they are done, and every byte that arr
 A kernel loses the multiprocessors that the collective holds, as an H100 with cuBLAS 13.1 did beside blocks that stream
 memory, or what was measured on the GPU itself (catalog, `contended`: A100). Kernels that deal out their tiles to one
 block per multiprocessor beforehand lose up to half: a plan does not know which ones do.
-block per multiprocessor beforehand lose up to half: a plan does not know which ones do.
 
 Each stream runs its collectives in order (`InFlight`). A collective first waits for its latency, which it shares with
 nobody, and then sends: it takes a share of the link inside a domain and of the GPU's way out of it. Where several ask
@@ -37,13 +36,9 @@ _FAIR = 0.5
 
 
 def arithmetic_left(gpu: Gpu, channels: int | None) -> float:
-    """Return the share of its arithmetic rate that a collective leaves to a kernel.
+    """Return the share of its arithmetic rate that a collective leaves to a kernel, by its channels (None: unknown).
 
     It is the measured share of the GPU if there is one, else the share of the other multiprocessors.
-
-    Args:
-        gpu: the GPU that both run on.
-        channels: channels of the collective; None if unknown.
     """
     if channels == 0:
         return model_constant("beside_copies")
@@ -64,8 +59,6 @@ class Pricer:
     """Prices the instructions of one program on one cluster.
 
     Args:
-        cluster: GPUs and links.
-        assumptions: effects to take into account.
         seconds: known durations of a kernel alone, a collective or a copy; None prices by model.
         gpus: GPUs of the whole job; default the cluster's.
         busy: share of the step's time in which tensor cores work, see `kernels.step_gain`.
@@ -121,20 +114,11 @@ class Pricer:
         if self._seconds is not None:
             known = self._seconds(i)
             return self._transfer(c, Price(known, 0.0, known, known) if crosses else Price(known, known, 0.0, known))
-        key = (
-            c.collective,
-            c.payload_bytes,
-            c.gpus_per_domain,
-            c.group_size,
-            c.grouped,
-            c.slices,
-            c.room,
-            c.axes_complete,
-        )
+        key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size, c.grouped, c.slices, c.room,
+               c.axes_complete)  # fmt: skip
         if key not in self._collectives and c.collective == RAGGED:
-            self._collectives[key] = self._transfer(
-                c, self.ragged_price(c, self._assumptions.ragged.way(c, self._cluster))
-            )
+            way = self._assumptions.ragged.way(c, self._cluster)
+            self._collectives[key] = self._transfer(c, self.ragged_price(c, way))
         if key not in self._collectives:
             inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
             ways: tuple[str | None, ...] = (None,)
@@ -164,7 +148,6 @@ class Pricer:
         return collective_price(c.collective, payload, group, self._cluster, how)
 
     def collective_s(self, i: Instruction) -> float:
-        """Return the seconds of a collective that runs alone."""
         return self.transfer(i).seconds
 
     def _transfer(self, c: Collective, price: Price) -> Transfer:
@@ -240,11 +223,7 @@ class Flow:
 
 
 class InFlight:
-    """All collectives of one GPU, from time 0.
-
-    Args:
-        on_end: receives (start_s, end_s, label) of each collective that ends.
-    """
+    """All collectives of one GPU, from time 0; `on_end` receives (start_s, end_s, label) of each that ends."""
 
     def __init__(self, on_end: Callable[[float, float, int], None]):
         self._now, self._on_end = 0.0, on_end
@@ -262,7 +241,6 @@ class InFlight:
         return flow
 
     def advance(self, to: float) -> None:
-        """Let time pass until `to`."""
         while self._active and self._now < to:
             self._pass(to, self._speeds())
         self._now = max(self._now, to)
@@ -286,7 +264,6 @@ class InFlight:
         return self._now
 
     def busy(self, at: float) -> bool:
-        """Return whether anything is in flight at a time."""
         self.advance(at)
         return bool(self._active)
 

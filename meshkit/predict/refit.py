@@ -52,11 +52,7 @@ class Sensitivity:
             predicted_s: constants by name -> [n] seconds of the measured collectives. It is called with `start`, then
                 with one constant after the other 2 % larger.
             measured_s: [n] seconds, in that order.
-            start: constants by name.
             groups: [n] groups of the measurements; the weights of a group sum to 1.
-
-        Returns:
-            The sensitivity, with misfit [n], slopes [n, constants] and weights [n].
         """
         here = np.log(predicted_s(start))
         moved = [np.log(predicted_s({**start, name: start[name] * _NUDGE})) for name in start]
@@ -65,14 +61,7 @@ class Sensitivity:
         return cls(list(start), here - np.log(measured_s), (np.array(moved) - here).T / np.log(_NUDGE), weights)
 
     def refit(self, used: np.ndarray | slice = slice(None)) -> dict[str, float]:
-        """Return the factor by which each constant should be multiplied to fit the times that are used.
-
-        Args:
-            used: which of the n times, as numpy indexes them; by default all.
-
-        Returns:
-            Name of a constant -> factor, from exp(-0.7) to exp(0.7).
-        """
+        """Return constant -> factor, exp(-0.7) to exp(0.7), that fits the times that are `used`, as numpy indexes."""
         slopes, misfit, weights = self.slopes[used], self.misfit[used], self.weights[used]
         step = np.zeros(len(self.names))
         total = weights.sum()
@@ -102,7 +91,6 @@ def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, 
     """Return the model's prediction for a timed collective, in seconds with one launch of XLA's.
 
     Args:
-        row: its kind, group and bytes; its measured time is not read.
         cluster: where it ran; a calibration that it names comes first, unless `fitted` is given.
         fitted: constants by name that replace the shipped ones.
 
@@ -128,11 +116,8 @@ def shipped_constants(cluster: Cluster) -> dict[str, float]:
 def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) -> NetworkConstants | None:
     """Return the model's constants and link rates of one cluster; None where too few collectives were measured.
 
-    Only constants that affect the measured times are refitted. One launch is in each time, as in a step.
-
-    Args:
-        measured: timed collectives; those on single GPUs, and those that the model lacks, are left out.
-        cluster: where they ran; the calibration that it names is ignored.
+    Only constants that affect the measured times are refitted. One launch is in each time, as in a step. Collectives on
+    single GPUs, and those that the model lacks, are left out; the calibration that the cluster names is ignored.
 
     Returns:
         Constants and rates by name, and the median of |predicted / measured - 1| before and after. None on CPUs, and

@@ -119,8 +119,6 @@ def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, 
     share gives new prices.
 
     Args:
-        schedule: schedule of the compiled program.
-        cluster: GPUs and links.
         assumptions: effects to take into account; `copy_engines` is set here, by the program's collectives.
         gpus: GPUs of the whole job, which wait for each other; default the cluster's.
 
@@ -248,9 +246,8 @@ class _Simulator:
         return self._done[name]
 
     def _follow(self, instructions: tuple[Instruction, ...], streams: _Streams) -> None:
-        """Run instructions in schedule order, from the streams' positions."""
         for i in instructions:
-            if i.kind == "free" or i.kind == "host":
+            if i.kind == "free":
                 continue
             if i.bodies:
                 self._nested(i, streams)
@@ -318,7 +315,6 @@ class _Simulator:
 
     def _copy(self, i: Instruction, streams: _Streams) -> None:
         """Run an asynchronous copy: beside the kernels over the host link, else among them."""
-
         work, out = self._pricer.work(i), streams.out
         if i.cost and i.cost.host_bytes:
             start = max(streams.now, streams.host)
