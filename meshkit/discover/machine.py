@@ -85,7 +85,6 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
     """Return the Topology of the machine behind a probe.
 
     Args:
-        probe: the machine.
         network: whether to look at network adapters and paths to them, which takes commands that run for seconds.
 
     Raises:
@@ -292,10 +291,7 @@ def _dma_buf(probe: Probe) -> bool | None:
 
 
 def _acs_bridges(probe: Probe) -> int | None:
-    """Return the bridges whose access control redirects peer traffic to the CPU.
-
-    It is None if lspci may not look, which needs root.
-    """
+    """Return the bridges whose access control redirects peer traffic to the CPU; None without root for lspci."""
     text = probe.run_command("lspci", "-vvv")
     if text is None or "ACSCtl:" not in text:
         return None
@@ -336,8 +332,6 @@ def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
     """Return the NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know.
 
     Args:
-        probe: the machine.
-        count: its GPUs.
         visible: CUDA_VISIBLE_DEVICES, if it is set.
 
     Raises:
@@ -389,10 +383,8 @@ def domain_identities(records: Iterable[str], *, devices: Iterable[int] | None =
             found[device] = identity
     missing = sorted(set(devices) - set(found)) if devices is not None else []
     if missing:
-        raise ConfigError(
-            f"{len(missing)} devices have no NVLink identity, the first of them is {missing[0]}.",
-            hint=_SAME_VERSION,
-        )
+        what = f"{len(missing)} devices have no NVLink identity, the first of them is {missing[0]}."
+        raise ConfigError(what, hint=_SAME_VERSION)
     return found
 
 
@@ -424,7 +416,6 @@ def record(out: Path, probe: Probe) -> Topology:
 
     Args:
         out: a folder that does not exist or is empty, or a file that ends in .tar or .tar.gz.
-        probe: the machine.
 
     Raises:
         ConfigError: `out` exists, or cannot be written.

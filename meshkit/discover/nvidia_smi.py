@@ -90,10 +90,7 @@ class Matrix:
 
 
 def read_matrix(matrix: Matrix, source: str) -> Topology:
-    """Return the Topology that a matrix describes.
-
-    The text around the matrix identifies its GPUs, else their NVLinks do.
-    """
+    """Return the Topology that a matrix describes; the text around it identifies its GPUs, else their NVLinks do."""
     links = matrix.connections
     totals = _nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
     called = matrix.gpu_names[0] if len(matrix.gpu_names) == 1 else None
@@ -136,7 +133,6 @@ def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix
     """Return every matrix in a text, which may have prose around them.
 
     Args:
-        text: output of one or more runs of the tool.
         at: the place that an error names; the line is added.
 
     Raises:
@@ -204,7 +200,6 @@ def _parse_one(lines: Sequence[str], start: int, at: str) -> tuple[Matrix, int]:
 
 
 def _header(line: str, where: str) -> tuple[list[str], list[str]]:
-    """Return the device columns and the affinity columns."""
     affinities = [name for name in _AFFINITY_HEADERS if name in " ".join(line.split())]
     devices = re.split(r"\bCPU\s+Affinity\b|\bNUMA\s+Affinity\b", line)[0].split()
     for name in devices:
@@ -242,10 +237,7 @@ def _row(line: str, names: Sequence[str], affinities: Sequence[str], where: str)
 
 
 def _affinities(name: str, rest: list[str], affinities: Sequence[str], where: str, *, by_tabs: bool) -> list[str]:
-    """Return the affinity cells of a GPU's row, with "" for empty ones; NICs have none.
-
-    Without tabs, empty cells cannot be recognized.
-    """
+    """Return the affinity cells of a GPU's row, "" for empty ones, which only tabs show; NICs have none."""
     if len(rest) > len(affinities):
         rest = [*rest[:2], *(cell for cell in rest[2:] if cell)]  # The tool writes two tabs before a last N/A.
     while rest and not rest[-1]:

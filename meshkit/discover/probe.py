@@ -38,10 +38,7 @@ class _Plain(BaseModel):
 
 
 class FabricState(_Plain):
-    """nvmlDeviceGetGpuFabricInfoV: the NVLink domain that a GPU registered with.
-
-    Its uuid is zero inside a single host.
-    """
+    """nvmlDeviceGetGpuFabricInfoV: the NVLink domain that a GPU registered with; its uuid is zero inside a host."""
 
     state: Literal["not_supported", "not_started", "in_progress", "completed"]
     cluster_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -88,11 +85,7 @@ class Snapshot(_Plain):
 
 
 def check_snapshot(value: Any, *, at: str) -> Snapshot:
-    """Return NVML's recorded answers as a Snapshot.
-
-    Raises:
-        TraceError: the answers are damaged.
-    """
+    """Return NVML's recorded answers as a Snapshot; a `TraceError` if they are damaged."""
     try:
         snapshot = Snapshot.model_validate(value)
     except ValidationError as error:
@@ -107,7 +100,6 @@ def check_snapshot(value: Any, *, at: str) -> Snapshot:
 
 
 def has_driver() -> bool:
-    """Return whether NVIDIA's driver answers on this machine."""
     with contextlib.suppress(_NoDriverError), _session():
         return True
     return False
@@ -130,11 +122,7 @@ class _NoDriverError(Exception):
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """Initialize NVML for a block.
-
-    Raises:
-        _NoDriverError: there is no driver, or it stops answering.
-    """
+    """Initialize NVML for a block; a `_NoDriverError` if there is no driver, or it stops answering."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -186,7 +174,6 @@ def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, An
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
-    """Return every NVLink of the GPU, and the device at its other end."""
     links = []
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)
@@ -253,19 +240,15 @@ class Probe(Protocol):
 
     def read_file(self, path: str) -> str | None:
         """Return the text of a file of the machine."""
-        ...
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Return the names in a folder of the machine, sorted."""
-        ...
 
     def run_command(self, *command: str) -> str | None:
         """Return the output of a command; None if it is missing or fails."""
-        ...
 
     def nvml(self) -> Mapping[str, Any] | str:
         """Return NVML's answers as plain data (`Snapshot`), or the reason why there are none."""
-        ...
 
 
 class LiveProbe:

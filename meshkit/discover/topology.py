@@ -106,7 +106,6 @@ class FoundNic:
     active: bool | None = None
     """Whether the port is up; None if unknown."""
     state: str | None = None
-    """The kernel's word for that state."""
     bus: str | None = None
     numa: int | None = None
     pcie: PcieLink = PcieLink()
@@ -171,7 +170,6 @@ class Topology:
     """NVLink domains; empty if no GPU has NVLink, or if they are unknown."""
     rdma: Rdma = Rdma()
     hosts: int = 1
-    """Number of machines that it covers."""
     scale_up: str | None = None
     """`nvlink`, `pcie` or `shared_memory`; None if unknown."""
     nics_listed: bool = False
@@ -194,7 +192,6 @@ class Topology:
         return best, tuple(nic for kind, nic in found if kind == best)
 
     def warn(self, *warnings: str) -> Topology:
-        """Return the same Topology with further warnings."""
         return replace(self, warnings=(*self.warnings, *warnings))
 
     @functools.cached_property
@@ -216,7 +213,6 @@ def merge(hosts: Sequence[Topology], source: str) -> Topology:
     Args:
         hosts: one or more, in the order of their numbers: ids of the first host's devices get the prefix `host0.`. A
             single host is returned as it is.
-        source: source of the result.
     """
     if len(hosts) == 1:
         return hosts[0]
@@ -299,15 +295,7 @@ def gpu_name_by_pci(vendor: str, device: str) -> str | None:
 
 
 def nic_by_pci(vendor: str, device: str) -> Match:
-    """Return the catalog's NIC for PCI ids whose rate is fixed.
-
-    Args:
-        vendor: hexadecimal digits, with or without 0x.
-        device: the same.
-
-    Returns:
-        A match without a key if the table of names lacks these ids; `nic_by_rate` may know more.
-    """
+    """Return the catalog's NIC for PCI ids in hexadecimal digits whose rate is fixed, else a match without a key."""
     row = names()["nic_pci"].get(f"{_hex(vendor)}:{_hex(device)}")
     return Match(row["key"], row["stand_in"] or None) if row else Match()
 
@@ -317,7 +305,6 @@ def nic_by_rate(layer: str, bits_per_s: float, technology: str = "") -> Match:
 
     Args:
         layer: `infiniband`, `ethernet` (RDMA over it), or `tcp`.
-        bits_per_s: rate of the port.
         technology: the kernel's word for it (`NDR`), which distinguishes two InfiniBand ports of one rate.
     """
     prefix = {"infiniband": "ib_", "ethernet": "roce_", "tcp": "tcp_"}[layer]
@@ -372,7 +359,6 @@ def assume_gpu(found: Topology, *, heading: Sequence[str] = ()) -> Topology:
     """Return the same Topology with a catalog key for unidentified GPUs, and a warning, if their NVLinks allow one.
 
     Args:
-        found: the discovered machine.
         heading: prose that may name the model, which must then agree with the NVLinks.
     """
     if not found.gpus or any(g.key or g.name for g in found.gpus) or not found.scale_up:
@@ -401,11 +387,9 @@ def _family(lines: Sequence[str]) -> str | None:
 
 
 def apply_platform(found: Topology, row: Mapping[str, Any] | None) -> Topology:
-    """Return the same Topology, completed by what is known of a vendor's machine, and a warning that says so.
+    """Return the same Topology, completed by what `platform` knows of a vendor's machine, and a warning that says so.
 
-    Args:
-        found: the file's Topology; GPUs and NICs that have a catalog key keep it.
-        row: the vendor's machine, as `platform` gives it; None changes nothing.
+    GPUs and NICs that have a catalog key keep it; a row of None changes nothing.
     """
     if row is None:
         return found

@@ -62,7 +62,6 @@ class Element:
         return self.attributes.get(name, "")
 
     def children_of(self, tag: str) -> list[Element]:
-        """Return the children of that tag."""
         return [child for child in self.children if child.tag == tag]
 
     def descendants(self, tag: str) -> Iterator[Element]:
@@ -93,7 +92,6 @@ def parse_topology(data: bytes, *, at: str) -> Topology:
     """Return the Topology that a file of NCCL describes.
 
     Args:
-        data: the file.
         at: its name, which may contain the name of a vendor's machine.
 
     Raises:
@@ -226,11 +224,8 @@ class _System:
     def _ports(self, device: Element, adapter: Element | None, place: _Place, nic: FoundNic) -> None:
         """Add the ports of one adapter; a PCI adapter without ports in the file counts as one.
 
-        Args:
-            device: the element with the PCI ids, if the file has them.
-            adapter: the element with the ports; None if the file has no <nic>.
-            place: place of the device.
-            nic: fields that all ports share; `layer` is None if it is not a PCI device.
+        `device` has the PCI ids, `adapter` the ports (None: the file has no <nic>), `nic` what all ports share; its
+        `layer` is None if it is not a PCI device.
         """
         nets = adapter.children_of("net") if adapter else []
         match = nic_by_pci(device.get("vendor"), device.get("device"))

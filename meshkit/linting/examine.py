@@ -37,13 +37,7 @@ from meshkit.linting.placements import Finding, Subject, apply_allow_list, findi
 from meshkit.linting.ways import FAILS, WAY, apart_axes, is_part
 from meshkit.sharding.constrain import Activation, partition_spec, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, described
-from meshkit.sharding.resolve import (
-    STATES,
-    Placed,
-    array_of,
-    placements,
-    placements_by_state,
-)
+from meshkit.sharding.resolve import STATES, Placed, array_of, placements, placements_by_state
 from meshkit.sharding.strategy import BYTES_OF, SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
 from meshkit.step.given import Groups, Program, group_arguments, held_bytes
 from meshkit.step.muon import SCOPE
@@ -87,9 +81,7 @@ class Explained:
 def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explained]:
     """Return every collective of a step with its reason, the most bytes first.
 
-    Args:
-        schedule: schedule of the compiled step.
-        strategy: the communication that the step may do; its `steps_per_call` divides counts and bytes.
+    The strategy's `steps_per_call` divides counts and bytes.
     """
     rows: dict[tuple, Explained] = {}
     apart = apart_axes(i.collective for i, _ in schedule.walk() if i.collective is not None)
@@ -114,12 +106,7 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
 
 
 def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> list[Finding]:
-    """Return the findings about collectives without a reason, and about reasons that do not allow so many bytes.
-
-    Args:
-        rows: from `explain_collectives`.
-        of_file: whether hints may name tables of an experiment file.
-    """
+    """Return findings on collectives without a reason or with too many bytes; hints `of_file` may name its tables."""
     found = []
     for row in rows:
         if row.explanation is not None and not row.exceeds:
@@ -161,12 +148,7 @@ def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
 
 
 def drift_findings(compiled: CompiledProgram, state: Mapping[int, str]) -> list[Finding]:
-    """Return a finding where a step gives back arrays of its state with other shards than it received.
-
-    Args:
-        compiled: the step.
-        state: number -> path of the argument's arrays that the next call receives.
-    """
+    """Return a finding where a step gives back arrays of its state (argument's number -> path) with other shards."""
     entry = compiled.hlo.entry
     given = {i.parameter_number: i.shape for i in entry.order if i.opcode == "parameter"}
     outputs = entry.root.shape.parts or (entry.root.shape,)
@@ -228,7 +210,6 @@ def _guess(part: Payload, c: Collective, axes: Axes, s: Strategy) -> str:
         return f"the gradient of {weight.path} is reduced whole, although {names} keeps it in shards"
     if c.collective == "all-gather" and weight and axes & weight.stays:
         return f"{weight.path}, or an array of its size, is gathered over {names}, which should work on its shards"
-
     if axes & s.roles.batch and c.collective in ("all-gather", "all-reduce"):
         return f"an activation is gathered over {names}, which shards the batch"
     if axes & s.roles.tensor and c.collective == "all-gather":
@@ -290,11 +271,8 @@ class Examined:
     """An experiment's step as the lint sees it before the compiler."""
 
     subject: Subject
-    """Placements and rules."""
     strategy: Strategy
-    """The communication that the compiled step may do."""
     allow: Sequence[AllowTable] = ()
-    """The experiment's allow list."""
     more: tuple[Finding, ...] = ()
     """Findings about the arguments of a user's own step."""
     parameters_bytes: int = 0
@@ -302,15 +280,11 @@ class Examined:
     optimizer_bytes: int = 0
 
     def lint(self) -> Lint:
-        """Return the findings of rules, parameters and activations."""
         kept, allowed = apply_allow_list([*lint(self.subject), *self.more], self.allow, unchecked=CODES)
         return Lint(summarize_unmatched(kept, self.subject), allowed)
 
     def lint_compiled(self, compiled: CompiledProgram, also: Sequence[Finding] = ()) -> Lint:
-        """Return the findings of `lint`, of the compiled step's collectives, and those in `also`.
-
-        `also` has the results of `drift_findings` and `way_findings`.
-        """
+        """Return the findings of `lint`, of the compiled step's collectives, and `also` those on drifts and ways."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),
@@ -335,8 +309,6 @@ def examine(
 
     Args:
         program: the step; on a described mesh it is traced as for the cluster's GPU.
-        cluster: the cluster that it runs on.
-        spec: the spec of its mesh.
         allow: `[[lint.allow]]`, the findings that are intended.
         written: the `[rules]` of the file, if there is one.
     """
@@ -529,10 +501,9 @@ def _placed_otherwise(parameters: Mapping[str, Any], placed: Sequence[Placed], m
     for p in placed:
         given = getattr(array_of(parameters[p.path]), "sharding", None)
         wanted = NamedSharding(mesh, partition_spec(p.spec)).shard_shape(p.shape)
-        if not isinstance(given, NamedSharding) or given.shard_shape(p.shape) != wanted:
-            wrong.append(
-                (p, "no mesh axes, so that XLA chooses" if not isinstance(given, NamedSharding) else given.spec)
-            )
+        named = isinstance(given, NamedSharding)
+        if not named or given.shard_shape(p.shape) != wanted:
+            wrong.append((p, given.spec if named else "no mesh axes, so that XLA chooses"))
     if not wrong:
         return ()
     first, lies = wrong[0]

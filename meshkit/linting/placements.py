@@ -74,7 +74,6 @@ def apply_allow_list(
     """Return the findings that remain and those that are allowed; an entry that silences nothing is itself a finding.
 
     Args:
-        findings: findings of all checks that ran.
         allow: `[[lint.allow]]` of the experiment; `path` is a glob as in `[[rules.override]]`.
         unchecked: codes that nobody checked, so that an entry about them may silence nothing.
     """
@@ -101,11 +100,7 @@ def apply_allow_list(
 
 
 def check_strict(findings: Iterable[Finding]) -> None:
-    """Stop if any finding is more severe than a note.
-
-    Raises:
-        ConditionError: there are such findings; the message counts and names them.
-    """
+    """Raise a `ConditionError` that counts and names the findings if any is more severe than a note."""
     failing = [f for f in findings if f.severity != "note"]
     if failing:
         codes = ", ".join(dict.fromkeys(f.code for f in failing))
@@ -117,7 +112,6 @@ def check_strict(findings: Iterable[Finding]) -> None:
 
 
 def finding_lines(f: Finding) -> Iterator[RenderableType]:
-    """Yield the class and place of a finding, its message, and its hint."""
     yield Text.assemble((f"{f.severity} {f.code}", SEVERITY_COLOURS[f.severity]), f" at {f.path}")
     yield Padding(Text(f.message), (0, 0, 0, 2))
     if f.hint:
@@ -133,9 +127,7 @@ class Subject:
     activations: Sequence[Activation]
     """Activations as the model constrained them, each once."""
     rules: ShardingRules
-    """The experiment's rules."""
     spec: MeshSpec
-    """The mesh resolved on its cluster."""
     others: Sequence[Placed] = ()
     """The model's other arrays (batch statistics and the like); overrides may name them."""
     deferred: frozenset[str] = frozenset()
@@ -168,7 +160,6 @@ class Subject:
         return math.prod(self.sizes[a] for a in axes)
 
     def bytes_per_gpu(self, p: Placed) -> int:
-        """Return the bytes of one parameter on one GPU."""
         return p.bytes // self.pieces(p.axes)
 
 
@@ -214,12 +205,7 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
 
 
 def summarize_unmatched(findings: Sequence[Finding], s: Subject) -> list[Finding]:
-    """Return the findings that nobody allowed, with many unmatched parameters as one finding.
-
-    Args:
-        findings: findings that the allow list left; up to three `unmatched_parameter` stay as they are.
-        s: the subject of the findings.
-    """
+    """Return the findings that nobody allowed, with more than three `unmatched_parameter` as one finding."""
     many = [f for f in findings if f.code == "unmatched_parameter"]
     if len(many) <= _MOST_ALIKE:
         return list(findings)

@@ -66,8 +66,6 @@ def way_findings(
     """Return the time of each kind of ragged all-to-all in a step, and its known problems.
 
     Args:
-        compiled: the program.
-        cluster: the cluster that it is planned for.
         assumptions: assumptions of the plan, which have the choice of ways.
         steps_per_call: training steps of one run of the program.
 
@@ -88,10 +86,8 @@ def apart_axes(collectives: Iterator[Collective]) -> frozenset[tuple[str, ...]]:
 
 
 def is_part(c: Collective, apart: frozenset[tuple[str, ...]]) -> bool:
-    """Return whether a collective moves rows between domains for a ragged all-to-all that XLA split.
-
-    XLA gives such a collective no source line.
-    """
+    """Return whether a collective moves rows between domains for a ragged all-to-all that XLA split."""
+    # XLA gives such a collective no source line.
     return c.axes in apart and not c.axes_complete and not c.source and c.collective in ("all-gather", "all-to-all")
 
 
@@ -131,7 +127,6 @@ def _whole(part: Collective, compiled: CompiledProgram) -> Collective:
 
 
 def _failures(exchange: _Exchange, cluster: Cluster, choice: WayChoice) -> Iterator[Finding]:
-    """Yield the known problems of an exchange."""
     c = exchange.sample
     for problem in choice.problems(exchange.way, c, cluster):
         yield Finding(
@@ -186,9 +181,6 @@ _WORDS = {
 
 
 def _named(c: Collective) -> str:
-    where = (
-        "of one NVLink domain"
-        if c.gpus_per_domain == c.group_size
-        else f"of {c.group_size // c.gpus_per_domain} domains"
-    )
+    domains = c.group_size // c.gpus_per_domain
+    where = "of one NVLink domain" if domains == 1 else f"of {domains} domains"
     return f"ragged all-to-all over {' x '.join(c.axes)} ({c.group_size} GPUs {where})"

@@ -6,8 +6,7 @@ there.
 
 By itself, `nn.with_logical_constraint` does nothing without flax's rules and a mesh of jax's, and a variable with
 `out_sharding` cannot even be made. Inside a scope both refer to the scope's mesh. The first of these that has a rule
-for
-a name decides: rules handed over (`rules=`, the variable's `sharding_rules`), `nn.logical_axis_rules`, meshkit's rules.
+for a name decides: rules handed over (`rules=`, the variable's `sharding_rules`), `nn.logical_axis_rules`, meshkit's.
 All constraints of flax go through two functions, which ask the scope first. Outside any scope they are flax's own.
 """
 
@@ -55,7 +54,6 @@ class Sharded:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Mesh axes that shard it."""
         return frozenset(axis for axes in self.spec for axis in axes)
 
 
@@ -81,7 +79,6 @@ class Scope:
     """The mesh and rules that constraints refer to."""
 
     mesh: AnyMesh
-    """The mesh, attached or described."""
     rules: ShardingRules
     """Rules of arrays as they are seen here: inside a pipeline, without the axes that are manual already."""
     whole: ShardingRules | None = None
@@ -131,8 +128,6 @@ def sharding_scope(
     A mesh with explicit axes becomes jax's mesh, as by `jax.set_mesh`.
 
     Args:
-        mesh: attached or described.
-        rules: rules of whole arrays.
         manual: mesh axes of the surrounding `jax.shard_map`, which shard arrays already.
     """
     check_kinds(sharding_scope, mesh=mesh, rules=rules)
@@ -144,10 +139,8 @@ def sharding_scope(
         scope = Scope(mesh, rules.without(manual), rules) if manual else Scope(mesh, rules)
     token = _SCOPE.set(scope)
     try:
-        follows = flax_follows(
-            None if scope is None else scope.rules.mapping("activations"), _constrain_flax, _place_flax
-        )
-        with _entered(mesh), follows:
+        mapping = None if scope is None else scope.rules.mapping("activations")
+        with _entered(mesh), flax_follows(mapping, _constrain_flax, _place_flax):
             yield scope
     finally:
         _SCOPE.reset(token)
@@ -184,7 +177,6 @@ def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: i
     """Warn of a name without a rule that is spelt almost like an unused rule; the lint does so for files.
 
     Args:
-        names: logical axes that constraints or parameters carry.
         rules: rules of a program; those of a file (`rules.where`) are not checked.
         stacklevel: as in `warnings.warn`; 2 is the caller of this function.
     """
@@ -266,10 +258,8 @@ def _laid_out(x: jax.Array, spec: Spec, mesh: Any, free: Collection[int] = ()) -
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
         if AxisType.Auto not in types.values():
             return x
-    entries = [
-        PartitionSpec.UNCONSTRAINED if d in free else e
-        for d, e in enumerate(partition_spec(axes_of_type(AxisType.Auto)))
-    ]
+    auto = partition_spec(axes_of_type(AxisType.Auto))
+    entries = [PartitionSpec.UNCONSTRAINED if d in free else e for d, e in enumerate(auto)]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -368,7 +358,6 @@ def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_spe
 
     Args:
         fn: takes and returns local arrays, and may communicate over every axis by name.
-        mesh: attached or described.
         in_specs, out_specs: PartitionSpecs in trees; they may name manual axes, which shard the arrays already.
     """
     mesh, manual = mesh_here(mesh), manual_here()
@@ -401,12 +390,7 @@ def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
 
 
 def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
-    """Return the mesh axes that shard each dim, at least `rank` of them: the reverse of `partition_spec`.
-
-    Args:
-        spec: a spec without `PartitionSpec.UNCONSTRAINED`.
-        rank: rank of the array; dims that the spec leaves out have no axis.
-    """
+    """Return the mesh axes that shard each dim, at least `rank` of them: the reverse of `partition_spec`."""
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return dims + [()] * (rank - len(dims))
 
@@ -455,7 +439,6 @@ def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: A
     Meanwhile flax's rules are the mapping, unless the user has set some, so that `nn.logical_to_mesh_axes` agrees.
 
     Args:
-        mapping: meshkit's rules, logical axis of an activation -> mesh axes.
         constrain: (array, Asked) -> the array that goes on in its place.
         place: (value of a new variable, Asked) -> the value that the variable gets.
     """

@@ -115,7 +115,6 @@ class DescribedMesh(AbstractMesh):
 
     @property
     def devices(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The described devices, in an object array of the mesh's shape."""
         return self._devices
 
     def placement(self, cluster: Cluster) -> Placement:
@@ -255,11 +254,9 @@ def build_mesh(
 
 
 def described(mesh: AnyMesh, cluster: Cluster) -> DescribedMesh:
-    """Return the mesh with the cluster's described GPUs in its places; only the shape of an attached mesh counts.
+    """Return the mesh with the cluster's described GPUs by index in C order; a described mesh comes back as it is.
 
-    Args:
-        mesh: attached or described; a described one comes back as it is.
-        cluster: the cluster whose devices are in the new mesh, by index, in C order.
+    Of an attached mesh only the shape counts.
 
     Raises:
         ConfigError: the mesh has more or fewer devices than the cluster.
@@ -296,7 +293,6 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
     """Prepare jax for this cluster before it starts: virtual CPU devices, or the attached GPUs.
 
     Args:
-        cluster: the cluster that has the devices.
         memory_fraction: share of a GPU's memory that jax takes at its start (jax's default: 0.75); the environment has
             priority.
 
@@ -329,10 +325,7 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
 
 
 def gpu_timeouts() -> dict[str, int | str]:
-    """Return XLA's own limits on GPUs.
-
-    They are twice meshkit's limit for a step, whose message says more; none if that is off.
-    """
+    """Return XLA's own limits on GPUs: twice meshkit's for a step, whose message says more; none if that is off."""
     limit_s = limits_of_environment().of("step")
     if not math.isfinite(limit_s) or tuple(map(int, version("jaxlib").split(".")[:2])) < _GPU_FLAGS_SINCE:
         return {}
@@ -384,9 +377,7 @@ def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: C
     """Return the devices in GPU-index order, given the NVLink domain of each.
 
     Args:
-        devices: attached devices, of any process.
         identities: device id -> identity of its NVLink domain.
-        cluster: the cluster that the devices should form.
 
     Raises:
         ConfigError: the real domains differ from `nvlink_domain_size` and the number of domains.
@@ -438,9 +429,7 @@ def device_memory(cluster: Cluster, train: TrainTable, file: str, *, hint: str |
     """Run programs on devices in a block, and raise an error with remedies where one has too little memory.
 
     Args:
-        cluster: names the memory of the devices.
         train: settings that could reduce the memory.
-        file: file of the experiment that runs.
         hint: remedies; None for plan's.
 
     Raises:
@@ -460,7 +449,6 @@ def device_memory(cluster: Cluster, train: TrainTable, file: str, *, hint: str |
 
 
 def is_out_of_memory(said: str) -> bool:
-    """Return whether an error of XLA or CUDA says that memory ran out."""
     return _EXHAUSTED.search(said) is not None
 
 
@@ -477,8 +465,6 @@ def too_little_memory(
     """Return the error of a run that did not fit.
 
     Args:
-        cluster, train: of the experiment that ran.
-        file: its file.
         said: XLA's error.
         stats: the device allocator's statistics; without them, its pool follows from `train.memory_fraction`.
         at: place in a file; default the file.

@@ -41,7 +41,6 @@ class Placed(Sharded):
     path: str
     """`layers/attention/query/kernel`."""
     shape: tuple[int, ...]
-    """Shape of the whole array."""
     dtype: str
     logical_axes: tuple[str | None, ...] | None
     """A name or None per dim; None when the leaf carries no names."""
@@ -86,8 +85,6 @@ def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> An
 
     Args:
         make: makes nnx modules and optimizers, linen variables or any other pytree of arrays.
-        mesh: attached or described.
-        rules: the rules that place the arrays.
 
     Raises:
         ConfigError: as `shardings` does; or `make` is a model and not a function that makes it.
@@ -179,10 +176,9 @@ def placements_by_state(
 def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
     """Run a function that makes a model so that each device makes only its own shards, and return the model.
 
+    Args:
         make_model: makes an nnx module, `lambda: MyModel(rngs=nnx.Rngs(0))`, a tuple of modules and optimizers, linen
             variables, or any other pytree of arrays.
-        mesh: attached devices.
-        rules: the rules that place the parameters.
 
     Raises:
         ConfigError: as `abstract` does.
@@ -211,12 +207,10 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
 
     Args:
         mesh: an attached mesh to train on, or a described one to plan for.
-        rules: the rules that placed the modules.
 
     Raises:
         ConfigError: a call of the step has no module among its arguments.
     """
-
     check_kinds(keep_shardings, mesh=mesh, rules=rules)
 
     def decorate(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,11 +236,7 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
 
 
 def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return `_graph_and_tree` of a function's result, without making it.
-
-    Raises:
-        ConfigError: it is not such a function (a model is none), or its result holds more than arrays.
-    """
+    """Return `_graph_and_tree` of a function's result, without making it; raise if it is none or holds more."""
     try:
         if not callable(make):
             raise TypeError("it cannot be called")
@@ -283,8 +273,6 @@ def kept_spec(spec: Sequence[tuple[str, ...]], whole: Sequence[int], shape: Sequ
     """Return the mesh axes of a statistic that keeps some dims of a parameter, such as a factored optimizer's rows.
 
     Args:
-        spec: mesh axes of the parameter's dims.
-        whole: the parameter's shape.
         shape: the statistic's shape. A dim that may be one of several is sharded as all of these are, else whole.
     """
     fits = [dims for dims in combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == (*shape,)]
@@ -331,10 +319,7 @@ def _place_all(
     kind: str,
     within: Mapping[str, str] | None = None,
 ) -> list[Placed | None]:
-    """Return the placement of every leaf, None for one that is no array.
-
-    Paths within the model are found if not given.
-    """
+    """Return the placement of every leaf, None for one that is no array; find paths within the model if not given."""
     shapes = [(path_name(path).split("/"), tuple(getattr(array_of(leaf), "shape", ()))) for path, leaf in leaves]
 
     def whole_of(path: str, rank: int) -> tuple[int, ...]:
@@ -427,7 +412,6 @@ def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
     Args:
         key_path: jax's path to the leaf. On the way to a parameter, its innermost attribute (not key), if any, is
             `params`, or a key before the first attribute is.
-        leaf: a variable, a box or an array.
         kind: the mapping of the rules that is asked for; with `optimizer`, every leaf is a statistic.
     """
     # Attributes of optax's named tuples, or of a TrainState.

@@ -4,9 +4,8 @@
 
 Each term has a closed form. It says which collective over which mesh axes it explains, how many elements one of them
 may move (those of a weight or an activation, sharded as declared), and how many bytes a step all of them may move
-together.
-Elements decide, not bytes: a dtype may differ (a norm is gathered in fp32), but not the elements of a 4096 x 14336
-kernel.
+together. Elements decide, not bytes: a dtype may differ (a norm is gathered in fp32), but not the elements of a
+4096 x 14336 kernel.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ class Payload:
 
     @property
     def is_float(self) -> bool:
-        """Whether its dtype is a floating-point one."""
         return self.dtype.startswith(("f", "bf"))
 
 
@@ -117,7 +115,6 @@ class Term:
     """One reason to communicate."""
 
     words: str
-    """The reason in words."""
     kinds: frozenset[str]
     """HLO opcodes that it explains."""
     fits: Callable[[Payload], bool]
@@ -133,7 +130,6 @@ class StageRuns:
     axis: str
     """The mesh axis that shards the layers."""
     microbatches: int
-    """Microbatches of a step."""
     ticks: int
     """Ticks in which one chunk goes forward, and as many in which one goes backward: M v + S - 1."""
     outer_ticks: int
@@ -141,7 +137,6 @@ class StageRuns:
     chunk_layers: int
     """Layers of one chunk, padding included."""
     layers: int
-    """Layers of the model."""
 
     @property
     def layer_runs(self) -> float:
@@ -160,13 +155,10 @@ class Strategy:
     statistics: Sequence[Weight]
     """The model's other arrays."""
     activations: Sequence[Activation]
-    """Activations as the model constrained them."""
     tokens: int
     """Elements of the global batch, batch x length."""
     accumulate: int = 1
-    """Micro-batches a step."""
     steps_per_call: int = 1
-    """Training steps that one run of the program makes."""
     deferred: Axes = frozenset()
     """Axes over which gradients are reduced, and weights gathered, once a step."""
     compute_bytes: int = 4
@@ -214,10 +206,6 @@ class Strategy:
     def weight_of(self, part: Payload, over: Axes) -> Weight | None:
         """Return a weight whose elements, whole over these axes, are those of the part.
 
-        Args:
-            part: an array of a collective; its elements on one GPU count.
-            over: mesh axes of the collective.
-
         Returns:
             The first that has so many elements, all its layers or one, as some state cuts it but for these axes; else
             the first that has them uncut; else None.
@@ -233,10 +221,7 @@ class Strategy:
     # -- weights and gradients
 
     def _gathers(self, over: Axes) -> Iterator[Term]:
-        """Yield weights that are stored in pieces and used whole.
-
-        Once a step, in both passes, or after the optimizer.
-        """
+        """Yield weights stored in pieces and used whole: once a step, in both passes, or after the optimizer."""
         of = [w for w in self.weights if over <= w.everywhere - w.stays - self._pipeline]
         if not of:
             return
@@ -373,10 +358,7 @@ class Strategy:
                    lambda p: p.is_float and p.elements <= rows * self._combined(p), shared)  # fmt: skip
 
     def _context(self, over: Axes) -> Iterator[Term]:
-        """Yield attention over a sharded sequence.
-
-        Keys are gathered, blocks go around a ring, or heads are exchanged for positions.
-        """
+        """Yield attention over a sharded sequence: keys gathered, blocks around a ring, or heads for positions."""
         keys = self._largest(over, lambda a: "act_kv_heads" in a.logical_axes)
         queries = max(keys, self._largest(over, lambda a: "act_heads" in a.logical_axes))
         rows = max(queries, self._largest(over, lambda a: "act_embed" in a.logical_axes))
@@ -411,10 +393,7 @@ class Strategy:
                     lambda p: not p.is_float and p.elements <= 2 * self.tokens)  # fmt: skip
 
     def _largest(self, over: Axes, wanted: Callable[[Activation], bool], *, default: float | None = None) -> float:
-        """Return the elements of the largest wanted activation on one GPU, whole over some axes.
-
-        It is infinite if none is known.
-        """
+        """Return the elements of the largest wanted activation on one GPU, whole over some axes; infinite for none."""
         found = [math.prod(a.shape) / self._ways(a.axes - over) for a in self.activations if wanted(a)]
         if not found:
             return default if default is not None else 0 if self.activations else math.inf
@@ -433,10 +412,7 @@ class Strategy:
         return 4 if self.stages and p.rank == 1 else 1
 
     def _runs(self, w: Weight) -> float:
-        """Return how often a pass over one micro-batch (with a pipeline, over all) runs a weight.
-
-        A stack has the mean of its layers.
-        """
+        """Return how often a pass over one micro-batch (with a pipeline, over all) runs a weight, or a mean layer."""
         if self.stages is None:
             return 1
         return self.stages.layer_runs if w.stack > 1 else self.stages.outer_ticks
@@ -452,12 +428,7 @@ class Strategy:
 
 
 def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> list[Weight]:
-    """Return the weights of a model from its placements in each kind of state, all in the same order.
-
-    Args:
-        placed: a list for each of STATES, as `placements_by_state` gives them.
-        roles: roles of the axes; a weight is never gathered over tensor axes.
-    """
+    """Return the weights of a model from its placements in each of STATES (`placements_by_state`), in their order."""
     made = []
     for states in zip(*(placed[state] for state in STATES)):
         p, names = states[0], states[0].logical_axes or (None,) * len(states[0].shape)
