@@ -42,7 +42,6 @@ def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
     """Return every machine that was recorded in a file or folder.
 
     Args:
-        path: the record.
         form: `bundle` of `meshkit topo record` (its hosts are one Topology), topology or graph `xml` of NCCL, or
             `matrix`: output of `nvidia-smi topo -m`.
 

@@ -216,10 +216,8 @@ def render(report: BenchReport, *, title: str | None = None, rows: bool = True) 
         parts += [Padding(_group_title(group[0]), (1, 0, 0, 0)), table.terminal(gap=1, header="dim")]
     parts += [heading("fitted latency and bandwidth"), _fits(report.fits), Text(summary(report))]
     if report.network is not None:
-        parts += [
-            heading("constants of the network model"),
-            *(Text(f"  {line}") for line in network_lines(report.network)),
-        ]
+        lines = network_lines(report.network)
+        parts += [heading("constants of the network model"), *(Text(f"  {line}") for line in lines)]
     if rates := _rates(report):
         parts += [heading("sustained rates of one device"), *(Text(f"  {work}: {rate}") for work, rate in rates)]
     if report.warnings:
@@ -228,11 +226,7 @@ def render(report: BenchReport, *, title: str | None = None, rows: bool = True) 
 
 
 def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None = None) -> Path:
-    """Write the page, which opens offline, and return its path.
-
-    Raises:
-        ConfigError: Plotly, which draws the charts, is not installed.
-    """
+    """Write the page, which opens offline, with charts by Plotly, and return its path."""
     sub = " · ".join((machine(report), f"mesh {mesh_text(report.cluster, report.mesh)}", report.date))
     page = Page(f"{title}: measured links" if title else "Measured links", sub)
     page.add(_cards(report), warning_panel([w.message for w in report.warnings]))
@@ -292,7 +286,6 @@ def summary(report: BenchReport) -> str:
 
 
 def _rates(report: BenchReport) -> list[tuple[str, str]]:
-    """Return the work and the sustained rate of one device."""
     rates = report.rates
     lines = [(f"matmul {name}", _flops(rate)) for name, rate in rates.matmul_flops_per_s.items()]
     lines += [(f"attention {name}", _flops(rate)) for name, rate in rates.attention_flops_per_s.items()]
@@ -324,7 +317,6 @@ def _group_title(row: BenchRow) -> Text:
 
 
 def _fits(fits: Sequence[BenchFit]) -> RenderableType:
-    """Return the fits of each axis and shape of group below a title."""
     if not fits:
         return Text("none: a fit needs two sizes", "dim")
     columns = (_COLLECTIVE, *_FIT_COLUMNS)

@@ -229,7 +229,6 @@ class _Bench:
         )
 
     def report(self, rates: RatesPart) -> BenchReport:
-        """Return all results, with the fits."""
         fits, rows = fit_rows(self.rows)
         errors = [abs(r.fitted_time_s / r.time_s - 1) for r in rows if r.fitted_time_s is not None]
         median, p90 = (float(q) for q in np.quantile(errors, [0.5, 0.9])) if errors else (None, None)
@@ -281,11 +280,9 @@ def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | No
 
 
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
-    """Return a fit per link, collective and group shape, over all axes of that shape; and the rows with their fitted
-    times.
+    """Return a fit per link, collective and group shape, over all axes of that shape; and the rows with fitted times.
 
-    Args:
-        rows: of all sizes; a copy or a barrier, and a shape that has one size only, gets no fit.
+    A copy or a barrier, and a shape that has one size only, gets no fit.
     """
     groups: dict[tuple, list[BenchRow]] = {}
     for row in rows:
@@ -334,16 +331,12 @@ class FittedLine(NamedTuple):
 
 
 def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLine | None:
-    """Return the line through measured points; None for fewer than two sizes.
+    """Return the line through measured points of wire bytes per GPU and seconds; None for fewer than two sizes.
 
     Least squares of relative errors, so that 10 us count at 1 KiB as 10 ms do at 1 GiB, made robust by iterated weights
     (1 / |error|: the sum of absolute errors is least, and one disturbed size does not bend the line). Both terms are
     kept physical: where the best line has a negative latency it is 0, and where time does not grow with size the
     bandwidth is the highest that was seen.
-
-    Args:
-        wire_bytes: bytes on the wire per GPU, of each point.
-        times_s: seconds, above 0.
     """
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:

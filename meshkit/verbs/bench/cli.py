@@ -50,11 +50,7 @@ def bench(
 
 
 def byte_sizes(text: str | None) -> list[int] | None:
-    """Return `1024,4096` as numbers; None as it is.
-
-    Raises:
-        ConfigError: not positive whole numbers.
-    """
+    """Return `1024,4096` as positive whole numbers; None as it is."""
     from meshkit.config.files import integer  # This imports pydantic.
 
     if text is None:

@@ -62,7 +62,6 @@ class Place:
     place: int
     """Position of the device among them."""
     piece: int
-    """Elements of a piece."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class Kind:
     gives: str = "whole"
     """The operand of one device, where cut: `whole` (n pieces) or `piece`."""
     takes: str = "whole"
-    """The result of one device."""
     emulated: str | None = None
     """The collective that stands in for it; None where XLA has it."""
     root_only: bool = False
@@ -92,39 +90,22 @@ class Kind:
         return self.name == BARRIER
 
     def bus_factor(self, n: int) -> float | None:
-        """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it; None where neither means anything.
-
-        Args:
-            n: GPUs of a group.
-        """
+        """Return bus bandwidth over algorithm bandwidth of n GPUs, by nccl-tests; None where neither has a meaning."""
         if self.is_barrier:
             return None
         return 1.0 if self.name in ("reduce", COPY) else wire_factor(self.name, n)
 
 
 def operand_values(rank: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the operand of a rank at these indices, with numpy.
+    """Return the operand of a rank at these indices, with numpy: float32 of whole numbers from -30 to 30.
 
-    Args:
-        rank: one, or an array that broadcasts against `index`.
-        index: elements of the operand.
-
-    Returns:
-        float32 of that shape: whole numbers from -30 to 30.
+    Several ranks must broadcast against the indices.
     """
     return _TABLE[(index % _PERIOD + np.asarray(rank) * _RANK_SHIFT) % _PERIOD]
 
 
 def make_operand(rank: jax.Array, elements: int) -> jax.Array:
-    """Return the same, of one device, made there: large operands never pass through the host.
-
-    Args:
-        rank: a scalar of int32, of the device.
-        elements: of the operand; below 2^31.
-
-    Returns:
-        float32 [elements].
-    """
+    """Return the same, float32 [elements] below 2^31, on the device of the rank: it never passes through the host."""
     index = lax.iota(jnp.int32, elements) % _PERIOD
     return jnp.asarray(_TABLE)[(index + rank % _PERIOD * _RANK_SHIFT % _PERIOD) % _PERIOD]
 
@@ -211,7 +192,6 @@ class Case:
     axis: str | None
     """The mesh axis; None for a copy, which stays on its device."""
     group_size: int
-    """GPUs of a group."""
     size_bytes: int
     """Size as nccl-tests has it: a whole number of elements, and of pieces."""
 
@@ -222,12 +202,10 @@ class Case:
 
     @property
     def operand_elements(self) -> int:
-        """Return the elements that one device gives."""
         return self._elements(self.kind.gives)
 
     @property
     def result_elements(self) -> int:
-        """Return the elements that one device gets."""
         return self._elements(self.kind.takes)
 
     def _elements(self, part: str) -> int:
@@ -245,14 +223,7 @@ class CaseTiming:
 
 
 def make_case(kind: Kind, axis: str | None, group_size: int, size_bytes: int) -> Case:
-    """Return the case nearest to a size: rounded down to whole pieces, one element at least.
-
-    Args:
-        kind: of `kinds`, or COPY_KIND.
-        axis: of the mesh; None for a copy.
-        group_size: GPUs along the axis; 1 for a copy.
-        size_bytes: as nccl-tests has it; a barrier takes 4 whatever it is.
-    """
+    """Return the case nearest to a size: rounded down to whole pieces, one element at least (a barrier's size)."""
     unit = ITEM_BYTES * (group_size if kind.is_split else 1)
     size_bytes = ITEM_BYTES if kind.is_barrier else max(1, size_bytes // unit) * unit
     return Case(kind, axis, group_size, size_bytes)
@@ -264,10 +235,7 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
     Every process of the job must call it with the same arguments.
 
     Args:
-        mesh: of attached devices; the case runs on all of it, in every group of its axis at once.
-        case: from `make_case`.
         budget_s: seconds of timed runs, without compiling and the check; 3 runs at least, 21 at most.
-
     Returns:
         The time of the slowest process, and `wrong` and `checked` elements of all.
     """
@@ -300,11 +268,7 @@ def platform_of(device: Any) -> str:
 
 
 def gather(values: list[float]) -> np.ndarray:
-    """Return [processes, values] of all processes.
-
-    Args:
-        values: as many on every process, all of which must call it; float32 is what travels.
-    """
+    """Return [processes, values] as float32 of all processes, each of which must call it with as many."""
     mine = np.asarray(values, np.float32)
     if jax.process_count() == 1:
         return mine[None]
@@ -314,15 +278,7 @@ def gather(values: list[float]) -> np.ndarray:
 
 
 def operand(mesh: jax.sharding.Mesh, elements: int) -> jax.Array:
-    """Return every device's operand as one array, sharded over all axes.
-
-    Args:
-        mesh: of attached devices.
-        elements: of one device.
-
-    Returns:
-        float32 [devices * elements], each device's from `make_operand` of its place in the mesh.
-    """
+    """Return float32 [devices * elements], sharded over all axes: each device has `make_operand` of its place."""
     return _operand_maker(mesh, elements)()
 
 
@@ -341,9 +297,7 @@ def _loops(case: Case, mesh: jax.sharding.Mesh) -> int:
 
 
 def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:
-    """Return (operand, buffer) -> result, which writes into the buffer, so that no memory is allocated or first
-    touched.
-    """
+    """Return (operand, buffer) -> result, written into the buffer, so that no memory is allocated or first touched."""
 
     def again(_, carry):
         # The operand waits for the last result, so that the compiler can neither drop, merge nor hoist a repetition.
@@ -366,7 +320,6 @@ def _run_s(program: Program, x: jax.Array, buffer: jax.Array) -> tuple[jax.Array
 
 
 def _verify(mesh: jax.sharding.Mesh, case: Case, result: jax.Array) -> tuple[int, int]:
-    """Return (wrong, checked) elements of this process's devices."""
     ranks = np.arange(mesh.size).reshape(mesh.devices.shape)
     rank_of = {device.id: rank for rank, device in enumerate(mesh.devices.flat)}
     wrong = checked = 0
@@ -401,15 +354,10 @@ def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None
     """Return the largest size that fits: operand, result, and as much again for what XLA and NCCL need.
 
     On CPUs it ends at 64 MiB: virtual devices share the caches and memory of one machine, and are past saturation.
-
-    Every process must call it: the least of all is the answer.
+    Every process must call it: the least of all is the answer, 1 KiB at least, and on GPUs 4 GiB at most.
 
     Args:
-        mesh: of attached devices.
         host_available_bytes: memory of this machine, which counts on CPUs alone; None takes 1 GiB.
-
-    Returns:
-        1 KiB at least, and on GPUs 4 GiB at most.
     """
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if local[0].platform == "cpu":
@@ -444,11 +392,7 @@ _SIZES = {
 def measure_rates(device: Any) -> RatesPart:
     """Return the rates of one device, alone: matmul by precision, causal attention forward and backward, a copy.
 
-    Args:
-        device: one of this process's; which precisions it multiplies in follows from its compute capability.
-
-    Returns:
-        By the median time of the second half of the calls; a byte that is read and written counts as two.
+    They are by the median time of the second half of the calls; a byte that is read and written counts as two.
     """
     platform = platform_of(device)
     sizes = _SIZES[platform]

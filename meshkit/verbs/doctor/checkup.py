@@ -103,8 +103,7 @@ def examine(
 def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     """Return whether the model can be built, and the bytes of the checkpoints that a run keeps, plus one being written.
 
-    Returns:
-        The check, and those bytes; None if no checkpoints are written or the model is wrong.
+    The bytes are None if no checkpoints are written or the model is wrong.
     """
     import jax
     from flax import nnx
@@ -159,7 +158,6 @@ def check_network(
     """Return the checks of this machine's name, a port on it, launchers' ports, its clock, and the certificates.
 
     Args:
-        gang: the job of the process that would train, if it is part of one.
         several: whether it is one of several, even if the environment is wrong and `gang` is None.
         ports, reserved: files of Linux with the ports that connections get, and those that it leaves out.
     """
@@ -174,8 +172,7 @@ def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None 
 
     Args:
         several: whether other machines are part of the job; `--gang` compares their clocks.
-        now_s: replaces the clock.
-        kept: replaces the kernel's answer; None if it gives none.
+        now_s, kept: replace the clock and the kernel's answer, which may be None.
     """
     now_s = time.time() if now_s is None else now_s
     if now_s < _BUILT:
@@ -232,9 +229,6 @@ def _open_port(address: str) -> int:
     """Return a port of the launchers' range on which something listened and was reached; taken ones are skipped.
 
     Like process 0, it listens on all interfaces if the address is not one of this machine's own.
-
-    Raises:
-        OSError: no port could be opened, or it could not be reached.
     """
     for last in (False,) * 9 + (True,):
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
@@ -308,7 +302,6 @@ def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
     """Return the checks of a rendezvous and one all-reduce over all processes that the environment names.
 
     Args:
-        env: environment of this process, one of the job's.
         timeout_s: limit for the others to come, and again for the all-reduce.
     """
     try:

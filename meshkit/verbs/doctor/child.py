@@ -15,10 +15,7 @@ from meshkit.distributed.join import join_gang
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of an all-reduce over the job of this environment, joined within `join_s` seconds.
-
-    Without `join_s`, only start XLA.
-    """
+    """Return `all_reduce` over the job of this environment, joined in `join_s` seconds; without, only start XLA."""
     if "join_s" in request:
         return all_reduce(request["join_s"])
     jax.devices()

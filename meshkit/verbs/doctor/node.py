@@ -50,21 +50,10 @@ _SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
 # NCCL's documentation of environment variables: for debugging, "should not be used in production nor retained in
 # scripts" (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, read 2026-11).
 _DEBUG_NCCL = (
-    "NCCL_CHECKS_DISABLE",
-    "NCCL_IGNORE_CPU_AFFINITY",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_SHM_DISABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_NET_DISABLE_INTRA",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_NET_GDR_LEVEL",
-    "NCCL_CROSS_NIC",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NCHANNELS",
-)
+    "NCCL_CHECKS_DISABLE", "NCCL_IGNORE_CPU_AFFINITY", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE",
+    "NCCL_IB_DISABLE", "NCCL_NET_DISABLE_INTRA", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_NET_GDR_LEVEL",
+    "NCCL_CROSS_NIC", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
+)  # fmt: skip
 _CHATTY = ("INFO", "TRACE", "ABORT")
 _COSTLY_MEMORY = (
     ("XLA_PYTHON_CLIENT_PREALLOCATE", ("false", "0"), ": memory fragments, and a step that fits may fail later."),
@@ -110,7 +99,6 @@ class Diagnosis(BaseModel):
 
 
 def ok(check: str, message: str) -> Result:
-    """Return a check that found nothing wrong."""
     return Result(check=check, status="ok", message=redact(message))
 
 
@@ -120,13 +108,7 @@ def warning(check: str, message: str, hint: str) -> Result:
 
 
 def failed(check: str, problem: MeshkitError, hint: str) -> Result:
-    """Return a check that ended in an error, whose own hint comes before `hint`.
-
-    Args:
-        check: the check's name in the report.
-        problem: the error that was raised.
-        hint: the remedy if `problem` has none; it is shown behind `try`.
-    """
+    """Return a check that ended in an error, whose own hint comes before `hint`."""
     return error(check, problem.message, problem.hint or hint)
 
 
@@ -176,7 +158,6 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
     """Return the GPUs and network adapters.
 
     Args:
-        probe: the machine.
         gpus_expected: GPUs of a host of the experiment's cluster; None if unknown, 0 for a CPU.
         nics_expected: adapters of that host; None if unknown, or if one host needs none.
     """
@@ -334,13 +315,7 @@ def _cache() -> Result:
 def check_variables(
     env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = _INTERFACES
 ) -> list[Result]:
-    """Return all checks that need the environment only.
-
-    Args:
-        env: environment of the process that would train.
-        memory_fraction: the experiment's, if there is one.
-        interfaces: folder with one entry for each network interface.
-    """
+    """Return all checks that need the environment of the process that would train only."""
     found = [_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
     proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
     if proxies:
@@ -349,11 +324,7 @@ def check_variables(
 
 
 def check_xla_flags(env: Mapping[str, str]) -> Result:
-    """Return whether jaxlib takes XLA_FLAGS; a child process tries, since an unknown flag aborts it.
-
-    Args:
-        env: environment of the process that would train. The child gets it, with JAX on the CPU, and 60 s.
-    """
+    """Return whether jaxlib takes XLA_FLAGS; a child process tries on the CPU, since an unknown flag aborts it."""
     flags = env.get("XLA_FLAGS", "")
     if not flags.strip():
         return ok("xla_flags", "XLA_FLAGS is not set")

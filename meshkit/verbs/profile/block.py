@@ -59,14 +59,10 @@ class ProfileCapture:
 
     @property
     def timeline(self) -> Timeline:
-        """The measured steps."""
         return self._measured.timeline
 
     def report_of(self, program: str) -> Report:
-        """Return the report of another program that ran in the block, by its module or its jitted function.
-
-        Args:
-            program: `jit_step`, or the function's name `step`.
+        """Return the report of another program in the block, by its module `jit_step` or its jitted function `step`.
 
         Raises:
             TraceError: the block ran no such program.
@@ -118,12 +114,8 @@ def profile(
         with traced_block(folder / TRACE_FOLDER, processes=chosen):
             yield ProfileCapture(folder, TracedJob(mesh_spec, cluster, facts), name)
         return
-    capture = Capture(
-        folder / TRACE_FOLDER,
-        CapturedStep(program, mesh, cluster, mesh_spec, facts),
-        steps=(0, 0),
-        processes=chosen,
-    )
+    step = CapturedStep(program, mesh, cluster, mesh_spec, facts)
+    capture = Capture(folder / TRACE_FOLDER, step, steps=(0, 0), processes=chosen)
     capture.start()
     try:
         yield ProfileCapture(folder)
@@ -134,11 +126,7 @@ def profile(
 
 
 def _name_of(program: Any) -> str | None:
-    """Return the name of a program: its module, or its function.
-
-    Raises:
-        ConfigError: `program` is not a program.
-    """
+    """Return the name of a program: its module, or its function."""
     if program is None or isinstance(program, str):
         return program
     if hasattr(program, "runtime_executable"):

@@ -117,11 +117,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _chosen(steps: str | None) -> Container[int] | None:
-    """Return the numbers of the steps that an option names; None without the option.
-
-    Raises:
-        ConfigError: the option names no steps.
-    """
+    """Return the numbers of the steps that an option names; None without the option."""
     if steps is None or steps == "all":
         return None if steps is None else range(sys.maxsize)
     numbers: set[int] = set()
@@ -137,11 +133,7 @@ def _chosen(steps: str | None) -> Container[int] | None:
 
 
 def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) -> tuple[MeshSpec | None, Cluster | None]:
-    """Return the mesh and the cluster that the options name.
-
-    Raises:
-        ConfigError: an experiment is given with a mesh or a cluster, or a value is malformed.
-    """
+    """Return the mesh and the cluster that the options name."""
     from meshkit.config.cluster import Cluster
     from meshkit.config.mesh import MeshSpec
 

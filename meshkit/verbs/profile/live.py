@@ -37,10 +37,7 @@ _MOST_AXES = 3  # The line names so many axes.
 
 
 class Live:
-    """The object that `mk.live` returns.
-
-    `step` goes around each step of a loop, and `line` describes the last captured one.
-    """
+    """The object of `mk.live`: `step` goes around each step of a loop, and `line` describes the last captured one."""
 
     line: str = ""
     """A sentence on the last captured step that was read: its exposed communication, and its straggler. Empty until
@@ -138,7 +135,6 @@ class Live:
         return self._tracer.tracing
 
     def _stop(self, number: int) -> None:
-        """End the trace with the step, and have it read while the next steps run."""
         try:
             with contextlib.suppress(Exception):  # An error of the step itself reaches the reader of its results.
                 jax.block_until_ready(jax.live_arrays())
@@ -195,10 +191,6 @@ def live(
         budget: share of the loop's time that captures may take: by the loop's clock, and by CPU seconds of the reader
             process over the number of CPUs. The first capture is always made; then they become rarer until they fit.
 
-    Returns:
-        An object whose `step` goes around each step. It has the `line` and the `report` of the last captured one;
-        `wait` waits for these, and `close` ends it.
-
     Raises:
         ConfigError: `every` is not a number of steps, `budget` is not positive, or another argument has the wrong type.
     """
@@ -217,12 +209,7 @@ def live(
 
 
 def describe_report(number: int, report: Report) -> str:
-    """Return a sentence on a captured step: its exposed communication, by axes if they are known, and its straggler.
-
-    Args:
-        number: number of the step.
-        report: report of this step alone.
-    """
+    """Return a sentence on the only step of a report: exposed communication, by axes if known, and its straggler."""
     step_s = report.step.time_s or 1.0
     exposed: dict[str, float] = {}
     for row in report.communication:
@@ -246,14 +233,7 @@ def _late_s(device: StragglerPart) -> float:
 def describe_overlap(
     number: int, exposed_share: float, late_device: int | None = None, late_share: float = 0.0, axes: str = ""
 ) -> str:
-    """Return `captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`.
-
-    Args:
-        number: number of the step.
-        exposed_share, late_share: shares of the step.
-        late_device: the device that is late by `late_share`; None for none.
-        axes: axes of the communication, with their parts.
-    """
+    """Return `captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`, by shares of the step."""
     by = f" ({axes})" if axes else ""
     late = "" if late_device is None else f", device {late_device} is late by {format_percent(late_share)}"
     return f"captured step {number}: {format_percent(exposed_share)} is exposed communication{by}{late}"

@@ -102,7 +102,6 @@ def measure_run(
     """Return the measured report of a run folder, and its timeline.
 
     Args:
-        run: the folder.
         only_process: the process whose trace is read; None for all.
         steps: numbers of the steps that count; None sets warm-up and outliers apart.
 
@@ -112,6 +111,7 @@ def measure_run(
     captured = open_capture(run, only_process=only_process)
     record, each = captured.record, captured.record.work.steps_per_call
     trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0], steps)
+    notes = machine_notes(captured.cluster, trace.facts, record.device_kind)
     seen = len(captured.records) - len(trace.facts.damaged)
     instructions = read_instructions(captured.module, also=trace.timeline.op_names)
     report = summarize(
@@ -121,13 +121,7 @@ def measure_run(
         facts=_executed(record.work, captured.schedule),
         instructions=instructions,
         swept=trace,
-        warnings=to_warnings(
-            [
-                *notes_of_capture(captured),
-                *machine_notes(captured.cluster, trace.facts, record.device_kind),
-                *trace.notes,
-            ]
-        ),
+        warnings=to_warnings([*notes_of_capture(captured), *notes, *trace.notes]),
     )
     history = read_history(Path(run))
     untraced_s = _untraced_s(captured.records, history)
@@ -195,9 +189,7 @@ class TracedJob:
     """The known facts of a job that left bare traces."""
 
     mesh: MeshSpec | None = None
-    """The axes of the program's partitions."""
     cluster: Cluster | None = None
-    """The cluster of its devices."""
     facts: StepFacts = NO_FACTS
     devices: Mapping[int, int] | None = None
     """Number of a device in a single trace -> its id; None if the numbers are ids."""
@@ -210,24 +202,20 @@ class MeasuredTraces:
     report: Report
     timeline: Timeline
     name: str
-    """Name of the file or folder."""
     schedule: Schedule | None
     """Schedule of the traced program on GPUs, if the trace has its HLO."""
     instructions: Mapping[str, InstructionInfo]
     machines: Machines
     facts: StepFacts
     num_devices: int
-    """Number of devices that the program runs on."""
     gpu: Cluster | None
-    """A cluster of the GPU that the trace names."""
 
     def price(self) -> Report | None:
         """Return the plan's prediction of the traced program, instruction by instruction.
 
-        Returns:
-            The report; None if the trace lacks the program's HLO, or if no cluster is given and the trace names no GPU
-            of the catalog. The links of the trace's own GPU are unknown: then a step that communicates has no time, and
-            its collectives no price.
+        It is None if the trace lacks the program's HLO, or if no cluster is given and the trace names no GPU of the
+        catalog. The links of the trace's own GPU are unknown: then a step that communicates has no time, and its
+        collectives no price.
         """
         schedule, known = self.schedule, self.machines.cluster
         cluster = known or self.gpu
@@ -306,7 +294,6 @@ def measure_traces(
     )
     parts = {"quality": quality, "program": compiled, "stragglers": find_stragglers(trace, loose.hosts, instructions)}
     report = _with_bandwidths(report.model_copy(update=parts))
-
     known = Known(trace, loose.program, read, instructions, cluster, gpu=gpu)
     return MeasuredTraces(
         add_findings(report, known),
@@ -332,9 +319,8 @@ def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
 
 
 def _with_bandwidths(report: Report) -> Report:
-    return report.model_copy(
-        update={"warnings": (*report.warnings, *to_warnings(bandwidth_notes(report.communication)))}
-    )
+    notes = to_warnings(bandwidth_notes(report.communication))
+    return report.model_copy(update={"warnings": (*report.warnings, *notes)})
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema.MemoryPart:
@@ -377,14 +363,7 @@ def find_stragglers(
 ) -> schema.StragglersPart | None:
     """Return the stragglers, with the compute and the host of each, and the operations that take them longer.
 
-    Args:
-        trace: trace of one program, with the skew of its collectives.
-        hosts: process -> the name of its host.
-        instructions: known instructions of the program.
-        steps_per_execution: training steps of one call of the program; compute is for one of them.
-
-    Returns:
-        The stragglers; None if the skew has no collective, and no device is late.
+    It is None if the skew has no collective, and no device is late. Compute is for one of `steps_per_execution`.
     """
     late = late_devices(trace, instructions or {}, steps_per_execution)
     if not trace.skew.instances and not late:
@@ -426,7 +405,7 @@ def profile_inspector(
     placement = mesh.placement(cluster) if mesh is not None and cluster is not None else None
     found = inspect(files, placement)
     times = _step_times_s(files[0].parent)
-    steps = len(times) or 1
+    steps, seen = len(times) or 1, len(found.hosts)
     per = 1 / (found.devices * steps)
     rows = [_part(row, per, placement, cluster) for row in found.rows]
     hosts = dict(enumerate(found.hosts))
@@ -435,12 +414,7 @@ def profile_inspector(
         source="profile",
         cluster=cluster_part(cluster, found.devices),
         mesh=mesh_part(placement) if placement is not None else (),
-        window=schema.WindowPart(
-            steps=steps,
-            devices=found.devices,
-            processes_seen=len(found.hosts),
-            processes_expected=len(found.hosts),
-        ),
+        window=schema.WindowPart(steps=steps, devices=found.devices, processes_seen=seen, processes_expected=seen),
         step=schema.StepPart(time_s=statistics.median(times) if times else None),
         communication=tuple(rows),
         quality=schema.QualityPart(events=found.operations, dropped_events=found.dropped, wait_method="clock_free"),

@@ -9,9 +9,7 @@ import typer
 
 from meshkit.console import output, stdout
 from meshkit.errors import ConditionError, ConfigError
-from meshkit.verbs.arguments import (
-    JsonOption,
-)
+from meshkit.verbs.arguments import JsonOption
 
 
 def topo(
