@@ -240,15 +240,19 @@ class Probe(Protocol):
 
     def read_file(self, path: str) -> str | None:
         """Return the text of a file of the machine."""
+        ...
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Return the names in a folder of the machine, sorted."""
+        ...
 
     def run_command(self, *command: str) -> str | None:
         """Return the output of a command; None if it is missing or fails."""
+        ...
 
     def nvml(self) -> Mapping[str, Any] | str:
         """Return NVML's answers as plain data (`Snapshot`), or the reason why there are none."""
+        ...
 
 
 class LiveProbe:
