@@ -317,10 +317,6 @@ class _Segments:
         self.exposed = np.clip(self.seconds - np.diff(compute.until(self.times)), 0.0, self.seconds)
         self._merge_rows()
 
-    def _active(self, at: np.ndarray) -> np.ndarray:
-        n = len(self.times)
-        return np.cumsum(np.bincount(at[:, 0], minlength=n) - np.bincount(at[:, 1], minlength=n))[:-1]
-
     def _merge_rows(self) -> None:
         m = len(self.at)
         boundary, sign = self.at.T.ravel(), np.repeat([1, -1], m)
@@ -332,7 +328,8 @@ class _Segments:
         self.position[order] = np.arange(2 * m)
         before = _led(0, self.instances[:-1])[: 2 * m]
         opens, closes = (before == 0) & (self.instances == 1), (before == 1) & (self.instances == 0)
-        self.active_rows = self._active(np.stack([self.boundary[opens], self.boundary[closes]], axis=1))
+        opened, closed = (np.bincount(self.boundary[at], minlength=len(self.times)) for at in (opens, closes))
+        self.active_rows = np.cumsum(opened - closed)[:-1]
 
     def instance_shares(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return [m] share, exposed share and sole exposed seconds of each communication span."""

@@ -65,7 +65,6 @@ def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
 
 
 def _has_nvswitch(found: Topology) -> bool | None:
-    """Return whether NVLink goes through a switch; None if unknown."""
     remotes = {link.remote for gpu in found.gpus for link in gpu.nvlinks if link.active}
     if "switch" in remotes or remotes == {"gpu"}:
         return "switch" in remotes

@@ -307,7 +307,6 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
     """Return the identity of the NVLink domain of each GPU that CUDA shows to this process, by CUDA ordinal.
 
     Args:
-        probe: this machine, or a recorded one.
         host: a name that no other host of the job has (a boot id).
         visible: CUDA_VISIBLE_DEVICES, if it is set.
 

@@ -60,7 +60,6 @@ class FoundGpu:
     id: str
     """`gpu0`; `host1.gpu0` when several hosts are merged."""
     name: str | None = None
-    """The driver's name for it."""
     key: str | None = None
     """Its catalog key; None if the catalog has none, or if nothing identifies it."""
     stand_in: str | None = None
@@ -104,7 +103,6 @@ class FoundNic:
     """Why `key` is not exactly this port."""
     bits_per_s: float | None = None
     active: bool | None = None
-    """Whether the port is up; None if unknown."""
     state: str | None = None
     bus: str | None = None
     numa: int | None = None

@@ -338,9 +338,6 @@ def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
     """Return the root element of a document, and its comments; bounded, without DOCTYPE and entities.
 
     Topology files come from vendors, images and bug reports. ElementTree would expand entities, and knows no lines.
-
-    Raises:
-        TraceError: the file is not XML, has a DOCTYPE or an entity, is nested too deeply, or has too many elements.
     """
     parser = expat.ParserCreate()
     stack: list[Element] = []

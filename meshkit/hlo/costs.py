@@ -336,7 +336,6 @@ def visible_share(length: int, causal: bool, window: int = 0) -> float:
     """Return the share of the square of queries and keys that a mask leaves, of many tokens.
 
     Args:
-        length: number of queries and of keys.
         causal: whether no query sees what comes after it.
         window: number of keys that a query then sees, its own and those before it; 0 for all of them.
     """

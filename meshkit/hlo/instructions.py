@@ -220,11 +220,7 @@ def _elements(of: HloInstruction, n: int) -> list[HloInstruction]:
 
 
 class SourceLines:
-    """The source lines of a module: its tables of files, locations and frames.
-
-    Args:
-        index: `StackFrameIndexProto`; ids in it count from 1.
-    """
+    """The source lines of a module: files, locations and frames of a `StackFrameIndexProto`, whose ids begin at 1."""
 
     def __init__(self, index: Fields):
         self._files = dict(enumerate(texts(index, 1), 1))
@@ -242,10 +238,7 @@ class SourceLines:
         return self._known[frame]
 
     def _user_line(self, frame: int) -> str | None:
-        """Return the innermost line of a model's code and the line of another file that led there, the user's first.
-
-        Without one, return the innermost line of a library that models are written with.
-        """
+        """Return the innermost line of a model's code, else of its library, and that of another file that led there."""
         innermost, found = None, list[tuple[str, int]]()
         for name, line in self._call_chain(frame):
             if _PLANNING.search(name):
@@ -263,10 +256,7 @@ class SourceLines:
 
     @functools.cached_property
     def _entry(self) -> set[tuple[str, int]]:
-        """Return the user's lines through which nearly everything comes, such as a wrapper's call of a trainer's step.
-
-        Some things do not, since jax remembers what it traced while the step was made.
-        """
+        """Return the user's lines through which nearly everything comes; some does not, since jax remembers traces."""
         inner = self._frames.keys() - {parent for _, parent in self._frames.values()}
         chains = [{f for f in self._call_chain(n) if _is_own(f[0]) and not _NOT_USERS.search(f[0])} for n in inner]
         counts = Counter(f for chain in chains for f in chain)
@@ -300,7 +290,6 @@ def _is_own(name: str) -> bool:
 
 
 def _kind(body: Iterable[HloInstruction]) -> str:
-    """Return the kind of an instruction, or of one that fuses several."""
     held = {i.opcode for i in body}
     custom = [_custom_kind(i.target) for i in body if i.opcode == "custom-call"]
     named = next((kind for kind in custom if kind != "custom call"), None)

@@ -324,12 +324,7 @@ def _count_trips(loop: HloInstruction) -> int | None:
 
 
 class _Scope:
-    """The values that the parameters of a computation stand for.
-
-    Args:
-        counter: index of the induction variable in the parameter tuple; None for a fusion.
-        given: for a fusion, the value of each parameter.
-    """
+    """The values of a computation's parameters: a tuple with the induction variable, or those `given` to a fusion."""
 
     def __init__(self, counter: int | None = None, given: Sequence[_Linear | None] = ()):
         self._counter, self._given = counter, given

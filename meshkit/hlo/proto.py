@@ -146,7 +146,6 @@ class Shape:
     dims: tuple[int, ...] = ()
     """Sizes; () for a scalar, a token or a tuple."""
     parts: tuple[Shape, ...] = ()
-    """Members of a tuple."""
     layout: tuple[int, ...] = field(default=(), compare=False)
     """The dims in memory order, the one with adjacent elements first; () if unknown."""
     on_host: bool = field(default=False, compare=False)

@@ -150,7 +150,6 @@ def read_groups(instruction: HloInstruction, num_partitions: int) -> np.ndarray:
     """Return the groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
 
     Args:
-        instruction: a collective.
         num_partitions: devices of the program; without any groups, all of them form one.
 
     Raises:

@@ -73,6 +73,10 @@ class Explained:
     """The likely cause, where there is no explanation."""
 
     @property
+    def path(self) -> str:
+        return f"collective/{self.collective}/{'+'.join(self.axes)}"
+
+    @property
     def exceeds(self) -> bool:
         """Whether they move more bytes than their reason allows."""
         return self.bound_bytes is not None and self.payload_bytes > self.bound_bytes * _SLACK + _SLACK_BYTES
@@ -111,8 +115,8 @@ def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> l
     for row in rows:
         if row.explanation is not None and not row.exceeds:
             continue
-        axes = "+".join(row.axes)
-        moved = f"{_times(row.count)} {row.collective} over {axes}, {format_bytes(row.payload_bytes)}"
+        times = f"{row.count:g}" if row.count else "part of a combined"
+        moved = f"{times} {row.collective} over {'+'.join(row.axes)}, {format_bytes(row.payload_bytes)}"
         if row.explanation is None:
             message = f"the strategy does not explain {moved} a step: {row.cause}; at {_places(row)}"
         else:
@@ -120,15 +124,9 @@ def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> l
                 f"{moved} a step, where {row.explanation} take at most {format_bytes(row.bound_bytes or 0)}: something "
                 f"is communicated more often than declared; most at {_places(row)}"
             )
-        found.append(
-            Finding(
-                code="unexplained_collective",
-                severity="warning",
-                path=f"collective/{row.collective}/{axes}",
-                message=message,
-                hint=_hint(row, of_file),
-            )
-        )
+        hint = _hint(row, of_file)
+        code = "unexplained_collective"
+        found.append(Finding(code=code, severity="warning", path=row.path, message=message, hint=hint))
     return found
 
 
@@ -225,11 +223,8 @@ def _hint(row: Explained, of_file: bool) -> str:
         return f"see what repeats it: `remat`, {'`accumulate`' if of_file else own}, or a layer that is run twice"
     if not of_file:
         return "constrain the array where it is made"
-    path = f"collective/{row.collective}/{'+'.join(row.axes)}"
-    return (
-        "constrain the array where it is made; or, if it is meant, "
-        f'[[lint.allow]] code = "unexplained_collective", path = "{path}", reason = "..."'
-    )
+    allow = f'[[lint.allow]] code = "unexplained_collective", path = "{row.path}", reason = "..."'
+    return f"constrain the array where it is made; or, if it is meant, {allow}"
 
 
 def _places(row: Explained) -> str:
@@ -248,10 +243,6 @@ def _short(source: str) -> str:
     if len(path) > _LONGEST:
         return "..." + path[-_LONGEST:].partition("/")[2]
     return path or "an op without a name"
-
-
-def _times(count: float) -> str:
-    return f"{count:g}" if count else "part of a combined"
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,6 @@ class Subject:
     """The placements, rules and sizes that the lint reads."""
 
     parameters: Sequence[Placed]
-    """Parameters of the model, as placed by the rules."""
     activations: Sequence[Activation]
     """Activations as the model constrained them, each once."""
     rules: ShardingRules
@@ -283,7 +282,6 @@ def _uneven(s: Subject) -> Iterator[Finding]:
 
 
 def _never_used(s: Subject) -> Iterator[Finding]:
-    """Yield the rules of the user that match nothing in the model."""
     of_parameters = {n for p in (*s.parameters, *s.others) for n in p.logical_axes or ()}
     used = of_parameters | {n for a in s.activations for n in a.logical_axes}
     tables = [("logical", name) for name in s.rules.logical if name in s.rules.explicit]
@@ -376,7 +374,6 @@ def _crossing(s: Subject) -> Iterator[Finding]:
 
 
 def _idle(s: Subject) -> Iterator[Finding]:
-    """Yield the mesh axes that shard nothing at all."""
     names = {n for p in s.parameters for n in p.logical_axes or ()}
     states = {
         a for kind in ("compute", "gradients", "optimizer") for n, axes in getattr(s.rules, kind).items()

@@ -79,6 +79,7 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
     best, best_snapshot = best_interval(disk, between_s), best_interval(memory, between_s)
     month = months(disk, every or best, 1 / between_s, seed=_SEED)
     shares = expected_shares(disk, every or best, between_s)
+    apart_s = {name: DAY_S / (rate * hosts) for name, rate in rates.items()}
     return FailuresPart(
         per_host_day=rate,
         rate_source=source,
@@ -103,7 +104,7 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
         snapshot_write_s=memory.write_s,
         snapshot_host_bytes=held,
         spares=tuple(_spares(disk, every or best, between_s, known, cluster)),
-        published={name: _goodput_at(disk, every, DAY_S / (rate * hosts)) for name, rate in rates.items()},
+        published={name: expected_goodput(disk, every or best_interval(disk, s), s) for name, s in apart_s.items()},
     )
 
 
@@ -132,10 +133,6 @@ def _memory_costs(disk: Costs, cluster: Cluster, state_bytes: float, hosts: int)
     copied_s = share / (link.bytes_per_s * link.achieved * cluster.gpus_per_host) if hosts > 1 else 0.0
     costs = replace(disk, write_s=copied_s, read_s=copied_s + disk.blocked_s)
     return costs, share * snapshots_held(hosts)
-
-
-def _goodput_at(costs: Costs, every: int | None, between_s: float) -> float:
-    return expected_goodput(costs, every or best_interval(costs, between_s), between_s)
 
 
 def _spares(costs: Costs, every: int, between_s: float, known: _Known, cluster: Cluster) -> Iterator[SparesPart]:

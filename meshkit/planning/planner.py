@@ -64,7 +64,6 @@ class Plan:
     schedule: Schedule
     facts: StepFacts
     planned: Planned
-    """The inputs of the report's verdict."""
     examined: Examined | None = None
     """The examined step; None where nothing was examined before the compiler."""
     lint: Lint | None = None
@@ -390,8 +389,6 @@ def memory_part(
     The parts of a training step add up to the peak, and whatever belongs to none of them is temporary.
 
     Args:
-        compiled, module, schedule: the program.
-        cluster: the GPU, and the links between GPUs.
         memory_fraction: share of the GPU's memory that the client may take.
         facts: bytes of parameters, optimizer and gradients.
     """

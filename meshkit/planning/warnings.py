@@ -242,7 +242,6 @@ def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Clus
 
 
 def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
-    """Warn of offloaded arrays in host memory, and say what fetching them costs a step."""
     if not simulation.host_bytes:
         return []
     link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps

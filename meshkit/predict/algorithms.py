@@ -88,22 +88,18 @@ def fastest(collective: str, payload: float, links: Links) -> Algorithm:
     """Return NCCL's pick: the fastest algorithm by its own tuner's estimates, without the host's overhead.
 
     Args:
-        collective: one of `nccl.RING_TURNS`.
         payload: bytes on one GPU: the operand; of an all-gather, the result.
-        links: the links under its group, of two GPUs or more.
 
     Raises:
         KeyError: the collective is not in `nccl.RING_TURNS`.
     """
-    if collective == "collective-permute":
-        return _permute(payload, links)
-    if collective == "all-to-all":
-        return _all_to_all(payload, links)
-    if collective == "ragged-all-to-all":
-        return _ragged_one_shot(payload, links) if links.k == 1 else _ragged_sends(payload, links)
-    if collective == "collective-broadcast":
-        return _broadcast(payload, links)
-    return _taken(collective, expected(collective, links), payload, links)
+    made = {
+        "collective-permute": _permute,
+        "all-to-all": _all_to_all,
+        "ragged-all-to-all": _ragged_one_shot if links.k == 1 else _ragged_sends,
+        "collective-broadcast": _broadcast,
+    }.get(collective)
+    return made(payload, links) if made else _taken(collective, expected(collective, links), payload, links)
 
 
 def _taken(collective: str, choices: Sequence[Expected], payload: float, links: Links) -> Algorithm:
@@ -129,16 +125,14 @@ def options(collective: str, payload: float, links: Links) -> Iterator[Algorithm
 
 
 def forced(collective: str, algorithm: str, payload: float, links: Links) -> Algorithm | None:
-    """Return the cost of a family of algorithms, with or without a protocol; NCCL chooses the rest.
+    """Return the cost of a family of algorithms, with or without a protocol; None where NCCL or XLA cannot run it.
 
-    None where NCCL or XLA cannot run it.
+    NCCL chooses what is not given.
 
     Args:
-        collective: one of `nccl.RING_TURNS`.
         algorithm: one of `FORCED`; `ll`, `ll128` or `simple` may follow. With `nvls` a gather and a reduce-scatter are
             rings, an all-reduce over several domains is `nvls tree`.
         payload: bytes on one GPU, as `fastest` takes it.
-        links: the links under its group, of two GPUs or more.
     """
     if collective == "ragged-all-to-all":
         made = {"one-shot": _ragged_one_shot, "device kernel": _ragged_device, "send": _ragged_sends}.get(algorithm)
@@ -152,12 +146,8 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
         return _copy_engine(collective, payload, links) if collective in COPIED else None
     if collective not in CHOSEN:
         return None
-    if family == "collnet":
-        return _collnet(collective, payload, links)
-    if family == "symmetric":
-        return _symmetric(collective, payload, links)
-    if family == "one-shot":
-        return _one_shot(collective, payload, links)
+    if made := {"collnet": _collnet, "symmetric": _symmetric, "one-shot": _one_shot}.get(family):
+        return made(collective, payload, links)
     if family == "nvls":
         if collective != "all-reduce":  # gathers through the switch reach the ring's rate (togethercomputer)
             family, protocol = "ring", protocol or "simple"

@@ -73,7 +73,6 @@ def flop_note(
 
     Args:
         traced: FLOP over all GPUs, as `compile.traced` counts what is executed; None if unknown.
-        num_gpus: GPUs that share the work.
         step_s: seconds of the whole program.
         peak_flops: the highest peak of a GPU, FLOP/s.
         recomputed: whether XLA recomputes some of it to save memory.

@@ -169,10 +169,7 @@ def play(
 
 
 def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: bool = False) -> int:
-    """Add to `spent` what an attempt of `lives_s` seconds did, and return the steps that it keeps.
-
-    An attempt that `lives` on loses none of its steps.
-    """
+    """Add what an attempt of `lives_s` seconds did to `spent`; return the steps that it keeps, all if it `lives` on."""
     step_s, cycle_s = costs.step_s, costs.cycle_s(every)
     first = every * step_s  # The time at which the first save begins.
     saves = int((lives_s - first) // cycle_s) + 1 if every and lives_s >= first else 0
@@ -210,7 +207,6 @@ def draw(seed: int, rate_per_s: float, *, host_share: float = 0.0) -> Iterator[F
     """Yield the failures of an endless Poisson process; the same seed gives the same failures.
 
     Args:
-        seed: seed of the random numbers.
         rate_per_s: failure rate of the whole job.
         host_share: share of the failures after which a host is replaced.
     """
@@ -224,7 +220,6 @@ def expected_goodput(costs: Costs, every: int, between_s: float) -> float:
     """Return the exact goodput of an endless run that always has a spare host at hand.
 
     Args:
-        every: steps between saves.
         between_s: mean time between failures of the whole job.
     """
     work_s, cycle_s = every * costs.step_s, costs.cycle_s(every)

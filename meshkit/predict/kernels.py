@@ -214,10 +214,7 @@ def _kind(assumptions: Assumptions) -> str:
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Return the sustained rate of fused attention: by length and mask, less with too few queries to fill the GPU.
-
-    A backward pass does less well than a forward pass.
-    """
+    """Return the sustained rate of fused attention: by length and mask, less with too few queries to fill the GPU."""
     peak = peak_flops(gpu, "bf16")
     if not assumptions.attention:
         return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
@@ -416,7 +413,6 @@ def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | 
     """Return the rate in a burst of a shape of whole tiles, by cuBLAS's measured shapes.
 
     Args:
-        precision: as the catalog calls it.
         measured: a GPU whose rows are read instead of the nearest one's.
 
     Raises:

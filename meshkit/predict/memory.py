@@ -29,11 +29,9 @@ class Reserved:
     """Bytes on one GPU that no compiler counts."""
 
     context: int
-    """CUDA's context, with the kernels that it has loaded."""
     nccl: int
     communicators: int
     cudnn_workspace: int
-    """Workspace of the largest fused attention."""
     fragmentation: int
     """Bytes that the client's allocator may leave unused next to the program's largest block."""
 

@@ -152,14 +152,12 @@ class Links:
     channel_bytes_per_s: float
     """Rate of one channel of a ring."""
     ll128: bool
-    """Whether NCCL may use the protocol LL128."""
     nvls: bool
     """Whether NCCL may add in the NVLink switch."""
     x86: bool
     ports: int
     """Network ports that lead out of the group's part of a domain."""
     port_bytes_per_s: float
-    """Rate of one port."""
     line_bytes_per_s: float
     """Rate of one port that NCCL assumes."""
     ranks: int
@@ -207,7 +205,6 @@ def find_links(
     """Return the links under a group of k domains with g GPUs each.
 
     Args:
-        cluster: GPUs and links.
         g: members of the group inside one domain.
         k: domains that it spans; with 1, `outside_bytes_per_s` is infinite.
         concurrent_groups: such groups in a domain at a time; None: each GPU is in one.
@@ -338,7 +335,6 @@ class Expected(NamedTuple):
     """`ring ll`, `tree simple`, `nvls`, `nvls tree`, `pat`."""
     latency_s: float
     bytes_per_s: float
-    """Rate of the payload."""
     medium: str = ""
     """The protocol whose dip at medium sizes counts, of trees."""
     slower: float = 1.0
@@ -398,7 +394,6 @@ def tree_medium(protocol: str, payload: float) -> float:
     """Return the share of its bandwidth that a tree reaches at medium sizes: NCCL's table, without its jumps.
 
     Args:
-        protocol: one of PROTOCOLS.
         payload: bytes of the message; linear in their logarithm between NCCL's points, 64 B and its doublings, and 1
             beyond the last.
     """
@@ -415,11 +410,6 @@ def table_step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, fl
     simple = protocol == "simple"
     inside = rows[links.inside][algorithm][protocol] + links.inside_extra_s[simple]
     return inside, rows[links.outside][algorithm][protocol] + links.outside_extra_s[simple]
-
-
-def _floor(speeds: list[float], rate: float) -> float:
-    """Return the largest speed of NCCL's grid that a rate allows; the rate itself below the grid."""
-    return next((speed for speed in speeds if speed <= rate), rate)
 
 
 @functools.lru_cache(maxsize=256)
@@ -522,7 +512,8 @@ def _expected_nvls(links: Links, version: Mapping[str, Any], levels: int) -> tup
     column, heads = version[links.column], min(links.g, constants["nvls"]["max_heads"])
     if not links.nvls or heads < 2 or column["nvls_share"] == 0.0:
         return ()
-    inside = _floor(column["speeds"], links.inside_bytes_per_s * links.busy / heads)
+    most = links.inside_bytes_per_s * links.busy / heads
+    inside = next((speed for speed in column["speeds"] if speed <= most), most)  # A speed of NCCL's grid.
     outside = links.line_bytes_per_s * links.ports / heads if k > 1 else math.inf
     latency = version["nvls_s"] or constants["step_latency_s"]["nvlink"]["nvls"]
     latency += 2 * levels * (version["nvls_tree_step_s"] + 2 * links.outside_extra_s[1])

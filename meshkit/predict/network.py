@@ -215,22 +215,13 @@ def _find_links(
     return made
 
 
-_known_constants: dict[tuple[int, str], tuple[calibration.NetworkConstants, Mapping[str, float]]] = {}
-
-
 def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mapping[str, float]:
-    """Return a calibration's constants for a generation of NVLink, cached; a `ConfigError` for an unknown one."""
-    key = id(own), generation
-    if key not in _known_constants:
-        made = constants_of(generation, own.constants)
-        names = constants_of(generation, {})
-        if other := own.constants.keys() - names.keys():
-            message = f"network.constants has '{min(other)}', which is not a constant of the network model."
-            raise ConfigError(message, hint=did_you_mean(min(other), sorted(names)))
-        if len(_known_constants) >= _MOST_KNOWN:
-            _known_constants.clear()
-        _known_constants[key] = own, made
-    return _known_constants[key][1]
+    """Return a calibration's constants for a generation of NVLink; raise a `ConfigError` for an unknown one."""
+    names = constants_of(generation, {}).keys()
+    if other := own.constants.keys() - names:
+        message = f"network.constants has '{min(other)}', which is not a constant of the network model."
+        raise ConfigError(message, hint=did_you_mean(min(other), sorted(names)))
+    return constants_of(generation, own.constants)
 
 
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:

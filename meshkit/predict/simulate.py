@@ -67,8 +67,6 @@ def simulate(
     """Return the simulated step that a schedule describes, on a cluster.
 
     Args:
-        schedule: schedule of the compiled program.
-        cluster: GPUs and links.
         seconds: duration of a kernel alone, a collective or a copy; None prices it by roofline and network model.
         assumptions: effects to take into account. Default: everything; with given `seconds`, only the order.
         gpus: GPUs of the whole job, which wait for each other; default the cluster's.

@@ -197,7 +197,6 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     fewer key heads than tensor GPUs, none). A warning says so once the scope ends, and `explain` lists it.
 
     Args:
-        x: any array.
         logical_axes: one name, or None for a replicated dim, per dim of x.
 
     Raises:
@@ -314,8 +313,6 @@ def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes:
 
     Args:
         fn: takes and returns local arrays.
-        in_axes: logical axes of each argument.
-        out_axes: logical axes of the result.
     """
     scope = current_scope()
     if scope is None:

@@ -225,7 +225,6 @@ def build_mesh(
 
     Args:
         spec: axes with their NVLink and InfiniBand factors; `"fill"` is resolved here.
-        cluster: the cluster on which the axes are placed.
         devices: devices by GPU index. None takes the attached devices, after a check that their NVLink domains are what
             the cluster says; `describe_devices(cluster)` gives a mesh that is not there; jax devices are taken in the
             order given.
@@ -318,7 +317,7 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
     present = _add_flags(_CPU_FLAGS)
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
-        processes = _num_processes()
+        processes = jax_runtime().num_processes or 1
         # Alone, a larger number that was asked for before is kept; in a job, each process has its part.
         least = jax.config.jax_num_cpu_devices if processes == 1 else 1
         jax.config.update("jax_num_cpu_devices", max(least, cluster.num_gpus // processes))
@@ -413,10 +412,6 @@ def _domain_identities(devices: tuple) -> dict[int, str]:
         return mine
     records = Agreement("fabric").reach("identities", identity_record(mine), list, timeout_s=_FABRIC_S)
     return dict(domain_identities(records, devices=[d.id for d in devices]))
-
-
-def _num_processes() -> int:
-    return jax_runtime().num_processes or 1
 
 
 def _backend_started() -> bool:

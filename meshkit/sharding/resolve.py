@@ -64,7 +64,6 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
 
     Args:
         tree: nnx state or module state, linen variables (boxed or not), or plain containers of arrays.
-        mesh: attached or described.
         rules: logical axes and path overrides. Where the tree holds a model among other things, as `(model, optimizer)`
             does, an override may name a parameter by its path within the model, and then also places its moments.
         kind: `parameters`, `gradients`, `optimizer` or `compute`: which mapping of the rules applies.
@@ -305,10 +304,8 @@ def array_of(leaf: Any) -> Any:
     """Return the array in a variable or a box; anything else as it is."""
     if isinstance(leaf, nnx.Variable):
         return leaf.get_raw_value()
-    return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else _unboxed(leaf)
-
-
-def _unboxed(leaf: Any) -> Any:
+    if isinstance(leaf, meta.Partitioned):
+        return leaf.unbox(apply_constraint=False)
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 

@@ -149,7 +149,6 @@ class Strategy:
     """The properties of a step from which its allowed communication follows; see the module."""
 
     sizes: Mapping[str, int]
-    """Mesh axis -> size."""
     roles: AxisRoles
     weights: Sequence[Weight]
     statistics: Sequence[Weight]

@@ -61,7 +61,6 @@ class Capture:
 
     Args:
         folder: the folder for the files; files of an earlier capture of this process are removed.
-        step: the step that runs.
         steps: (first, last).
         processes: processes that capture; None for all. In the others nothing happens.
 

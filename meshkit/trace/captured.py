@@ -343,7 +343,6 @@ def trace_file(folder: Path, record: CaptureRecord) -> Path:
     """Return the trace of a process.
 
     Args:
-        folder: `trace/` of the run.
         record: its sidecar; if the file that it names is missing, the only trace of the process's session is taken.
 
     Raises:
@@ -425,7 +424,6 @@ def traced_program(module: Module, read: ReadProgram, device_ids: Sequence[int])
     """Return the program's description of the operations in its traces; its partitions run on `device_ids` in order.
 
     Args:
-        module: the compiled program.
         read: the same program, from `read_program`; without a schedule `expected`, `kernels` and `graph_nodes` stay
             empty.
         device_ids: [partitions] the global id of each partition's device.

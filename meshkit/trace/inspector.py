@@ -202,11 +202,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(file: Path, recording: _Recording) -> None:
-    """Add the records of one file.
-
-    From v4.3 on the header and the metadata come once, before the operations of a dump; earlier versions have them in
-    each line.
-    """
+    """Add the records of one file; header and metadata are in each line, or from v4.3 on once before a dump."""
     index, host, place, checked = len(recording.hosts), "", None, False
     kinds, places = recording.kinds, recording.places
     for record in _lines(file):

@@ -36,7 +36,6 @@ class Watcher:
     """Reads traces of one program.
 
     Args:
-        program: file with the compiled program.
         axes, shape, device_ids: the mesh that it was compiled for.
         devices: ordinal in this process's traces -> global device id.
     """

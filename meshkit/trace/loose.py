@@ -123,8 +123,6 @@ def open_loose(
     """Find the program and its devices in traces without a run folder.
 
     Args:
-        mesh: the axes of the program's partitions, if known.
-        cluster: the cluster of its devices, if known.
         program: the program whose executions are the steps: its module, or the jitted function's name.
         devices: for a single trace, the number of each device in it -> its id; None if the numbers are ids.
 
@@ -437,7 +435,6 @@ def _groups_text(members: np.ndarray) -> str:
 
 
 def _stand_in(kind: str) -> Collective:
-    """Return a stand-in for all collectives of a kind of which only the kernels' names are known."""
     return Collective(
         name=kind or "communication", key=kind, collective=kind or "unknown", axes=(), axes_complete=True, link="",
         fabric=None, dtype="", group_size=0, num_groups=0, gpus_per_domain=0, payload_bytes=0,

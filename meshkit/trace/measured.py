@@ -66,7 +66,6 @@ class MeasuredKernels:
 
     Args:
         times: instruction -> seconds of one run, from `kernel_seconds`.
-        cluster: GPU and links of the models.
     """
 
     def __init__(self, times: Mapping[str, float], cluster: Cluster):
@@ -158,9 +157,7 @@ def rates_of(
     step's.
 
     Args:
-        schedule: the program.
         times: instruction -> seconds of one run.
-        cluster: the cluster whose GPU ran it.
         busy: share of the step in which tensor cores worked; 0 if they ran at the full clock, see `step_gain`.
         runs: instruction -> number of its runs, to count only large kernels; None counts each kernel once.
     """
@@ -285,7 +282,6 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
     size cannot separate latency from bandwidth: all of their time is then bandwidth.
 
     Args:
-        points: [n] wire bytes as in `wire_factor`, nonzero seconds of one run, and runs as the weight.
         points: [n] wire bytes as in `wire_factor`, nonzero seconds of one run, and runs as the weight; the residual is
             the median of |line / measured - 1|.
     """

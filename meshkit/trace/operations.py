@@ -58,7 +58,6 @@ class Label(NamedTuple):
     copy: bool
     """Whether it is a memory copy or a memset."""
     graph: bool
-    """Whether it ran as a node of a CUDA graph."""
     program: int = -1
     """The runtime's id of the program; -1 where the trace has none."""
 
@@ -580,7 +579,6 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
     that make up a quarter of all. More windows than any trace has are not executions: then it is a single window.
 
     Args:
-        start, end, op: as in `step_windows`.
         once: whether one execution runs an operation once, by its id.
     """
     every = np.bincount(op, minlength=len(once))

@@ -96,7 +96,6 @@ class Facts:
     partial_steps: int = 0
     """Executions that were not seen on every device."""
     missing_devices: list[int] = field(default_factory=list)
-    """Devices without an operation of the program."""
     odd_executions: dict[int, int] = field(default_factory=dict)
     """Device -> number of executions, where it differs from the captured number."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -213,13 +212,11 @@ def read_trace(
 
     Args:
         files: one per process; they are read one after the other.
-        program: the program whose executions are the steps.
         rows: [collectives + 1] row of the report of each distinct collective in order (last: unmapped), as for `sweep`.
         first_step: number of the first execution in the trace.
         num_steps: executions in the trace, if known; it helps if the trace does not number them.
         steps_per_execution: training steps in each execution, which are numbered one by one.
         chosen: numbers of the steps to keep; None sets warm-up and outliers apart.
-        kept_spans: number of spans to keep for drawing.
         operations: process -> operations of its file, if they were read already; each is taken out when its turn comes.
 
     Raises:

@@ -99,7 +99,6 @@ class Skew:
     method: str | None = None
     """How waits were measured, `clocked` or `clock_free`; None if nothing is known."""
     clocks: Clocks | None = None
-    """Clocks of the processes, if there are several."""
     instances: int = 0
     median_wait_s: float | None = None
     """Median over the instances' members that waited, clock-free."""
@@ -133,10 +132,7 @@ def measure_skew(
     """Return the wait and transfer of all device steps; without a `method` if no instance was seen on all members.
 
     Args:
-        instances: communication of all device steps.
-        collectives: the timeline's collectives.
         groups: collective's name -> [groups, members] device ids, or [pairs, 2] of a collective-permute.
-        steps: the device steps.
         numbers: [entries] execution of each.
         keep: [entries] whether each takes part.
     """
@@ -405,7 +401,6 @@ class Clocks:
     residual_s: float | None
     """Median over instances of (last - first) of the aligned ends; None without common instances."""
     connected: bool
-    """Whether collectives connect all processes."""
     from_epoch: bool = False
     """Whether each trace tells when it began, so that offsets are those of the machines."""
 
@@ -424,9 +419,7 @@ def align(instance: np.ndarray, process: np.ndarray, end_s: np.ndarray) -> Clock
     """Return the clocks of all processes with ends of instances; None for a single process.
 
     Args:
-        instance: [n] number of the instance.
-        process: [n] process of this end.
-        end_s: [n] time on that process's clock.
+        instance, process, end_s: [n] of each end, on the clock of its process.
     """
     known, at = np.unique(process, return_inverse=True)
     if len(known) < 2:

@@ -142,10 +142,6 @@ def _all_gather(x: jax.Array, axis: str, n: int) -> jax.Array:
     return lax.all_gather(x, axis, tiled=True)
 
 
-def _own(p: Place, index: np.ndarray) -> np.ndarray:
-    return operand_values(p.members[p.place], index)
-
-
 _BROADCAST = Kind(
     "collective-broadcast",
     lambda x, axis, n: lax.pbroadcast(x, (axis,), 0),
@@ -181,7 +177,7 @@ _KINDS = (
     Kind("gather", _all_gather, _pieces_of_all, is_split=True, gives="piece", emulated="all-gather", root_only=True),
     Kind(BARRIER, lambda x, axis, n: lax.psum(x, axis), _sum, emulated="all-reduce"),
 )
-COPY_KIND = Kind(COPY, lambda x, axis, n: jnp.copy(x), _own)
+COPY_KIND = Kind(COPY, lambda x, axis, n: jnp.copy(x), lambda p, index: operand_values(p.members[p.place], index))
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,8 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
     Returns:
         The time of the slowest process, and `wrong` and `checked` elements of all.
     """
-    loops = _loops(case, mesh)
+    platform = platform_of(mesh.devices.flat[0])
+    loops = int(np.clip(_LOOP_BYTES[platform] // case.size_bytes, 1, _MOST_LOOPS))
     program = _program(mesh, case, loops)
     x = operand(mesh, case.operand_elements)
     result = jax.block_until_ready(program(x, operand(mesh, case.result_elements)))
@@ -253,7 +250,7 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
             times_s.append(time_s)
         # All processes must run equally often, or they wait for each other forever: the first one decides.
         enough = bool(gather([float(sum(times_s) >= budget_s or len(times_s) >= _MOST_RUNS)])[0, 0])
-    found = gather([_typical_s(times_s, platform_of(mesh.devices.flat[0])) / loops, wrong, checked])
+    found = gather([_typical_s(times_s, platform) / loops, wrong, checked])
     return CaseTiming(float(found[:, 0].max()), len(times_s), int(found[:, 1].sum()), int(found[:, 2].sum()))
 
 
@@ -290,10 +287,6 @@ def _operand_maker(mesh: jax.sharding.Mesh, elements: int) -> Callable[[], jax.A
         lambda: make_operand(lax.axis_index(axes), elements), mesh=mesh, in_specs=(), out_specs=spec, check_vma=False
     )
     return jax.jit(made, out_shardings=NamedSharding(mesh, spec))
-
-
-def _loops(case: Case, mesh: jax.sharding.Mesh) -> int:
-    return int(np.clip(_LOOP_BYTES[platform_of(mesh.devices.flat[0])] // case.size_bytes, 1, _MOST_LOOPS))
 
 
 def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:

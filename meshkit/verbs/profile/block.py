@@ -31,7 +31,6 @@ class ProfileCapture:
     """The capture that `mk.profile` yields, with `.report` and `.timeline` once the block has ended.
 
     Args:
-        folder: the run folder.
         traced: for a block without a compiled program, the placement of its devices and the facts of its steps.
         program: for such a block, the program whose executions are the steps; None is the one with the most time.
     """
@@ -96,7 +95,6 @@ def profile(
             the most time.
         mesh: the mesh that it was compiled for; without it, rows are by replica groups.
         cluster: the cluster of its devices; without it, the link of each collective is that of one domain.
-        mesh_spec: the spec that the mesh was built from, if any.
         model_flops, tokens: of one step over all devices, for MFU and tokens per second.
         processes: processes of the job that capture, or their number; None for all.
 

@@ -43,7 +43,6 @@ class Live:
     """A sentence on the last captured step that was read: its exposed communication, and its straggler. Empty until
     there is one."""
     report: Report | None = None
-    """The measured report of that step."""
 
     def __init__(self, every: int, job: Mapping[str, Any], budget: float):
         self._every, self._job, self._budget = every, job, budget
@@ -186,7 +185,6 @@ def live(
     Args:
         every: least number of steps between two captures.
         mesh: the mesh of the programs in the step, whose axes the line names.
-        cluster: the cluster of the devices.
         mesh_spec: the spec that the mesh was built from, if any.
         budget: share of the loop's time that captures may take: by the loop's clock, and by CPU seconds of the reader
             process over the number of CPUs. The first capture is always made; then they become rarer until they fit.

@@ -154,34 +154,15 @@ def measure_run(
 
 
 def profile_traces(
-    path: str | Path,
-    *,
-    program: str | None = None,
-    mesh: MeshSpec | None = None,
-    cluster: Cluster | None = None,
-    out: str | Path | None = None,
-    predicted: Report | None = None,
-    steps: Container[int] | None = None,
+    path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None, out: str | Path | None = None
 ) -> Report:
-    """Return the measured report of a trace of any JAX job, or of a folder of them; see `trace.loose`.
+    """Return the measured report of bare traces, beside the prices of the traced program; see `measure_traces`.
 
     Args:
-        path: a `.xplane.pb` file (or `.gz`), an export of nsys (`.sqlite`), a folder of them, one that `jax.profiler`
-            has written into, or one of nsys-jax.
-        program: the program to measure, by name; None is the one with the most time.
-        mesh: the axes of the program's partitions; without it, rows are by replica groups.
-        cluster: the cluster of its devices; without it, links have no name.
         out: a folder for the report's files; None writes nothing.
-        predicted: a plan's report, which the page shows next to the measurement; None prices the traced program, if
-            possible.
-        steps: numbers of the steps that count, from 0; None sets warm-up and outliers apart.
-
-    Raises:
-        TraceError: there is no trace, it cannot be read, or no GPU or CPU device ran anything.
-        ConfigError: the mesh or the cluster has another number of devices than the program.
     """
-    found = measure_traces(path, TracedJob(mesh, cluster), program=program, steps=steps)
-    return found.write(out, predicted or found.price())
+    found = measure_traces(path, TracedJob(mesh, cluster))
+    return found.write(out, found.price())
 
 
 @dataclass(frozen=True)
@@ -248,11 +229,14 @@ class MeasuredTraces:
 def measure_traces(
     path: str | Path, job: TracedJob, *, program: str | None = None, steps: Container[int] | None = None
 ) -> MeasuredTraces:
-    """Return the measured report of bare traces, and the data that price the traced program; see `profile_traces`.
+    """Return the measured report of a trace of any JAX job or a folder of them, and the data that price its program.
 
     Args:
-        path, program, steps: see `profile_traces`.
-        job: known facts of the job; with a mesh, rows have axes, and with facts the report has MFU.
+        path: a `.xplane.pb` file (or `.gz`), an export of nsys (`.sqlite`), a folder of them, one that `jax.profiler`
+            has written into, or one of nsys-jax; see `trace.loose`.
+        job: known facts of the job; without a mesh rows are by replica groups, without a cluster links have no name.
+        program: the program to measure, by name; None is the one with the most time.
+        steps: numbers of the steps that count, from 0; None sets warm-up and outliers apart.
 
     Raises:
         TraceError: there is no trace, it cannot be read, or it lacks the program.
