@@ -291,8 +291,7 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
     if order is None:
         return Hang(head, missing, exact=all(w.phase not in (None, "step") for w in behind))
     if late := [w.process for w in behind if w.phase == "step"]:  # their devices may be anywhere in the step
-        candidates = order.candidates(late, in_callback=any(w.in_callback for w in behind))
-        return _with_candidates(Hang(head, missing), candidates)
+        return _with_candidates(Hang(head, missing), order, late, in_callback=any(w.in_callback for w in behind))
     blocked = order.blocked(missing)
     if not blocked:
         return Hang(head, missing, details=("  no collective of the step goes between them",), exact=True)
@@ -325,8 +324,7 @@ def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
         head += f"; in {_processes(missing)} a device waits for a callback into Python"
     if order is None:
         return Hang(head, missing)
-    in_callback = any(w.in_callback for w in known)
-    return _with_candidates(Hang(head, missing), order.candidates(missing, in_callback=in_callback))
+    return _with_candidates(Hang(head, missing), order, missing, in_callback=any(w.in_callback for w in known))
 
 
 def _in_phase(witnesses: Sequence[Witness]) -> Hang:
@@ -353,13 +351,14 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
     return Hang(head, tuple(w.process for w in witnesses))
 
 
-def _with_candidates(hang: Hang, found: Sequence[StepCollective]) -> Hang:
-    """Return the hang with the first three of the collectives found, as candidates: no device says how far it is."""
+def _with_candidates(hang: Hang, order: StepOrder, missing: Collection[int], *, in_callback: bool) -> Hang:
+    """Return the hang with the first three of the order's candidates: no device says how far it is."""
+    found = order.candidates(missing, in_callback=in_callback)
     shown = tuple(found[:_MOST_CANDIDATES])
     head = "candidate" if found else "no candidate"
     if len(found) > len(shown):
-        most = f"these {len(shown)} have the most bytes"
-        head = f"candidates (the processes wait in one of {len(found)} collectives; {most})"
+        lead = "come first, each behind a callback" if in_callback and found[0].after_callback else "have the most bytes"
+        head = f"candidates (the processes wait in one of {len(found)} collectives; these {len(shown)} {lead})"
     elif len(found) > 1:
         head = f"candidates (the processes wait in one of these {len(found)} collectives)"
     return replace(hang, candidates=shown, details=(f"  {head}:", *(f"    {c}" for c in shown)))

@@ -1,6 +1,6 @@
 """Host memory that outlives a process: the launcher holds it, and the process of the next attempt finds it as it was.
 
-    launcher: SnapshotMemory -> MESHKIT_SNAPSHOTS -> process: Slot.write(record, blocks) | Slot.read() after a failure
+    launcher: SnapshotMemory -> MESHKIT_SNAPSHOTS -> process: Slot.reserve, seal | Slot.read after a failure
 
 The memory has no name (memfd), so nothing of it is left once the launcher and the processes are gone. Each process has
 two slots: while one is written, the other one is whole. A slot is marked as whole only after all of it was written.

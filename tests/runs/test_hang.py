@@ -95,6 +95,13 @@ def test_a_callback_that_does_not_return_leaves_the_collective_behind_it():
     assert hang.exact is False
 
 
+def test_of_many_behind_callbacks_the_first_in_the_step_are_told_whatever_their_bytes():
+    behind = tuple(collective(f"c{i}", 2, 100 + i, after_callback=True) for i in range(20))
+    hang, text = said(with_one(2, stack=CALLBACK), replace(ORDER, collectives=(THIRD, *behind)))
+    assert [c.name for c in hang.candidates] == ["c0", "c1", "c2"]
+    assert "wait in one of 20 collectives; these 3 come first, each behind a callback):" in text
+
+
 def test_who_gives_no_answer_is_not_taken_for_one_outside_of_the_step():
     hang, text = said([Witness(0), *IN_STEP[1:]])
     assert (hang.missing, hang.exact) == ((0,), False)
