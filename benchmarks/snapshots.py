@@ -51,7 +51,7 @@ def main() -> None:
 
 def _measure(folder: Path, options: list[str]) -> dict[str, list[float]]:
     from meshkit.distributed.certificates import make_certificates, write_certificates
-    from meshkit.verbs.launch.local import free_port
+    from meshkit.distributed.roll_call import free_port
 
     write_certificates(folder / "mtls", make_certificates(["127.0.0.1"]))
     env = os.environ | {"MESHKIT_MTLS": str(folder / "mtls"), "PYTHONPATH": str(ROOT)}

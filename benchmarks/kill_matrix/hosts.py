@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.kill_matrix.cells import baseline
 from benchmarks.kill_matrix.gang import Gate, Launch, are_gone, send
 from meshkit.distributed.certificates import make_certificates, write_certificates
-from meshkit.verbs.launch.local import free_port
+from meshkit.distributed.roll_call import free_port
 
 MEMORY_ALONE = ("--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
 DISK_TOO = ("--set", "checkpoint.every=8", "--set", "checkpoint.snapshot_every=2")

@@ -32,9 +32,10 @@ from weakref import WeakKeyDictionary
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from meshkit.distributed.certificates import Certificates
-from meshkit.distributed.environment import SECRET, Gang, split_address
+from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, SECRET, Gang, split_address
 from meshkit.errors import ConfigError, RunError
 
+LOOPBACK = "127.0.0.1"
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
 # Process 0 greets each process at once. Another program that happens to listen on this port does not, so a process that
@@ -274,6 +275,34 @@ def bind_address(coordinator: str) -> str | None:
     if ip != host and host != "localhost" and (ip.startswith("127.") or ip == "::1"):
         return None
     return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A random port that nothing listens on, outside the range from which connections get theirs.
+
+    Args:
+        host: a name or address of this machine.
+
+    Raises:
+        RunError: none was found.
+    """
+    for _ in range(100):
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        if is_free(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"):
+            return port
+    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {host}.")
+
+
+def is_free(address: str) -> bool:
+    """Whether nothing listens at host:port of this machine."""
+    host, port = split_address(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep nobody off
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def open_server(gang: Gang, bind: str | None) -> socket.socket:

@@ -357,7 +357,8 @@ def _with_candidates(hang: Hang, order: StepOrder, missing: Collection[int], *, 
     shown = tuple(found[:_MOST_CANDIDATES])
     head = "candidate" if found else "no candidate"
     if len(found) > len(shown):
-        lead = "come first, each behind a callback" if in_callback and found[0].after_callback else "have the most bytes"
+        behind = in_callback and found[0].after_callback
+        lead = "come first, each behind a callback" if behind else "have the most bytes"
         head = f"candidates (the processes wait in one of {len(found)} collectives; these {len(shown)} {lead})"
     elif len(found) > 1:
         head = f"candidates (the processes wait in one of these {len(found)} collectives)"

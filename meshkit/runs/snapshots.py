@@ -112,6 +112,11 @@ class Slot:
             return None
 
     @property
+    def sha256(self) -> str | None:
+        """The sha256 of a whole snapshot, as it was sealed."""
+        return (self.record() or {}).get("sha256")
+
+    @property
     def size(self) -> int:
         """Number of bytes of a whole snapshot."""
         return _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))[1]

@@ -13,16 +13,17 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedRWPair
 from typing import Any
 
 from meshkit.runs.snapshots import LARGEST_RECORD, Slot, SnapshotMemory
 
-_LOOK_S, _CONNECT_S, _TIMEOUT_S, _AGAIN_S = 0.1, 5.0, 30.0, 1.0
+_LOOK_S, _CONNECT_S, _TIMEOUT_S, _AGAIN_S = 0.1, 10.0, 30.0, 1.0
 _PIECE, _FAILURES = 1 << 20, 5
-_KEPT, _SEND = b"kept", b"send"
+_KEPT, _SEND = "kept", "send"
 
 Address = tuple[str, int]
 
@@ -36,20 +37,17 @@ class Channel:
     name: str
     """In the certificate that all of them share: that of the coordinator's host."""
 
-    def connect(self, address: Address) -> ssl.SSLSocket:
-        """A connection to another launcher. The first word that is sent shakes hands.
+    def connect(self, address: Address, *, handshake: bool = True) -> ssl.SSLSocket:
+        """Return a connection to another launcher; without `handshake` the first word that is sent shakes hands.
 
         Raises:
-            OSError: it is not there; on the first word: it does not show the job's certificate.
+            OSError: nobody listens there, or the other end does not show the job's certificate.
         """
-        plain = socket.create_connection(address, timeout=_CONNECT_S)
-        try:
+        with socket.create_connection(address, timeout=_CONNECT_S) as plain:  # closes it only where it is not wrapped
             keep_alive(plain)
-            plain.settimeout(_TIMEOUT_S)
-            return self.client.wrap_socket(plain, server_hostname=self.name, do_handshake_on_connect=False)
-        except BaseException:
-            plain.close()
-            raise
+            found = self.client.wrap_socket(plain, server_hostname=self.name, do_handshake_on_connect=handshake)
+        found.settimeout(_TIMEOUT_S)
+        return found
 
 
 class Keeper:
@@ -90,48 +88,43 @@ class Keeper:
             threading.Thread(target=self._serve, args=(plain,), name="meshkit-keeper", daemon=True).start()
 
     def _serve(self, plain: socket.socket) -> None:
-        """Answers what one launcher asks, until it hangs up."""
-        plain.settimeout(_TIMEOUT_S)
-        keep_alive(plain)
-        with suppress(OSError, ValueError, KeyError, TypeError), ExitStack() as stack:
-            stack.enter_context(plain)  # also where the handshake fails
-            connection = stack.enter_context(self._channel.server.wrap_socket(plain, server_side=True))
-            while asked := _hear(connection, idle=True):
+        """Answers one request of a launcher."""
+        with suppress(OSError, ValueError, LookupError, TypeError), plain:
+            plain.settimeout(_TIMEOUT_S)
+            keep_alive(plain)
+            connection = self._channel.server.wrap_socket(plain, server_side=True)
+            with connection, connection.makefile("rwb") as file:
+                request = _hear(file)
                 with self._lock:
-                    if "give" in asked:
-                        self._give(connection, asked["give"])
+                    if "give" in request:
+                        self._give(file, request["give"])
                     else:
-                        connection.sendall(self._keep(connection, **asked) + b"\n")
+                        _say(file, answer=self._keep(file, **request))
 
-    def _keep(self, connection: ssl.SSLSocket, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> bytes:
-        """Takes one snapshot, unless it is there; what its process has no longer goes."""
-        memory = self._memory.get(rank)
-        if memory is None:
-            return b"this host keeps no snapshots of that process"
-        held = [(slot.record() or {}).get("sha256") for slot in memory.slots]
-        if record["sha256"] in held:
+    def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
+        """Takes one snapshot, unless it is here already. Those that its process no longer has are dropped."""
+        if (memory := self._memory.get(rank)) is None:
+            return "this host keeps no snapshots of that process"
+        if record["sha256"] in [slot.sha256 for slot in memory.slots]:
             return _KEPT
-        free = next((s for s, sha in zip(memory.slots, held) if sha not in whole), None)
-        if free is None:
-            return b"there is no room for a third one"
-        for slot, sha in zip(memory.slots, held):
-            if sha not in whole:
-                slot.clear()
+        free = [slot for slot in memory.slots if slot.sha256 not in whole]
+        for slot in free:
+            slot.clear()
         try:
-            data = free.reserve(size)
+            data = free[0].reserve(size)
         except (OSError, ValueError) as error:
-            return f"it does not fit into that host's memory ({error})".encode()
-        connection.sendall(_SEND + b"\n")
-        return _KEPT if _receive(connection, free, data, record) else b"it came damaged"
+            return f"it does not fit into that host's memory ({error})"
+        _say(file, answer=_SEND)
+        return _KEPT if _receive(file, free[0], data, record) else "it came damaged"
 
-    def _give(self, connection: ssl.SSLSocket, ranks: Sequence[int]) -> None:
+    def _give(self, file: BufferedRWPair, ranks: Sequence[int]) -> None:
         for rank in ranks:
             memory = self._memory.get(rank)
             for slot in memory.slots if memory is not None else ():
                 if (record := slot.record()) is not None:
-                    _say(connection, rank=rank, size=(size := slot.size), record=record)
-                    _send(connection, slot, size)
-        _say(connection, end=True)
+                    _say(file, rank=rank, size=(size := slot.size), record=record)
+                    _send(file, slot, size)
+        _say(file, end=True)
 
 
 class SnapshotCopies:
@@ -167,39 +160,35 @@ class SnapshotCopies:
 
     def _run(self) -> None:
         failures = 0
-        while not self._ends.is_set():
+        while not self._ends.wait(_LOOK_S):
             try:
-                with self._channel.connect(self._address) as connection:
-                    self._connection = connection
-                    self._copy_all(connection)
+                for rank, memory in self._memory.items():
+                    records = [(slot, record) for slot in memory.slots if (record := slot.record()) is not None]
+                    whole = [record["sha256"] for _, record in records]
+                    for slot, record in sorted(records, key=lambda found: found[1]["step"]):
+                        if slot.said_copied() is None and not self._ends.is_set():
+                            self._copy(rank, slot, record, whole)
             except (OSError, ValueError) as error:
                 failures += 1
                 if failures == _FAILURES and not self._ends.is_set():  # one that is lost is said by who has lost it
                     self._show(f"snapshots cannot be copied to the next host at {self._address[0]}: {error}")
-            self._connection = None
-            self._ends.wait(_AGAIN_S)
+                self._ends.wait(_AGAIN_S)
 
-    def _copy_all(self, connection: ssl.SSLSocket) -> None:
-        while not self._ends.wait(_LOOK_S):
-            for rank, memory in self._memory.items():
-                records = [(slot, record) for slot in memory.slots if (record := slot.record()) is not None]
-                whole = [record["sha256"] for _, record in records]
-                for slot, record in sorted(records, key=lambda found: found[1]["step"]):
-                    if slot.said_copied() is None:
-                        self._copy(connection, rank, slot, record, whole)
-
-    def _copy(self, connection: ssl.SSLSocket, rank: int, slot: Slot, record: dict[str, Any], whole: list[str]) -> None:
-        _say(connection, rank=rank, size=(size := slot.size), record=record, whole=whole)
-        answer = _line(connection)
-        if answer == _SEND:
-            _send(connection, slot, size)
-            answer = _line(connection)
+    def _copy(self, rank: int, slot: Slot, record: dict[str, Any], whole: list[str]) -> None:
+        with self._channel.connect(self._address, handshake=False) as connection:
+            self._connection = connection
+            if self._ends.is_set():  # and whoever set it has not seen this connection
+                return
+            with connection.makefile("rwb") as file:
+                _say(file, rank=rank, size=(size := slot.size), record=record, whole=whole)
+                if (answer := _hear(file)["answer"]) == _SEND:
+                    _send(file, slot, size)
+                    answer = _hear(file)["answer"]
         if slot.record() != record:  # its process has begun another one there
             return
         slot.say_copied(answer == _KEPT)
         if answer != _KEPT:
-            said = answer.decode(errors="replace")
-            self._show(f"the next host has no copy of process {rank}'s snapshot of step {record['step']}: {said}")
+            self._show(f"the next host has no copy of process {rank}'s snapshot of step {record['step']}: {answer}")
 
 
 def fetch_copies(memory: Mapping[int, SnapshotMemory], address: Address, channel: Channel) -> list[int]:
@@ -217,11 +206,11 @@ def fetch_copies(memory: Mapping[int, SnapshotMemory], address: Address, channel
         OSError: the neighbour is not there, or does not answer.
     """
     free, steps = {rank: list(held.slots) for rank, held in memory.items()}, set()
-    with closing(channel.connect(address)) as connection:
-        _say(connection, give=list(memory))
-        while "end" not in (said := _hear(connection)):
+    with channel.connect(address) as connection, connection.makefile("rwb") as file:
+        _say(file, give=list(memory))
+        while "end" not in (said := _hear(file)):
             slot, record = free[said["rank"]].pop(0), said["record"]
-            if _receive(connection, slot, slot.reserve(said["size"]), record):
+            if _receive(file, slot, slot.reserve(said["size"]), record):
                 steps.add(record["step"])
     return sorted(steps)
 
@@ -234,57 +223,32 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-@contextmanager
-def copying(copies: SnapshotCopies | None) -> Iterator[None]:
-    """Copies snapshots within the block, where there is anybody to copy them to."""
-    if copies is None:
-        yield
-        return
-    with copies:
-        yield
-
-
-def _send(connection: ssl.SSLSocket, slot: Slot, size: int) -> None:
+def _send(file: BufferedRWPair, slot: Slot, size: int) -> None:
     """Sends the bytes of a snapshot; what its process writes meanwhile makes it another one, which is not taken."""
     for at in range(0, size, _PIECE):
-        connection.sendall(slot.piece(at, min(_PIECE, size - at)))
+        file.write(slot.piece(at, min(_PIECE, size - at)))
+    file.flush()
 
 
-def _receive(connection: ssl.SSLSocket, slot: Slot, data: memoryview, record: dict[str, Any]) -> bool:
+def _receive(file: BufferedRWPair, slot: Slot, data: memoryview, record: dict[str, Any]) -> bool:
     """Fills a slot; whether the bytes are those that the sender's process has sealed."""
-    at = 0
-    while at < data.nbytes:
-        got = connection.recv_into(data[at : at + _PIECE])
-        if not got:
-            raise ConnectionResetError("it closed the connection")
-        at += got
+    if file.readinto(data) < data.nbytes:
+        raise ConnectionResetError("it closed the connection")
     slot.seal(data, {key: value for key, value in record.items() if key != "sha256"})
-    if (slot.record() or {}).get("sha256") == record["sha256"]:
+    if slot.sha256 == record["sha256"]:
         return True
     slot.clear()
     return False
 
 
-def _say(connection: ssl.SSLSocket, **words: Any) -> None:
-    connection.sendall(json.dumps(words).encode() + b"\n")
+def _say(file: BufferedRWPair, **words: Any) -> None:
+    file.write(json.dumps(words).encode() + b"\n")
+    file.flush()
 
 
-def _hear(connection: ssl.SSLSocket, *, idle: bool = False) -> dict[str, Any]:
-    """A word of the other end; empty once it has hung up. One that is idle is waited for without limit."""
-    connection.settimeout(None if idle else _TIMEOUT_S)
-    line = _line(connection, first_may_end=idle)
-    connection.settimeout(_TIMEOUT_S)
-    return json.loads(line) if line else {}
-
-
-def _line(connection: ssl.SSLSocket, *, first_may_end: bool = False) -> bytes:
-    """A line, and nothing of what comes behind it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = connection.recv(1)
-        line += piece
-        if not piece and line == b"" and first_may_end:
-            return b""
-        if not piece or len(line) > LARGEST_RECORD:
-            raise ConnectionResetError("it closed the connection")
-    return line[:-1]
+def _hear(file: BufferedRWPair) -> dict[str, Any]:
+    """Return a word of the other end."""
+    line = file.readline(LARGEST_RECORD)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("it closed the connection")
+    return json.loads(line)

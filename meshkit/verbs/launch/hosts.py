@@ -17,18 +17,17 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from meshkit.distributed.certificates import MAKE_HINT, read_certificates
 from meshkit.distributed.environment import MTLS, Gang, join_timeout_s, split_address
-from meshkit.distributed.roll_call import Connections, bind_address, named, open_server
-from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, ConfigError, RunError
+from meshkit.distributed.roll_call import Connections, bind_address, free_port, named, open_server
+from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
 from meshkit.runs.snapshots import SnapshotMemory
-from meshkit.verbs.launch.copies import Channel, Keeper, SnapshotCopies, copying, fetch_copies, keep_alive
+from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies, fetch_copies, keep_alive
 
-_JOIN_S, _CONNECT_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
+_JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _FIRST_WORD_S = 10.0
 _LEAVE_S = 10.0  # for the others to hear that a launcher has given up
 _LONGEST_LINE = 1 << 16
@@ -42,18 +41,6 @@ class EndedElsewhere(Exception):
         self.code = code
 
 
-@dataclass(frozen=True)
-class Start:
-    """The agreement of the launchers on an attempt."""
-
-    coordinator: str
-    """Host:port of the first process."""
-    attempt: int
-    """Its number, as host 0 counts."""
-    keepers: tuple[tuple[str, int], ...]
-    """Of every host, where it keeps copies."""
-
-
 class Hosts:
     """This launcher's place among those of the other hosts. A context manager.
 
@@ -64,11 +51,15 @@ class Hosts:
         coordinator: host:port on which the launcher of host 0 listens.
         certificates: folder of them, which all hosts share.
         show: takes a line for the person who waits.
-        free_port: finds a port for the processes, on this host.
 
     Raises:
         ConfigError: there are no certificates, or they do not fit.
     """
+
+    coordinator: str
+    """Host:port of the first process of this attempt."""
+    attempt: int
+    """Number of this attempt, as host 0 counts."""
 
     def __init__(
         self,
@@ -78,7 +69,6 @@ class Hosts:
         coordinator: str,
         certificates: str | None,
         show: Callable[[str], None],
-        free_port: Callable[[], int],
     ):
         if not certificates:
             raise ConfigError(
@@ -86,18 +76,16 @@ class Hosts:
                 at=MTLS,
                 hint=f"{MAKE_HINT}, and {MTLS}=DIR on every host; or --max-restarts 0",
             )
-        self.index, self.count, self._processes, self._show, self._free_port = index, count, processes, show, free_port
+        self.index, self.count, self._processes, self._show = index, count, processes, show
         self._name = split_address(coordinator)[0]
         found = read_certificates(certificates, coordinator_host=self._name if index == 0 else None)
         self._channel = Channel(found.client(), found.server(), self._name)
         self._place = Gang(coordinator, count, index)  # of this launcher among the launchers
         self._wait_s = join_timeout_s(os.environ, otherwise=_JOIN_S)
-        self._peers: dict[int, _Peer] = {}
-        self._over: set[int] = set()
-        self._told: set[int] = set()
-        self._settled = False
+        self._peers: dict[int, _Peer] = {}  # of host 0 all others, of another one host 0
+        self._done: set[int] = set()  # hosts whose attempt is over, or that know that the job is
         self._is_new = True
-        self._start: Start | None = None
+        self._keepers: Sequence[Address] = ()  # by host, where it keeps copies
         self._keeper: Keeper | None = None
         self._server: socket.socket | None = None
         self._stack = ExitStack()
@@ -125,23 +113,17 @@ class Hosts:
         self._stack.close()
 
     @property
-    def coordinator(self) -> str:
-        """Host:port of the first process of this attempt."""
-        assert self._start is not None
-        return self._start.coordinator
+    def _settled(self) -> bool:
+        """Whether no other host waits for a word of this one."""
+        return len(self._done) == (self.count - 1 if self.index == 0 else 1)
 
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt, the same on all hosts."""
-        assert self._start is not None
-        return self._start.attempt
-
-    def _keep(self, host: str) -> None:
+    def _keep(self, host: str) -> Keeper:
         """Keeps copies of the processes of the host before this one, listening on this address."""
         if self._keeper is None:
             first = (self.index - 1) % self.count * self._processes
             ranks = range(first, first + self._processes)
             self._keeper = self._stack.enter_context(Keeper(host, self._channel, ranks))
+        return self._keeper
 
     # ------------------------------------------------------------------------------------------ the meeting
 
@@ -157,7 +139,7 @@ class Hosts:
             RunError: they do not come in time.
         """
         self._hang_up()
-        self._over, self._told, self._settled = set(), set(), False
+        self._done = set()
         self._meet({"host": self.index, "of": self.count, "attempt": attempt}, signals, self._wait_s)
 
     def withdraw(self, code: int) -> None:
@@ -190,13 +172,12 @@ class Hosts:
         """Host 0: takes in the others; yields whom it misses, until all know how to begin or that it is over."""
         assert self._server is not None
         assert self._keeper is not None
-        said, addresses = {0: mine}, {0: (self._name, self._keeper.port)}
+        said = {0: mine | {"keeper": (self._name, self._keeper.port)}}
         with Connections(self._server, self._channel.server, keep=self.count) as connections:
-            while len(said.keys() | self._told) < self.count:
+            while len(said.keys() | self._done) < self.count:
                 for line, connection in connections.lines(_POLL_S):
                     if (word := self._checked(line, connection)) is not None:
                         said[word["host"]] = word
-                        addresses[word["host"]] = (connection.getpeername()[0], word.get("keeper", 0))
                         self._peers[word["host"]] = _Peer(connection)
                 for host in [host for host, peer in self._peers.items() if not peer.words() and peer.gone]:
                     del said[host], self._peers[host]
@@ -204,10 +185,12 @@ class Hosts:
                 yield f"hosts {named([i for i in range(self.count) if i not in said])}"
         if "stop" in mine:
             return
-        start = {"attempt": mine["attempt"], "coordinator": self._processes_at(), "keepers": list(addresses.items())}
+        coordinator = f"{self._place.coordinator.rpartition(':')[0]}:{free_port(self._name)}"
+        keepers = [said[i]["keeper"] for i in range(self.count)]
+        start = {"attempt": mine["attempt"], "coordinator": coordinator, "keepers": keepers}
         for peer in self._peers.values():
             peer.say(start=start)
-        self._begin(start)
+        self._begin(**start)
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
         """Return a launcher's introduction; hang up and return None if it is not of this job."""
@@ -219,7 +202,7 @@ class Hosts:
                 )
             elif word["host"] not in self._peers:  # else it is another one, or comes again before the first is gone
                 keep_alive(connection)
-                return word
+                return word | {"keeper": (connection.getpeername()[0], word["keeper"])}
         except (ValueError, KeyError, TypeError, OSError):
             pass
         connection.close()
@@ -232,36 +215,27 @@ class Hosts:
             return
         for peer in self._peers.values():
             peer.say(stop=said[host]["stop"], host=host)
-        self._told |= self._peers.keys()
-        self._settled = len(self._told) == self.count - 1
+        self._done |= self._peers.keys()
         if host != 0:
             raise _ended(host, said[host]["stop"])
-
-    def _processes_at(self) -> str:
-        host, _, _ = self._place.coordinator.rpartition(":")
-        return f"{host}:{self._free_port()}"
 
     def _come(self, mine: dict[str, Any]) -> Iterator[str]:
         """Another host: goes to host 0, and waits for its word; yields what it waits for."""
         while True:
             try:
-                with socket.create_connection(self._place.address, timeout=_CONNECT_S) as plain:
-                    keep_alive(plain)
-                    self._keep(plain.getsockname()[0])
-                    assert self._keeper is not None
-                    connection = self._channel.client.wrap_socket(plain, server_hostname=self._name)
-                    self._peers[0] = peer = _Peer(connection)
-                    peer.say(**mine, keeper=self._keeper.port)
-                    while not peer.gone:
-                        for word in peer.words():
-                            if "stop" in word:
-                                self._settled = True
-                                raise _ended(word["host"], word["stop"])
-                            if "start" in word:
-                                self._begin(word["start"])
-                                return
-                        yield "the launchers of the other hosts"
-                        time.sleep(_POLL_S)
+                connection = self._channel.connect(self._place.address)
+                self._peers[0] = peer = _Peer(connection)
+                peer.say(**mine, keeper=self._keep(connection.getsockname()[0]).port)
+                while not peer.gone:
+                    for word in peer.words():
+                        if "stop" in word:
+                            self._done.add(0)
+                            raise _ended(word["host"], word["stop"])
+                        if "start" in word:
+                            self._begin(**word["start"])
+                            return
+                    yield "the launchers of the other hosts"
+                    time.sleep(_POLL_S)
                 why = "it hung up"
             except (OSError, ValueError) as e:
                 why = getattr(e, "verify_message", None) or getattr(e, "strerror", None) or str(e)
@@ -269,9 +243,8 @@ class Hosts:
             yield f"the launcher of host 0 at {self._place.coordinator} ({why})"
             time.sleep(_AGAIN_S)
 
-    def _begin(self, start: dict[str, Any]) -> None:
-        keepers = tuple((host, port) for _, (host, port) in sorted(start["keepers"]))
-        self._start = Start(start["coordinator"], start["attempt"], keepers)
+    def _begin(self, attempt: int, coordinator: str, keepers: Sequence[Address]) -> None:
+        self.attempt, self.coordinator, self._keepers = attempt, coordinator, keepers
 
     # ------------------------------------------------------------------------------------------ the attempt
 
@@ -282,10 +255,8 @@ class Hosts:
                 if "failed" in word:
                     return self._pass_on(word["failed"])
                 if "over" in word:
-                    self._over.add(host)
-                if "all" in word:
-                    self._settled = True
-            if peer.gone and not self._settled and host not in self._over:
+                    self._done.add(host)
+            if peer.gone and host not in self._done:
                 return self._pass_on(f"host {host} is lost")
         return None
 
@@ -301,6 +272,7 @@ class Hosts:
         for peer in self._peers.values():
             peer.say(failed=why)
         self._hang_up()
+        self._done = set()
         return why
 
     def settle(self, timeout_s: float) -> str | None:
@@ -311,17 +283,17 @@ class Hosts:
         """
         ends = time.monotonic() + timeout_s
         if self.index != 0:
-            self._peers[0].say(over=DONE)
-        while time.monotonic() < ends and self._peers:
+            self._peers[0].say(over=True)
+        while not self._settled:
             if (why := self.news()) is not None:
                 return why
-            if self.index == 0 and len(self._over) == self.count - 1:
-                for peer in self._peers.values():
-                    peer.say(all=True)
-                self._settled = True
-            if self._settled:
-                break
+            if time.monotonic() > ends:
+                self._done = set()  # all of them are yet to hear how this one ends
+                return None
             time.sleep(_POLL_S)
+        if self.index == 0:
+            for peer in self._peers.values():
+                peer.say(over=True)
         return None
 
     @contextmanager
@@ -331,8 +303,7 @@ class Hosts:
         Args:
             memory: of each process here.
         """
-        assert self._start is not None
-        first, neighbour = self.index * self._processes, self._start.keepers[(self.index + 1) % self.count]
+        first, neighbour = self.index * self._processes, self._keepers[(self.index + 1) % self.count]
         held = {first + i: m for i, m in enumerate(memory) if m.slots}
         if held and self._is_new:  # once: what processes drop later is not to come back
             self._is_new = False
@@ -342,8 +313,7 @@ class Hosts:
                     self._show(f"host {self.index} has its share of the snapshots of {which} from the next host")
             except (OSError, ValueError) as error:
                 self._show(f"host {self.index} got no snapshots from the next host: {error}")
-        copies = SnapshotCopies(held, neighbour, self._channel, self._show) if held else None
-        with copying(copies):
+        with SnapshotCopies(held, neighbour, self._channel, self._show) if held else nullcontext():
             yield
 
     def _hang_up(self) -> None:
@@ -362,7 +332,7 @@ class _Peer:
     def say(self, **words: Any) -> None:
         """Says a word of JSON; one that is gone does not hear it."""
         with suppress(OSError):
-            self._connection.settimeout(_CONNECT_S)
+            self._connection.settimeout(_SAY_S)
             self._connection.sendall(json.dumps(words).encode() + b"\n")
         with suppress(OSError):
             self._connection.setblocking(False)

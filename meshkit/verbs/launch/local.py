@@ -31,16 +31,15 @@ from meshkit.config.files import integer, open_regular
 from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
     COORDINATOR,
-    FIRST_PORT,
     JOIN_TIMEOUT,
     MTLS,
-    NUM_PORTS,
     SECRET,
     Gang,
     check_address,
     split_address,
     without_launchers,
 )
+from meshkit.distributed.roll_call import LOOPBACK, free_port
 from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
 from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read_order, write_witnesses
 from meshkit.runs.limits import STALL_TIMEOUT, Limits
@@ -52,7 +51,6 @@ from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
 from meshkit.verbs.launch.restart import Outage, Standby, Started
 
-_LOOPBACK = "127.0.0.1"
 _JOIN_S = "120"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _POLL_S, _LOCK_POLL_S, _SHOWN_LINES = 0.02, 0.5, 15
@@ -97,7 +95,7 @@ class LocalPart:
 
     @property
     def coordinator_host(self) -> str:
-        return split_address(self.coordinator)[0] if self.coordinator else _LOOPBACK
+        return split_address(self.coordinator)[0] if self.coordinator else LOOPBACK
 
     def environments(self, attempt: int, *, base: Mapping[str, str] | None = None) -> list[dict[str, str]]:
         """The environment of every process here.
@@ -116,7 +114,7 @@ class LocalPart:
             inherited[COPY_VARIABLE] = "1"
         if self.virtual:
             inherited |= _virtual_devices(inherited, self.devices)
-        coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
+        coordinator = self.coordinator or f"{LOOPBACK}:{free_port()}"
         secret = secrets.token_hex(32) if self.hosts == 1 and self.mtls is None else None
         gangs = [self._gang(i, coordinator, attempt, secret) for i in range(self.processes)]
         return [inherited | gang.emit() for gang in gangs]
@@ -163,9 +161,7 @@ class LocalPart:
 
     def _launchers(self, show: Callable[[str], None]) -> Hosts:
         assert self.coordinator is not None
-        port = lambda: free_port(self.coordinator_host)
-        certificates = os.environ.get(MTLS)
-        return Hosts(self.host_index, self.hosts, self.processes, self.coordinator, certificates, show, port)
+        return Hosts(self.host_index, self.hosts, self.processes, self.coordinator, os.environ.get(MTLS), show)
 
     def _of_attempt(self, hosts: Hosts) -> LocalPart:
         """The part with what the launchers of all hosts have agreed on."""
@@ -224,34 +220,6 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
             at="--processes, --devices",
             hint=f"{_even_share(cluster.num_gpus, part)}, or a cluster of {started}",
         )
-
-
-def free_port(host: str = _LOOPBACK) -> int:
-    """A random port that nothing listens on, outside the range from which connections get theirs.
-
-    Args:
-        host: a name or address of this machine.
-
-    Raises:
-        RunError: none was found.
-    """
-    for _ in range(100):
-        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
-        if is_free(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"):
-            return port
-    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {host}.")
-
-
-def is_free(address: str) -> bool:
-    """Whether nothing listens at host:port of this machine."""
-    host, port = split_address(address)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep nobody off
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def _virtual_devices(env: Mapping[str, str], devices: int) -> dict[str, str]:
@@ -354,7 +322,7 @@ class Supervisor:
         self._signals: list[signal.Signals] = []
         self._launch = str(uuid.uuid4())
         self._snapshots: list[SnapshotMemory] = []  # of each process, from its first attempt to the end
-        self._standby = Standby(self._started, self._logs / "standby", is_free)
+        self._standby = Standby(self._started, self._logs / "standby")
         self._last_attempt = 0
         self._outage: Outage | None = None
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from meshkit.distributed.roll_call import is_free
 from meshkit.errors import ConfigError
 from meshkit.runs.phases import Pulse
 from meshkit.verbs.launch.processes import LocalGang
@@ -72,11 +73,10 @@ class Standby:
         start: starts a gang from the attempt's number, a folder of logs, and a descriptor. From the descriptor each
             process reads a byte before it goes on.
         folder: holds what the processes print while they wait.
-        is_free: whether nobody listens at a host:port.
     """
 
-    def __init__(self, start: Start, folder: Path, is_free: Callable[[str], bool]):
-        self._start, self._folder, self._is_free = start, folder, is_free
+    def __init__(self, start: Start, folder: Path):
+        self._start, self._folder = start, folder
         self._held, self._started, self._lets_go = ExitStack(), None, -1
 
     def start(self, number: int) -> None:
@@ -103,11 +103,7 @@ class Standby:
         """
         try:
             found = self._started
-            if (
-                found is None
-                or found.gang.poll()
-                or not (found.coordinator is None or self._is_free(found.coordinator))
-            ):
+            if found is None or found.gang.poll() or (found.coordinator and not is_free(found.coordinator)):
                 return None
             self._folder.rename(logs)
             found.gang.begin(logs)

@@ -17,7 +17,7 @@ from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS_VARIABLE, Slot, Snap
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.snapshots import Snapshots
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd_create)")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 
 @pytest.fixture

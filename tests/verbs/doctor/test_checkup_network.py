@@ -12,10 +12,9 @@ import pytest
 
 from meshkit.distributed.certificates import make_certificates, write_certificates
 from meshkit.distributed.environment import read_gang
-from meshkit.distributed.roll_call import Attendance
+from meshkit.distributed.roll_call import Attendance, free_port
 from meshkit.verbs.doctor import checkup as network
 from meshkit.verbs.doctor.checkup import check_clock, check_gang, check_network
-from meshkit.verbs.launch.local import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.cli import main
-from meshkit.verbs.launch.local import free_port
+from meshkit.distributed.roll_call import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"

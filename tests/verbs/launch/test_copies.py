@@ -12,7 +12,7 @@ from meshkit.distributed.certificates import make_certificates, read_certificate
 from meshkit.runs.snapshots import SnapshotMemory
 from meshkit.verbs.launch.copies import Channel, Keeper, SnapshotCopies, fetch_copies
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd_create)")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 HERE = "127.0.0.1"
 RANK = 3
 

@@ -40,21 +40,8 @@ sys.exit(part.run([sys.executable, "-c", process], folder, Policy(max_restarts=0
 def spaces_are_possible():
     if not all(map(shutil.which, ("unshare", "nsenter", "ip", "mount"))):
         return False
-    command = [
-        "unshare",
-        "--net",
-        "--mount",
-        "--uts",
-        "ip",
-        "link",
-        "add",
-        "mk0",
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "mk1",
-    ]
+    cable = ["ip", "link", "add", "mk0", "type", "veth", "peer", "name", "mk1"]
+    command = ["unshare", "--net", "--mount", "--uts", *cable]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import pytest
 
 from meshkit.distributed.certificates import make_certificates, write_certificates
+from meshkit.distributed.roll_call import free_port
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs.snapshots import SnapshotMemory
 from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
-from meshkit.verbs.launch.local import free_port
 
 HERE = "127.0.0.1"
 COUNT = 3
@@ -28,7 +28,7 @@ def place(tmp_path, monkeypatch):
     with ExitStack() as stack:
 
         def make(index, *, folder=tmp_path / "mtls"):
-            made = Hosts(index, COUNT, 1, address, str(folder), said.append, free_port)
+            made = Hosts(index, COUNT, 1, address, str(folder), said.append)
             return stack.enter_context(made)
 
         make.said = said
@@ -136,7 +136,7 @@ def test_strangers_on_the_port_and_launchers_of_other_jobs_keep_nobody(place, tm
     write_certificates(tmp_path / "other", make_certificates([HERE]))
     hosts = [place(i) for i in range(COUNT)]
     host, port = place.address.split(":")
-    stranger = Hosts(1, COUNT, 1, place.address, str(tmp_path / "other"), print, free_port)
+    stranger = Hosts(1, COUNT, 1, place.address, str(tmp_path / "other"), print)
     stop = []
 
     def disturb():
@@ -149,7 +149,7 @@ def test_strangers_on_the_port_and_launchers_of_other_jobs_keep_nobody(place, tm
     assert found == [None] * 3
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name (memfd_create)")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_back_that_were_dropped(place):
     hosts = [place(i) for i in range(COUNT)]
     memory = [SnapshotMemory() for _ in range(COUNT)]
@@ -176,5 +176,5 @@ def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_bac
 
 def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
     with pytest.raises(ConfigError, match="meet by certificates") as raised:
-        Hosts(0, 2, 1, f"{HERE}:61000", None, print, free_port)
+        Hosts(0, 2, 1, f"{HERE}:61000", None, print)
     assert "launch certificates" in str(raised.value.hint)

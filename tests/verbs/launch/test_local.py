@@ -11,9 +11,10 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.distributed.environment import read_gang
+from meshkit.distributed.roll_call import free_port
 from meshkit.errors import ConfigError
 from meshkit.verbs.launch.jobs import Job, check_share, job_name
-from meshkit.verbs.launch.local import LocalPart, check_part, free_port
+from meshkit.verbs.launch.local import LocalPart, check_part
 from meshkit.verbs.launch.processes import Ending
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,8 +55,8 @@ def test_a_port_in_use_is_not_chosen(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         offers = iter([port, 0])
-        monkeypatch.setattr("meshkit.verbs.launch.local.FIRST_PORT", 0)
-        monkeypatch.setattr("meshkit.verbs.launch.local.secrets.randbelow", lambda _: next(offers))
+        monkeypatch.setattr("meshkit.distributed.roll_call.FIRST_PORT", 0)
+        monkeypatch.setattr("meshkit.distributed.roll_call.secrets.randbelow", lambda _: next(offers))
         assert free_port() == 0
 
 

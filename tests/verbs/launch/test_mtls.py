@@ -22,9 +22,8 @@ import pytest
 
 from meshkit.distributed.certificates import make_certificates, read_certificates, write_certificates
 from meshkit.distributed.environment import Gang
-from meshkit.distributed.roll_call import call_roll
+from meshkit.distributed.roll_call import call_roll, free_port
 from meshkit.errors import RunError
-from meshkit.verbs.launch.local import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 GANG = {"MESHKIT_COORDINATOR": "127.0.0.1:1", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_PROCESS_ID": "1"}

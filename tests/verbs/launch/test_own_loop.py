@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshkit.cli import main
+from meshkit.distributed.roll_call import free_port
 from meshkit.verbs.launch.jobs import command_name, make_job
-from meshkit.verbs.launch.local import free_port
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "own-loop.md").read_text(encoding="utf-8")
 # Stands in front of the guide's script: process 1 kills itself at step 8 of the first attempt.
