@@ -193,7 +193,7 @@ def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> No
         ConfigError: the name cannot be looked up in that time.
     """
     host, port = gang.address
-    progress, began = _Progress(log, timeout_s), time.monotonic()
+    progress, began = Progress(log, timeout_s), time.monotonic()
     patience_s = timeout_s if gang.in_kubernetes else min(timeout_s, NAME_S)
     while True:
         try:
@@ -211,7 +211,7 @@ def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> No
         time.sleep(_RETRY_S)
 
 
-class _Progress:
+class Progress:
     """Logs what this process waits for, after 10 s and then each time that the wait has doubled."""
 
     def __init__(self, log: Log, timeout_s: float):
@@ -231,7 +231,7 @@ class _Progress:
 def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, log: Log) -> Attendance:
     """Hears every other process, as process 0, until all are there or the time is over."""
     roll = _Roll(gang, in_the_open=contexts[0] is None and gang.secret is None)
-    progress, rival = _Progress(log, timeout_s), _Rival(gang, contexts[1])
+    progress, rival = Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:
         server = open_server(gang, bind)
     except OSError as e:
@@ -531,7 +531,7 @@ class Connections:
 
 def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, log: Log) -> Attendance:
     began, token = time.monotonic(), secrets.token_hex(8)
-    progress, why = _Progress(log, timeout_s), "nobody listens"
+    progress, why = Progress(log, timeout_s), "nobody listens"
     while (left := began + timeout_s - time.monotonic()) > 0:
         try:
             # Process 0 may have started later than this process, so its timeout may end up to `timeout_s` later.

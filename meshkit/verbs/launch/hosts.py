@@ -1,7 +1,7 @@
 """The launchers of a job on several hosts: they begin every attempt together, end it together, and keep copies.
 
     launcher of host 0 listens on the coordinator's port <- the others come, by mutual TLS, and wait
-    all are there -> Start: the port of this attempt's processes, where each launcher keeps copies -> the attempt
+    all are there -> the port of this attempt's processes, and where each launcher keeps copies -> the attempt
     a process fails, a host is lost, a launcher gives up -> all others hear of it -> the next meeting, or the end
 
 A launcher that is gone is waited for: whoever starts the same command again, on this or another machine, takes its
@@ -22,13 +22,12 @@ from typing import Any
 
 from meshkit.distributed.certificates import MAKE_HINT, read_certificates
 from meshkit.distributed.environment import MTLS, Gang, join_timeout_s, split_address
-from meshkit.distributed.roll_call import Connections, bind_address, free_port, named, open_server
+from meshkit.distributed.roll_call import Connections, Progress, bind_address, free_port, named, open_server
 from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
 from meshkit.runs.snapshots import SnapshotMemory
 from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies, fetch_copies, keep_alive
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
-_FIRST_WORD_S = 10.0
 _LEAVE_S = 10.0  # for the others to hear that a launcher has given up
 _LONGEST_LINE = 1 << 16
 
@@ -151,22 +150,17 @@ class Hosts:
             self._meet({"host": self.index, "of": self.count, "attempt": 0, "stop": code}, (), _LEAVE_S)
 
     def _meet(self, mine: dict[str, Any], signals: Sequence[signal.Signals], wait_s: float) -> None:
-        started = time.monotonic()
-        ends, told = started + wait_s, started + _FIRST_WORD_S
-        meeting = self._receive_all(mine) if self.index == 0 else self._come(mine)
-        for missing in meeting:
-            now = time.monotonic()
+        ends, progress = time.monotonic() + wait_s, Progress(self._show, wait_s)
+        for missing in self._receive_all(mine) if self.index == 0 else self._come(mine):
             if signals:
                 code = INTERRUPTED if signals[0] == signal.SIGINT else PREEMPTED
                 raise EndedElsewhere(code, f"{signals[0].name} while the other hosts are waited for")
-            if now > ends:
+            if time.monotonic() > ends:
                 raise RunError(
                     f"host {self.index} of {self.count} has waited {wait_s:.0f} s for {missing}.",
                     hint="the same `meshkit launch local` on every host, each with its own --host-index",
                 )
-            if now > told and "stop" not in mine:
-                told = now + (now - started)
-                self._show(f"host {self.index} waits for {missing}, up to {ends - now:.0f} s longer")
+            progress.say(f"host {self.index} waits for {missing}")
 
     def _receive_all(self, mine: dict[str, Any]) -> Iterator[str]:
         """Host 0: takes in the others; yields whom it misses, until all know how to begin or that it is over."""

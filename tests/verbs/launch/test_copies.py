@@ -79,27 +79,19 @@ def test_a_new_launcher_gets_both_snapshots_bit_for_bit(job, keeper):
     assert said == []
 
 
-def test_the_copy_of_the_last_whole_one_stays_while_the_next_one_comes(job, keeper):
+@pytest.mark.parametrize(
+    ("sealed", "kept"),
+    [
+        ([(1, 4), (0, 8), (1, 12), (0, 16), (1, 20)], [16, 20]),
+        ([(0, 4), (1, 8), (1, 6)], [4, 6]),  # another gang goes on from step 4: its step 8 may be another one
+    ],
+)
+def test_the_copies_are_of_what_the_process_has_last(job, keeper, sealed, kept):
     with memory() as held:
-        for step in (4, 8, 12, 16):
-            seal(held.slots[step // 4 % 2], step)
+        for slot, step in sealed:
+            seal(held.slots[slot], step)
             copied(held, keeper, job, [])
-        held.slots[1].reserve(100)  # the process writes the next one
-        seal(held.slots[1], 20)
-        copied(held, keeper, job, [])
-    assert fetched(keeper, job) == {16: data_of(16), 20: data_of(20)}
-
-
-def test_what_its_process_no_longer_has_goes_from_the_copies_too(job, keeper):
-    """Another gang goes on from step 4: its step 8 may be another one."""
-    with memory() as held:
-        seal(held.slots[0], 4)
-        seal(held.slots[1], 8)
-        copied(held, keeper, job, [])
-        held.slots[1].clear()
-        seal(held.slots[1], 6)
-        copied(held, keeper, job, [])
-    assert fetched(keeper, job) == {4: data_of(4), 6: data_of(6)}
+    assert fetched(keeper, job) == {step: data_of(step) for step in kept}
 
 
 def test_a_snapshot_that_is_damaged_is_no_copy_and_its_process_hears_so(job, keeper):
