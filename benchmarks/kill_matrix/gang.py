@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from meshkit.runs.snapshots import Slot
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
 _SITE = Path(__file__).with_name("injected")
@@ -46,6 +48,7 @@ class Launch:
         injects: whether something is injected into its processes.
         processes: of this launcher.
         out: run folder, of launchers that share one; `run` of the folder by default.
+        variables: of its environment, beside those of this process.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class Launch:
         injects: bool = True,
         processes: int = 2,
         out: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ):
         self.folder, self.out, self._options, self._experiment = folder, out or folder / "run", options, experiment
-        self._processes = processes
+        self._processes, self._variables = processes, variables or {}
         self._gates = {str(k): asdict(gate) for k, gate in (gates or {}).items()}
         self._marks, self._said = folder / "marks", folder / "said"
         self.scratch = folder / "tmp"
@@ -72,7 +76,7 @@ class Launch:
         """Starts it, or the same command again."""
         path = [str(_SITE)] * self._injects + [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         told = json.dumps({"folder": str(self._marks), "gates": self._gates, "memory_every": MEMORY_EVERY})
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
+        env = os.environ | self._variables | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
         env |= {"KILL_GATES": told} if self._injects else {}
         env.pop("XLA_FLAGS", None)  # of whatever test runs this
         command = ["-m", "meshkit", "launch", "local", "--processes", str(self._processes), "--devices", "4"]
@@ -159,6 +163,10 @@ class Launch:
         except (OSError, ValueError):
             return {}
 
+    def copied_step(self) -> int:
+        """Newest step of which every process's snapshot has a copy on another host; 0 for none."""
+        return min((max(_copied_steps(pid), default=0) for pid in self.ranks().values()), default=0)
+
     def memory(self, attempt: int, rank: int) -> dict[int, int]:
         """Steps made in an attempt -> resident bytes of the process."""
         try:
@@ -225,6 +233,17 @@ def _parents() -> dict[int, int]:
         if entry.name.isdigit() and (words := _stat(int(entry.name))):
             found[int(entry.name)] = int(words[1])
     return found
+
+
+def _copied_steps(pid: int) -> list[int]:
+    """Steps of a process's snapshots that another host has."""
+    steps = []
+    for path in (_variable(pid, "MESHKIT_SNAPSHOTS") or "").replace("/self/", f"/{pid}/").split(os.pathsep):
+        with suppress(OSError), open(path, "rb") as file:
+            slot = Slot(file.fileno())
+            if slot.said_copied() and (record := slot.record()) is not None:
+                steps.append(record["step"])
+    return steps
 
 
 def _state(pid: int) -> str:

@@ -44,7 +44,6 @@ class TwoHosts:
     def __init__(self, folder: Path, options: tuple[str, ...]):
         self._checkpoint = folder / "run" / "checkpoints" / "8" if options == DISK_TOO else None
         write_certificates(folder / "mtls", make_certificates(["127.0.0.1"]))
-        os.environ["MESHKIT_MTLS"] = str(folder / "mtls")
         job = ("--hosts", "2", "--coordinator", f"127.0.0.1:{free_port()}", "--max-restarts", "3", *options)
         self.launches = [
             Launch(
@@ -53,15 +52,16 @@ class TwoHosts:
                 (*job, "--host-index", str(host)),
                 processes=1,
                 out=folder / "run",
+                variables={"MESHKIT_MTLS": str(folder / "mtls")},
             )
             for host in range(2)
         ]
-        for launch in self.launches:
-            launch.start()
 
     def wait_for_gate(self) -> None:
-        """Returns when process 1 holds before its snapshot of step 16, and a checkpoint of step 8, if any, is whole."""
+        """Returns when process 1 holds before its snapshot of step 16, and what came before that is whole."""
         self.launches[GATE.rank].wait_for_mark(0, "at")
+        for launch in self.launches:
+            launch.wait(lambda launch=launch: launch.copied_step() >= GATE.step - 2, "the copies of step 14")
         if self._checkpoint is not None:
             self.launches[0].wait(self._checkpoint.exists, "the checkpoint of step 8")
 
@@ -104,16 +104,14 @@ class TwoHosts:
 @contextmanager
 def two_hosts(folder: Path, options: tuple[str, ...]) -> Iterator[TwoHosts]:
     """The launchers; nothing of them is left afterwards."""
-    made, before = None, os.environ.get("MESHKIT_MTLS")
+    made = TwoHosts(folder, options)
     try:
-        made = TwoHosts(folder, options)
+        for launch in made.launches:
+            launch.start()
         yield made
     finally:
-        for launch in made.launches if made else ():
+        for launch in made.launches:
             launch.kill()
-        os.environ.pop("MESHKIT_MTLS", None)
-        if before is not None:
-            os.environ["MESHKIT_MTLS"] = before
 
 
 def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
