@@ -26,20 +26,18 @@ from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement
 from meshkit.errors import RUN_FAILED
 from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witnesses
-from meshkit.runs.limits import Limits, limits_of_environment
+from meshkit.runs.limits import AWAY_S, Limits, limits_of_environment
 from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
 _MEET_S, _ANSWER_S = 2.0, 3.5  # for this process to say where it is, and for all
-_AWAY_S = 5.0  # longer between two looks: this process was stopped with its machine or its job
 _GRACE_S = 5.0  # beyond that, until a process that has not named the hang ends
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
 
 
 class AwakeAge:
-    """The age of a process's phase without the time in which it could not get on, as no process of its job could: a job
-    that is suspended, a virtual machine that is moved, a debugger.
+    """The age of a process's phase, without the time for which its machine or its whole job was suspended.
 
     Args:
         phases: of this process.
@@ -54,7 +52,7 @@ class AwakeAge:
         """Seconds, from one who looks every half second: a longer time between two looks does not count."""
         now, moves = self._clock(), self._phases.move.number
         since_s, self._looked = now - self._looked, now
-        self._away_s = (self._away_s if moves == self._moves else 0.0) + (since_s if since_s > _AWAY_S else 0.0)
+        self._away_s = (self._away_s if moves == self._moves else 0.0) + (since_s if since_s > AWAY_S else 0.0)
         self._moves = moves
         return self._phases.age_s - self._away_s
 

@@ -19,6 +19,8 @@ from meshkit.runs.phases import PHASES
 STALL_TIMEOUT = "MESHKIT_STALL_TIMEOUT"
 # A process that somebody has stopped says so itself (its state is T), however busy the machine is.
 _STOPPED_S, _STOPPED = 10.0, "stopped"
+# Longer between two looks: the one who looks was stopped (a job that is suspended), or had no CPU.
+AWAY_S = 5.0
 # What takes long by its nature: the limit of a step does not hold there.
 _PATIENT = ("start", "compile", "restore", "init", "trace", "save")
 _PATIENCE = 6.0

@@ -30,7 +30,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Channel:
-    """How launchers of a job reach each other."""
+    """The certificates by which launchers of a job reach each other."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
@@ -119,8 +119,7 @@ class Keeper:
 
     def _give(self, file: BufferedRWPair, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            memory = self._memory.get(rank)
-            for slot in memory.slots if memory is not None else ():
+            for slot in self._memory[rank].slots:
                 if (record := slot.record()) is not None:
                     _say(file, rank=rank, size=(size := slot.size), record=record)
                     _send(file, slot, size)

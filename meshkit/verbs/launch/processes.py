@@ -30,7 +30,7 @@ from typing import IO
 from meshkit.config.files import open_regular
 from meshkit.errors import BUG, CONDITION, DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, USER_ERROR, ConfigError
 from meshkit.runs.hang import Witness
-from meshkit.runs.limits import Limits
+from meshkit.runs.limits import AWAY_S, Limits
 from meshkit.runs.phases import Pulse
 
 _POLL_S, _START_S = 0.02, 60.0
@@ -54,8 +54,6 @@ _SIGNALS = {
     signal.SIGBUS: "often a full /dev/shm",
 }
 _LOOK_EVERY_S = 0.5
-# Longer between two looks: it was this process that was stopped (a job that is suspended), or had no CPU.
-_AWAY_S = 5.0
 # For the processes to print their stacks; on Linux the kernel says when each has.
 _STACKS_S, _STACKS_ELSEWHERE_S = 10.0, 2.0
 _MOST_OF_STACKS = 1 << 20
@@ -130,7 +128,8 @@ class LocalGang:
     first_rank: int = 0
     descriptors: Sequence[Sequence[int]] = ()
     members: list[Member] = field(default_factory=list)
-    _started: float = 0.0
+    began: float = 0.0
+    """When its processes were started, or went on, by `time.monotonic`."""
 
     def __enter__(self) -> LocalGang:
         """Starts them all.
@@ -138,7 +137,7 @@ class LocalGang:
         Raises:
             ConfigError: a log cannot be written, or the program is not there.
         """
-        self._started = time.monotonic()
+        self.began = time.monotonic()
         rank = self.first_rank
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -166,14 +165,9 @@ class LocalGang:
 
     def begin(self, logs: Path) -> None:
         """Counts from now, where the processes have waited; their logs have moved to this folder."""
-        self._started = time.monotonic()
+        self.began = time.monotonic()
         for member in self.members:
             member.log = logs / member.log.name
-
-    @property
-    def began(self) -> float:
-        """When its processes were started, or went on, by `time.monotonic`."""
-        return self._started
 
     def poll(self) -> list[Member]:
         """The processes that have ended since the last call, the first of them first."""
@@ -188,7 +182,7 @@ class LocalGang:
         if not code:  # the reaper was killed, and the process with it
             code = str(member.reaper.wait() or -signal.SIGKILL)
         member.ending = Ending(int(code))
-        member.ended_s = (float(at) if at else time.monotonic()) - self._started
+        member.ended_s = (float(at) if at else time.monotonic()) - self.began
         return True
 
     @property
@@ -308,7 +302,7 @@ class Watchdog:
         if (since := now - self._looked) < _LOOK_EVERY_S:
             return None
         self._looked = now
-        for seen in self._seen if since > _AWAY_S else ():
+        for seen in self._seen if since > AWAY_S else ():
             seen.shift(since)
         running = [(m, self._last(m, gang)) for m in gang.running]
         return self._stopped(running, now) or self._late(running, now)

@@ -319,7 +319,7 @@ class _Run:
             if due or captured:  # none of it is part of a step's time
                 self.records.restart_clock()
             if stops:
-                self._leave(state)
+                self._leave(step)
             if step.stops:
                 return
 
@@ -372,20 +372,17 @@ class _Run:
         return ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
 
     def _check_replicas(self, step: TrainingStep) -> None:
-        self._check_state(step.state, step.number)
-
-    def _check_state(self, state: TrainState, step: int) -> None:
         """Stops the run where replicas differ; the next attempt resumes from a checkpoint whose replicas were equal."""
-        if self.experiment.train.replica_check_every == 0 or step == self.checked_step:
+        if self.experiment.train.replica_check_every == 0 or step.number == self.checked_step:
             return
-        self.phases.enter("check", step)
+        self.phases.enter("check", step.number)
         try:
-            self._replicas.check(state, step)
+            self._replicas.check(step.state, step.number)
         except RunError:
             if self.snapshots is not None:  # they were taken since the last check
                 self.snapshots.drop()
             raise
-        self.checked_step = step
+        self.checked_step = step.number
 
     def _snapshot(self, step: TrainingStep) -> None:
         if self.snapshots is not None:
@@ -399,17 +396,14 @@ class _Run:
         self.goodput.mark(step.number)
         self.store.save(step.state)
 
-    def _leave(self, state: TrainState) -> None:
+    def _leave(self, step: TrainingStep) -> None:
         """Saves, and raises what the signal asks for."""
-        step = int(state.step)
         # Of several processes one may have been interrupted and the others terminated: a save takes all of them.
         if self.stop.preempted or self.experiment.checkpoint.every or jax.process_count() > 1:
-            self._check_state(state, step)
-            self.phases.enter("save", step)
-            self.store.save(state)
+            self._save(step)
             self.store.wait()
         if self.stop.preempted:
-            raise Preempted(f"stopped by SIGTERM after step {step}; a checkpoint is saved.", at=str(self.folder))
+            raise Preempted(f"stopped by SIGTERM after step {step.number}; a checkpoint is saved.", at=str(self.folder))
         raise KeyboardInterrupt
 
     def _greet(self, state: TrainState | None) -> None:

@@ -148,8 +148,8 @@ class Stragglers:
             self._thread.join(timeout_s)
 
     def _compare(self, window: int, mine: dict[str, Any]) -> None:
-        said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "cpu_s": self.cpu_s}
-        said["errors"] = dict(self._errors())
+        said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "errors": self._errors()}
+        said["cpu_s"] = self.cpu_s
 
         def decide(every: list[Any]) -> None:
             for line in self._growth.look(every):
