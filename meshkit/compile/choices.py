@@ -44,7 +44,7 @@ from meshkit.predict.simulate import simulate, step_pricer
 from meshkit.sharding.resolve import placements_by_state
 from meshkit.sharding.strategy import BYTES_OF, AxisRoles, Weight, make_weights
 from meshkit.step.program import TrainProgram
-from meshkit.units import format_bytes
+from meshkit.units import format_bytes, format_seconds
 
 # XLA's own: 30 MiB of output. Messages are not combined less than that.
 _DEFAULT_BYTES = 30 * 2**20
@@ -399,10 +399,11 @@ def compile_to_fit[T: CompileAttempt](
     """
     if choices.pgle == TABLE:
         with text_file(agree(TABLE, table_text(cluster))) as path:
-            only = _fitting(make, cluster, choices, [*choices.derived, Option(TABLE_OPTION, str(path), _WHY_TABLE)])
+            table = Option(TABLE_OPTION, str(path), _WHY_TABLE)
+            only = _fitting(make, cluster, choices, [*choices.derived, table], agree)
         said = unread(cluster, only.schedule)
         return replace(cast(Any, only), chosen=without_path(only.chosen), log=(*said, *only.log)), [only]
-    first = _fitting(make, cluster, choices, choices.derived)
+    first = _fitting(make, cluster, choices, choices.derived, agree)
     made = [first]
 
     def fits(one: T) -> bool:
@@ -416,22 +417,25 @@ def compile_to_fit[T: CompileAttempt](
     for round_ in range(ROUNDS):
         costs = predicted_costs(made[-1].schedule, cluster, assumptions)
         with text_file(agree(f"latencies {round_}", profile_text(costs))) as path:
-            made.append(_fitting(make, cluster, choices, [*settled, Option(PGLE_OPTION, str(path), _WHY)]))
+            made.append(_fitting(make, cluster, choices, [*settled, Option(PGLE_OPTION, str(path), _WHY)], agree))
 
     def order(n: int) -> tuple[bool, float, int]:
-        (step,) = simulate(made[n].schedule, cluster, assumptions=assumptions).timeline.steps
-        return not fits(made[n]), step.window[1] - step.window[0], n
+        return not fits(made[n]), _step_s(made[n], cluster), n
 
     best = made[agree("fastest", min(range(len(made)), key=order))]
     return replace(cast(Any, best), chosen=without_path(best.chosen)), made
 
 
 def _fitting[T: CompileAttempt](
-    make: Callable[[Sequence[Option]], T], cluster: Cluster, choices: CompileChoices, derived: Sequence[Option]
+    make: Callable[[Sequence[Option]], T],
+    cluster: Cluster,
+    choices: CompileChoices,
+    derived: Sequence[Option],
+    agree: Callable[[str, Any], Any],
 ) -> T:
-    """Compile with the derived options; where that does not fit, with tight values or without those that cost memory.
+    """Compile with the derived options; where that does not fit, with tight values and without those that cost memory.
 
-    The first that fits; where none does, the one with tight values.
+    The first where it fits, else the faster one that fits with tight values; where none does, that with all options.
     """
     pool_bytes = _pool_bytes(cluster, choices)
 
@@ -440,22 +444,38 @@ def _fitting[T: CompileAttempt](
 
     tight = [replace(o, value=o.tight[0], why=o.tight[1], tight=None) if o.tight else o for o in derived]
     loose = choose(derived)
-    if loose != choose(tight):
+    limited = loose != choose(tight)
+    if limited:
         made = make(loose)
         if room_for(made.peak_bytes) <= pool_bytes:
             return made
     made = make(choose(tight))
-    needed, cheap = made.peak_bytes, [o for o in tight if not o.costs_memory]
-    if needed <= pool_bytes or len(cheap) == len(tight):
+    fits, cheap = made.peak_bytes <= pool_bytes, [o for o in tight if not o.costs_memory]
+    if len(cheap) == len(tight) or (fits and not limited):
         return made
     plain = make(choose(cheap))
     if plain.peak_bytes > pool_bytes:
         return made
-    said = (
-        f"the options that hide the gathers of a layer are left out: they need {format_bytes(needed)} of GPU memory"
-        f", more than the step may take, and without them it needs {format_bytes(plain.peak_bytes)}"
-    )
+    said = "the options that hide the gathers of a layer are left out: "
+    if fits:  # XLA keeps within the limit by recomputing or serializing, which can cost more than gathers in sight.
+        seconds, without_s = _step_s(made, cluster), _step_s(plain, cluster)
+        if not agree("without what hides gathers", without_s < seconds):
+            return made
+        said += f"with them XLA saves memory, and the step takes {format_seconds(seconds)}, not "
+        said += format_seconds(without_s)
+    else:
+        said += (
+            f"they need {format_bytes(made.peak_bytes)} of GPU memory, more than the step may take, and without them "
+        )
+        said += f"it needs {format_bytes(plain.peak_bytes)}"
     return replace(cast(Any, plain), log=(said, *plain.log))
+
+
+def _step_s(made: CompileAttempt, cluster: Cluster) -> float:
+    """Simulated seconds of one run of a program."""
+    assumptions = assumptions_for({o.name: o.value for o in made.chosen})
+    (step,) = simulate(made.schedule, cluster, assumptions=assumptions).timeline.steps
+    return step.window[1] - step.window[0]
 
 
 def room_for(peak_bytes: int) -> float:

@@ -112,22 +112,22 @@ def test_options_that_cost_no_memory_are_not_tried_without(compiled):
 
 
 @pytest.mark.parametrize(
-    ("pool", "limits", "costly"),
+    ("pool", "other", "limits", "kept"),
     [
-        (130, [10_000], True),  # 120 GiB and 2 % to spare
-        (121, [10_000, 115], True),  # not enough to spare
-        (95, [10_000, 115], True),
-        (80, [10_000, 115, 115], False),
-        (20, [10_000, 115, 115], True),  # nothing fits: as it was wanted
+        (130, COSTLY, [10_000], True),  # 120 GiB and 2 % to spare
+        (61, CHEAP, [10_000, 115], True),  # not enough to spare
+        (35, CHEAP, [10_000, 115], True),
+        (80, COSTLY, [10_000, 115, 115], False),
+        (20, COSTLY, [10_000, 115, 115], True),  # nothing fits: as it was wanted
     ],
 )
-def test_xlas_limit_is_out_of_reach_of_a_step_that_fits(compiled, pool, limits, costly):
-    made, asked = compiled(derived=(LIMIT, COSTLY), pool_bytes=pool * GIB)
+def test_xlas_limit_is_out_of_reach_of_a_step_that_fits(compiled, pool, other, limits, kept):
+    made, asked = compiled(derived=(LIMIT, other), pool_bytes=pool * GIB)
     assert [a["xla_limit"] for a in asked] == limits
     assert made.options["xla_limit"] == limits[-1]
-    assert ("xla_costly" in made.options) == costly
+    assert (other.name in made.options) == kept
     gpus = OnGpus()
-    compile_for_gpus(gpus, H100S, PLACEMENT, choices((LIMIT, COSTLY), pool * GIB))
+    compile_for_gpus(gpus, H100S, PLACEMENT, choices((LIMIT, other), pool * GIB))
     assert [a["xla_limit"] for a in gpus.asked] == limits
 
 

@@ -44,7 +44,7 @@ class Made:
         return schedule(self.flops)
 
 
-def schedules(flops, peaks=(0, 0, 0), **keywords):
+def schedules(flops, peaks=(0, 0, 0), *, derived=(), pgle=PREDICTED, **keywords):
     """What the loop takes of programs of these FLOP, one after the other; and what each was told."""
     each = [Made(*of) for of in zip(flops, peaks)]
     left = iter(each)
@@ -58,9 +58,8 @@ def schedules(flops, peaks=(0, 0, 0), **keywords):
                     made.told = file.read()
         return made
 
-    taken, _ = compile_to_fit(
-        make, CLUSTER, CompileChoices(memory_fraction=100 / CLUSTER.gpu.memory_bytes, pgle=PREDICTED), **keywords
-    )
+    choices = CompileChoices({}, derived, 100 / CLUSTER.gpu.memory_bytes, pgle)
+    taken, _ = compile_to_fit(make, CLUSTER, choices, **keywords)
     return taken, each[1:]
 
 
@@ -97,6 +96,25 @@ def test_what_does_not_fit_is_not_compiled_again():
     found, rest = schedules((3e15, 2e15, 1e15), peaks=(101, 0, 0))
     assert found.flops == 3e15
     assert not any(made.told for made in rest)
+
+
+@pytest.mark.parametrize(
+    ("flops", "taken", "said"),
+    [((1e15, 3e15, 2e15), 2, True), ((1e15, 2e15, 3e15), 1, False)],
+    ids=["recomputing costs more", "exposed gathers cost more"],
+)
+def test_where_only_less_memory_fits_the_faster_way_to_it_is_taken(flops, taken, said):
+    """The first takes too much, the second keeps within a limit, and the third also leaves out what hides gathers."""
+    limit = Option("xla_limit", 10_000, "it fits", tight=(100, "it does not"))
+    hiding = Option("xla_hiding", True, "it hides gathers", costs_memory=True)
+    found, rest = schedules(flops, (101, 90, 80), derived=(limit, hiding), pgle="off")
+    assert found.flops == flops[taken]
+    options = [{o.name: o.value for o in made.chosen} for made in rest[:2]]
+    assert [o["xla_limit"] for o in options] == [100, 100]
+    assert ["xla_hiding" in o for o in options] == [True, False]
+    assert ["with them XLA saves memory" in line for line in found.log] == [True] * said
+    other, _ = schedules(flops, (101, 90, 80), derived=(limit, hiding), pgle="off", agree=lambda *_: not said)
+    assert other.flops == flops[3 - taken]
 
 
 def test_all_processes_take_what_process_0_says():
