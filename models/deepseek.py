@@ -13,8 +13,8 @@ step keep it from the optimizer and go by the sign alone (`meshkit.step.train_st
 
 **Multi-token prediction** (section 2.2). With `mtp_depth` = D, training adds D modules behind the layers. Module k
 turns the hidden state of position i and the embedding of token i + k into the hidden state from which the shared output
-head predicts token i + k + 1. The first hidden state is normalized as for the head, as vLLM's `deepseek_mtp.py` and
-SGLang read the published weights. Evaluation and logits do without the modules.
+head predicts token i + k + 1. The first hidden state is normalized as for the head, as vLLM and SGLang give it to the
+published module (`DeepseekV2Model.forward` in their `deepseek_v2.py`). Evaluation and logits do without the modules.
 """
 
 from __future__ import annotations

@@ -100,30 +100,28 @@ def deepseek_layout(config: Any) -> Layout:
     sizes |= {"shared_mlp": c.shared_experts * c.mlp}
     dense = _layers("prefix", "dense_layers", 0) if c.dense_layers else ()
     layers, end = ("layers", "layers", c.dense_layers), c.layers + c.dense_layers
-    mtp, copies = ("mtp/block", "mtp_depth", end), ()
-    common = (*ENDS, HEAD, *dense, *_layers(*layers))
-    tables = [(*common, *_moe(*layers, fused)) for fused in (False, True)]
+    common, stacks, copies = (*ENDS, HEAD, *dense, *_layers(*layers)), [layers], {}
     if c.mtp_depth:
         sizes |= {"mtp_depth": c.mtp_depth, "joined": 2 * c.embed}
-        more = (*_MTP, *_layers(*mtp))
-        more = tuple(replace(row, every=(end, 1)) for row in more)
-        tables = [(*table, *more, *_moe(*mtp, fused)) for table, fused in zip(tables, (False, True))]
-        copies = tuple(
-            replace(row, name=f"model.layers.{end + number}.{name}")
+        stacks.append(mtp := ("mtp/block", "mtp_depth", end))
+        common = (*common, *(replace(row, every=(end, 1)) for row in _MTP), *_layers(*mtp))
+        copies = {
+            f"model.layers.{end + number}.{name}": row
             for number in range(c.mtp_depth)
             for row, name in ((ENDS[0], "embed_tokens.weight"), (HEAD, "shared_head.head.weight"))
-        )
+        }
+    rows, fused_rows = ((*common, *(row for stack in stacks for row in _moe(*stack, fused))) for fused in (False, True))
     return Layout(
-        rows=tables[0],
-        others=(tables[1],),
+        rows=rows,
+        others=(fused_rows,),
         sizes=sizes,
         config=_written(config, options),
         options={"yarn_factor": 1.0, **options},
         read_config=read_options,
         keys=KEYS,
         computed=None if c.mtp_depth else rf"model\.layers\.{end}\..*",
-        copies={row.name: next(r.name for r in (*ENDS, HEAD) if r.path == row.path) for row in copies},
-        repeated=copies,
+        copies={name: row.name for name, row in copies.items()},
+        repeated=tuple(replace(row, name=name) for name, row in copies.items()),
     )
 
 

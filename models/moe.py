@@ -487,12 +487,11 @@ def make_config(
     if preset not in presets:
         raise ValueError(f"no {kind} preset '{preset}'.{suggest(preset, presets)}")
     types = {f.name: str(f.type) for f in dataclasses.fields(presets[preset])}
+    zeros = ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers", "mtp_depth", "mtp_weight")
     checked = {}
     for name, value in overrides.items():
         if name not in types or name in absent:
             raise ValueError(f"a {kind} has no option '{name}'.{suggest(name, types.keys() - absent)}")
-        zeros = ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers", "mtp_depth", "mtp_weight")
-        may_be_zero = name in zeros
-        zero = may_be_zero and not isinstance(value, bool) and value == 0
+        zero = name in zeros and not isinstance(value, bool) and value == 0
         checked[name] = value if zero else check_option(name, value, types[name].removesuffix(" | None"))
     return dataclasses.replace(presets[preset], **checked)

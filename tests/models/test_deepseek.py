@@ -45,11 +45,19 @@ def test_parameter_counts_are_the_published_ones():
 
 
 def test_the_published_checkpoint_has_one_module_for_multi_token_prediction():
-    """Hugging Face counts 3,918,786,560 numbers in BF16 and 680,571,043,840 in FP8, scales aside; the biases are in
-    FP32. Embedding and head are there twice."""
+    """As https://huggingface.co/api/models/deepseek-ai/DeepSeek-V3?expand[]=safetensors counts its numbers by dtype.
+
+    Embedding and head are there twice. Numbers in FP32 are the biases, and a scale for each block of 128 x 128 in FP8:
+    all matrices of layers but the routers', of which `kv_a_proj_with_mqa` alone has half a block more.
+    """
+    published = {"BF16": 3_918_786_560, "F8_E4M3": 680_571_043_840, "F32": 41_555_600}
     model = abstract("deepseek_v3", mtp_depth=1)
     c = model.config
-    assert count(model) + 2 * c.vocab * c.embed == 3_918_786_560 + 680_571_043_840 + 59 * c.experts
+    layers, norms = 62, 2 * c.embed + c.query_rank + c.kv_rank
+    bf16 = 4 * c.vocab * c.embed + layers * norms + 4 * c.embed + 59 * c.embed * c.experts + 2 * c.embed**2
+    fp8 = count(model) + 2 * c.vocab * c.embed - bf16 - 59 * c.experts
+    scales = fp8 // 128**2 + layers * c.embed // 128 // 2
+    assert {"BF16": bf16, "F8_E4M3": fp8, "F32": 59 * c.experts + scales} == published
     plain = abstract("deepseek_v3")
     active = model.matmul_parameters() - plain.matmul_parameters()
     idle = (c.experts - c.experts_per_token) * 3 * c.embed * c.mlp + c.experts
