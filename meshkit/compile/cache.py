@@ -71,8 +71,8 @@ DEFAULT_BYTES = 2 * 2**30
 _OFF = {"", "0", "off", "no", "none", "false"}
 # A writer that died leaves its temporary file; after an hour nobody is writing it any more.
 _STALE_S = 3600.0
+_MEMORY_SIZE = re.compile(r"device_memory_size: \d+")  # of a target: it bounds the schedule alone
 # All that is ever removed from a folder of entries, though it is meshkit's own.
-_MEMORY_SIZE = re.compile(r"device_memory_size: \d+")  # of a target: it bounds what XLA schedules
 _ENTRY = re.compile(r".+\.(program|kernels|executable|pbtxt)")
 _PARTIAL = re.compile(r".{0,16}-[0-9a-f]{16}\.tmp")
 

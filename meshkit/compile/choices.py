@@ -58,7 +58,6 @@ _LARGE_BYTES = (2**32, 2**33)
 # no client is (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit). Its rematerialization prints that limit.
 LIMIT = "xla_gpu_memory_limit_slop_factor"
 NO_LIMIT = 10_000
-_XLA_LIMIT = 95  # its default
 _XLA_FRACTION = 0.8
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"
 # Llama 1B on one H100, jaxlib 0.11.2, 2026-11-22: 158.6 s of compile and 491.5 ms a step with it, 5.2 s and 490.5 ms
@@ -209,7 +208,7 @@ def described_memory_bytes(options: Mapping[str, object], cluster: Cluster, memo
     Returns:
         The GPU's own where no limit is within reach, so that one kept program serves every `memory_fraction`.
     """
-    percent, whole = options.get(LIMIT, _XLA_LIMIT), cluster.gpu.memory_bytes
+    percent, whole = options.get(LIMIT), cluster.gpu.memory_bytes
     if isinstance(percent, int) and percent >= NO_LIMIT:
         return int(whole)
     return int(whole * memory_fraction / _XLA_FRACTION)

@@ -129,8 +129,8 @@ def causal_kernels(q: Queries, layout: ContextLayout, context: str, window: int 
     to the backward pass: (q, k, v) -> (output, log-sum-exp), and (q, k, v, output, log-sum-exp, gradient of the output)
     -> gradients of q, k and v.
 
-    With a window a chunk needs the end of the chunk before it and no more. It comes from the
-    neighbours, whatever `context` is.
+    With a window a chunk needs no more than the end of the chunk before it, which comes from the neighbours, whatever
+    `context` is.
 
     Args:
         q: the queries of the calls, [batch, length, heads, head_dim].
@@ -233,9 +233,9 @@ def _windowed(halo: _Halo, how: dict, q, k, v):
 
 
 def _windowed_gradients(halo: _Halo, how: dict, q, k, v, out, lse, g):
-    rows, lse = (halo.extend(x, filled=False) for x in (out, g)), halo.extend(lse, axis=2, filled=False)
-    out, g = rows
-    found = attend_gradients(halo.extend(q, filled=False), halo.extend(k), halo.extend(v), out, lse, g, **how)
+    queries, out, g = (halo.extend(x, filled=False) for x in (q, out, g))
+    lse = halo.extend(lse, axis=2, filled=False)
+    found = attend_gradients(queries, halo.extend(k), halo.extend(v), out, lse, g, **how)
     reduced = (halo.reduce(d, x, filled=x is not q) for d, x in zip(found, (q, k, v)))
     return tuple(d.astype(x.dtype) for d, x in zip(reduced, (q, k, v)))
 

@@ -229,7 +229,8 @@ class CliffPoint(Part):
 
     Attributes:
         arena_bytes: temporaries, which a run takes as one contiguous piece.
-        recomputed_kernels: that run twice because XLA saves memory; `recomputed_s` is what they take of a step.
+        recomputed_kernels: kernels that run twice because XLA saves memory.
+        recomputed_s: seconds of a step for the second runs.
     """
 
     pool_bytes: int
@@ -246,9 +247,8 @@ class CliffPart(Part):
     """Where XLA begins to recompute or to serialize to save memory, by compiles with other pools.
 
     Attributes:
-        distance_bytes: of the pool that the step does not need; below 0 what it lacks, where XLA saves memory already.
-            Null, as `before` and `beyond` are, where every compile is on the same side.
-        before, beyond: the nearest compiles on both sides.
+        distance_bytes: bytes of the pool that the step does not need; below 0 where XLA saves memory already.
+        before, beyond: the nearest compiles on both sides; null, with the distance, where all are on the same side.
         points: all of them, most memory first.
     """
 
