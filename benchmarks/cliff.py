@@ -18,8 +18,8 @@ from meshkit.search.cliff import cliff_text, compile_with_pool, find_cliff
 from meshkit.sharding.mesh import use_no_accelerator
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "cliff.svg"
-NAMES = ("llama3_8b", "gpt_oss_120b", "mixtral_8x7b")
-COLORS = ("#1f5fa8", "#b5541c", "#2e7d4f")
+NAMES = ("llama3_8b", "mixtral_8x7b")
+COLORS = ("#1f5fa8", "#b5541c")
 FURTHER = (0.94, 0.88)  # of the program's peak
 LEFT, RIGHT, TOP, BOTTOM = 0.86, 1.08, 1.4, 0.98  # of the plot: pool by peak, and step by the step before the cliff
 STYLE = 'font-family="sans-serif" font-size="12" fill="#222"'
@@ -64,13 +64,15 @@ def draw(programs: Mapping[str, Sequence[CliffPoint]]) -> str:
     for percent in (88, 92, 96, 100, 104):
         parts.append(f'<text x="{x(percent / 100):.1f}" y="{height - 32}" text-anchor="middle">{percent} %</text>')
     parts.append(f'<text x="{x(RIGHT):.1f}" y="{height - 10}" text-anchor="end">pool, of the program\'s peak</text>')
-    for (name, points), color in zip(programs.items(), COLORS):
+    for row, (name, points) in enumerate(programs.items()):
+        color = COLORS[row % len(COLORS)]
         first = points[0]
         line = [(x(p.pool_bytes / first.peak_bytes), y(p.time_s / first.time_s)) for p in points]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{color}"/>' for px, py in line[1:]]
-        row = list(programs).index(name)
+        for p, (px, py) in list(zip(points, line))[1:]:  # hollow where the step does not fit
+            fill = color if p.fits else "#fff"
+            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{fill}" stroke="{color}"/>')
         parts.append(f'<text x="{x(RIGHT) + 10:.1f}" y="{60 + 18 * row}" fill="{color}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -19,11 +19,11 @@ from meshkit.predict.coverage import rematerialized
 from meshkit.report.schema import CliffPart, CliffPoint, FindingPart, Report
 from meshkit.units import format_bytes, format_percent, format_seconds
 
-_LONGER = 0.005  # Smaller changes of a step are ones of its order, which XLA makes long before the cliff.
+_LONGER = 0.005  # Smaller changes come from another order of the step, which XLA chooses long before the cliff.
 _WITHIN = 0.01  # of the pool
 _SMALLER = (1.0, 0.94, 0.88, 0.82)  # of the program's peak: XLA counts more than that, unless much waits on the host
 _LARGER = (1.05, 1.15, 1.3, 1.6)  # of the pool
-# Plans differ by up to 2.3 % from the peaks of nine programs that the same compiler made (docs/concepts/validation.md).
+# Nine programs' measured peaks differ from their plans by up to 2.3 % (benchmarks/gpu/memory.md, the release that ran).
 _PEAK_ERROR = 0.023
 
 
@@ -40,31 +40,29 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
     now = _point(made)
     points = [now]
 
-    def with_pool(pool_bytes: float) -> CliffPoint:
-        points.append(compile_with_pool(experiment, pool_bytes))
-        return points[-1]
+    def saves_memory(point: CliffPoint) -> bool:
+        """Whether XLA saves memory at the expense of the step: kernels run twice, or it is longer than another one."""
+        shortest_s = min(p.time_s for p in points)
+        return point.recomputed_s > _LONGER * point.time_s or point.time_s > (1 + _LONGER) * shortest_s
 
-    before, beyond = (None, now) if _saves_memory(now) else (now, None)
-    if before is None:
-        for share in _LARGER:
-            tried = with_pool(share * now.pool_bytes)
-            if not _saves_memory(tried):
-                before = tried
-                break
-            beyond = tried
-    else:
+    before, beyond = (None, now) if saves_memory(now) else (now, None)
+    pools = [share * now.pool_bytes for share in _LARGER]
+    if before:
+        pools = [share * now.peak_bytes for share in _SMALLER]
         if made.compiled.options.get(LIMIT) == NO_LIMIT:  # With any pool that has room for it, it is the same program.
             before = now.model_copy(update={"pool_bytes": min(now.pool_bytes, int(room_for(now.peak_bytes)))})
             points.append(before)
-        for share in _SMALLER:
-            tried = with_pool(share * now.peak_bytes)
-            if _saves_memory(tried, now):
-                beyond = tried
-                break
-            before = tried
+
+    def attempt(pool_bytes: float) -> None:
+        nonlocal before, beyond
+        points.append(tried := compile_with_pool(experiment, pool_bytes))
+        before, beyond = (before, tried) if saves_memory(tried) else (tried, beyond)
+
+    for pool_bytes in pools:
+        if not (before and beyond):
+            attempt(pool_bytes)
     while before and beyond and before.pool_bytes - beyond.pool_bytes > _WITHIN * now.pool_bytes:
-        tried = with_pool((before.pool_bytes + beyond.pool_bytes) / 2)
-        before, beyond = (before, tried) if _saves_memory(tried, before) else (tried, beyond)
+        attempt((before.pool_bytes + beyond.pool_bytes) / 2)
     in_order = tuple(sorted(points, key=lambda p: -p.pool_bytes))
     if before is None or beyond is None:
         return CliffPart(points=in_order)
@@ -101,15 +99,19 @@ def cliff_text(cliff: CliffPart) -> str:
     if before is None or beyond is None or distance is None:
         least, most = (format_bytes(end(p.pool_bytes for p in cliff.points)) for end in (min, max))
         return f"XLA saves memory with all or none of the pools between {least} and {most}: no cliff was found."
-    changes = [f"{beyond.recomputed_kernels} kernels run twice, for {format_seconds(beyond.recomputed_s)}"]
+    changes = []
+    if n := beyond.recomputed_kernels:
+        twice = "1 kernel runs" if n == 1 else f"{n} kernels run"
+        changes.append(f"{twice} twice, for {format_seconds(beyond.recomputed_s)}")
     if (exposed := beyond.exposed_s - before.exposed_s) > _LONGER * before.time_s:
         changes.append(f"{format_seconds(exposed)} more of communication are exposed")
     longer = format_percent(beyond.time_s / before.time_s - 1)
-    step = f"the step takes {format_seconds(beyond.time_s)}, {longer} longer: {' and '.join(changes)}"
+    takes = f"takes {format_seconds(beyond.time_s)}, {longer} longer" + ": " * bool(changes) + " and ".join(changes)
     if distance < 0:
-        return f"XLA saves memory, because {format_bytes(-distance)} are missing: {step}."
+        return f"XLA saves memory, because {format_bytes(-distance)} are missing: the step {takes}."
     further = format_bytes(before.pool_bytes - beyond.pool_bytes)
-    return f"XLA begins to save memory with {format_bytes(distance)} less than now; with another {further} less {step}."
+    least = format_bytes(distance)
+    return f"The step takes as long with {least} less memory than now; with another {further} less it {takes}."
 
 
 def cliff_table(cliff: CliffPart) -> Table:
@@ -137,9 +139,3 @@ def _point(made: Plan) -> CliffPoint:
         recomputed_kernels=again.kernels,
         recomputed_s=again.seconds / planned.steps,
     )
-
-
-def _saves_memory(point: CliffPoint, free: CliffPoint | None = None) -> bool:
-    """Return whether XLA saves memory at the expense of the step, where known beside one of which it does not."""
-    longer = free is not None and point.time_s > (1 + _LONGER) * free.time_s
-    return longer or point.recomputed_s > _LONGER * point.time_s
