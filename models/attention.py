@@ -168,7 +168,7 @@ def causal_attention(
         q, k, v: queries, keys and values.
         context: how keys and values of other GPUs are reached where rules cut `act_length`: `all_gather` (every GPU
             gathers them all), `ring` (they go around), `ulysses` (heads are cut instead). What each costs is in
-            `meshkit.parallel.context` and `meshkit.parallel.context`.
+            `meshkit.parallel.context`.
         order: of the tokens; a model that calls `token_order` saves the reordering of q, k, v and the result here.
 
     Raises:
