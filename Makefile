@@ -143,7 +143,8 @@ notebook: setup
 
 docs: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PY) -m typer meshkit.cli utils docs --name meshkit --output docs/reference/options.md
 	.venv/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-maxtext .venv-gpu runs site build dist
+	rm -rf .venv .venv-oldest .venv-maxtext .venv-gpu runs site build dist docs/reference/options.md

@@ -14,6 +14,8 @@ import io
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -29,7 +31,8 @@ from meshkit.report import schema as report_schema
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+OPTIONS = "reference/options.md"  # `make docs` writes it.
+PAGES = sorted({p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")} - {OPTIONS})
 WHOLE_EXPERIMENT = {"cluster", "model", "mesh", "train"}
 _BLOCK = re.compile(r"(?ms)(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$")
 _EXPECTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
@@ -152,14 +155,26 @@ def test_the_report_page_defines_every_key(part):
     assert missing == []
 
 
-def test_the_command_line_page_has_every_verb_and_option():
-    text = read("reference/cli.md")
-    group = typer.main.get_command(app)
-    for verb, command in group.commands.items():
-        section = text.split(f"\n## `meshkit {verb}`\n", 1)[1].split("\n## ", 1)[0]
-        for parameter in command.params:
-            names = [name for name in parameter.opts if name.startswith("--") and name != "--help"]
-            assert all(f"`{name}" in section for name in names), f"{verb} {names}"
+def commands(command, words):
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{words} {name}")
+
+
+def test_the_command_line_page_has_every_verb():
+    verbs = re.findall(r"^### `meshkit (.*)`$", read("reference/cli.md"), re.MULTILINE)
+    assert sorted(verbs) == sorted(typer.main.get_command(app).commands)
+
+
+def test_the_page_of_options_that_make_docs_writes_has_every_option():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    words = re.search(rf"^\t\$\(PY\) (-m typer .*) --output docs/{OPTIONS}$", makefile, re.MULTILINE)[1].split()
+    text = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sections = re.split(r"^#+ `(meshkit.*)`$", text, flags=re.MULTILINE)
+    shown = dict(zip(sections[1::2], sections[2::2], strict=True))
+    for name, command in commands(typer.main.get_command(app), "meshkit"):
+        options = [option for p in command.params for option in p.opts if option.startswith("--")]
+        assert [o for o in options if not re.search(rf"^\* `.*{o}\b", shown[name], re.MULTILINE)] == [], name
 
 
 def test_the_page_of_public_names_has_all_of_them():
@@ -220,4 +235,4 @@ def test_an_idiom_of_flax_has_its_sentence_and_its_test():
 
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert sorted(listed) == PAGES
+    assert sorted(listed) == sorted([*PAGES, OPTIONS])

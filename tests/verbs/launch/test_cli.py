@@ -1,4 +1,4 @@
-"""`meshkit launch` on the command line: every option is documented, every launcher's help shows an example."""
+"""`meshkit launch` on the command line: help shows examples, and a failed process leaves the gang."""
 
 import subprocess
 import sys
@@ -22,16 +22,6 @@ GANG = {"MESHKIT_COORDINATOR": "10.0.0.1:1234", "MESHKIT_NUM_PROCESSES": "2", "M
 def test_help_shows_an_example(launcher, capsys):
     assert main(["launch", launcher, "--help"]) == 0
     assert f"Example: meshkit launch {launcher}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("launcher", sorted(LAUNCHERS))
-def test_the_command_line_page_has_every_option(launcher):
-    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    section = text.split(f"\n### `meshkit launch {launcher}`\n", 1)[1].split("\n## ", 1)[0].split("\n### ", 1)[0]
-    options = [
-        name for p in LAUNCHERS[launcher].params for name in p.opts if name.startswith("--") and name != "--help"
-    ]
-    assert [name for name in options if f"`{name}" not in section] == []
 
 
 @pytest.mark.parametrize(
