@@ -62,7 +62,7 @@ def main() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     lines |= {f"exit {kind.__name__} {kind.exit_code}" for kind in kinds if hasattr(kind, "exit_code")}
     page = (Path(__file__).resolve().parents[1] / "docs/reference/lint.md").read_text(encoding="utf-8")
-    lines |= {f"lint {code}" for code in re.findall(r"^\| `(\w+)`", page, re.MULTILINE)}
+    lines |= {f"lint {code}" for code in re.findall(r"^- `(\w+)` \(", page, re.MULTILINE)}
     print(*sorted(lines), sep="\n")
 
 
