@@ -41,7 +41,7 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
 
 
 def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
-    """Return the ports that collectives would use: up, near GPUs if possible, of the known kind with the most rate."""
+    """Return the ports that collectives would use: up, near GPUs if possible, of the known kind with most bandwidth."""
     ports = [nic for nic in found.nics if nic.active is not False]
     near = {nic.id for g in found.gpus for kind, nics in [found.nearest_nics(g.id)] if kind in NEAR for nic in nics}
     ports = [nic for nic in ports if nic.id in near] or ports
@@ -190,7 +190,7 @@ def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
 
 
 def _check_pcie(found: Topology) -> Iterator[Mismatch]:
-    """Yield the devices with fewer lanes or a lower generation than they and their slot support, idle GPUs' aside."""
+    """Yield devices with fewer lanes or a lower generation than they and their slot support; idle GPUs lower theirs."""
     for device in (*found.gpus, *found.nics):
         slot, it = device.pcie, "but it and its slot support"
         if slot.width and slot.max_width and slot.width < slot.max_width:

@@ -291,7 +291,7 @@ def _dma_buf(probe: Probe) -> bool | None:
 
 
 def _acs_bridges(probe: Probe) -> int | None:
-    """Return the bridges whose access control redirects peer traffic to the CPU; None without root for lspci."""
+    """Return the bridges whose access control redirects peer traffic to the CPU; None if lspci lacks root's rights."""
     text = probe.run_command("lspci", "-vvv")
     if text is None or "ACSCtl:" not in text:
         return None

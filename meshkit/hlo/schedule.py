@@ -208,7 +208,7 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
 
 
 def domains_spanned(placement: Placement, axes: Collection[str]) -> int:
-    """Return the NVLink domains that a line of the mesh along some axes spans, the first position of all others."""
+    """Return the number of NVLink domains that the mesh's first line along some axes spans."""
     table = placement.domains.reshape(placement.shape)
     return len(np.unique(table[tuple(slice(None) if name in axes else 0 for name in placement.axis_names)]))
 

@@ -315,7 +315,7 @@ def _cache() -> Result:
 def check_variables(
     env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = _INTERFACES
 ) -> list[Result]:
-    """Return all checks that need the environment of the process that would train only."""
+    """Return all checks that need only the environment of the process that would train."""
     found = [_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
     proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
     if proxies:
