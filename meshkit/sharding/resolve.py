@@ -235,7 +235,7 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
 
 
 def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return `_graph_and_tree` of a function's result, without making it; raise an error unless it holds arrays alone."""
+    """Return `_graph_and_tree` of a function's result, without making it; raise unless it holds arrays alone."""
     try:
         if not callable(make):
             raise TypeError("it cannot be called")
