@@ -41,17 +41,22 @@ OutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="Compile even what was compiled before, and keep nothing.")
+    bool, typer.Option("--no-cache", help="Compile again what was compiled before, and keep nothing.")
 ]
 CompileTimeoutOption = Annotated[
     int | None,
     typer.Option(
-        "--compile-timeout", metavar="SECONDS", min=1, max=999_999_999, help="For one compile; half an hour by default."
+        "--compile-timeout",
+        metavar="SECONDS",
+        min=1,
+        max=999_999_999,
+        help="Limit of one compile; default half an hour.",
     ),
 ]
 
 JobsOption = Annotated[
-    int | None, typer.Option("--jobs", metavar="N", min=1, help="Plans at a time; one for each CPU by default.")
+    int | None,
+    typer.Option("--jobs", metavar="N", min=1, help="How many plans run at a time; default one for each CPU."),
 ]
 
 

@@ -20,7 +20,7 @@ def bench(
         typer.Option("--out", metavar="DIR", help="Where to write bench.json, bench.html, calibration.toml."),
     ] = None,
     sizes: Annotated[
-        str | None, typer.Option(metavar="BYTES,...", help="Sizes to measure; 1 KiB, 4 KiB, ... by default.")
+        str | None, typer.Option(metavar="BYTES,...", help="Sizes to measure; default 1 KiB, 4 KiB, ...")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -13,19 +13,19 @@ from meshkit.units import format_bytes
 from meshkit.verbs.arguments import SetOption
 
 checkpoint_app = typer.Typer(
-    help="What a run's checkpoints are, whether they are intact, and their weights as safetensors.",
+    help="List a run's checkpoints, verify them, and export their weights as safetensors.",
     no_args_is_help=True,
     rich_markup_mode=None,
     epilog="Example: meshkit checkpoint verify runs/first",
 )
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
-StepOption = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Of the checkpoint.")]
+StepOption = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Step of the checkpoint.")]
 
 
 @checkpoint_app.command("list", epilog="Example: meshkit checkpoint list runs/first")
 def list_(run: RunFolder) -> None:
-    """The checkpoints of a run: step, size, and whether all their files are there in full size."""
+    """List the checkpoints of a run: step, size, and whether all files are there in full size."""
     from meshkit.verbs.checkpoint.checkpoints import find
 
     _show(find(run))
@@ -54,17 +54,17 @@ def verify(run: RunFolder, step: StepOption = None) -> None:
 @checkpoint_app.command(epilog="Example: meshkit checkpoint export runs/first --experiment my.toml --out weights")
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that is new or empty.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write, new or empty.")],
     experiment: Annotated[
         Path | None,
-        typer.Option("--experiment", metavar="FILE", help="Your experiment file: the model it names says the layout."),
+        typer.Option("--experiment", metavar="FILE", help="Your experiment file, whose model defines the layout."),
     ] = None,
     set_: SetOption = [],  # noqa: B006
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the model that the run folder's own experiment.toml names.")
     ] = False,
     step: StepOption = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Precision to write: fp32 or bf16.")] = "fp32",
 ) -> None:
     """Write the parameters as safetensors with config.json, as Hugging Face's from_pretrained loads them."""
     from meshkit.config.experiment import load

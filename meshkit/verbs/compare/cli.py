@@ -20,12 +20,12 @@ def compare(
     b: Annotated[Path, typer.Argument(show_default=False, help="Run folder, report.json, or a JAX trace.")],
     fail_if: Annotated[
         list[str],
-        typer.Option(metavar="CONDITION", help="Exit with 3 if B against A meets it; may be given several times."),
+        typer.Option(metavar="CONDITION", help="Exit with 3 if B, compared with A, meets it; repeatable."),
     ] = [],  # noqa: B006
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Two reports side by side, with ratios; a regression check for CI.
+    """Compare two reports, with ratios; a regression check for CI.
 
     Two traces (FILE.xplane.pb, or folders of them) are measured first: what became slower is named.
     """

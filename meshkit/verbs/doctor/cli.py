@@ -15,14 +15,21 @@ from meshkit.verbs.arguments import JsonOption, SetOption
 
 def doctor(
     experiment: Annotated[
-        Path | None, typer.Argument(metavar="[EXPERIMENT]", help="What shall run here.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[EXPERIMENT]", help="An experiment that should run on this machine.", show_default=False
+        ),
     ] = None,
     set_: SetOption = [],  # noqa: B006
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where it would write.")] = Path("runs"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder that it would write to.")] = Path(
+        "runs"
+    ),
     gang: Annotated[
-        bool, typer.Option("--gang", help="Meet the other processes of the job; name who is missing.")
+        bool, typer.Option("--gang", help="Meet the other processes of the job, and name the missing ones.")
     ] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="For the others to come.")] = 60,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="How long to wait for the other processes.")
+    ] = 60,
     json_: JsonOption = False,
 ) -> None:
     """Check the installation and this machine: packages, GPUs, variables, limits, disk; with --gang the whole job.

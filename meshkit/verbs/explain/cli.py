@@ -16,16 +16,16 @@ def explain(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when there is a warning.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if there is a warning.")] = False,
     compile_: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the step, to check its collectives.")
     ] = True,
     propose: Annotated[
-        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic; the default.")
+        bool, typer.Option("--propose", help="Say which link each mesh axis belongs on (default).")
     ] = False,
     rules: Annotated[bool, typer.Option("--rules", help="Print the resolved [rules] table as TOML and exit.")] = False,
 ) -> None:
-    """Where every parameter and activation goes.
+    """Show where every parameter and activation goes.
 
     Logical axes, mesh axes and bytes per GPU; findings: what is legal and probably not meant; why each collective of
     the compiled step is there, and the best placement of the axes on links. Needs no GPU.

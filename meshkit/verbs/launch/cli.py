@@ -51,24 +51,27 @@ ExperimentArg = Annotated[
         autocompletion=complete_experiment,
     ),
 ]
-_HOSTS_HELP = "Machines, of a command without experiment; with a hostfile, those that it names."
+_HOSTS_HELP = "Machines, for a command without an experiment or hostfile."
 HostsOption = Annotated[int | None, typer.Option(metavar="H", min=1, help=_HOSTS_HELP)]
 GpusOption = Annotated[
-    int, typer.Option("--gpus-per-host", metavar="G", min=1, help="GPUs of each, of a command without experiment.")
+    int,
+    typer.Option(
+        "--gpus-per-host", metavar="G", min=1, help="GPUs of each machine, for a command without an experiment."
+    ),
 ]
 OutOption = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Run folder, on a file system that all hosts share.")
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the commands, and start nothing.")]
 RestartsOption = Annotated[int, typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure.")]
 PerHostOption = Annotated[
-    int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one for each GPU of a host.")
+    int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one process for each GPU of a host.")
 ]
-_STALL_HELP = "A process longer in one step is stuck (600); PHASE=SECONDS; repeatable."
+_STALL_HELP = "Limit of a step, default 600, or PHASE=SECONDS; repeatable."
 StallOption = Annotated[list[str], typer.Option("--stall-timeout", metavar="SECONDS", help=_STALL_HELP)]
-_PYTHON_HELP = "The interpreter on the hosts; the command's own, or python3."
+_PYTHON_HELP = "Python on the hosts; default the command's own, or python3."
 PythonOption = Annotated[str | None, typer.Option("--python", metavar="PATH", help=_PYTHON_HELP, show_default=False)]
-_MTLS_HELP = "Certificates made for this run: nobody else can join it or read the meeting."
+_MTLS_HELP = "Make certificates for this run, so that nobody else can join."
 MtlsOption = Annotated[bool, typer.Option("--mtls/--no-mtls", help=_MTLS_HELP)]
 
 
@@ -78,32 +81,38 @@ def local(
     *,
     experiment: ExperimentArg = None,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this machine.")],
-    devices: Annotated[int, typer.Option(metavar="M", min=1, help="Devices of each: GPUs, or virtual CPU devices.")],
+    devices: Annotated[
+        int, typer.Option(metavar="M", min=1, help="Devices of each process: GPUs, or virtual CPU devices.")
+    ],
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; an existing one resumes.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; an existing run resumes.")
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure; 3, of one host alone."),
+        typer.Option(
+            "--max-restarts", metavar="K", min=0, help="Restarts after a failure; default 3, with several hosts 0."
+        ),
     ] = None,
-    grace: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="To save a checkpoint after SIGTERM.")] = 120,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time to save a checkpoint after SIGTERM.")
+    ] = 120,
     stall_timeout: StallOption = [],  # noqa: B006
     hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Machines that each run this command.")] = 1,
-    host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Of this machine, from 0.")] = 0,
+    host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Number of this machine, from 0.")] = 0,
     coordinator: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Of the first machine, where there are several.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the first machine, if there are several.")
     ] = None,
     attempt: Annotated[
-        int | None, typer.Option(metavar="K", min=0, help="Restarts so far, by what restarts all machines.")
+        int | None, typer.Option(metavar="K", min=0, help="Restarts so far, counted by what restarts all machines.")
     ] = None,
     standby: Annotated[
-        bool, typer.Option("--standby/--no-standby", help="Keep a gang ready for a restart: as much memory as imports.")
+        bool, typer.Option("--standby/--no-standby", help="Keep imported processes ready for a fast restart.")
     ] = True,
     mtls: Annotated[bool, typer.Option("--mtls", help=_MTLS_HELP)] = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """A gang on this machine, watched: the first failure is shown, all are stopped, and all start again.
+    """Start a gang on this machine and watch it: a failure is shown, all are stopped, and all start again.
 
     What each process prints is in logs/ of the run folder; what the first one prints is shown as well. No restart after
     exit code 2 (what you gave is wrong), nor once two attempts in a row have reached no new step. A command of yours
@@ -153,18 +162,20 @@ def slurm(
     max_restarts: RestartsOption = 3,
     stall_timeout: StallOption = [],  # noqa: B006
     sbatch: Annotated[
-        list[str], typer.Option(metavar="OPTION=VALUE", help="Of sbatch, as partition=gpu; repeatable.")
+        list[str], typer.Option(metavar="OPTION=VALUE", help="An option of sbatch, as partition=gpu; repeatable.")
     ] = [],  # noqa: B006
-    container_image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Of pyxis.")] = None,
-    container_mount: Annotated[list[str], typer.Option(metavar="SRC:DST", help="Of pyxis; repeatable.")] = [],  # noqa: B006
+    container_image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image (pyxis).")] = None,
+    container_mount: Annotated[
+        list[str], typer.Option(metavar="SRC:DST", help="A mount of the container (pyxis); repeatable.")
+    ] = [],  # noqa: B006
     container_workdir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Of pyxis: the folder in the image that has the experiment.")
+        str | None, typer.Option(metavar="DIR", help="Folder in the image that has the experiment.")
     ] = None,
     python: PythonOption = None,
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
+    """Write an sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
     from meshkit.verbs.launch.jobs import Slurm, interpreter_of, make_job, slurm_script, submit
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
@@ -200,9 +211,9 @@ def jobset(
         list[str], typer.Option(metavar="NAME=PATH", help="Persistent volume claim and where to mount it; repeatable.")
     ] = [],  # noqa: B006
     resource: Annotated[
-        list[str], typer.Option(metavar="NAME=COUNT", help="Of a pod beside its GPUs, as rdma/ib=8; repeatable.")
+        list[str], typer.Option(metavar="NAME=COUNT", help="A further resource of a pod, as rdma/ib=8; repeatable.")
     ] = [],  # noqa: B006
-    shm: Annotated[str, typer.Option(metavar="SIZE", help="Of /dev/shm.")] = "64Gi",
+    shm: Annotated[str, typer.Option(metavar="SIZE", help="Size of /dev/shm.")] = "64Gi",
     workdir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder in the image that has the experiment.")
     ] = None,
@@ -213,7 +224,7 @@ def jobset(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """A Kubernetes JobSet: one pod a host, and all pods start again together."""
+    """Write a Kubernetes JobSet: one pod for each host, and all pods start again together."""
     from meshkit.verbs.launch.jobs import Kubernetes, interpreter_of, jobset_yaml, make_job, submit_jobset
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
@@ -244,7 +255,7 @@ def mpi(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """A script around OpenMPI's mpirun, which runs until the job is done."""
+    """Write a script around OpenMPI's mpirun, which runs until the job is done."""
     from meshkit.verbs.launch.jobs import count_hosts, interpreter_of, make_job, mpi_script
 
     own = _own_command(context, experiment)
@@ -264,13 +275,17 @@ def mpi(
 
 @launch_app.command(epilog="Example: meshkit launch certificates runs/first-mtls --host gpu7")
 def certificates(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of its own, for this user alone.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder for the certificates, which only this user may enter.")
+    ],
     host: Annotated[
         list[str], typer.Option(metavar="NAME", help="Name or address of the coordinator's host; repeatable.")
     ],
-    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="For which they are valid.")] = 365,
+    days: Annotated[
+        int, typer.Option(metavar="N", min=1, max=3650, help="Days for which the certificates are valid.")
+    ] = 365,
 ) -> None:
-    """Certificates for one run, for a launcher of your own: MESHKIT_MTLS=DIR in every process then uses them.
+    """Make certificates for one run of a launcher of your own: MESHKIT_MTLS=DIR in every process then uses them.
 
     The launchers make their own: slurm, jobset and mpi unless --no-mtls, local with --mtls.
     """

@@ -14,24 +14,29 @@ from meshkit.errors import ConfigError
 def new(
     model: Annotated[
         str | None,
-        typer.Option(metavar="PKG.MOD:CLASS", help="The model's import path; models.llama:Llama without it."),
+        typer.Option(metavar="PKG.MOD:CLASS", help="The model's import path; default models.llama:Llama."),
     ] = None,
-    preset: Annotated[str | None, typer.Option(metavar="NAME", help="Of the model, where it has presets.")] = None,
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help="A preset of the model.")] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A shipped cluster, or a file; cpu8, of MaxText dgx_h100.")
+        str | None, typer.Option(metavar="NAME", help="A shipped cluster, or a file; default cpu8 (MaxText: dgx_h100).")
     ] = None,
-    hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="Hosts of the cluster.")] = None,
+    hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many hosts the cluster has.")] = None,
     copy_model: Annotated[
-        str | None, typer.Option("--copy-model", metavar="NAME", help="Copy a shipped model beside it, to edit: llama.")
+        str | None,
+        typer.Option("--copy-model", metavar="NAME", help="Copy a shipped model next to the file, to edit: llama."),
     ] = None,
     from_maxtext: Annotated[
         str | None,
-        typer.Option("--from-maxtext", metavar="CONFIG.yml", help="Of MaxText's step: its file, or base for its own."),
+        typer.Option(
+            "--from-maxtext",
+            metavar="CONFIG.yml",
+            help="Plan MaxText's step with this file, or with base.yml for base.",
+        ),
     ] = None,
     set_: Annotated[
-        list[str], typer.Option("--set", metavar="KEY=VALUE", help="A key of MaxText's, as ici_fsdp_parallelism=8.")
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="A key of MaxText, as ici_fsdp_parallelism=8.")
     ] = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; stdout without it.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; default stdout.")] = None,
 ) -> None:
     """Write a commented experiment file; with --from-maxtext one that plans MaxText's own training step."""
     from meshkit.verbs.new.template import copy_model as copy

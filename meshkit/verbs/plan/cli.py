@@ -32,37 +32,42 @@ def plan(
     experiment: ExperimentArg,
     *,
     set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
-    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="As --set cluster=NAME.")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="TABLE", help="As --set mesh='{ fsdp = 8 }'.")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="Short for --set cluster=NAME.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="TABLE", help="Short for --set mesh=TABLE, as '{ fsdp = 8 }'.")
+    ] = None,
     out: OutOption = None,
     as_json: JsonOption = False,
     propose: Annotated[
-        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic.")
+        bool, typer.Option("--propose", help="Say which link each mesh axis belongs on, by its traffic.")
     ] = False,
     sweep: Annotated[
-        str | None, typer.Option(metavar="hosts=1,2,4", help="Plan at several sizes: scaling over hosts, or gpus=...")
+        str | None,
+        typer.Option(metavar="hosts=1,2,4", help="Plan at several numbers of hosts, or of GPUs with gpus=..."),
     ] = None,
     scaling: Annotated[
-        str | None, typer.Option(metavar="weak|strong", help="Of --sweep: the batch grows with the GPUs, or stays.")
+        str | None,
+        typer.Option(metavar="weak|strong", help="Whether the batch of a --sweep grows with the GPUs or stays."),
     ] = None,
     remedies: Annotated[
-        bool, typer.Option("--remedies/--no-remedies", help="Where it does not fit, compile changes until some do.")
+        bool,
+        typer.Option("--remedies/--no-remedies", help="If the step does not fit, compile changes with which it does."),
     ] = True,
     options: Annotated[
-        bool, typer.Option("--options", help="Compile with other options of XLA, too: what each would give.")
+        bool, typer.Option("--options", help="Also compile with other options of XLA, and compare.")
     ] = False,
     cliff: Annotated[
-        bool, typer.Option("--cliff", help="Compile with other memory limits: from where on XLA slows the step.")
+        bool, typer.Option("--cliff", help="Also compile with less memory: where does XLA slow the step?")
     ] = False,
     imbalance: Annotated[
-        float, typer.Option(metavar="FACTOR", help="Rows of the busiest GPU of an expert axis, over an average one's.")
+        float, typer.Option(metavar="FACTOR", help="Rows of the busiest GPU of an expert axis over the average.")
     ] = 1.0,
     failures: Annotated[
         bool,
-        typer.Option("--failures", help="Say what failures leave: goodput, best checkpoint interval, spare hosts."),
+        typer.Option("--failures", help="Predict goodput, the best checkpoint interval and spare hosts."),
     ] = False,
-    require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
+    require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 if the step does not fit.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if the lint warns of anything.")] = False,
     jobs: JobsOption = None,
     no_cache: NoCacheOption = False,
     compile_timeout: CompileTimeoutOption = None,

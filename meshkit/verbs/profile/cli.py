@@ -34,26 +34,31 @@ def profile(
     ],
     *,
     predicted: Annotated[
-        Path | None, typer.Option("--plan", metavar="RUN", help="A plan's report, to show predicted beside measured.")
+        Path | None,
+        typer.Option("--plan", metavar="RUN", help="A plan's report, to show predicted and measured side by side."),
     ] = None,
     experiment: Annotated[
-        Path | None, typer.Option("--experiment", metavar="FILE", help="Of a bare trace: mesh and cluster of its job.")
+        Path | None,
+        typer.Option("--experiment", metavar="FILE", help="The experiment of a trace without a run folder."),
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="AXES", help="Of a bare trace: its mesh, as data=2,tensor=4.")
+        str | None,
+        typer.Option("--mesh", metavar="AXES", help="The mesh of a trace without a run folder: data=2,tensor=4."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="CLUSTER", help="Of a bare trace: a shipped cluster, or a file.")
+        str | None,
+        typer.Option("--cluster", metavar="CLUSTER", help="The cluster of such a trace: a shipped name, or a file."),
     ] = None,
     program: Annotated[
-        str | None, typer.Option("--program", metavar="NAME", help="Of a bare trace with several: the jitted function.")
+        str | None,
+        typer.Option("--program", metavar="NAME", help="The program of such a trace, by its jitted function."),
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option("--steps", metavar="STEPS", help="That count: 20-29 or 3,5, or all; else the usual ones."),
+        typer.Option("--steps", metavar="STEPS", help="Steps that count: 20-29, 3,5 or all; default the usual ones."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Of a bare trace: where to write the report.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to write the report of such a trace.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

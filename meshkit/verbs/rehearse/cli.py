@@ -21,11 +21,11 @@ def rehearse(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; runs/NAME-rehearsal by default.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; default runs/NAME-rehearsal.")
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to capture.")] = 5,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="How many steps to capture.")] = 5,
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Run nothing: read what a rehearsal left in --out. Needs no GPU.")
+        bool, typer.Option("--recorded", help="Read an earlier rehearsal in --out again, without a GPU.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -15,19 +15,17 @@ from meshkit.verbs.arguments import JsonOption
 def topo(
     action: Annotated[
         str | None,
-        typer.Argument(metavar="[record]", help="record writes a bundle to --out, without names and serials."),
+        typer.Argument(metavar="[record]", help="record: write a bundle to --out, without names and serials."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Cluster file to write; of record, the bundle.")
+        Path | None, typer.Option("--out", metavar="PATH", help="Cluster file to write, or the bundle of record.")
     ] = None,
     bundle: Annotated[Path | None, typer.Option(metavar="PATH", help="Replay a recorded bundle.")] = None,
     xml: Annotated[Path | None, typer.Option(metavar="FILE", help="Read NCCL's topology XML instead.")] = None,
     matrix: Annotated[Path | None, typer.Option(metavar="FILE", help="Read `nvidia-smi topo -m` instead.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Catalog key of the GPUs, where none is found.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="KEY", help="Catalog key of the GPUs, if none is found.")] = None,
     check: Annotated[
-        Path | None, typer.Option(metavar="EXPERIMENT", help="Compare with its cluster; exit with 3 where they differ.")
+        Path | None, typer.Option(metavar="EXPERIMENT", help="Compare with its cluster; exit with 3 if they differ.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

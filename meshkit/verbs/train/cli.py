@@ -20,7 +20,7 @@ def train(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; an existing one resumes.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; an existing run resumes.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -17,21 +17,21 @@ def tune(
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where the search is kept; an existing one resumes. runs/NAME-tune."),
+        typer.Option("--out", metavar="DIR", help="Folder of the search, which resumes; default runs/NAME-tune."),
     ] = None,
-    candidates: Annotated[int, typer.Option(metavar="N", min=1, help="Variants to compile at most.")] = 64,
+    candidates: Annotated[int, typer.Option(metavar="N", min=1, help="How many variants to compile at most.")] = 64,
     axes: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Mesh axes that may have a size; those of the rules.")
+        str | None, typer.Option(metavar="NAME,...", help="Mesh axes that may have a size; default those of the rules.")
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Further sizes of the cluster; the global batch stays.")
+        str | None, typer.Option(metavar="N,...", help="Further sizes of the cluster, with the same global batch.")
     ] = None,
     objective: Annotated[
-        str, typer.Option(metavar="WHAT", help="time: fastest at the experiment's size; gpu_hours: of any size.")
+        str, typer.Option(metavar="WHAT", help="time at the experiment's size, or gpu_hours at any size.")
     ] = "time",
     vary: Annotated[
         list[str],
-        typer.Option(metavar="KEY=[A,B]", help="Values of a key of a [program] file to try, as program.options.remat."),
+        typer.Option(metavar="KEY=[A,B]", help="Values to try of a [program] key, as program.options.remat=[..]."),
     ] = [],  # noqa: B006
     jobs: JobsOption = None,
     compile_timeout: CompileTimeoutOption = None,
