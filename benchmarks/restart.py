@@ -1,4 +1,4 @@
-"""What a restart takes, part by part: `python -m benchmarks.restart [--repeats N] [--only with|without]`.
+"""Measure the seconds of a restart, part by part: `python -m benchmarks.restart [--repeats N] [--only with|without]`.
 
 2 processes x 4 CPU devices train the debug Llama with a snapshot in memory after every step. Rank 1 is killed (kill -9)
 when the run has made 12 steps, with processes on standby once these have imported all they need. The launcher says what

@@ -1,4 +1,4 @@
-"""What snapshots in memory, with a copy at a neighbour, cost of training time: blocks of steps with and without one.
+"""Measure what snapshots in memory, with a copy on another host, cost of training time.
 
     two `launch local` (hosts of one process) -> worker: blocks of `--every` steps, in pairs, one of each pair with a
     snapshot after its first step -> time of a block with over that without -> mean, and its interval of 95 %
@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-_MEASURED = ("with", "without", "with_cpu", "without_cpu", "with_launcher", "without_launcher", "blocked", "whole")
 _WIDTH, _SHORTEST_STEP_S, _SEED, _DRAWS = 1024, 1.0, 20261128, 10_000
 
 
@@ -158,7 +158,7 @@ def _work(out: Path, pairs: int, every: int, state_bytes: int) -> None:
     step = make(products)
     state, _ = timed(step, state)
     snapshots = Snapshots("benchmark", print)
-    found: dict[str, list[float]] = {name: [] for name in _MEASURED}
+    found: dict[str, list[float]] = defaultdict(list)
 
     def block(state: TrainState, kind: str) -> TrainState:
         began, cpu_s, launcher_s = time.perf_counter(), time.process_time(), _launcher_cpu_s()

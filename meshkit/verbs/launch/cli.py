@@ -107,7 +107,7 @@ def local(
         int | None, typer.Option(metavar="K", min=0, help="Restarts so far, counted by what restarts all machines.")
     ] = None,
     standby: Annotated[
-        bool, typer.Option("--standby/--no-standby", help="Keep imported processes ready for a fast restart.")
+        bool, typer.Option("--standby/--no-standby", help="Start the next attempt's processes early, up to imports.")
     ] = True,
     mtls: Annotated[bool, typer.Option("--mtls", help=_MTLS_HELP)] = False,
     dry_run: DryRunOption = False,

@@ -90,12 +90,17 @@ def hosts(tmp_path):
             host.holder.wait()
 
 
+def environment(**variables):
+    """That of this process without what it sets for itself."""
+    own = ("MESHKIT_", "XLA_", "JAX_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)} | variables
+
+
 def launch(host, folder, process=PROCESS):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
     return subprocess.Popen(
         host.command(sys.executable, "-c", LAUNCH, str(host.index), str(folder), textwrap.dedent(process)),
         cwd=ROOT,
-        env=inherited,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -147,13 +152,12 @@ SETS = [
 
 
 def train(out, *options, before=(), **variables):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
     command = [sys.executable, "-m", "meshkit", "launch", "local", "--devices", "4", *options, EXPERIMENT]
     command += [word for text in SETS for word in ("--set", text)]
     return subprocess.Popen(
         [*before, *command, "--out", str(out)],
         cwd=ROOT,
-        env=inherited | variables,
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -216,7 +220,7 @@ def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
     codes, outputs = finish(started)
     assert codes == [0, 0], "\n".join(outputs)
     assert losses(tmp_path / "two") == losses(tmp_path / "alone") != []
-    assert open_at == {"0107" + "12C6"}  # 198.18.7.1: no other interface, not even loopback
+    assert open_at == {"010712C6"}  # 198.18.7.1, the lowest byte first: no other interface, not even loopback
     import jax
 
     from meshkit.config.experiment import load
@@ -255,8 +259,7 @@ def keep_and_lose(hosts, tmp_path, lose):
         lose: called with the launchers; returns the one that goes on in place of that of host 1.
     """
     write_certificates(tmp_path / "mtls", make_certificates(["mk-host0"]))
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
-    env["MESHKIT_MTLS"] = str(tmp_path / "mtls")
+    env = environment(MESHKIT_MTLS=str(tmp_path / "mtls"))
 
     def start(host):
         words = [sys.executable, "-u", "-c", RESTARTING, str(host.index), str(tmp_path / "run"), KEEPING]
