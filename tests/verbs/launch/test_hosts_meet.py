@@ -66,6 +66,15 @@ def news_of(host):
     return word
 
 
+def go_on(host):
+    """The exit code that another launcher has told, where the job is over."""
+    try:
+        host.meet(1, [])
+    except EndedElsewhere as ended:
+        host.withdraw(ended.code)
+        return ended.code
+
+
 def test_all_begin_with_one_port_and_one_number(place):
     hosts = [place(i) for i in range(COUNT)]
     meet(*hosts, attempt=4)
@@ -110,17 +119,21 @@ def test_one_that_gives_up_ends_the_job_on_all_with_its_exit_code(place, first):
     hosts = [place(i) for i in range(COUNT)]
     meet(*hosts)
 
-    def go_on(host):
-        try:
-            host.meet(1, [])
-        except EndedElsewhere as ended:
-            host.withdraw(ended.code)
-            return ended.code
-
     hosts[first].failed("it is wrong")
     others = [host for host in hosts if host.index != first]
     found = at_once(lambda: hosts[first].withdraw(2), *(lambda h=h: go_on(h) for h in others))
     assert found == [None, 2, 2]
+
+
+def test_one_that_ends_while_others_are_at_work_tells_those_too_that_were_done(place):
+    hosts = [place(i) for i in range(COUNT)]
+    meet(*hosts)
+    found = at_once(
+        lambda: hosts[0].settle(0.5) or hosts[0].withdraw(75),
+        lambda: hosts[1].settle(60) and (time.sleep(0.5) or go_on(hosts[1])),  # it comes last
+        lambda: news_of(hosts[2]) and go_on(hosts[2]),
+    )
+    assert found == [None, 75, 75]
 
 
 def test_waiting_ends_by_a_signal_or_names_who_is_missing(place, monkeypatch):
