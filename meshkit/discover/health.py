@@ -1,4 +1,4 @@
-"""Counters of errors that a machine keeps: they grow before a GPU or a link fails.
+"""Counters of errors that a machine keeps about its GPUs and links.
 
 NVML, sysfs -> error_counts -> process 0 compares with its first look -> growth, a line each
 """
@@ -78,5 +78,5 @@ class ErrorGrowth:
             grown = count - self._first.setdefault((host, name), count)
             if grown > 0 and grown >= 2 * self._named.get((host, name), 0):
                 self._named[host, name] = grown
-                lines.append(f"{host}, {name}: {grown} more since this training began; such a host often fails soon.")
+                lines.append(f"{host}, {name}: {grown} more since this training began.")
         return sorted(lines)
