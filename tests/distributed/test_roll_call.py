@@ -188,13 +188,13 @@ def test_a_proof_that_was_overheard_serves_nobody_else():
 
 
 def test_processes_of_which_one_has_another_secret_are_told():
-    first, second = roll([(0, 2), (1, 2, SECRET[::-1])], timeout_s=0.8, secret=SECRET)
+    first, second = roll([(0, 2), (1, 2, SECRET[::-1])], timeout_s=2.0, secret=SECRET)
     assert first.problem == "1 of 2 processes did not come: 1. 1 came without the job's secret (MESHKIT_SECRET)."
     assert not first.is_final
     assert "did not reach the coordinator" in second.message
-    first, second = roll([(0, 2), (1, 2, None)], timeout_s=0.8, secret=SECRET)
+    first, second = roll([(0, 2), (1, 2, None)], timeout_s=2.0, secret=SECRET)
     assert "it asks for the job's secret (MESHKIT_SECRET)" in second.message
-    first, second = roll([(0, 2, None), (1, 2)], timeout_s=0.8, secret=SECRET)
+    first, second = roll([(0, 2, None), (1, 2)], timeout_s=2.0, secret=SECRET)
     assert "what listens there does not know the job's secret (MESHKIT_SECRET)" in second.message
 
 

@@ -132,7 +132,7 @@ def test_one_attempt_as_it_goes(tmp_path):
 
 
 def test_the_share_so_far_is_that_of_all_attempts(tmp_path):
-    began = time.time() - 1000
+    began = time.time() - 1e6  # before this process was started, whose age counts as its start
     write(tmp_path, began, 0, 10, step=100, start=20, marks=[(8, {"step": 80.0})])
     now = [0.0]
     phases = Phases(clock=lambda: now[0])
