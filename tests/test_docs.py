@@ -127,6 +127,7 @@ def test_toml_parses_and_whole_experiments_load(page, tmp_path):
         ("## `[checkpoint]`", tables.CheckpointTable),
         ("## `[profile]`", tables.ProfileTable),
         ("## `[failures]`", tables.FailuresTable),
+        ("## `[launch]`", tables.LaunchTable),
         ("## `[rules]`", tables.RulesTable),
         ("## `[local_sgd]`", tables.LocalSgdTable),
         ("## `[compression]`", tables.CompressionTable),

@@ -18,12 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.kill_matrix.cells import baseline
-from benchmarks.kill_matrix.gang import Gate, Launch, are_gone, send
+from benchmarks.kill_matrix.gang import EXPERIMENT, Gate, Launch, are_gone, send
 from meshkit.distributed.certificates import make_certificates, write_certificates
 from meshkit.distributed.roll_call import free_port
 
 MEMORY_ALONE = ("--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
 DISK_TOO = ("--set", "checkpoint.every=8", "--set", "checkpoint.snapshot_every=2")
+DISK_ALONE = ("--set", "checkpoint.every=2", "--set", "checkpoint.snapshot_every=0")
+THREE_HOSTS = EXPERIMENT.with_name("three_hosts.toml")
 GATE = Gate("save", 1, 16)  # before process 1 copies the state of step 16
 FAULTS = {
     "process 1 is killed": (MEMORY_ALONE, ()),
@@ -33,37 +35,44 @@ FAULTS = {
 }
 
 
-class TwoHosts:
-    """The launchers, with the gate of the first attempt at process 1.
+class SeveralHosts:
+    """The launchers of a job, with the gate of the first attempt at process 1.
 
     Args:
         folder: of all that they write.
-        options: of both launchers.
+        options: of all launchers.
+        count: hosts of the job.
+        spares: launchers beyond them.
+        experiment: that they run.
     """
 
-    def __init__(self, folder: Path, options: tuple[str, ...]):
-        self._checkpoint = folder / "run" / "checkpoints" / "8" if options == DISK_TOO else None
+    def __init__(self, folder: Path, options: tuple[str, ...], count: int, spares: int, experiment: Path):
+        step = {DISK_TOO: 8, DISK_ALONE: GATE.step - 2}.get(options)
+        self._checkpoint = folder / "run" / "checkpoints" / str(step) if step else None
+        self._copies = options != DISK_ALONE
         write_certificates(folder / "mtls", make_certificates(["127.0.0.1"]))
-        job = ("--hosts", "2", "--coordinator", f"127.0.0.1:{free_port()}", "--max-restarts", "3", *options)
+        job = ("--hosts", str(count), "--coordinator", f"127.0.0.1:{free_port()}", "--max-restarts", "3", *options)
         self.launches = [
             Launch(
                 folder / f"host{host}",
                 {0: GATE} if host == GATE.rank else {},
                 (*job, "--host-index", str(host)),
+                experiment,
                 processes=1,
                 out=folder / "run",
                 variables={"MESHKIT_MTLS": str(folder / "mtls")},
             )
-            for host in range(2)
+            for host in range(count + spares)
         ]
+        self._count = count
 
     def wait_for_gate(self) -> None:
         """Returns when process 1 holds before its snapshot of step 16, and what came before that is whole."""
         self.launches[GATE.rank].wait_for_mark(0, "at")
-        for launch in self.launches:
+        for launch in self.launches[: self._count * self._copies]:
             launch.wait(lambda launch=launch: launch.copied_step() >= GATE.step - 2, "the copies of step 14")
         if self._checkpoint is not None:
-            self.launches[0].wait(self._checkpoint.exists, "the checkpoint of step 8")
+            self.launches[0].wait(self._checkpoint.exists, f"the checkpoint {self._checkpoint}")
 
     def lose(self, *hosts: int) -> None:
         """Their launchers go, and with them their processes and what they hold in memory."""
@@ -84,27 +93,29 @@ class TwoHosts:
         """Process 1 goes, and its launcher stays."""
         send(self.launches[1].ranks()[1], signal.SIGKILL)
 
-    def end(self) -> list[tuple[int, float]]:
-        """The losses, once both launchers have ended well.
+    def end(self, *but: int) -> list[tuple[int, float]]:
+        """The losses, once all launchers but some have ended well.
 
         Raises:
             RuntimeError: one has not.
         """
-        codes = [launch.end() for launch in self.launches]
-        if codes != [0, 0]:
+        codes = [launch.end() for host, launch in enumerate(self.launches) if host not in but]
+        if any(codes):
             raise RuntimeError(f"the launchers ended with {codes}:\n{self.said[-6000:]}")
         return self.launches[0].losses()
 
     @property
     def said(self) -> str:
-        """All that both launchers have printed."""
+        """All that the launchers have printed."""
         return "".join(launch.said for launch in self.launches)
 
 
 @contextmanager
-def two_hosts(folder: Path, options: tuple[str, ...]) -> Iterator[TwoHosts]:
+def several_hosts(
+    folder: Path, options: tuple[str, ...], count: int = 2, *, spares: int = 0, experiment: Path = EXPERIMENT
+) -> Iterator[SeveralHosts]:
     """The launchers; nothing of them is left afterwards."""
-    made = TwoHosts(folder, options)
+    made = SeveralHosts(folder, options, count, spares, experiment)
     try:
         for launch in made.launches:
             launch.start()
@@ -116,7 +127,7 @@ def two_hosts(folder: Path, options: tuple[str, ...]) -> Iterator[TwoHosts]:
 
 def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
     options, lost = FAULTS[fault]
-    with two_hosts(folder, options) as hosts:
+    with several_hosts(folder, options) as hosts:
         hosts.wait_for_gate()
         watching = hosts.launches[1 if lost == (0,) else 0]
         began = time.monotonic()

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, load_table, shipped_clusters
+from meshkit.config.fewer_hosts import fit_to_hosts
 from meshkit.config.files import Override, TomlDocument, as_table
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.config.places import Places
@@ -34,6 +35,7 @@ from meshkit.config.sections import (
     DataTable,
     ExperimentTable,
     FailuresTable,
+    LaunchTable,
     LintTable,
     LocalSgdTable,
     ModelTable,
@@ -172,6 +174,7 @@ class Experiment(ExperimentFile):
     optimizer: OptimizerTable
     data: DataTable
     checkpoint: CheckpointTable
+    launch: LaunchTable
     local_sgd: LocalSgdTable
     compression: CompressionTable
     pipeline: PipelineTable
@@ -188,7 +191,7 @@ class Experiment(ExperimentFile):
             "rules": self.rules.to_dict(),
             "train": _plain(self.train),
             "optimizer": {k: v for k, v in _plain(self.optimizer).items() if not own or k not in ADAMW_KEYS},
-            **{key: _plain(getattr(self, key)) for key in ("data", "checkpoint", "profile", "failures")},
+            **{key: _plain(getattr(self, key)) for key in ("data", "checkpoint", "launch", "profile", "failures")},
             **{key: _plain(section) for key, section in axes.items() if section.axis},
             "lint": {"allow": [_plain(item) for item in self.lint.allow] or None},
             "xla": dict(self.xla),
@@ -224,9 +227,11 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
         document = document.with_overrides(overrides)
         check_secrets(document.table, document.overrides)
         check_files(document.table)
-        return _build(document)
+        experiment = _build(document)
+        changes = fit_to_hosts(experiment) if isinstance(experiment, Experiment) else []
     except SpecError as error:
         raise document.locate(error) from None
+    return load_any(path, [*overrides, *changes]) if changes else experiment
 
 
 def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
@@ -256,6 +261,7 @@ def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
         optimizer=checked.optimizer,
         data=checked.data,
         checkpoint=checked.checkpoint,
+        launch=checked.launch,
         local_sgd=checked.local_sgd or LocalSgdTable(axis=None),
         compression=checked.compression or CompressionTable(axis=None),
         pipeline=checked.pipeline or PipelineTable(axis=None, microbatches=1),

@@ -417,6 +417,25 @@ class FailuresTable(TomlTable):
     )
 
 
+class LaunchTable(TomlTable):
+    """The hosts with which `launch local --hosts N --max-restarts K` goes on after it has lost one."""
+
+    spares: Natural = Field(
+        default=0, description="launchers beyond the hosts of the cluster; one of them replaces a host that is lost"
+    )
+    min_hosts: Count | None = Field(
+        default=None, examples=[6], description="the fewest hosts that may go on, on a smaller mesh; default all"
+    )
+    wait_s: NonNegative = Field(
+        default=60.0, description="seconds for a lost host to come back, before the others go on without it"
+    )
+    hosts: Count | None = Field(
+        default=None,
+        examples=[6],
+        description="hosts that are left, fewer than the cluster has; cluster, mesh and accumulation are made to fit",
+    )
+
+
 class ProfileTable(TomlTable):
     """Which steps are captured."""
 
@@ -541,6 +560,7 @@ class ExperimentTable(TomlTable):
     )
     profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
     failures: FailuresTable = Field(default=FailuresTable.model_construct(), description="of hosts, and what they cost")
+    launch: LaunchTable = Field(default=LaunchTable.model_construct(), description="hosts that are lost and replaced")
     local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
     compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
     pipeline: PipelineTable | None = Field(default=None, description="layers in stages over one axis")

@@ -297,12 +297,16 @@ class OptionPart(Part):
 
 
 class ProgramPart(Part):
-    """The compiled program; `alternatives`, null unless asked for, are other XLA options."""
+    """The compiled program; `alternatives`, null unless asked for, are other XLA options.
+
+    `fewer_hosts`, null without `launch.min_hosts`, is the step after the loss of hosts.
+    """
 
     fingerprint: str | None = None
     options_hash: str | None = None
     options: tuple[OptionPart, ...] | None = None
     alternatives: tuple[RemedyPart, ...] | None = None
+    fewer_hosts: tuple[RemedyPart, ...] | None = None
     jax: str | None = None
     jaxlib: str | None = None
     partitioner: str | None = None

@@ -22,12 +22,15 @@ from typing import Any
 SNAPSHOTS_VARIABLE = "MESHKIT_SNAPSHOTS"
 COPY_VARIABLE = "MESHKIT_SNAPSHOT_COPY"
 """Set where the launcher copies each snapshot to another host."""
+SNAPSHOTS = "snapshots"
+"""Folder of the run folder with the snapshots that `write_snapshots` has written."""
 _SLOTS = 2
 _HEAD = struct.Struct("<8sQQ")  # mark, bytes of the data, bytes of the record behind it
 _WHOLE, LARGEST_RECORD = b"meshkit1", 1 << 16
 _COPY_AT, _COPIED, _REFUSED = _HEAD.size, b"c", b"r"
 _AHEAD = 4096  # the data begins on a page
 _POLL_S = 0.05
+_PIECE = 1 << 24
 
 
 def snapshots_held(hosts: int) -> int:
@@ -56,10 +59,43 @@ class SnapshotMemory:
         self.value = os.pathsep.join(f"/proc/self/fd/{descriptor}" for descriptor in self.descriptors)
         """The value of MESHKIT_SNAPSHOTS for the process that inherits the descriptors."""
 
+    def clear(self) -> None:
+        """Marks all slots as empty."""
+        for slot in self.slots:
+            slot.clear()
+
     def close(self) -> None:
         """Closes the descriptors. The memory is freed with the last process that has it open."""
         for descriptor in self.descriptors:
             os.close(descriptor)
+
+
+def write_snapshots(memory: Mapping[int, SnapshotMemory], processes: int, folder: Path) -> None:
+    """Write whole snapshots as files, for an attempt whose processes hold other parts of the state.
+
+    Args:
+        memory: the memory by rank.
+        processes: number of processes that took the snapshots together.
+        folder: on a file system that all hosts share. Holds `<step>/<rank>` with the bytes and `<step>/<rank>.json`
+            with the record, which is written last.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for rank, held in memory.items():
+        for slot in held.slots:
+            if (record := slot.record()) is None:
+                continue
+            target, size = folder / str(record["step"]) / str(rank), slot.size
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                for at in range(0, size, _PIECE):
+                    file.write(slot.piece(at, min(_PIECE, size - at)))
+                file.flush()
+                os.fsync(file.fileno())
+            partial = target.with_suffix(".json.tmp")
+            partial.write_text(json.dumps(record | {"processes": processes}))
+            partial.replace(target.with_suffix(".json"))
 
 
 def slots_here() -> list[Slot]:

@@ -28,6 +28,7 @@ from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
+from meshkit.planning.fewer_hosts import experiments_with_fewer_hosts
 from meshkit.report.schema import RemedyPart, Report
 from meshkit.search.bounds import Bounds, Shape, collective_seconds, group_shape, ruled_out
 from meshkit.search.candidate import Candidate, Outcome, Settings, fastest_first
@@ -40,6 +41,7 @@ _WORTH = 0.01
 # Remedies that are looked for, and compiles at most; closed forms rule out others without a compile.
 WANTED = 3
 TRIES = 9
+_MOST_SIZES = 4  # numbers of hosts that are compiled after the loss of some
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # XLA's own settings where meshkit chooses otherwise: in words, how the options' names begin and end, and their value
 # (sizes: kDefaultAllReduceCombineThreshold and its kin, xla/service/collective_utils.h).
@@ -277,6 +279,33 @@ def find_alternatives(
         workers.plan(asked)
     planned = sorted((c for c in asked if c.time_s), key=lambda c: c.time_s or 0.0)
     return tuple(_part(change, report.step.time_s) for change in planned)
+
+
+def plan_fewer_hosts(
+    path: str | Path, overrides: Sequence[str], report: Report, *, jobs: int | None = None
+) -> tuple[RemedyPart, ...]:
+    """Compile the step that a job makes after the loss of hosts, for the numbers of hosts that `[launch]` allows.
+
+    Of more than four numbers the three largest and the smallest are compiled.
+
+    Raises:
+        ConfigError: the experiment is invalid.
+    """
+    experiment = load(path, overrides)
+    fewer = list(experiments_with_fewer_hosts(experiment))
+    if len(fewer) > _MOST_SIZES:
+        fewer = [*fewer[: _MOST_SIZES - 1], fewer[-1]]
+    asked = []
+    for smaller in fewer:
+        key, pieces = "accumulate", smaller.train.accumulate
+        if smaller.pipeline.axis is not None:
+            key, pieces = "microbatches", smaller.pipeline.microbatches
+        axes = " x ".join(f"{axis} {size}" for axis, size in smaller.mesh.sizes.items())
+        what = f"{smaller.cluster.hosts} of {experiment.cluster.hosts} hosts, {axes}, {key} {pieces}"
+        asked.append(_change("hosts", what, (f"launch.hosts={smaller.cluster.hosts}",)))
+    with open_workers(file_request(path, overrides), jobs) as workers:
+        workers.plan(asked)
+    return tuple(_part(change, report.step.time_s) for change in asked if change.time_s)
 
 
 def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:

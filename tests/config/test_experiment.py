@@ -274,7 +274,7 @@ def test_the_json_schema_has_every_key_of_the_file():
     schema = experiment_json_schema()
     json.dumps(schema)
     sections = ["cluster", "model", "mesh", "rules", "train", "optimizer", "data", "checkpoint", "profile", "xla"]
-    sections += ["failures", "local_sgd", "compression", "pipeline", "lint", "program"]
+    sections += ["failures", "launch", "local_sgd", "compression", "pipeline", "lint", "program"]
     assert set(schema["properties"]) == {"name", *sections}
     assert schema["additionalProperties"] is False
     assert "dgx_h100" in json.dumps(schema["properties"]["cluster"])

@@ -4,6 +4,7 @@
                                                    -> sha256, seal -> the launcher copies it to another host
                                                    -> all processes have it
     next attempt: whole slots of this run and this layout -> the newest step that all have -> TrainState
+    next attempt on another mesh: the launchers have written the slots as files -> the parts of the new layout
 
 Every process keeps all shards that its devices hold, each once. The step before a snapshot has ended on all processes,
 and a slot is written over only once all have sealed the newer one, so one step is always whole everywhere.
@@ -16,9 +17,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +32,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from meshkit.distributed.join import Agreement
+from meshkit.errors import RunError
 from meshkit.runs.snapshots import COPY_VARIABLE, Slot, slots_here
 from meshkit.sharding.resolve import path_name
 from meshkit.step.state import TrainState
@@ -41,11 +48,12 @@ class Snapshots:
 
     Args:
         run: identity of the run; a snapshot of another one is none.
+        folder: of the snapshots that the launchers have written because the mesh has changed.
         say: prints one line.
     """
 
-    def __init__(self, run: str, say: Callable[[str], None]):
-        self._run, self._say, self._slots = run, say, slots_here()
+    def __init__(self, run: str, folder: Path, say: Callable[[str], None]):
+        self._run, self._folder, self._say, self._slots = run, folder, say, slots_here()
         self._agreement = Agreement(f"snapshots/{next(_made)}")
         self._thread: threading.Thread | None = None
         self._next = 0
@@ -63,6 +71,8 @@ class Snapshots:
         if not self.enabled:  # also since just now: the older one may be what all have
             return
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
+        layout = np.frombuffer(json.dumps(_layout(state)).encode(), np.uint8)
+        blocks.append(layout)
         slot, step, size = self._slots[self._next], int(state.step), sum(block.nbytes for block in blocks)
         self._next = (self._next + 1) % len(self._slots)
         data, problem = None, ""
@@ -71,7 +81,7 @@ class Snapshots:
             _copy(blocks, np.frombuffer(data, np.uint8))
         except OSError as error:
             problem = f"{format_bytes(size)} do not fit into this host's memory ({error.strerror})"
-        record = {"step": step, "run": self._run, "layout": _layout(state)}
+        record = {"step": step, "run": self._run, "layout": _hash(state), "layout_bytes": layout.nbytes}
         run = (slot, data, record, problem)
         self._thread = threading.Thread(target=self._seal, args=run, name="meshkit-snapshot", daemon=True)
         self._thread.start()
@@ -90,6 +100,8 @@ class Snapshots:
             self.enabled = False
             if self._agreement.rank == 0:
                 self._say(f"warning: no further snapshots are taken: {said}.")
+        else:  # all have a newer one
+            self._remove_written()
 
     def restore(self, abstract: TrainState, *, after: int) -> TrainState | None:
         """Return the newest state that all processes have whole, on the shardings of `abstract`; None without one.
@@ -101,7 +113,7 @@ class Snapshots:
         if not self.enabled:
             return None
         found: dict[int, tuple[int, memoryview]] = {}
-        layout = _layout(abstract)
+        layout = _hash(abstract)
         for number, slot in enumerate(self._slots):
             record = slot.record()
             if record and (record.get("run"), record.get("layout")) == (self._run, layout) and record["step"] > after:
@@ -109,23 +121,41 @@ class Snapshots:
                     found[record["step"]] = number, data
                 else:
                     self._say(f"warning: the snapshot of step {record['step']} is corrupt; it is passed over.")
-        step = self._agreement.reach("restore", sorted(found), _newest_of_all, timeout_s=_LIMIT_S)
+        written = {step: parts for step, parts in _read_written(self._folder, self._run).items() if step > after}
+        mine = {"slots": sorted(found), "files": [step for step, parts in written.items() if self._intact(parts)]}
+        step, in_files = self._agreement.reach("restore", mine, _newest_of_all, timeout_s=_LIMIT_S)
         for number, slot in enumerate(self._slots):  # what others do not have is made again, and may differ
-            if not step or number != found[step][0]:
+            if in_files or not step or number != found[step][0]:
                 slot.clear()
         if not step:
             return None
-        number, data = found[step]
-        self._next = (number + 1) % len(self._slots)
-        state = _state_of(abstract, np.frombuffer(data, np.uint8))
+        if in_files:
+            state = _resharded(abstract, written[step])
+        else:
+            number, data = found[step]
+            self._next = (number + 1) % len(self._slots)
+            state = _state_of(abstract, np.frombuffer(data, np.uint8))
         jax.block_until_ready(state)
         return state
+
+    def _intact(self, parts: list[_Written]) -> bool:
+        """Return whether this process's share of the written parts is whole; every part is in some process's share."""
+        share = parts[self._agreement.rank :: self._agreement.size]
+        broken = [part for part in share if not part.is_intact()]
+        for part in broken[:1]:
+            self._say(f"warning: the written snapshot of step {part.record['step']} is corrupt; it is passed over.")
+        return not broken
 
     def drop(self) -> None:
         """Forget the snapshots of this process, so that the next attempt resumes from a checkpoint."""
         self.close()
         for slot in self._slots:
             slot.clear()
+        self._remove_written()
+
+    def _remove_written(self) -> None:
+        if self._agreement.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Return when nothing is being written."""
@@ -139,9 +169,12 @@ def _first(every: list[str]) -> str:
     return next(filter(None, every), "")
 
 
-def _newest_of_all(every: list[list[int]]) -> int:
-    """Return the newest step that every process has; 0 for none."""
-    return max(set(every[0]).intersection(*every[1:]), default=0)
+def _newest_of_all(every: list[dict[str, list[int]]]) -> tuple[int, bool]:
+    """Return the newest step that every process has, 0 for none, and whether it is in files alone."""
+    slots, files = (
+        max(set.intersection(*(set(said[kind]) for said in every)), default=0) for kind in ("slots", "files")
+    )
+    return max(slots, files), files > slots
 
 
 def _indices(leaf: Any) -> dict[Any, Index]:
@@ -173,30 +206,108 @@ def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
         at += flat.nbytes
 
 
-def _layout(state: TrainState) -> str:
-    """Return a hash of every array's name, dtype, shape, and the parts of it that this process keeps."""
+def _layout(state: TrainState) -> list[tuple[str, str, tuple[int, ...], list[Index]]]:
+    """Return every array's name, dtype, shape, and the parts of it that this process keeps."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    told = [(path_name(path), str(leaf.dtype), leaf.shape, _kept(leaf)) for path, leaf in leaves]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    return [(path_name(path), str(leaf.dtype), leaf.shape, _kept(leaf)) for path, leaf in leaves]
+
+
+def _hash(state: TrainState) -> str:
+    return hashlib.sha256(json.dumps(_layout(state)).encode()).hexdigest()
 
 
 def _state_of(abstract: TrainState, data: np.ndarray) -> TrainState:
     """Return the state whose parts stand behind each other in `data`."""
-    at = 0
+    blocks = _Blocks(data)
+    return jax.tree.map(lambda leaf: _place(leaf, {i: blocks.take(i, leaf.dtype) for i in _kept(leaf)}), abstract)
 
-    def place(leaf: Any) -> jax.Array:
-        nonlocal at
-        blocks = {}
-        for index in _kept(leaf):
-            shape = tuple(end - first for first, end in index)
-            size = int(np.prod(shape)) * leaf.dtype.itemsize
-            blocks[index] = data[at : at + size].view(leaf.dtype).reshape(shape)
-            at += size
-        kind = leaf.sharding.memory_kind
-        parts = [
-            jax.device_put(blocks[index].copy(), SingleDeviceSharding(device, memory_kind=kind))
-            for device, index in _indices(leaf).items()
-        ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
 
-    return jax.tree.map(place, abstract)
+class _Blocks:
+    """The arrays that stand behind each other in the bytes of a snapshot."""
+
+    def __init__(self, data: np.ndarray):
+        self._data, self._at = data, 0
+
+    def take(self, index: Index, dtype: Any) -> np.ndarray:
+        """Return the next array, without a copy."""
+        shape = tuple(end - first for first, end in index)
+        size = math.prod(shape) * dtype.itemsize
+        self._at += size
+        return self._data[self._at - size : self._at].view(dtype).reshape(shape)
+
+
+def _place(leaf: Any, blocks: Mapping[Index, np.ndarray]) -> jax.Array:
+    """Return an array on the sharding of `leaf`, from the parts that this process keeps."""
+    kind = leaf.sharding.memory_kind
+    parts = [
+        jax.device_put(blocks[index].copy(), SingleDeviceSharding(device, memory_kind=kind))
+        for device, index in _indices(leaf).items()
+    ]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+
+def _resharded(abstract: TrainState, written: list[_Written]) -> TrainState:
+    """Return the state of a snapshot that processes on another mesh have taken.
+
+    Raises:
+        RunError: an array has another shape on this mesh.
+    """
+    blocks: dict[str, dict[Index, np.ndarray]] = {}
+    shapes = {}
+    for part in written:
+        length = part.record["layout_bytes"]
+        reader = _Blocks(part.data)
+        for name, dtype, shape, kept in json.loads(part.data[-length:].tobytes()):
+            shapes[name] = tuple(shape)
+            for index in (tuple((first, end) for first, end in pairs) for pairs in kept):
+                blocks.setdefault(name, {})[index] = reader.take(index, jax.numpy.dtype(dtype))
+
+    def place(path: Any, leaf: Any) -> jax.Array:
+        name = path_name(path)
+        if shapes.get(name) != leaf.shape:
+            message = f"{name} of a snapshot has shape {shapes.get(name)}, and {leaf.shape} on this mesh."
+            raise RunError(message, hint="removing `snapshots` from the run folder, so that a checkpoint is read")
+        return _place(leaf, {index: _cut(index, blocks[name], leaf.dtype) for index in _kept(leaf)})
+
+    return jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def _cut(index: Index, blocks: Mapping[Index, np.ndarray], dtype: Any) -> np.ndarray:
+    """Return a part of an array, put together from the parts that overlap it."""
+    found = np.empty([end - first for first, end in index], dtype)
+    for held, block in blocks.items():
+        overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(index, held)]
+        if all(first < end for first, end in overlap):
+            into = tuple(slice(first - start, end - start) for (first, end), (start, _) in zip(overlap, index))
+            source = tuple(slice(first - start, end - start) for (first, end), (start, _) in zip(overlap, held))
+            found[into] = block[source]
+    return found
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One process's part of a snapshot that `write_snapshots` has written."""
+
+    data: np.ndarray
+    """The bytes, mapped and not read."""
+    record: Mapping[str, Any]
+
+    def is_intact(self) -> bool:
+        """Return whether the bytes have the sha256 with which the process sealed them. Reads all of them."""
+        return hashlib.sha256(self.data).hexdigest() == self.record.get("sha256")
+
+
+def _read_written(folder: Path, run: str) -> dict[int, list[_Written]]:
+    """Return the written snapshots of a run: step -> the part of every process by rank; none that lacks a part."""
+    found: dict[int, list[_Written]] = {}
+    for step in folder.glob("*/0.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            processes = json.loads(step.read_text())["processes"]
+            parts = [_open_written(step.with_name(str(rank))) for rank in range(processes)]
+            if all((part.record["run"], part.record["processes"]) == (run, processes) for part in parts):
+                found[parts[0].record["step"]] = parts
+    return found
+
+
+def _open_written(path: Path) -> _Written:
+    return _Written(np.memmap(path, np.uint8, "r"), json.loads(path.with_suffix(".json").read_text()))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -121,6 +122,7 @@ def local(
     from meshkit.config.experiment import load
     from meshkit.discover.probe import has_driver
     from meshkit.runs.limits import STALL_TIMEOUT, read_limits
+    from meshkit.verbs.launch.hosts import Elasticity, find_fewer_hosts
     from meshkit.verbs.launch.jobs import Job, command_name, job_name
     from meshkit.verbs.launch.local import LocalPart, Policy, check_part
 
@@ -133,6 +135,9 @@ def local(
     virtual = loaded.cluster.is_cpu if loaded else not has_driver()
     told = tuple(stall_timeout)
     part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, secrets, told, virtual=virtual)
+    survives = loaded is not None and (loaded.launch.spares or loaded.launch.min_hosts)
+    if loaded is not None and survives:
+        part = replace(part, elasticity=Elasticity(loaded.launch.spares, (), loaded.launch.wait_s))
     check_part(part, loaded)
     _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
     file, gpus = str(experiment or ""), processes * devices
@@ -141,8 +146,14 @@ def local(
     if dry_run:
         output("\n".join(part.shell_lines(command)))
         return
+    restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 or survives else 0
+    if loaded is not None and survives and not restarts:
+        raise loaded.error("launch", "[launch] is about restarts, and there are none.", "without --max-restarts 0")
     run_folder(folder)
-    restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
+    if loaded is not None and loaded.launch.min_hosts and host_index == 0 and not own:
+        fewer = find_fewer_hosts(loaded)
+        part = replace(part, elasticity=replace(part.elasticity, fewer=fewer))
+        say(f"after the loss of hosts this job can go on with {' or '.join(map(str, fewer)) or 'no fewer'} hosts")
     policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits, standby=standby and not own)
     code = part.run(command, folder, policy, say)
     if code:

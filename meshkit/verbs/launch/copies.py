@@ -56,15 +56,14 @@ class Keeper:
     Args:
         host: the address on which it listens.
         channel: of the job.
-        ranks: of the processes whose snapshots it keeps; others are refused.
     """
 
-    def __init__(self, host: str, channel: Channel, ranks: Sequence[int]):
+    def __init__(self, host: str, channel: Channel):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family)
         self.port: int = self._server.getsockname()[1]
         self._channel, self._lock = channel, threading.Lock()
-        self._memory = {rank: SnapshotMemory() for rank in ranks}
+        self._memory: dict[int, SnapshotMemory] = {}
 
     def __enter__(self) -> Keeper:
         threading.Thread(target=self._listen, name="meshkit-keeper", daemon=True).start()
@@ -74,10 +73,20 @@ class Keeper:
         with suppress(OSError):  # wakes the thread that accepts
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
+        self.keep((), anew=True)
+
+    @property
+    def memory(self) -> dict[int, SnapshotMemory]:
+        """The memory by rank."""
+        return dict(self._memory)
+
+    def keep(self, ranks: Sequence[int], *, anew: bool) -> None:
+        """Keep the snapshots of these processes from now on; free what is kept of others, or all if `anew`."""
         with self._lock:
-            for memory in self._memory.values():
-                memory.close()
-            self._memory = {}
+            for rank in list(self._memory):
+                if anew or rank not in ranks:
+                    self._memory.pop(rank).close()
+            self._memory |= {rank: SnapshotMemory() for rank in ranks if rank not in self._memory}
 
     def _listen(self) -> None:
         while True:
@@ -103,8 +112,7 @@ class Keeper:
 
     def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
         """Takes one snapshot, unless it is here already. Those that its process no longer has are dropped."""
-        if (memory := self._memory.get(rank)) is None:
-            return "this host keeps no snapshots of that process"
+        memory = self._memory[rank]  # without it this host has not begun the attempt yet, and is asked again
         if record["sha256"] in [slot.sha256 for slot in memory.slots]:
             return _KEPT
         free = [slot for slot in memory.slots if slot.sha256 not in whole]
@@ -118,7 +126,7 @@ class Keeper:
         return _KEPT if _receive(file, free[0], data, record) else "it came damaged"
 
     def _give(self, file: BufferedRWPair, ranks: Sequence[int]) -> None:
-        for rank in ranks:
+        for rank in self._memory.keys() & ranks:
             for slot in self._memory[rank].slots:
                 if (record := slot.record()) is not None:
                     _say(file, rank=rank, size=(size := slot.size), record=record)

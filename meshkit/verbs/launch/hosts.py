@@ -1,34 +1,45 @@
-"""The launchers of a job on several hosts: they begin every attempt together, end it together, and keep copies.
+"""The launchers of a job on several hosts: they begin and end every attempt together, and keep copies of snapshots.
 
-    launcher of host 0 listens on the coordinator's port <- the others come, by mutual TLS, and wait
-    all are there -> the port of this attempt's processes, and where each launcher keeps copies -> the attempt
-    a process fails, a host is lost, a launcher gives up -> all others hear of it -> the next meeting, or the end
+    launcher of host 0 listens on the coordinator's port <- the others connect, by mutual TLS, and wait
+    enough are there -> each gets a place, or is a spare -> the port of this attempt's processes -> the attempt
+    a process fails, a host is lost, a launcher gives up -> all others are told -> the next meeting, or the end
 
-A launcher that is gone is waited for: whoever starts the same command again, on this or another machine, takes its
-place. Its memory is then empty, and its neighbour has what its processes had (copies.py).
+A launcher that is lost is waited for: whoever starts the same command again, on this or another machine, takes its
+place. Its memory is then empty, and its neighbour has copies of the snapshots of its processes (copies.py).
+
+A spare is a launcher without a place. It replaces a lost one in the next attempt. Where no spare is left and the lost
+launcher does not come back, the others go on with fewer hosts, if the experiment allows it. The mesh is then another
+one, so all launchers first write the snapshots that they hold into the run folder, from which the processes of the next
+attempt read the parts that they need.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
-import socket
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from meshkit.config.experiment import Experiment
 from meshkit.distributed.certificates import MAKE_HINT, read_certificates
 from meshkit.distributed.environment import MTLS, Gang, join_timeout_s, split_address
 from meshkit.distributed.roll_call import Connections, Progress, bind_address, free_port, named, open_server
-from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
-from meshkit.runs.snapshots import SnapshotMemory
+from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, ConfigError, RunError
+from meshkit.runs.snapshots import SnapshotMemory, write_snapshots
 from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies, fetch_copies, keep_alive
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # for the others to hear that a launcher has given up
+_SPARE_S = 10.0  # for a launcher whose processes still end, before a spare takes its place
 _LONGEST_LINE = 1 << 16
 
 
@@ -40,16 +51,47 @@ class EndedElsewhere(Exception):
         self.code = code
 
 
+@dataclass(frozen=True)
+class Elasticity:
+    """How a job goes on without hosts that it has lost."""
+
+    spares: int = 0
+    """Launchers beyond the job's hosts."""
+    fewer: tuple[int, ...] = ()
+    """Numbers of hosts with which it can go on, the largest first; without the number of all hosts."""
+    wait_s: float = 60.0
+    """Seconds to wait for a lost host before the job goes on with fewer."""
+
+
+def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
+    """Return the numbers of hosts, from `launch.min_hosts` on, with which an experiment can go on, the largest first.
+
+    A process of its own finds them: it imports jax and the model.
+
+    Raises:
+        RunError: that process failed.
+    """
+    set_by_user = [override.raw for override in experiment.document.overrides] if experiment.document else []
+    command = [sys.executable, "-m", "meshkit.planning.fewer_hosts", experiment.file, *set_by_user]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RunError(f"the meshes of fewer hosts could not be found: {said[-1]}", at=shlex.join(command))
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
 class Hosts:
-    """This launcher's place among those of the other hosts. A context manager.
+    """This launcher among those of the other hosts. A context manager.
 
     Args:
-        index: of this host, from 0.
+        index: of this launcher, from 0; a spare one's is `count` or more.
         count: hosts of the job.
         processes: of each host.
         coordinator: host:port on which the launcher of host 0 listens.
         certificates: folder of them, which all hosts share.
         show: takes a line for the person who waits.
+        snapshots: folder, on a file system that all hosts share, for snapshots that change their layout.
+        elasticity: how the job goes on without lost hosts; the same for all launchers.
 
     Raises:
         ConfigError: there are no certificates, or they do not fit.
@@ -59,6 +101,10 @@ class Hosts:
     """Host:port of the first process of this attempt."""
     attempt: int
     """Number of this attempt, as host 0 counts."""
+    place: int
+    """Place of this launcher's processes in this attempt, from 0 to `size` - 1."""
+    size: int
+    """Number of hosts of this attempt."""
 
     def __init__(
         self,
@@ -68,6 +114,8 @@ class Hosts:
         coordinator: str,
         certificates: str | None,
         show: Callable[[str], None],
+        snapshots: Path,
+        elasticity: Elasticity,
     ):
         if not certificates:
             raise ConfigError(
@@ -76,17 +124,24 @@ class Hosts:
                 hint=f"{MAKE_HINT}, and {MTLS}=DIR on every host; or --max-restarts 0",
             )
         self.index, self.count, self._processes, self._show = index, count, processes, show
+        self._folder, self._elastic = snapshots, elasticity
         self._name = split_address(coordinator)[0]
         found = read_certificates(certificates, coordinator_host=self._name if index == 0 else None)
         self._channel = Channel(found.client(), found.server(), self._name)
-        self._place = Gang(coordinator, count, index)  # of this launcher among the launchers
-        self._wait_s = join_timeout_s(os.environ, otherwise=_JOIN_S)
-        self._peers: dict[int, _Peer] = {}  # of host 0 all others, of another one host 0
-        self._done: set[int] = set()  # hosts whose attempt is over, or that know that the job is
+        self._among = Gang(coordinator, count + elasticity.spares, index)  # the launchers, not the processes
+        self._wait_s = join_timeout_s(os.environ, otherwise=max(_JOIN_S, 2 * elasticity.wait_s))
+        self._peers: dict[int, _Peer] = {}  # Host 0: the launchers that have a place. Another: host 0.
+        self._present: dict[int, tuple[dict[str, Any], _Peer]] = {}  # Host 0: the launchers that wait for a place.
+        self._done: set[int] = set()  # hosts whose processes have all ended well in this attempt
+        self._members = set(range(count))  # hosts of the last attempt that do not know yet how the job has ended
+        self._lost: set[int] = set()  # those of them whose launcher is gone
+        self._over = False  # whether all other launchers know that the job is over
+        self._was: tuple[int, int, int] | None = None  # attempt, place and size of the last one with a place
         self._is_new = True
-        self._keepers: Sequence[Address] = ()  # by host, where it keeps copies
+        self._memory: Sequence[SnapshotMemory] = ()
+        self._keepers: Sequence[Address] = ()  # by place, where the launcher keeps copies
         self._keeper: Keeper | None = None
-        self._server: socket.socket | None = None
+        self._connections: Connections | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Hosts:
@@ -96,65 +151,78 @@ class Hosts:
             RunError: the port is taken.
         """
         if self.index == 0:
-            bind = bind_address(self._place.coordinator)
+            bind = bind_address(self._among.coordinator)
             try:
-                self._server = self._stack.enter_context(open_server(self._place, bind))
+                server = self._stack.enter_context(open_server(self._among, bind))
             except OSError as e:
                 raise RunError(
-                    f"the launcher of host 0 cannot listen on {self._place.coordinator}: {e.strerror or e}.",
+                    f"the launcher of host 0 cannot listen on {self._among.coordinator}: {e.strerror or e}.",
                     hint="a port that is free on its host",
                 ) from None
-            self._keep(split_address(bind)[0] if bind else "")
+            keep = self.count + self._elastic.spares
+            self._connections = self._stack.enter_context(Connections(server, self._channel.server, keep=keep))
+            self._open_keeper(split_address(bind)[0] if bind else "")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hang_up()
+        for _, peer in self._present.values():
+            peer.close()
         self._stack.close()
 
     @property
-    def _settled(self) -> bool:
-        """Whether no other host waits for a word of this one."""
-        return len(self._done) == (self.count - 1 if self.index == 0 else 1)
+    def overrides(self) -> list[str]:
+        """Options of `meshkit train` that make its experiment fit the hosts of this attempt."""
+        return ["--set", f"launch.hosts={self.size}"] if self.size < self.count else []
 
-    def _keep(self, host: str) -> Keeper:
-        """Keeps copies of the processes of the host before this one, listening on this address."""
+    def _open_keeper(self, host: str) -> Keeper:
+        """Keeps copies of the processes of the place before this one, listening on this address."""
         if self._keeper is None:
-            first = (self.index - 1) % self.count * self._processes
-            ranks = range(first, first + self._processes)
-            self._keeper = self._stack.enter_context(Keeper(host, self._channel, ranks))
+            self._keeper = self._stack.enter_context(Keeper(host, self._channel))
         return self._keeper
+
+    def _ranks(self, place: int, size: int) -> range:
+        first = place % size * self._processes
+        return range(first, first + self._processes)
 
     # ------------------------------------------------------------------------------------------ the meeting
 
     def meet(self, attempt: int, signals: Sequence[signal.Signals]) -> None:
-        """Waits until the launchers of all hosts are there to begin an attempt.
+        """Waits until this launcher has a place in an attempt.
 
         Args:
             attempt: its number, as this launcher counts.
             signals: that this launcher gets; the first ends the waiting.
 
         Raises:
-            EndedElsewhere: a launcher has given up, or a signal has come.
-            RunError: they do not come in time.
+            EndedElsewhere: a launcher has given up, the job is done, or a signal has come.
+            RunError: not enough launchers come in time.
         """
         self._hang_up()
         self._done = set()
-        self._meet({"host": self.index, "of": self.count, "attempt": attempt}, signals, self._wait_s)
+        mine = {"host": self.index, "of": self.count, "attempt": attempt, "was": self._was}
+        self._meet(mine, signals, self._wait_s)
 
     def withdraw(self, code: int) -> None:
         """Tells the others, who wait to begin another attempt, that this launcher has ended with an exit code."""
-        if self._settled:
+        for _, peer in self._present.values():
+            peer.say(stop=code, host=self.index)
+        if self._over or code == DONE:
             return
         self._hang_up()
         with suppress(EndedElsewhere, RunError):
-            self._meet({"host": self.index, "of": self.count, "attempt": 0, "stop": code}, (), _LEAVE_S)
+            mine = {"host": self.index, "of": self.count, "attempt": 0, "was": self._was, "stop": code}
+            self._meet(mine, (), _LEAVE_S)
 
     def _meet(self, mine: dict[str, Any], signals: Sequence[signal.Signals], wait_s: float) -> None:
         ends, progress = time.monotonic() + wait_s, Progress(self._show, wait_s)
-        for missing in self._receive_all(mine) if self.index == 0 else self._come(mine):
+        for missing in self._gather(mine) if self.index == 0 else self._come(mine):
             if signals:
                 code = INTERRUPTED if signals[0] == signal.SIGINT else PREEMPTED
                 raise EndedElsewhere(code, f"{signals[0].name} while the other hosts are waited for")
+            if missing is None:  # a spare waits as long as host 0 is there
+                ends, progress = time.monotonic() + wait_s, Progress(self._show, wait_s)
+                continue
             if time.monotonic() > ends:
                 raise RunError(
                     f"host {self.index} of {self.count} has waited {wait_s:.0f} s for {missing}.",
@@ -162,39 +230,49 @@ class Hosts:
                 )
             progress.say(f"host {self.index} waits for {missing}")
 
-    def _receive_all(self, mine: dict[str, Any]) -> Iterator[str]:
-        """Host 0: takes in the others; yields whom it misses, until all know how to begin or that it is over."""
-        assert self._server is not None
+    # -------------------------------------------------------------------------------- the meeting, at host 0
+
+    def _gather(self, mine: dict[str, Any]) -> Iterator[str | None]:
+        """Yield the missing hosts, until all launchers that are there know how to begin or that the job is over."""
         assert self._keeper is not None
-        said = {0: mine | {"keeper": (self._name, self._keeper.port)}}
-        with Connections(self._server, self._channel.server, keep=self.count) as connections:
-            while len(said.keys() | self._done) < self.count:
-                for line, connection in connections.lines(_POLL_S):
-                    if (word := self._checked(line, connection)) is not None:
-                        said[word["host"]] = word
-                        self._peers[word["host"]] = _Peer(connection)
-                for host in [host for host, peer in self._peers.items() if not peer.words() and peer.gone]:
-                    del said[host], self._peers[host]
-                self._tell_stop(said)
-                yield f"hosts {named([i for i in range(self.count) if i not in said])}"
-        if "stop" in mine:
-            return
-        coordinator = f"{self._place.coordinator.rpartition(':')[0]}:{free_port(self._name)}"
-        keepers = [said[i]["keeper"] for i in range(self.count)]
-        start = {"attempt": mine["attempt"], "coordinator": coordinator, "keepers": keepers}
-        for peer in self._peers.values():
-            peer.say(start=start)
-        self._begin(**start)
+        began, mine = time.monotonic(), mine | {"keeper": (self._name, self._keeper.port)}
+        while True:
+            self._admit(_POLL_S)
+            said = {0: mine} | {host: word for host, (word, _) in self._present.items()}
+            self._tell_stop(said)
+            missing: str | None = f"hosts {named([i for i in range(self.count) if i not in said])}"
+            if "stop" in mine:
+                if self._members <= said.keys():
+                    return
+            elif members := self._chosen(said, time.monotonic() - began):
+                if self._have_written(len(members), said):
+                    self._begin_with(members, said)
+                    return
+                missing = None
+            yield missing
+
+    def _admit(self, timeout_s: float) -> None:
+        """Take in launchers that come, and forget those that are gone again."""
+        assert self._connections is not None
+        for line, connection in self._connections.lines(timeout_s):
+            if (word := self._checked(line, connection)) is not None:
+                self._present[word["host"]] = word, _Peer(connection)
+        for host, (word, peer) in list(self._present.items()):
+            for answer in peer.words():
+                word |= answer
+            if peer.gone:
+                del self._present[host]
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
         """Return a launcher's introduction; hang up and return None if it is not of this job."""
         try:
             word = json.loads(line)
-            if word["of"] != self.count or word["host"] not in range(1, self.count):
+            most = self.count + self._elastic.spares
+            if word["of"] != self.count or word["host"] not in range(1, most):
                 self._show(
                     f"a launcher says that it is host {word['host']} of {word['of']}, and is none of {self.count}"
                 )
-            elif word["host"] not in self._peers:  # else it is another one, or comes again before the first is gone
+            elif word["host"] not in self._peers.keys() | self._present.keys():  # else the first is not gone yet
                 keep_alive(connection)
                 return word | {"keeper": (connection.getpeername()[0], word["keeper"])}
         except (ValueError, KeyError, TypeError, OSError):
@@ -203,42 +281,129 @@ class Hosts:
         return None
 
     def _tell_stop(self, said: dict[int, dict[str, Any]]) -> None:
-        """Tells all who are there that it is over, where one says so."""
+        """Tells all who are there that the job is over, where one says so."""
         host = next((host for host, word in sorted(said.items()) if "stop" in word), None)
         if host is None:
             return
-        for peer in self._peers.values():
+        for peer in (peer for _, peer in self._present.values()):
             peer.say(stop=said[host]["stop"], host=host)
-        self._done |= self._peers.keys()
+        self._members -= self._present.keys()
         if host != 0:
+            self._over = self._members <= {0}
             raise _ended(host, said[host]["stop"])
 
-    def _come(self, mine: dict[str, Any]) -> Iterator[str]:
-        """Another host: goes to host 0, and waits for its word; yields what it waits for."""
+    def _chosen(self, said: dict[int, dict[str, Any]], waited_s: float) -> list[int]:
+        """Return the launchers that get a place, host 0 first; none while others are to be waited for."""
+        last, had_place = _last_places(said)
+        order = sorted(said, key=lambda host: (host != 0, host not in had_place.values(), host))
+        complete = len(had_place) == (last[1] if last else -1)  # no host of the last attempt is lost
+        if len(said) >= self.count:
+            all_come = self._members - said.keys() <= self._lost
+            if all_come or complete or waited_s > (self._elastic.wait_s if last is None else _SPARE_S):
+                return order[: self.count]
+        elif complete or waited_s > self._elastic.wait_s:
+            fits = next((size for size in self._elastic.fewer if size <= len(said)), 0)
+            return order[:fits]
+        return []
+
+    def _have_written(self, size: int, said: dict[int, dict[str, Any]]) -> bool:
+        """Have the launchers write their snapshots if the next attempt has another size; return whether all have."""
+        last, had_place = _last_places(said)
+        if last is None or last[1] == size:
+            return True
+        lost = [place for place in range(last[1]) if place not in had_place]
+        for word, peer in self._present.values():
+            if word.get("asked") != lost:
+                word["asked"] = lost
+                peer.say(write=lost)
+        if said[0].get("written") != lost:
+            self._write(lost)
+            said[0]["written"] = lost
+        return all(word.get("written") == lost for word in said.values())
+
+    def _begin_with(self, members: Sequence[int], said: dict[int, dict[str, Any]]) -> None:
+        """Give each launcher its place, or none, and tell it how the attempt begins."""
+        last, had_place = _last_places(said)
+        size, stay = len(members), last is not None and last[1] == len(members)
+        places = {place: host for place, host in had_place.items() if host in members} if stay else {}
+        others = iter(sorted(host for host in members if host not in places.values()))
+        places = {place: places[place] if place in places else next(others) for place in range(size)}
+        coordinator = f"{self._among.coordinator.rpartition(':')[0]}:{free_port(self._name)}"
+        keepers = [said[places[place]]["keeper"] for place in range(size)]
+        start = {"attempt": said[0]["attempt"], "coordinator": coordinator, "keepers": keepers}
+        start["moved"] = last is not None and not stay
+        by_host = {host: place for place, host in places.items()}
+        for host, (_, peer) in self._present.items():
+            peer.say(start=start | {"place": by_host.get(host)})
+        self._peers = {host: self._present.pop(host)[1] for host in by_host if host != 0}
+        for word, _ in self._present.values():  # these are spares, and stay connected
+            word["was"] = None
+        self._members, self._lost = set(by_host), set()
+        self._begin(**start, place=by_host[0])
+
+    # ------------------------------------------------------------------------- the meeting, at another host
+
+    def _come(self, mine: dict[str, Any]) -> Iterator[str | None]:
+        """Go to host 0 and wait for a place; yield what is missing, None while this launcher is a spare."""
         while True:
             try:
-                connection = self._channel.connect(self._place.address)
+                connection = self._channel.connect(self._among.address)
                 self._peers[0] = peer = _Peer(connection)
-                peer.say(**mine, keeper=self._keep(connection.getsockname()[0]).port)
+                peer.say(**mine, keeper=self._open_keeper(connection.getsockname()[0]).port)
+                missing: str | None = "the launchers of the other hosts"
                 while not peer.gone:
                     for word in peer.words():
                         if "stop" in word:
-                            self._done.add(0)
+                            self._over = True
                             raise _ended(word["host"], word["stop"])
-                        if "start" in word:
-                            self._begin(**word["start"])
+                        if "start" in word and self._begin(**word["start"]):
                             return
-                    yield "the launchers of the other hosts"
+                        if "write" in word:
+                            self._write(word["write"])
+                            peer.say(written=word["write"])
+                        missing = None
+                    yield missing
                     time.sleep(_POLL_S)
                 why = "it hung up"
             except (OSError, ValueError) as e:
                 why = getattr(e, "verify_message", None) or getattr(e, "strerror", None) or str(e)
             self._hang_up()
-            yield f"the launcher of host 0 at {self._place.coordinator} ({why})"
+            yield f"the launcher of host 0 at {self._among.coordinator} ({why})"
             time.sleep(_AGAIN_S)
 
-    def _begin(self, attempt: int, coordinator: str, keepers: Sequence[Address]) -> None:
+    def _begin(
+        self, attempt: int, coordinator: str, keepers: Sequence[Address], moved: bool, place: int | None
+    ) -> bool:
+        """Take the place in an attempt; return whether there is one."""
+        if place is None:
+            self._show(f"host {self.index} is a spare")
+            for memory in self._memory:  # until this launcher gets a place again, the job goes on without it
+                memory.clear()
+            self._was, self._is_new = None, True
+            return False
         self.attempt, self.coordinator, self._keepers = attempt, coordinator, keepers
+        self.place, self.size = place, len(keepers)
+        if place != self.index:
+            self._show(f"host {self.index} takes place {place} of {self.size}")
+        if self.size < self.count and self.index == 0:
+            self._show(f"{self.size} of {self.count} hosts go on, on a smaller mesh (launch.hosts = {self.size})")
+        self._was, self._is_new = (attempt, place, self.size), self._is_new and not moved
+        assert self._keeper is not None
+        self._keeper.keep(self._ranks(place - 1, self.size), anew=moved)
+        return True
+
+    def _write(self, lost: Sequence[int]) -> None:
+        """Write the snapshots that this launcher holds into the run folder: its own, and those of a lost host."""
+        if self._was is None or self._keeper is None:
+            return
+        _, place, size = self._was
+        held = dict(zip(self._ranks(place, size), self._memory))
+        if (place - 1) % size in lost:
+            held |= self._keeper.memory
+        try:
+            write_snapshots(held, size * self._processes, self._folder)
+        except OSError as error:
+            self._show(f"host {self.index} cannot write its snapshots to {self._folder}: {error}")
 
     # ------------------------------------------------------------------------------------------ the attempt
 
@@ -251,7 +416,13 @@ class Hosts:
                 if "over" in word:
                     self._done.add(host)
             if peer.gone and host not in self._done:
+                self._lost.add(host)
                 return self._pass_on(f"host {host} is lost")
+        if self.index == 0:
+            known = set(self._present)
+            self._admit(0.0)
+            for host in self._present.keys() - known:  # its turn is the next meeting
+                self._present[host][1].say(wait=True)
         return None
 
     def failed(self, why: str) -> None:
@@ -278,7 +449,7 @@ class Hosts:
         ends = time.monotonic() + timeout_s
         if self.index != 0:
             self._peers[0].say(over=True)
-        while not self._settled:
+        while not self._done >= self._peers.keys():
             if (why := self.news()) is not None:
                 return why
             if time.monotonic() > ends:
@@ -288,6 +459,7 @@ class Hosts:
         if self.index == 0:
             for peer in self._peers.values():
                 peer.say(over=True)
+        self._over = True
         return None
 
     @contextmanager
@@ -297,8 +469,9 @@ class Hosts:
         Args:
             memory: of each process here.
         """
-        first, neighbour = self.index * self._processes, self._keepers[(self.index + 1) % self.count]
-        held = {first + i: m for i, m in enumerate(memory) if m.slots}
+        self._memory, neighbour = memory, self._keepers[(self.place + 1) % self.size]
+        alone = self.size == 1
+        held = {r: m for r, m in zip(self._ranks(self.place, self.size), memory) if m.slots and not alone}
         if held and self._is_new:  # once: what processes drop later is not to come back
             self._is_new = False
             try:
@@ -314,6 +487,13 @@ class Hosts:
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
+
+
+def _last_places(said: dict[int, dict[str, Any]]) -> tuple[tuple[int, int] | None, dict[int, int]]:
+    """Return number and size of the last attempt that any launcher had a place in, and its places with their hosts."""
+    had = {host: word["was"] for host, word in said.items() if word["was"]}
+    last = max(((attempt, size) for attempt, _, size in had.values()), default=None)
+    return last, {place: host for host, (attempt, place, size) in had.items() if (attempt, size) == last}
 
 
 class _Peer:

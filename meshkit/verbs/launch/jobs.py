@@ -139,6 +139,8 @@ def make_job(
                 f"cluster '{cluster.name}' is one of virtual CPU devices, which need no other machines.",
                 hint="meshkit launch local, or a cluster of GPUs",
             )
+        if experiment.launch.spares or experiment.launch.min_hosts:
+            say("note: [launch] is for `meshkit launch local --hosts`; this launcher waits for all hosts.")
         hosts, gpus, name = cluster.hosts, cluster.num_gpus // cluster.hosts, job_name(experiment.name)
     else:
         given, gpus, name = machines[0], machines[1], command_name(own)

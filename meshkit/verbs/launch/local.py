@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -45,9 +46,9 @@ from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read
 from meshkit.runs.limits import STALL_TIMEOUT, Limits
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
-from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS_VARIABLE, SnapshotMemory
+from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS, SNAPSHOTS_VARIABLE, SnapshotMemory
 from meshkit.runs.standby import STANDBY_VARIABLE
-from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
+from meshkit.verbs.launch.hosts import Elasticity, EndedElsewhere, Hosts
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
 from meshkit.verbs.launch.restart import Outage, Standby, Started
 
@@ -88,6 +89,8 @@ class LocalPart:
     """Whether the devices are virtual ones of the CPU."""
     hosts_meet: bool = False
     """Whether the launchers of several hosts have met, and copy snapshots."""
+    elasticity: Elasticity = field(default_factory=Elasticity)
+    """How the job goes on without hosts that it has lost."""
 
     @property
     def first_rank(self) -> int:
@@ -110,12 +113,13 @@ class LocalPart:
             inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
         if self.stall_timeout:
             inherited[STALL_TIMEOUT] = " ".join(self.stall_timeout)
-        if self.hosts_meet:
+        if self.hosts_meet and self.hosts > 1:
             inherited[COPY_VARIABLE] = "1"
         if self.virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{LOOPBACK}:{free_port()}"
-        secret = secrets.token_hex(32) if self.hosts == 1 and self.mtls is None else None
+        is_alone = self.hosts == 1 and not self.hosts_meet
+        secret = secrets.token_hex(32) if is_alone and self.mtls is None else None
         gangs = [self._gang(i, coordinator, attempt, secret) for i in range(self.processes)]
         return [inherited | gang.emit() for gang in gangs]
 
@@ -152,20 +156,42 @@ class LocalPart:
         with only_launcher(logs, show), ExitStack() as stack:
             if self.mtls is not None:
                 stack.enter_context(certificates_for(Path(self.mtls), [self.coordinator_host]))
-            hosts = stack.enter_context(self._launchers(show)) if self.hosts > 1 and policy.max_restarts else None
+            meet = self.hosts > 1 and policy.max_restarts
+            hosts = stack.enter_context(self._launchers(folder, show)) if meet else None
             environments = self.environments if hosts is None else lambda _: self._of_attempt(hosts).environments(0)
             supervisor = Supervisor(
                 command, environments, folder, policy, show, logs=logs, first_rank=self.first_rank, hosts=hosts
             )
-            return supervisor.run() if hosts is None else self._run_with(hosts, supervisor, show)
+            if hosts is None:
+                return supervisor.run()
+            code = self._run_with(hosts, supervisor, show)
+        if code == DONE and self.host_index == 0:
+            shutil.rmtree(folder / SNAPSHOTS, ignore_errors=True)
+        return code
 
-    def _launchers(self, show: Callable[[str], None]) -> Hosts:
+    def _launchers(self, folder: Path, show: Callable[[str], None]) -> Hosts:
         assert self.coordinator is not None
-        return Hosts(self.host_index, self.hosts, self.processes, self.coordinator, os.environ.get(MTLS), show)
+        return Hosts(
+            self.host_index,
+            self.hosts,
+            self.processes,
+            self.coordinator,
+            os.environ.get(MTLS),
+            show,
+            folder / SNAPSHOTS,
+            self.elasticity,
+        )
 
     def _of_attempt(self, hosts: Hosts) -> LocalPart:
         """The part with what the launchers of all hosts have agreed on."""
-        return replace(self, coordinator=hosts.coordinator, attempt=hosts.attempt, hosts_meet=True)
+        return replace(
+            self,
+            hosts=hosts.size,
+            host_index=hosts.place,
+            coordinator=hosts.coordinator,
+            attempt=hosts.attempt,
+            hosts_meet=True,
+        )
 
     def _run_with(self, hosts: Hosts, supervisor: Supervisor, show: Callable[[str], None]) -> int:
         """Runs it, and tells the other hosts how it has ended."""
@@ -177,8 +203,7 @@ class LocalPart:
         except BaseException:
             hosts.withdraw(RUN_FAILED)
             raise
-        if code:
-            hosts.withdraw(code)
+        hosts.withdraw(code)
         return code
 
 
@@ -190,12 +215,13 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     """
     if part.coordinator is not None:
         check_address(part.coordinator, at="--coordinator", name="--coordinator")
-    if min(part.processes, part.devices, part.hosts) < 1 or not 0 <= part.host_index < part.hosts:
+    most = part.hosts + part.elasticity.spares
+    if min(part.processes, part.devices, part.hosts) < 1 or not 0 <= part.host_index < most:
         raise ConfigError(
             f"host {part.host_index} of {part.hosts} with {part.processes} processes x {part.devices} devices is no "
             "part of a job.",
             at="launch local",
-            hint="--processes 1 or more, --devices 1 or more, --host-index from 0 to --hosts less 1",
+            hint=f"--processes 1 or more, --devices 1 or more, --host-index from 0 to {most - 1}",
         )
     if part.hosts > 1 and part.coordinator is None:
         raise ConfigError(
@@ -212,6 +238,13 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     if experiment is None:
         return
     cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
+    if part.elasticity != Elasticity() and part.hosts != cluster.hosts:
+        raise ConfigError(
+            f"[launch] replaces lost hosts, but --hosts {part.hosts} are not the {cluster.hosts} hosts of cluster "
+            f"'{cluster.name}'.",
+            at="--hosts",
+            hint=f"--hosts {cluster.hosts}, one launcher for each host",
+        )
     if started != cluster.num_gpus:
         whole = f"{part.hosts} hosts x " if part.hosts > 1 else ""
         raise ConfigError(
@@ -405,7 +438,11 @@ class Supervisor:
             shared = [descriptors + (() if waits_on is None else (waits_on,)) for descriptors in shared]
             if self._hosts is not None:
                 stack.enter_context(self._hosts.sharing(self._snapshots))
-            gang = stack.enter_context(LocalGang(self.command, environments, logs, self._first_rank, shared))
+            command, first_rank = self.command, self._first_rank
+            if self._hosts is not None:
+                command = [*command, *self._hosts.overrides]
+                first_rank = self._hosts.place * len(environments)
+            gang = stack.enter_context(LocalGang(command, environments, logs, first_rank, shared))
             yield Started(gang, pulses, environments[0].get(COORDINATOR))
 
     def watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:

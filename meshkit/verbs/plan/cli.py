@@ -99,6 +99,8 @@ def plan(
             report = _with_remedies(report, experiment, set_, jobs)
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
+        if isinstance(loaded, Experiment) and loaded.launch.min_hosts:
+            report = _with_fewer_hosts(report, experiment, set_, jobs)
         report = _with_named_change(report, loaded, made)
         if cliff:
             report = _with_cliff(report, loaded, made)
@@ -160,6 +162,8 @@ def _show(report: Report, made: Plan, title: str, start: float, out: Path | None
         stdout().print(remedies_table("what makes it fit", report.memory.remedies))
     if report.program.alternatives and not as_json:
         stdout().print(remedies_table("other options of XLA", report.program.alternatives))
+    if report.program.fewer_hosts and not as_json:
+        stdout().print(remedies_table("after the loss of hosts", report.program.fewer_hosts))
     if report.memory.cliff is not None and not as_json:
         stdout().print(cliff_table(report.memory.cliff))
     memory = f"{format_bytes(peak_rss_bytes())} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
@@ -193,6 +197,16 @@ def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int
     with status("compiling with other options of XLA"):
         found = find_alternatives(experiment, set_, report, jobs=jobs)
     return report.model_copy(update={"program": report.program.model_copy(update={"alternatives": found})})
+
+
+def _with_fewer_hosts(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
+    from meshkit.search.proposals import plan_fewer_hosts
+
+    with status("compiling for fewer hosts"):
+        found = plan_fewer_hosts(experiment, set_, report, jobs=jobs)
+    if not found:
+        say("[launch] allows fewer hosts, but no smaller number divides the mesh, the batch and the parameters.")
+    return report.model_copy(update={"program": report.program.model_copy(update={"fewer_hosts": found})})
 
 
 def _with_cliff(report: Report, experiment: Experiment | ProgramExperiment, made: Any) -> Report:

@@ -36,6 +36,7 @@ from meshkit.runs.hang_watch import HangWatch
 from meshkit.runs.metrics import SinkCode, finite, read_metrics
 from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Goodput, GoodputLog, Phases, read_goodput
+from meshkit.runs.snapshots import SNAPSHOTS
 from meshkit.sharding import build_mesh
 from meshkit.sharding.mesh import device_memory
 from meshkit.step.data import Batches, Data, Stream, check_tokens, open_data
@@ -257,7 +258,7 @@ class _Run:
     def _restored(self) -> TrainState | None:
         """Return the newest state there is: of a snapshot in memory, else of a checkpoint; None for a new run."""
         if self.experiment.checkpoint.snapshot_every:
-            self.snapshots = Snapshots(self.owner.run, self.progress.say)
+            self.snapshots = Snapshots(self.owner.run, self.folder / SNAPSHOTS, self.progress.say)
             newest = next(iter(self.store.steps()), 0)
             state = self.snapshots.restore(self.program.abstract_state, after=newest)
             if state is not None:

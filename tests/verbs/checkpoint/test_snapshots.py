@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshkit.distributed.join import Agreement
 from meshkit.errors import RunError
-from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS_VARIABLE, Slot, SnapshotMemory, slots_here
+from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS_VARIABLE, Slot, SnapshotMemory, slots_here, write_snapshots
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.snapshots import Snapshots
 
@@ -54,8 +55,8 @@ def abstract_of(state):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def snapshots(run="run", said=None):
-    return Snapshots(run, (said if said is not None else []).append)
+def snapshots(run="run", said=None, folder=Path("nowhere")):
+    return Snapshots(run, folder, (said if said is not None else []).append)
 
 
 def taken(*steps):
@@ -66,8 +67,8 @@ def taken(*steps):
     store.close()
 
 
-def restored(after=0, *, run="run", like=None, said=None):
-    return snapshots(run, said).restore(abstract_of(like or state_of(0)), after=after)
+def restored(after=0, *, run="run", like=None, said=None, folder=Path("nowhere")):
+    return snapshots(run, said, folder).restore(abstract_of(like or state_of(0)), after=after)
 
 
 def assert_same(found, expected):
@@ -205,3 +206,53 @@ def test_nothing_of_the_memory_is_left_once_it_is_closed():
     held.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(first)
+
+
+def on_another_mesh(state):
+    """The same arrays on shardings that no process had when the snapshot was taken."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    spec = {"both": ("tensor", "data"), "bf16": (None, "data"), "copies": ()}
+    put = lambda x, *axes: jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(*axes)))
+    return TrainState(
+        step=put(state.step),
+        params={name: put(leaf, *spec[name]) for name, leaf in state.params.items()},
+        opt_state=jax.tree.map(put, state.opt_state),
+        variables={},
+        rng=put(state.rng),
+    )
+
+
+def test_a_written_snapshot_comes_back_bit_for_bit_on_another_mesh_until_there_is_a_newer_one(memory, tmp_path):
+    taken(4, 8)
+    write_snapshots({0: memory}, 1, tmp_path / "written")
+    like = {"like": on_another_mesh(state_of(0)), "folder": tmp_path / "written"}
+    assert_same(restored(**like), on_another_mesh(state_of(8)))
+    assert_same(restored(**like), on_another_mesh(state_of(8)))  # the slots are empty by now
+    assert restored(**like, run="another") is None
+    assert restored(**like, after=8) is None
+    store = snapshots(folder=tmp_path / "written")
+    store.take(on_another_mesh(state_of(12)))
+    store.close()
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_written_snapshot_that_is_corrupt_or_lacks_a_part_is_passed_over(memory, tmp_path):
+    taken(4, 8)
+    write_snapshots({0: memory}, 1, tmp_path)
+    with (tmp_path / "8" / "0").open("r+b") as file:
+        file.write(b"?")
+    said = []
+    like = {"like": on_another_mesh(state_of(0)), "folder": tmp_path}
+    assert_same(restored(**like, said=said), on_another_mesh(state_of(4)))
+    assert said == ["warning: the written snapshot of step 8 is corrupt; it is passed over."]
+    (tmp_path / "4" / "0").unlink()
+    assert restored(**like) is None
+    write_snapshots({0: memory}, 2, tmp_path)
+    assert restored(**like) is None
+
+
+def test_a_written_snapshot_of_arrays_of_another_shape_is_an_error(memory, tmp_path):
+    taken(4)
+    write_snapshots({0: memory}, 1, tmp_path)
+    with pytest.raises(RunError, match=r"params/both of a snapshot has shape \(8, 8\), and \(8, 16\) on this mesh"):
+        restored(like=state_of(0, wide=16), folder=tmp_path)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.kill_matrix.cells import baseline
 from benchmarks.kill_matrix.gang import send
-from benchmarks.kill_matrix.hosts import DISK_TOO, MEMORY_ALONE, two_hosts
+from benchmarks.kill_matrix.hosts import DISK_TOO, MEMORY_ALONE, several_hosts
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,7 +23,7 @@ def alone(tmp_path_factory):
 
 
 def test_the_host_of_the_coordinator_is_lost_and_replaced_alike(alone, tmp_path):
-    with two_hosts(tmp_path, MEMORY_ALONE) as hosts:
+    with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.lose(0)
         hosts.replace(0)
@@ -33,7 +33,7 @@ def test_the_host_of_the_coordinator_is_lost_and_replaced_alike(alone, tmp_path)
 
 
 def test_a_process_that_is_lost_alone_takes_no_neighbour(alone, tmp_path):
-    with two_hosts(tmp_path, MEMORY_ALONE) as hosts:
+    with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.kill_process()
         assert hosts.end() == alone
@@ -43,7 +43,7 @@ def test_a_process_that_is_lost_alone_takes_no_neighbour(alone, tmp_path):
 
 def test_one_host_after_the_other_is_lost(alone, tmp_path):
     """The second one after the first has got its share, and before the next snapshot."""
-    with two_hosts(tmp_path, MEMORY_ALONE) as hosts:
+    with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.lose(1)
         hosts.replace(1)
@@ -55,7 +55,7 @@ def test_one_host_after_the_other_is_lost(alone, tmp_path):
 
 
 def test_where_both_neighbours_are_lost_the_disk_is_read(alone, tmp_path):
-    with two_hosts(tmp_path, DISK_TOO) as hosts:
+    with several_hosts(tmp_path, DISK_TOO) as hosts:
         hosts.wait_for_gate()
         hosts.lose(0, 1)
         hosts.replace(0, 1)
@@ -64,7 +64,7 @@ def test_where_both_neighbours_are_lost_the_disk_is_read(alone, tmp_path):
 
 
 def test_a_launcher_that_is_interrupted_while_it_waits_ends_the_others_with_its_exit_code(tmp_path):
-    with two_hosts(tmp_path, MEMORY_ALONE) as hosts:
+    with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.lose(1)
         hosts.launches[0].wait(lambda: "host 1 is lost" in hosts.launches[0].said or None, "word of the loss")

@@ -1,11 +1,13 @@
 """Launchers of several hosts begin together, hear how an attempt ends elsewhere, and wait for one that is gone."""
 
+import json
 import os
 import signal
 import socket
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from meshkit.distributed.certificates import make_certificates, write_certificat
 from meshkit.distributed.roll_call import free_port
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs.snapshots import SnapshotMemory
-from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
+from meshkit.verbs.launch.hosts import Elasticity, EndedElsewhere, Hosts
 
 HERE = "127.0.0.1"
 COUNT = 3
@@ -27,8 +29,9 @@ def place(tmp_path, monkeypatch):
     address, said = f"{HERE}:{free_port()}", []
     with ExitStack() as stack:
 
-        def make(index, *, folder=tmp_path / "mtls"):
-            made = Hosts(index, COUNT, 1, address, str(folder), said.append)
+        def make(index, *, folder=tmp_path / "mtls", **elasticity):
+            written, elastic = tmp_path / "snapshots", Elasticity(**elasticity)
+            made = Hosts(index, COUNT, 1, address, str(folder), said.append, written, elastic)
             return stack.enter_context(made)
 
         make.said = said
@@ -149,7 +152,7 @@ def test_strangers_on_the_port_and_launchers_of_other_jobs_keep_nobody(place, tm
     write_certificates(tmp_path / "other", make_certificates([HERE]))
     hosts = [place(i) for i in range(COUNT)]
     host, port = place.address.split(":")
-    stranger = Hosts(1, COUNT, 1, place.address, str(tmp_path / "other"), print)
+    stranger = Hosts(1, COUNT, 1, place.address, str(tmp_path / "other"), print, tmp_path, Elasticity())
     stop = []
 
     def disturb():
@@ -189,5 +192,111 @@ def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_bac
 
 def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
     with pytest.raises(ConfigError, match="meet by certificates") as raised:
-        Hosts(0, 2, 1, f"{HERE}:61000", None, print)
+        Hosts(0, 2, 1, f"{HERE}:61000", None, print, Path(), Elasticity())
     assert "launch certificates" in str(raised.value.hint)
+
+
+def begin(*hosts, attempt):
+    """The launchers meet where some may get no place; these wait in threads of their own, which are returned."""
+    threads = [threading.Thread(target=at_once, args=(lambda h=h: h.meet(attempt, []),)) for h in hosts]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def places(*hosts):
+    return {host.index: (host.place, host.size) for host in hosts}
+
+
+def test_a_spare_replaces_a_lost_host_at_once_and_whoever_comes_back_is_the_spare(place):
+    hosts = [place(i, spares=1) for i in range(COUNT + 1)]
+    waiting = begin(hosts[3], attempt=0)
+    meet(*hosts[:3])
+    assert places(*hosts[:3]) == {i: (i, 3) for i in range(3)}
+    hosts[1].__exit__()
+    assert {news_of(hosts[0]), news_of(hosts[2])} == {"host 1 is lost"}
+    meet(hosts[0], hosts[2], attempt=1)
+    waiting[0].join(60)
+    assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
+    assert hosts[3].overrides == []
+    back = place(1, spares=1)
+    over = [None]
+    waiting = threading.Thread(target=lambda: over.append(go_on(back)))
+    waiting.start()
+    hosts[2].failed("process 2 failed")
+    assert {news_of(hosts[0]), news_of(hosts[3])} == {"host 2: process 2 failed"}
+    time.sleep(0.5)  # for the one that came back to be there, which does not matter
+    meet(hosts[0], hosts[2], hosts[3], attempt=2)
+    assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
+    assert at_once(*(lambda h=h: h.settle(60) for h in (hosts[0], hosts[2], hosts[3]))) == [None] * 3
+    while not hosts[0]._present:
+        assert hosts[0].news() is None
+    hosts[0].withdraw(0)
+    waiting.join(60)
+    assert over[-1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+def test_the_others_go_on_with_fewer_hosts_and_write_what_all_had_and_grow_again(place, tmp_path):
+    hosts = [place(i, fewer=(2, 1), wait_s=0.5) for i in range(COUNT)]
+    memory = [SnapshotMemory() for _ in range(COUNT)]
+    meet(*hosts)
+    with ExitStack() as stack:
+        for host, held in zip(hosts, memory):
+            stack.enter_context(host.sharing([held]))
+        for rank, held in enumerate(memory):
+            data = held.slots[0].reserve(3)
+            data[:] = bytes([rank]) * 3
+            held.slots[0].seal(data, {"step": 4})
+        assert all(held.slots[0].wait_until_copied(60) for held in memory)
+    hosts[1].__exit__()
+    assert {news_of(hosts[0]), news_of(hosts[2])} == {"host 1 is lost"}
+    meet(hosts[0], hosts[2], attempt=1)
+    assert places(hosts[0], hosts[2]) == {0: (0, 2), 2: (1, 2)}
+    assert hosts[2].overrides == ["--set", "launch.hosts=2"]
+    written = tmp_path / "snapshots" / "4"
+    assert [(written / str(rank)).read_bytes() for rank in range(COUNT)] == [bytes([rank]) * 3 for rank in range(COUNT)]
+    assert {json.loads((written / f"{rank}.json").read_text())["processes"] for rank in range(COUNT)} == {COUNT}
+
+    hosts[0].failed("process 0 failed")
+    assert news_of(hosts[2]) == "host 0: process 0 failed"
+    began = time.monotonic()
+    meet(hosts[0], hosts[2], attempt=2)  # none of the last attempt is lost, so nobody is waited for
+    assert time.monotonic() - began < 30
+    assert places(hosts[0], hosts[2]) == {0: (0, 2), 2: (1, 2)}
+
+    waiting = begin(back := place(1, fewer=(2, 1), wait_s=0.5), attempt=0)
+    while not hosts[0]._present:
+        assert hosts[0].news() is None
+    hosts[2].failed("process 1 failed")
+    assert news_of(hosts[0]) == "host 2: process 1 failed"
+    meet(hosts[0], hosts[2], attempt=3)
+    waiting[0].join(60)
+    assert places(hosts[0], back, hosts[2]) == {i: (i, 3) for i in range(3)}
+    for held in memory:
+        held.close()
+
+
+def test_a_host_that_the_smaller_mesh_has_no_place_for_is_a_spare(place):
+    hosts = [place(i, fewer=(1,), wait_s=0.5) for i in range(COUNT)]
+    meet(*hosts)
+    hosts[1].__exit__()
+    assert {news_of(hosts[0]), news_of(hosts[2])} == {"host 1 is lost"}
+    waiting = begin(hosts[2], attempt=1)
+    meet(hosts[0], attempt=1)
+    assert places(hosts[0]) == {0: (0, 1)}
+    assert hosts[0].settle(60) is None
+    hosts[0].withdraw(0)
+    waiting[0].join(60)
+    assert place.said[-1] == "host 2 is a spare"
+
+
+def test_fewer_hosts_than_the_job_can_go_on_with_wait_for_the_lost_one(place, monkeypatch):
+    monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "2")
+    hosts = [place(i, fewer=(2,), wait_s=0.2) for i in range(COUNT)]
+    meet(*hosts)
+    hosts[1].__exit__()
+    hosts[2].__exit__()
+    news_of(hosts[0])
+    with pytest.raises(RunError, match="host 0 of 3 has waited 2 s for hosts 1, 2"):
+        hosts[0].meet(1, [])

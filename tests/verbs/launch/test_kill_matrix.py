@@ -23,7 +23,7 @@ from benchmarks.kill_matrix.cells import (
     run_cell,
 )
 from benchmarks.kill_matrix.gang import Gate, Launch
-from benchmarks.kill_matrix.hosts import MEMORY_ALONE, two_hosts
+from benchmarks.kill_matrix.hosts import MEMORY_ALONE, several_hosts
 from benchmarks.kill_matrix.soak import SEED, plan, problems, soak
 
 pytestmark = [
@@ -116,7 +116,7 @@ def test_a_gang_goes_on_from_the_last_snapshot_that_all_have_in_memory(chain, tm
 
 def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chain, tmp_path):
     """The launcher of host 1 goes with its process before that copies step 16. Nobody has a checkpoint."""
-    with two_hosts(tmp_path, MEMORY_ALONE) as hosts:
+    with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.lose(1)
         hosts.replace(1)

@@ -1,0 +1,84 @@
+"""`launch.hosts`: the cluster, the mesh and the accumulation of an experiment fit the hosts that are left."""
+
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+
+CLUSTER = 'cluster = { name = "dgx_h100", hosts = 8 }\n'
+MODEL = '[model]\nclass = "models.llama:Llama"\npreset = "llama3_8b"\n'
+TRAIN = "[train]\nglobal_batch = 192\nsequence_length = 4096\nsteps = 10\n"
+
+
+def on(tmp_path, hosts, mesh, *, cluster=CLUSTER, rest='[rules]\npreset = "fsdp"\n', overrides=()):
+    path = tmp_path / "e.toml"
+    path.write_text(f"{cluster}{MODEL}{TRAIN}[mesh]\n{mesh}\n{rest}")
+    return load(path, [*overrides, f"launch.hosts={hosts}"])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mesh", "sizes", "accumulate"),
+    [
+        (8, "fsdp = { nvlink = 8, infiniband = 8 }", {"fsdp": 64}, 1),
+        (6, "fsdp = { nvlink = 8, infiniband = 8 }", {"fsdp": 48}, 2),
+        (4, "fsdp = { nvlink = 8, infiniband = 8 }", {"fsdp": 32}, 2),
+        (3, "fsdp = { nvlink = 8, infiniband = 8 }", {"fsdp": 24}, 4),
+        (4, 'fsdp = { nvlink = 8, infiniband = "fill" }', {"fsdp": 32}, 2),
+        # An axis that shards no parameters becomes smaller before one that does.
+        (4, "data = { infiniband = 4 }\nfsdp = { nvlink = 8, infiniband = 2 }", {"data": 2, "fsdp": 16}, 2),
+        (6, "data = { infiniband = 4 }\nfsdp = { nvlink = 8, infiniband = 2 }", {"data": 3, "fsdp": 16}, 2),
+        (2, "data = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }", {"data": 2, "fsdp": 8}, 4),
+    ],
+)
+def test_one_axis_becomes_smaller_and_the_global_batch_is_accumulated_in_more_pieces(
+    tmp_path, hosts, mesh, sizes, accumulate
+):
+    preset = "hsdp" if "data" in mesh else "fsdp"
+    found = on(tmp_path, hosts, mesh, rest=f'[rules]\npreset = "{preset}"\n')
+    assert found.cluster.hosts == hosts
+    assert found.mesh.sizes == sizes
+    assert found.train.global_batch == 192
+    assert found.train.accumulate == accumulate
+    # No device has more examples at once than on all hosts.
+    assert 192 / found.mesh.size / accumulate <= 192 / 64
+
+
+def test_a_smaller_experiment_loads_back_as_it_is(tmp_path):
+    found = on(tmp_path, 4, "fsdp = { nvlink = 8, infiniband = 8 }")
+    (tmp_path / "resolved.toml").write_text(found.to_toml())
+    again = load(tmp_path / "resolved.toml")
+    assert (again.cluster, again.mesh, again.train) == (found.cluster, found.mesh, found.train)
+
+
+def test_a_pipeline_gets_more_microbatches(tmp_path):
+    mesh = "pipeline = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }"
+    rest = '[rules]\npreset = "fsdp"\n[pipeline]\naxis = "pipeline"\nmicrobatches = 3\n'
+    found = on(tmp_path, 4, mesh, rest=rest)
+    assert found.mesh.sizes == {"pipeline": 2, "fsdp": 16}
+    assert (found.pipeline.microbatches, found.train.accumulate) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "overrides", "said"),
+    [
+        (9, (), "launch.hosts = 9 are left of a cluster that has 8"),
+        (5, (), "a global batch of 192 does not divide by the 40 GPUs"),
+        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "4 of 8 NVLink domains fit no mesh axis"),
+        (
+            7,
+            ("cluster.nvlink_domain_size=16", "mesh.fsdp={nvlink=16,infiniband=4}", "cluster.nvlink_switch=true"),
+            "whole number of NVLink",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_by_the_key(tmp_path, hosts, overrides, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        on(tmp_path, hosts, "fsdp = { nvlink = 8, infiniband = 8 }", overrides=overrides)
+    assert f"launch.hosts={hosts}" in str(raised.value)
+    assert raised.value.hint
+
+
+def test_an_axis_of_local_sgd_keeps_its_replicas(tmp_path):
+    rest = '[rules]\npreset = "hsdp"\n[local_sgd]\naxis = "data"\n'
+    found = on(tmp_path, 4, "data = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }", rest=rest)
+    assert found.mesh.sizes == {"data": 2, "fsdp": 16}

@@ -1,0 +1,50 @@
+"""Hosts that do not come back: a spare replaces one, or the job goes on with fewer, from memory."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.kill_matrix.hosts import DISK_ALONE, MEMORY_ALONE, THREE_HOSTS, several_hosts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
+]
+FROM_MEMORY = "the snapshot of step 14 is in memory; no checkpoint is read"
+
+
+def run(folder, options, *, spares=0, lost=(2,)):
+    """Losses of a run that loses hosts for good, and all that its launchers say."""
+    with several_hosts(folder, options, 3, spares=spares, experiment=THREE_HOSTS) as hosts:
+        hosts.wait_for_gate()
+        hosts.lose(*lost)
+        losses = hosts.end(*lost)
+        assert not (folder / "run" / "snapshots").exists()
+        return losses, hosts.said
+
+
+@pytest.fixture(scope="module")
+def with_a_spare(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("spare"), (*MEMORY_ALONE, "--set", "launch.spares=1"), spares=1)
+
+
+def test_a_spare_takes_the_place_of_a_lost_host_and_its_share_of_the_snapshot(with_a_spare):
+    losses, said = with_a_spare
+    assert [step for step, _ in losses] == list(range(1, 25))
+    assert "host 3 takes place 2 of 3" in said
+    assert "host 3 has its share of the snapshots of step" in said
+    assert said.count(FROM_MEMORY) == 3
+
+
+def test_fewer_hosts_go_on_from_memory_as_they_do_from_the_disk(with_a_spare, tmp_path):
+    """Bit for bit; a global batch that is summed up otherwise changes the last digits beside the larger mesh."""
+    losses, said = run(tmp_path / "memory", MEMORY_ALONE)
+    assert said.count(FROM_MEMORY) == 2
+    assert "2 of 3 hosts go on, on a smaller mesh (launch.hosts = 2)" in said
+    from_disk, said = run(tmp_path / "disk", DISK_ALONE)
+    assert FROM_MEMORY not in said
+    assert losses == from_disk
+    assert losses[:14] == with_a_spare[0][:14]
+    np.testing.assert_allclose([loss for _, loss in losses], [loss for _, loss in with_a_spare[0]], rtol=1e-5)
