@@ -1,9 +1,10 @@
-"""Block-scaled matmuls over a mesh: `jax.nn.scaled_matmul` of arrays with any number of dims, cut in any way.
+"""Block-scaled matmuls over a mesh: `jax.nn.scaled_matmul` for arrays with any number of dims and any sharding.
 
-jax's own takes [batch, m, k], so that batch and length are one dim, which loses their cuts, and it sums over the mesh
-only where both operands say so and all of it at once. Here every GPU multiplies its own piece, whose dims become one
-after they were cut; what both operands have cut along a summed dim is added up over those axes, as a reduce-scatter
-where the result is cut over them. Of operands that are cut otherwise, 8-bit values and their scales are gathered.
+`jax.nn.scaled_matmul` takes [batch, m, k]. Batch and length must be merged into one dim, which loses their sharding.
+It sums over the mesh only where both operands have the same sharding along k, with one collective over all its axes.
+Here every GPU merges the dims of its own shard and multiplies. If both operands are cut over the same axes along a
+summed dim, the products are summed over these axes, by a reduce-scatter where the result is cut over them. Operands
+with other shardings are gathered as 8-bit values and scales.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def block_scaled_matmul(
     """Return the product [*rows, *columns] of a [*rows, *summed] and b [*columns, *summed].
 
     Args:
-        a, b: values and scales; a scale holds for a block along the last dim.
-        summed: how many dims, the last ones of both, are summed over.
-        dtype: of the product, and in which it is added up over the mesh.
+        a, b: values and scales; a scale applies to a block along the last dim.
+        summed: number of dims to sum over, the last ones of both operands.
+        dtype: dtype of the product and of its sum over the mesh.
     """
     return _matmul(*a, *b, summed, jax.numpy.dtype(dtype).name)
 
@@ -47,7 +48,7 @@ _matmul = custom_partitioning(_local, static_argnums=(4, 5))
 
 
 def _rule(summed: int, dtype: str, mesh: Any, values: Any, results: Any) -> str:
-    """Dims by letters, as in an einsum; a scale is cut as its block is."""
+    """Return the sharding rule, written like an einsum; a scale is cut as its block is."""
     del dtype, mesh, results
     letters = iter(string.ascii_lowercase)
     rows, columns = (list(itertools.islice(letters, values[i].rank - summed)) for i in (0, 2))
@@ -57,14 +58,15 @@ def _rule(summed: int, dtype: str, mesh: Any, values: Any, results: Any) -> str:
 
 
 def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> Any:
-    """Return the computation of each GPU on its piece, with the shardings of its results and arguments."""
+    """Return what each GPU computes on its shards, with the shardings of the result and the arguments."""
     (a, b), out = (_cuts(args[i]) for i in (0, 2)), _cuts(result)
     (rows, left), (columns, right) = _split(a, len(a) - summed), _split(b, len(b) - summed)
-    # What cuts the first operand alone, the second can be sliced to; what cuts the second (FSDP) is gathered.
+    # An axis that cuts only the first operand is kept: the second is sliced. One that cuts only the second (FSDP) is
+    # gathered.
     taken = {axis for cut in columns for axis in cut}
     inner = [k if other in (k, ()) and not taken & {*k} else () for k, other in zip(left, right)]
     added = tuple(axis for cut in inner for axis in cut)
-    kept, scattered = [], []  # of each dim of the result: what cuts it before, and what a reduce-scatter cuts it by
+    kept, scattered = [], []  # for each dim of the result: axes that cut the product, axes of its reduce-scatter
     for wanted, has in zip(out, rows + columns):
         before, then = _free(wanted or has, {*added}.union(*kept))
         kept.append(before)
@@ -87,13 +89,13 @@ def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> An
 
 
 def _free(cut: Axes, used: set[str]) -> tuple[Axes, Axes]:
-    """Return the first axes of a cut that nothing else uses, and the rest."""
+    """Return the leading axes of a cut that are not in `used`, and the rest."""
     free = next((i for i, axis in enumerate(cut) if axis in used), len(cut))
     return cut[:free], cut[free:]
 
 
 def _cuts(array: Any) -> list[Axes]:
-    """Return the mesh axes that cut each dim, none of which has one GPU."""
+    """Return the mesh axes that cut each dim, without axes of size 1."""
     spec, sizes = array.sharding.spec, array.sharding.mesh.shape
     names = [(cut,) if isinstance(cut, str) else tuple(cut or ()) for cut in spec]
     names += [()] * (len(array.shape) - len(names))

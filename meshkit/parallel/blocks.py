@@ -1,8 +1,9 @@
 """Attention of a block of queries to a block of keys, and its gradients, as one GPU computes them.
 
-Context parallelism puts a row of the softmax together from blocks: each gives its own output and the log-sum-exp of
-its scores, `merge` weighs them. The backward pass of a block needs no other block, only the row's final output and
-log-sum-exp (Dao, 2023, FlashAttention-2, section 3.1). Temporary memory is linear in the lengths of the blocks.
+Context parallelism computes a row of the softmax in several blocks of keys. Each block gives its own output and the
+log-sum-exp of its scores, and `merge` combines them. The backward pass of a block needs no other block, only the row's
+final output and log-sum-exp (Dao, 2023, FlashAttention-2, section 3.1). Temporary memory is linear in the lengths of
+the blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jaxtyping import Array, Float
 
-ATTENTION = "attention"  # the name under which recomputation policies know the output and its log-sum-exp
-BLOCK = 512  # rows and columns of the scores that exist at once in the plain implementation
+ATTENTION = "attention"  # the name by which `jax.checkpoint` policies find the output and its log-sum-exp
+BLOCK = 512  # rows and columns of the scores that the plain implementation computes at once
 QueryBlock = Float[Array, "batch queries heads head_dim"]
 KeyBlock = Float[Array, "batch keys kv_heads head_dim"]
 RowSums = Float[Array, "batch heads queries"]  # log-sum-exp of each row of scores
@@ -30,14 +31,14 @@ RowSums = Float[Array, "batch heads queries"]  # log-sum-exp of each row of scor
 def attend(
     q: QueryBlock, k: KeyBlock, v: KeyBlock, *, causal: bool, implementation: str, window: int | None = None
 ) -> tuple[QueryBlock, RowSums]:
-    """softmax(q k^T / sqrt(head_dim)) v and the log-sum-exp of each row of scores.
+    """Return softmax(q k^T / sqrt(head_dim)) v and the log-sum-exp of each row of scores.
 
     Args:
         q: queries.
         k, v: keys and values; kv_heads divides heads.
-        causal: query i sees keys 0..i (of as many keys as queries).
+        causal: query i sees keys 0..i; there must be as many keys as queries.
         implementation: `cudnn` or `xla`.
-        window: of a causal block: query i sees the last so many keys, its own among them; None is all of them.
+        window: for a causal block: query i sees only the last `window` keys up to key i; None: all of them.
 
     Returns:
         Output, fp32 from `xla` and of q's dtype from `cudnn`, and log-sum-exp in fp32.
@@ -76,10 +77,10 @@ def attend_gradients(
 
 
 def merge(first: tuple[QueryBlock, RowSums], second: tuple[QueryBlock, RowSums]) -> tuple[QueryBlock, RowSums]:
-    """Output (fp32) and log-sum-exp of the same queries over the keys of both.
+    """Return the output (fp32) and log-sum-exp of queries over the keys of two blocks.
 
     Args:
-        first, second: what `attend` gives of the same queries for two blocks of keys that share no key.
+        first, second: results of `attend` for the same queries and two blocks of keys that share no key.
     """
     lse = jnp.logaddexp(first[1], second[1])
     one, other = (out.astype(jnp.float32) * _per_query(jnp.exp(part - lse)) for out, part in (first, second))
@@ -87,13 +88,14 @@ def merge(first: tuple[QueryBlock, RowSums], second: tuple[QueryBlock, RowSums])
 
 
 def with_sinks(out: QueryBlock, lse: RowSums, sinks: Float[Array, " heads"]) -> tuple[QueryBlock, RowSums]:
-    """Output and log-sum-exp of rows that each have one score more, of a key whose value is zero: that of their head.
+    """Return the output and log-sum-exp after adding its head's attention sink to each row.
 
-    The backward pass of such rows is `attend_gradients` with what this returns, and `sink_gradients`.
+    A sink (Xiao et al., 2023) is the score of one more key, whose value is zero. For the backward pass, give the
+    results to `attend_gradients` and `sink_gradients`.
 
     Args:
-        out, lse: final output and log-sum-exp of the queries, without the score.
-        sinks: the score of each head, an attention sink (Xiao et al., 2023).
+        out, lse: final output and log-sum-exp of the queries, without the sink.
+        sinks: the score of each head.
     """
     total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
     return (out.astype(jnp.float32) * _per_query(jnp.exp(lse - total))).astype(out.dtype), total
@@ -102,12 +104,14 @@ def with_sinks(out: QueryBlock, lse: RowSums, sinks: Float[Array, " heads"]) -> 
 def sink_gradients(
     out: QueryBlock, lse: RowSums, g: QueryBlock, sinks: Float[Array, " heads"]
 ) -> Float[Array, " heads"]:
-    """Gradient of the sinks: of each row, weight * (d(weight) - g . out), and d(weight) is 0, since the value is.
+    """Return the gradient of the sinks: weight * (d(weight) - g . out), summed over the rows.
+
+    d(weight) = g . value is 0, since a sink's value is 0.
 
     Args:
-        out, lse: as `with_sinks` gives them.
+        out, lse: results of `with_sinks`.
         g: gradient of out.
-        sinks: one of each head.
+        sinks: the score of each head.
     """
     delta = jnp.einsum("bqhd,bqhd->bhq", g, out, preferred_element_type=jnp.float32)
     weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
@@ -115,11 +119,11 @@ def sink_gradients(
 
 
 def _per_query(x: jax.Array) -> jax.Array:
-    """[batch, heads, queries] as [batch, queries, heads, 1]."""
+    """Return [batch, heads, queries] as [batch, queries, heads, 1]."""
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
-# The plain implementation: the pairs of a block of queries and a block of keys that see each other, one at a time.
+# The plain implementation computes one pair of a query block and a key block at a time, only pairs with visible keys.
 
 
 def _attend(q, k, v, causal, window=None):
@@ -185,14 +189,15 @@ def _gradients(q, k, v, out, lse, g, causal, window=None):
 def visible_pairs(
     queries: int, keys: int, causal: bool, window: int | None = None
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[int, int]]:
-    """Indices (of query block, of key block) of the pairs with anything to see, and the lengths of those blocks.
+    """Return the indices (query blocks, key blocks) of the pairs with visible keys, and the lengths of both blocks.
 
-    A query's own block comes first: it has something to see of every window.
+    With `causal`, the pair with a query block's own keys comes first. Every query sees a key there, whatever the
+    window, so its running maximum is finite from then on.
     """
     size = _block(queries), _block(keys)
     i, j = np.indices((queries // size[0], keys // size[1]))
     seen = (j <= i) if causal else np.ones_like(i, bool)
-    if window is not None:  # the last key of the block against the first query
+    if window is not None:  # whether the block's first query sees the last key
         seen &= i * size[0] - ((j + 1) * size[1] - 1) < window
     i, j = np.nonzero(seen)
     order = np.lexsort((-j, i))
@@ -216,7 +221,7 @@ def _scores(q_i, k_j, i, j, causal, window=None):
 
 
 def _group(q: jax.Array, kv_heads: int) -> jax.Array:
-    """[batch, length, heads, head_dim] as [batch, length, kv_heads, heads / kv_heads, head_dim]."""
+    """Return [batch, length, heads, head_dim] as [batch, length, kv_heads, heads / kv_heads, head_dim]."""
     return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
 
 
@@ -232,9 +237,9 @@ def _add(x: jax.Array, rows: jax.Array, index, size: int) -> jax.Array:
     return _put(x, _rows(x, index, size) + rows, index, size)
 
 
-# cuDNN: its kernels give and take the log-sum-exp, but jax.nn.dot_product_attention rounds it to the dtype of q and
-# lets no one choose what the backward kernel gets. So jax traces its own forward and backward kernels here, and they
-# are called one by one.
+# cuDNN's forward kernel returns the log-sum-exp, and its backward kernel takes it. jax.nn.dot_product_attention rounds
+# it to q's dtype, and its caller cannot choose the inputs of the backward kernel. So jax's function is traced here, and
+# its forward and backward kernels are called separately.
 
 
 def _cudnn_attend(q, k, v, causal, window=None):
@@ -250,9 +255,10 @@ def _cudnn_gradients(q, k, v, out, lse, g, causal, window=None):
 def fused_attention(
     q: QueryBlock, k: KeyBlock, v: Float[Array, "batch keys kv_heads value_dim"]
 ) -> Float[Array, "batch queries heads value_dim"]:
-    """Causal attention by cuDNN, of values whose heads may be smaller than those of queries and keys.
+    """Return causal attention by cuDNN; the heads of values may be smaller than those of queries and keys.
 
-    `jax.nn.dot_product_attention` refuses such values, and `jax.vmap` of what it calls takes them for as large as keys.
+    `jax.nn.dot_product_attention` refuses such values, and the `jax.vmap` rule of its cuDNN primitive assumes that
+    values are as large as keys.
     """
     kernels = _cudnn_kernels(q, k, v, True)
     forward, backward = (mapped_as_batch(kernel) for kernel in kernels)
@@ -274,7 +280,7 @@ def fused_attention(
 
 
 def mapped_as_batch(kernel: Callable) -> Callable:
-    """Return the kernel, which `vmap` calls with the dim that it maps over in the batch."""
+    """Wrap a kernel so that `vmap` merges the mapped dim into the batch and calls it once."""
 
     @custom_batching.custom_vmap
     def mapped(*arrays):
@@ -291,7 +297,7 @@ def mapped_as_batch(kernel: Callable) -> Callable:
 
 
 def _cudnn_kernels(q, k, v, causal, window=None):
-    """(q, k, v) -> (out, lse) and (q, k, v, g, out, lse) -> (dq, dk, dv), as jax calls cuDNN."""
+    """Return jax's cuDNN calls, (q, k, v) -> (out, lse) and (q, k, v, g, out, lse) -> (dq, dk, dv)."""
     mask, g = MaskType.CAUSAL if causal else MaskType.NO_MASK, (*q.shape[:3], v.shape[-1])
 
     def both(q, k, v, g):
@@ -320,17 +326,17 @@ def _cudnn_kernels(q, k, v, causal, window=None):
 
 
 def _empties(jaxpr, q):
-    """The arrays of no elements that stand for what the kernels are not given (a bias, a seed), cut out of q.
+    """Return the empty arrays that jax passes for absent inputs of a kernel (a bias, a seed), as slices of q.
 
-    As constants they would be computed once for all layers in a shard_map of their own and be arguments of the layers';
-    jaxlib 0.11 dies of arguments without elements.
+    As constants they would be computed once for all layers, in a separate shard_map, and become arguments of the
+    layers' shard_maps. jaxlib 0.11 crashes on arguments without elements.
     """
     made = [e.outvars[0] for e in jaxpr.eqns if not e.primitive.multiple_results and not e.outvars[0].aval.size]
     return {x: q[:0].reshape(x.aval.shape).astype(x.aval.dtype) for x in made}
 
 
 def _evaluate(equations, values, wanted):
-    """Evaluate equations of a jaxpr, but for those whose results are among `values` already."""
+    """Evaluate the equations of a jaxpr whose results are not in `values` yet; return the values of `wanted`."""
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]

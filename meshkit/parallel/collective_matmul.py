@@ -1,16 +1,16 @@
-"""Matmuls that hide the collectives of sequence parallelism behind themselves, a piece at a time.
+"""Matmuls that overlap with the collectives of sequence parallelism, piece by piece.
 
-Between blocks, sequence parallelism cuts activations along `length` over the axis that cuts kernels inside of blocks.
-So a column-parallel matmul waits for an all-gather of its input and a row-parallel one is followed by a
-reduce-scatter. Here both are taken apart: each GPU's chunk of the length goes in PIECES, and while one piece is
-multiplied the next one is on its way (Wang et al., ASPLOS 2023, with collectives in place of their permutes: behind
-an NVSwitch these move bytes at 3 to 5 times the rate of NCCL's send and receive, see predict/nccl.toml).
+Between transformer blocks, sequence parallelism cuts activations along `length`. It uses the axis that cuts the kernels
+inside the blocks. So a column-parallel matmul waits for an all-gather of its input, and a reduce-scatter follows a
+row-parallel matmul. Here each GPU's chunk of the length is split into PIECES, and one piece is sent while another is
+multiplied (Wang et al., ASPLOS 2023). They use permutes, this module collectives: behind an NVSwitch collectives move
+bytes at 3 to 5 times the rate of NCCL's send and receive, see predict/nccl.toml. Over an axis of n GPUs:
 
     gather_matmul    x [batch, length/n, embed] -> x kernel [batch, length, columns/n], for several kernels at once
     matmul_scatter   x [batch, length, rows/n]  -> sum over the axis of x kernel [batch, length/n, embed]
 
-Each is the other's backward pass, and the bytes are those of the collectives taken apart. Only these and
-their matmuls are by hand, in a `jax.shard_map`; the gradients of kernels are left to the partitioner.
+Each is the other's backward pass. The pieces move as many bytes together as one collective would. Only these
+collectives and their matmuls run in a `jax.shard_map`; the partitioner places the gradients of kernels.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from meshkit.errors import ConfigError
 from meshkit.sharding import current_scope
 from meshkit.sharding.constrain import mesh_here, shard_map_here
 
-PIECES = 4  # of a chunk; the first is exposed, and more of them would make the matmuls too small to be fast
+PIECES = 4  # per chunk; the first piece's transfer is exposed, and more pieces would make the matmuls too small
 _BATCH, _LENGTH = 0, 1  # dims of every activation here
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The mesh axis that cuts the length between blocks and the kernels inside, and what cuts the batch."""
+    """The mesh axis that cuts the length between blocks and the kernels inside, and the axes that cut the batch."""
 
     mesh: Any
     axis: str
@@ -49,35 +49,36 @@ class Cut:
         return self.mesh.shape[self.axis]
 
     def activation(self, dim: int | None) -> PartitionSpec:
-        """Return the spec of [batch, length, ...]: cut along the batch, and over the axis along this dim, if any."""
+        """Return the spec of [batch, length, ...]: the batch is cut, and `dim`, unless None, is cut over the axis."""
         return PartitionSpec(self.batch or None, *([] if dim is None else [*[None] * (dim - 1), self.axis]))
 
     def kernel(self, dim: int) -> PartitionSpec:
-        """Return the spec of a kernel that only the axis cuts: FSDP's pieces are gathered first."""
+        """Return the spec of a kernel that only the axis cuts, along `dim`: FSDP's shards are gathered first."""
         return PartitionSpec(*[None] * dim, self.axis)
 
     def pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """x, laid out like this."""
+        """Constrain x to this spec."""
         return lax.with_sharding_constraint(x, NamedSharding(mesh_here(self.mesh), spec))
 
     def local(self, fn: Callable, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec]) -> Callable:
-        """fn on each GPU's shards.
+        """Return fn as it runs on each GPU's shards.
 
-        By hand over every axis: of a shard_map over one axis the partitioner gathers the batch before each collective.
+        The shard_map is manual over every axis. Were it manual over one axis only, the partitioner would gather the
+        batch before each collective.
 
         Args:
             fn: takes and returns one GPU's shards, and may communicate over the mesh's axes by name.
-            in_specs, out_specs: a spec for each argument of fn, and for each array of the tuple that it returns.
+            in_specs, out_specs: a spec for each argument of fn, and for each array of the tuple that fn returns.
         """
         return shard_map_here(fn, self.mesh, tuple(in_specs), tuple(out_specs))
 
 
 def matmul_cut(length: int, *kernel_dims: tuple[str, int]) -> Cut | None:
-    """Return the cut of a sequence-parallel matmul under the scope's rules; None where no length is cut between blocks.
+    """Return the cut of a sequence-parallel matmul under the scope's rules; None without sequence parallelism.
 
     Args:
-        length: of the activation.
-        kernel_dims: logical axis and size of the dim that tensor parallelism cuts, for each kernel.
+        length: length of the activation.
+        kernel_dims: for each kernel, the logical axis and size of the dim that tensor parallelism cuts.
 
     Raises:
         ConfigError: the rules cut `act_residual_length`, but not as these matmuls need it.
@@ -114,15 +115,15 @@ def matmul_cut(length: int, *kernel_dims: tuple[str, int]) -> Cut | None:
 def gather_matmul(
     cut: Cut, x: Float[Array, "batch length embed"], kernels: Sequence[Float[Array, "embed ..."]]
 ) -> tuple[jax.Array, ...]:
-    """x gathered along length, times each kernel.
+    """Return the product of x, gathered along length, and each kernel.
 
     Args:
-        cut: what x is cut over along length, and the kernels along their first output dim.
-        x: the activations of all kernels.
-        kernels: the gradient of each is of its dtype, the matmuls are of x's.
+        cut: its axis cuts x along length, and each kernel along its first output dim.
+        x: the input of all products.
+        kernels: matmuls run in x's dtype; the gradient of a kernel has the kernel's dtype.
 
     Returns:
-        [batch, length, ...] for each kernel, of x's dtype: the length whole, the dim behind it cut over the axis.
+        [batch, length, ...] for each kernel, in x's dtype: the length is whole, the dim after it is cut over the axis.
     """
     casts = tuple(lax.stop_gradient(cut.pin(k.astype(x.dtype), cut.kernel(1))) for k in kernels)
     return _gather_matmul(cut, cut.pin(x, cut.activation(_LENGTH)), tuple(kernels), casts)
@@ -131,15 +132,15 @@ def gather_matmul(
 def matmul_scatter(
     cut: Cut, x: Float[Array, "batch length *rows"], kernel: Float[Array, "*rows embed"], contracted: int
 ) -> Float[Array, "batch length embed"]:
-    """x times kernel, summed over the axis, each GPU keeping its chunk of the length.
+    """Return x times kernel, summed over the axis; each GPU keeps its chunk of the length.
 
     Args:
-        cut: what x is cut over along dim 2, and the kernel along dim 0.
+        cut: its axis cuts x along dim 2, and the kernel along dim 0.
         x, kernel: their product is contracted over rows.
         contracted: number of dims of rows.
 
     Returns:
-        Of x's dtype, its length cut over the axis.
+        The sum in x's dtype, its length cut over the axis.
     """
     cast = lax.stop_gradient(cut.pin(kernel.astype(x.dtype), cut.kernel(0)))
     return _matmul_scatter(cut, contracted, cut.pin(x, cut.activation(2)), kernel, cast)
@@ -168,7 +169,7 @@ _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul_scatter(cut, contracted, x, kernel, cast):
-    del kernel  # takes the gradient
+    del kernel  # an argument only so that it gets a gradient
     return _scattered(cut, [x], [cast], [contracted])
 
 
@@ -187,12 +188,12 @@ _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
 
 
 def _gathered(cut: Cut, x: jax.Array, kernels: Sequence[jax.Array], contracted: int) -> tuple[jax.Array, ...]:
-    """x, gathered, times each kernel, and x itself, whole."""
+    """Return the product of the gathered x and each kernel, and then the gathered x itself."""
 
     def local(x, *kernels):
         gathered, products = [], []
         for number, piece in enumerate(_split(x, _LENGTH)):
-            # A piece sets out when the one before it is there and the one before that is multiplied.
+            # A piece is sent once the piece before it has arrived and the one before that is multiplied.
             piece = _after(piece, *gathered[-1:], *(products[-2] if number > 1 else ()))
             gathered.append(lax.all_gather(piece, cut.axis, axis=_LENGTH))
             dims = _last(gathered[-1], contracted)
@@ -204,7 +205,7 @@ def _gathered(cut: Cut, x: jax.Array, kernels: Sequence[jax.Array], contracted: 
 
 
 def _scattered(cut: Cut, xs: Sequence[jax.Array], kernels: Sequence[jax.Array], contracted: Sequence[int]):
-    """The sum of x kernel over pairs and over the axis, cut along length."""
+    """Return the products of each x and its kernel, summed over these pairs and over the axis, cut along length."""
 
     def local(*arrays):
         pieces_of = [_split_chunks(x, cut.size) for x in arrays[: len(xs)]]
@@ -221,29 +222,29 @@ def _scattered(cut: Cut, xs: Sequence[jax.Array], kernels: Sequence[jax.Array], 
 
 
 def _after(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """x, but not before these: XLA would combine the collectives of all pieces again, or put off all matmuls."""
+    """Return x, available only after the others: XLA would merge the pieces' collectives, or delay all matmuls."""
     return lax.optimization_barrier((x, *others))[0]
 
 
 def _split(x: jax.Array, dim: int) -> list[jax.Array]:
-    """x in PIECES along a dim, or in as many as divide it."""
+    """Split x along a dim into PIECES, or into the largest divisor of PIECES that divides the dim."""
     return jnp.split(x, math.gcd(PIECES, x.shape[dim]), axis=dim)
 
 
 def _split_chunks(x: jax.Array, ways: int) -> list[jax.Array]:
-    """[batch, length, ...] as pieces [batch, ways, rows, ...], each with some rows of every GPU's chunk."""
+    """Return [batch, length, ...] as pieces [batch, ways, rows, ...], each with some rows of every GPU's chunk."""
     x = x.reshape(x.shape[_BATCH], ways, x.shape[_LENGTH] // ways, *x.shape[2:])
     return _split(x, 2)
 
 
 def _join_chunks(pieces: Sequence[jax.Array]) -> jax.Array:
-    """Return the reverse of `_split_chunks`."""
+    """Undo `_split_chunks`."""
     x = jnp.concatenate(pieces, axis=2)
     return x.reshape(x.shape[_BATCH], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
 def _transpose(kernel: jax.Array, contracted: int) -> jax.Array:
-    """[inputs..., outputs...] as [outputs..., inputs...]."""
+    """Return [inputs..., outputs...] as [outputs..., inputs...]."""
     return jnp.transpose(kernel, (*range(contracted, kernel.ndim), *range(contracted)))
 
 

@@ -1,27 +1,27 @@
-"""Sums of gradients over one slow axis, in few bits on the wire.
+"""Sums of gradients over one slow axis, sent in 8 or 16 bits per element.
 
-A compressed sum is its own reduce-scatter and all-gather, because a network can only add what it does not have to
-unpack: each of the R replicas cuts its gradient into R chunks and sends chunk r, quantized, to replica r (all-to-all);
-r unpacks and sums its chunk in fp32, quantizes the sum and sends it to all (all-gather). On the wire a GPU sends
-2 (R-1)/R n elements of the narrow dtype, n being the elements of its shard; an all-reduce in fp32 as many of 4 bytes.
+An all-reduce cannot add values that have scales, so a compressed sum takes two other collectives. Each of the R
+replicas cuts its gradient into R chunks and sends chunk r, quantized, to replica r (all-to-all). Replica r sums its
+chunk in fp32, quantizes the sum and sends it to all (all-gather). If n is the number of elements of its shard, a GPU
+sends 2 (R-1)/R n elements of the narrow dtype. An all-reduce in fp32 sends as many elements of 4 bytes.
 
 **Quantization.** bf16: rounding to nearest. int8 and fp8 (e4m3): blocks of 256 elements share one fp32 scale
 s = max|x| / largest code, 1.6 % on top of the elements. Rounding errs by at most
 
     bf16: |x| 2^-8      int8: s / 2 = max|x| / 254      fp8: max(|x| 2^-4, s 2^-10) <= max|x| / 16
 
-so an element of the sum errs by at most that of each replica's block, added up, plus that of the block of their sum.
+so the error of an element of the sum is at most the total of the replicas' bounds, plus the bound for the sum's block.
 
-**Error feedback** (Seide et al. 2014, 1-bit SGD; Karimireddy et al. 2019, arXiv:1901.09847). What rounding took away is
-kept in a residual and added to the next step's gradient. The error of the second quantization is kept by the owner of
-the chunk, in its own residual. Nothing is lost then, only late: for every step t, exactly up to fp32 rounding,
+**Error feedback** (Seide et al. 2014, 1-bit SGD; Karimireddy et al. 2019, arXiv:1901.09847). Each replica keeps its
+rounding error in a residual and adds it to the next step's gradient. The owner of a chunk adds the error of the second
+quantization to its own residual. So no part of a gradient is lost, only delayed: in every step, up to fp32 rounding,
 
     sum_r (gradient_r + residual_r) before  =  compressed sum + sum_r residual_r after
 
-so the mean of T compressed sums differs from that of the true ones by (sum_r residual_r at 0 - at T) / T, which
+so the mean of T compressed sums differs from the mean of the true sums by (sum_r residual_r at 0 - at T) / T, which
 vanishes as 1/T because residuals stay bounded by the rounding error of a step.
 
-Small arrays (norm scales, biases) are summed in fp32: to round them saves nothing and they bear it the least.
+Small arrays (norm scales, biases) are summed in fp32: rounding them saves little and harms training the most.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Wire:
     """A dtype on the wire.
 
     Attributes:
-        dtype: of jax.
-        largest: the largest code, to which the largest element of a block is scaled; None where nothing is scaled.
+        dtype: the jax dtype.
+        largest: the largest code, to which the largest element of a block is scaled; None: no scales.
         error: largest rounding error of an element, relative to the largest element of its block.
     """
 
@@ -57,12 +57,12 @@ class Wire:
     def quantize(
         self, x: Float[Array, "*dims n"]
     ) -> tuple[Shaped[Array, "*dims n"], Float[Array, "*dims blocks"] | None]:
-        """fp32 as codes and the scales of blocks; n is a multiple of BLOCK.
+        """Return fp32 values as codes and scales of blocks; n is a multiple of BLOCK.
 
-        A block with a number that is not finite has a scale that is not finite: it stays visible.
+        A block with an infinity or a NaN gets a scale that is not finite, so the sum shows it.
 
         Args:
-            x: fp32. For bf16, which has no scales, n may be any number.
+            x: fp32 values. For bf16, which has no scales, n may be any number.
 
         Returns:
             Codes in `dtype`, and fp32 scales, one for each BLOCK elements along the last dim; None for bf16.
@@ -81,8 +81,8 @@ class Wire:
         """Return the fp32 numbers that codes stand for.
 
         Args:
-            codes: [..., n], as `quantize` gives them.
-            scales: fp32 [..., n / BLOCK]; None where nothing was scaled.
+            codes: [..., n], as `quantize` returns them.
+            scales: fp32 [..., n / BLOCK]; None for bf16.
         """
         if scales is None:
             return codes.astype(jnp.float32)
@@ -98,16 +98,16 @@ WIRES = {
 
 
 def zero_residuals(gradients: Any, replicas: int) -> Any:
-    """Residuals before the first step: fp32 zeros [replicas, ...] for each array [...] (or its ShapeDtypeStruct)."""
+    """Return the residuals of the first step: fp32 zeros [replicas, ...] for each array or ShapeDtypeStruct [...]."""
     return jax.tree.map(lambda g: jnp.zeros((replicas, *g.shape), jnp.float32), gradients)
 
 
 def wire_elements(size: int, replicas: int) -> int:
-    """Elements of a shard of `size` as they are exchanged: padded to a block in each of the R chunks.
+    """Return the number of elements exchanged for a shard: each of the R chunks is padded to whole blocks.
 
     Args:
         size: elements of one GPU's shard.
-        replicas: R, over whose GPUs the shard is summed.
+        replicas: R.
     """
     chunk = -(-size // (replicas * BLOCK)) * BLOCK
     return replicas * chunk
@@ -115,11 +115,11 @@ def wire_elements(size: int, replicas: int) -> int:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the GPUs of one axis sum what each of them holds; for use inside a `shard_map`.
+    """A compressed sum over the GPUs of one axis, for use inside a `shard_map`.
 
     Attributes:
         axis, replicas: the slow axis and its size.
-        wire: what travels.
+        wire: the dtype to send.
         smallest_bytes: shards with fewer bytes are summed in fp32.
     """
 
@@ -135,11 +135,11 @@ class Exchange:
 
         Args:
             gradient: this GPU's part of its replica's gradient.
-            residual: of the step before, None for no error feedback.
+            residual: the residual of the step before; None: no error feedback.
 
         Returns:
-            The sum in fp32, the same on every GPU of the axis; and the new residual, None if none was given. A shard
-            that is too small to compress gets its residual back as it was.
+            The sum in fp32, the same on every GPU of the axis; and the new residual, None if none was given. The
+            residual of a shard that is too small to compress is returned unchanged.
         """
         shape = gradient.shape
         if 4 * math.prod(shape) < self.smallest_bytes:
@@ -150,7 +150,7 @@ class Exchange:
         return total.reshape(shape), None if residual is None else left.reshape(1, *shape)
 
     def _quantized(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(sum over the axis, what rounding took away here) of a vector."""
+        """Return (the sum over the axis, this GPU's rounding error) of a vector."""
         wire, size = self.wire, x.size
         chunks = jnp.pad(x, (0, wire_elements(size, self.replicas) - size)).reshape(self.replicas, -1)
         codes, scales = wire.quantize(chunks)
@@ -169,5 +169,5 @@ class Exchange:
 
 
 def _hide(codes: jax.Array) -> jax.Array:
-    """The codes behind a barrier: XLA takes `fp32(bf16(x))` for x (excess precision), and no error would be left."""
+    """Return the codes behind a barrier: XLA would replace `fp32(bf16(x))` by x (excess precision), without error."""
     return jax.lax.optimization_barrier(codes)

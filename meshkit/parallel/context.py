@@ -1,26 +1,28 @@
-"""Attention over a sequence that is cut over GPUs: keys and values travel, or for its time the heads are cut instead.
+"""Attention over a sequence that is cut over GPUs, which exchange keys and values, or cut the heads for a time.
 
-n GPUs, each with `b` sequences, `l` of their tokens, `h` heads and `k` key heads of size `d`, activations of `e` bytes.
-One piece of keys and values is P = 2 b l k d e bytes. Per layer and GPU, payloads as the report counts them:
+Each of n GPUs has `b` sequences, `l` of their tokens, `h` heads and `k` key heads of size `d`; an activation element
+has `e` bytes. One piece, the keys and values of one GPU, is P = 2 b l k d e bytes. The payloads of communication per
+layer and GPU, as the report counts them, are:
 
     ring, forward        n - 1 collective-permutes of P
-    ring, backward       (n - 1) P and n of 4 P / e, the gradients of k and v in fp32, in n + 1 collective-permutes
+    ring, backward       n + 1 collective-permutes: n - 1 times P, and n times 4 P / e of fp32 gradients of k and v
     all_gather, forward  1 all-gather of n P
     all_gather, backward 1 all-gather of n P, 1 reduce-scatter of 4 n P / e
     ulysses, forward     2 all-to-alls: (h + 2 K) b l d e of queries, keys and values, then h b l d e of the output
     ulysses, backward    2 all-to-alls: h b l d e of the output's gradient, then (h + 2 K) b l d e
 
-With a window of w tokens (`causal_kernels`) and w' for w - 1 rounded up to 64, keys and values move in 4
-collective-permutes of b w' k d e bytes forward; backward in as many again, and in 4 of their gradients in fp32.
+For a window of w tokens (`causal_kernels`), let w' be w - 1 rounded up to a multiple of 64. The forward pass moves keys
+and values in 4 collective-permutes of b w' k d e bytes. The backward pass does so again, and moves their fp32 gradients
+in 4 more.
 
 Ring and all_gather compute the same blocks in the same order. The ring holds two pieces at a time and hides each hop
-behind a block; all_gather holds all n, in one larger message. Ulysses repeats key heads to K = lcm(k, n), the fewest
-that n GPUs can share out. A layer that is recomputed runs its forward pass twice.
+behind the attention of a block; all_gather receives all n pieces in one larger message and holds them all. Ulysses
+repeats key heads to K = lcm(k, n), the smallest number that n divides. A recomputed layer runs its forward pass twice.
 
-Under a causal mask tokens are in balanced order (`meshkit.parallel.layout`). A GPU's own keys come first, with an
-ordinary causal mask over its two chunks. Of every other piece exactly half of the pairs of chunks are visible, all of
-them whole; only those are computed. After Liu, Zaharia and Abbeel (2023), Ring Attention, and Jacobs et al. (2023),
-DeepSpeed Ulysses; the balanced order is that of Megatron-LM.
+Under a causal mask tokens are in balanced order (`meshkit.parallel.layout`). A GPU computes attention to its own keys
+first, with an ordinary causal mask over its two chunks. Of the four pairs of chunks with any other piece, exactly two
+are visible, each in full, and only these are computed. Sources: Liu, Zaharia and Abbeel (2023), Ring Attention; Jacobs
+et al. (2023), DeepSpeed Ulysses; Megatron-LM for the balanced order.
 """
 
 from __future__ import annotations
@@ -56,19 +58,19 @@ def ring_attention(
     heads: str | Sequence[str] = (),
     balanced: bool = False,
 ) -> Queries:
-    """Exact attention with the length cut over a mesh axis; keys and values go around a ring of its GPUs.
+    """Return exact attention with the length cut over a mesh axis; its GPUs pass keys and values around a ring.
 
-    softmax(q k^T / sqrt(head_dim)) v for global arrays inside `jax.jit`, differentiable; memory is linear in the local
-    length. Costs: see the module.
+    Call it with global arrays inside `jax.jit`. It computes softmax(q k^T / sqrt(head_dim)) v, is differentiable, and
+    its memory is linear in the local length. The docstring of this module gives its costs.
 
     Args:
-        q, k, v: kv_heads divides heads, and only kv_heads travel.
-        mesh: a `jax.sharding.Mesh`, or one of `meshkit.build_mesh`.
-        axis: mesh axis, or several, that cut the length.
+        q, k, v: kv_heads divides heads; keys are sent once per key head.
+        mesh: a `jax.sharding.Mesh`, or a result of `meshkit.build_mesh`.
+        axis: one or several mesh axes that cut the length.
         causal: token i sees tokens 0..i.
         batch, heads: mesh axes that cut those dims.
-        balanced: q, k and v are in balanced order, and so will the result be (`meshkit.parallel.layout`). Otherwise
-            a causal call reorders q, k, v and the result by itself.
+        balanced: q, k, v and the result are in balanced order (`meshkit.parallel.layout`). Otherwise a causal call
+            itself reorders q, k, v and the result.
 
     Raises:
         ConfigError: sizes that do not go together or that the axes do not divide.
@@ -88,7 +90,7 @@ def gathered_attention(
     heads: str | Sequence[str] = (),
     balanced: bool = False,
 ) -> Queries:
-    """Exact attention with the length cut over a mesh axis; every GPU gathers all keys and values.
+    """Return exact attention with the length cut over a mesh axis; every GPU gathers all keys and values.
 
     Arguments, result and errors are those of `ring_attention`.
     """
@@ -107,7 +109,7 @@ def _attention(q, k, v, layout: ContextLayout, causal: bool, balanced: bool, exc
 
 
 def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: type) -> jax.Array:
-    """Attention whose residuals are q, k, v, the output and the log-sum-exp, all of them cut."""
+    """Return attention that saves only shards for its backward pass: of q, k, v, the output and the log-sum-exp."""
     forward, backward = _kernels(q, layout, causal, exchange)
 
     @jax.custom_vjp
@@ -123,20 +125,20 @@ def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: t
 
 
 def causal_kernels(q: Queries, layout: ContextLayout, context: str, window: int | None = None) -> Kernels:
-    """Return the forward and the backward pass of causal attention in balanced order, for a softmax with more terms.
+    """Return the forward and the backward pass of causal attention in balanced order, as two functions.
 
-    Whoever adds terms to a row's sum, such as an attention sink, does so by its output and log-sum-exp, and gives both
-    to the backward pass: (q, k, v) -> (output, log-sum-exp), and (q, k, v, output, log-sum-exp, gradient of the output)
-    -> gradients of q, k and v.
+    The first maps (q, k, v) to (output, log-sum-exp). The second maps (q, k, v, output, log-sum-exp, gradient of the
+    output) to the gradients of q, k and v. A caller that adds terms to the softmax, such as attention sinks, changes
+    the output and the log-sum-exp between the two calls.
 
-    With a window a chunk needs no more than the end of the chunk before it, which comes from the neighbours, whatever
-    `context` is.
+    With a window, a chunk of queries needs only its own keys and the end of the chunk before it. Neighbours send that
+    end, whatever `context` is.
 
     Args:
-        q: the queries of the calls, [batch, length, heads, head_dim].
-        layout: what cuts them.
+        q: the queries, [batch, length, heads, head_dim].
+        layout: the axes that cut them.
         context: `ring` or `all_gather`.
-        window: how many tokens a query sees, its own among them; None is all before it.
+        window: how many tokens a query sees, including its own; None: its own and all tokens before it.
 
     Raises:
         ConfigError: a window that reaches over more than one chunk.
@@ -163,7 +165,7 @@ def _kernels(q: jax.Array, layout: ContextLayout, causal: bool, exchange: type, 
     return layout.run(forward, (array,) * 3, (array, statistics)), layout.run(backward, inputs, (array,) * 3)
 
 
-# What follows runs on every GPU, on its own shards. A *piece* is [2, batch, length, kv_heads, head_dim]: k and v.
+# The code below runs on every GPU, on its own shards. A *piece* stacks k and v: [2, batch, length, kv_heads, head_dim].
 
 
 def _forward(exchange: _Ring | _Gathered, how: dict, q, k, v):
@@ -196,16 +198,16 @@ def _backward(exchange: _Ring | _Gathered, how: dict, q, k, v, out, lse, g):
 
 @dataclass(frozen=True)
 class _Halo:
-    """The two chunks of a GPU as a batch of two, each behind the tokens that come before it in the sequence.
+    """The two chunks of a GPU as a batch of two, each preceded by `width` tokens, those before it in the sequence.
 
-    The first chunk of all has none before it: room is left behind it instead, where no causal mask looks.
+    The sequence's first chunk has no tokens before it. Its padding comes after it, where the causal mask hides it.
     """
 
     layout: ContextLayout
     width: int
 
     def extend(self, x: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
-        """[batch, length] as [2 batch, width + length / 2]; `filled` with the tokens before it, or with zeros."""
+        """Return [batch, length] as [2 batch, width + length / 2]; `width` is `filled` with tokens, or else zeros."""
         axes, ways = self.layout.length, self.layout.ways
         first, second = _halves(x, axis)
         rank, size = lax.axis_index(axes), first.shape[axis]
@@ -221,7 +223,7 @@ class _Halo:
         return jnp.concatenate([first, jnp.concatenate([before_second, second], axis=axis)])
 
     def reduce(self, found: jax.Array, like: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
-        """The transpose of `extend`: of results those of our tokens, of gradients also those from other GPUs."""
+        """Return the transpose of `extend`: the values of own tokens, plus (`filled`) what other GPUs have for them."""
         like = jnp.zeros(like.shape, found.dtype)
         return jax.vjp(lambda x: self.extend(x, axis, filled=filled), like)[1](found)[0]
 
@@ -241,7 +243,7 @@ def _windowed_gradients(halo: _Halo, how: dict, q, k, v, out, lse, g):
 
 
 class _Ring:
-    """Pieces that move on to the next GPU while attention to the last ones is computed."""
+    """An exchange that sends pieces on to the next GPU while attention to them is computed."""
 
     def __init__(self, layout: ContextLayout):
         self.ways, self.axes = layout.ways, layout.length
@@ -281,12 +283,12 @@ class _Ring:
         return lax.ppermute(x, self.axes, [(i, (i + 1) % self.ways) for i in range(self.ways)])
 
     def earlier(self, distance):
-        """Whether the piece that came this many hops is of an earlier GPU, not one around the corner."""
+        """Return whether a piece that made this many hops is from a lower rank, so that it did not wrap around."""
         return distance <= lax.axis_index(self.axes)
 
 
 class _Gathered:
-    """All pieces at once, taken in the order in which the ring would bring them."""
+    """An exchange that gathers all pieces at once, and uses them in the order in which the ring would bring them."""
 
     def __init__(self, layout: ContextLayout):
         self.ways, self.axes = layout.ways, layout.length
@@ -325,16 +327,16 @@ class _Gathered:
 
 
 def _together(piece, gradient):
-    """A piece and its fp32 gradient in one array: of two messages at a time XLA overlaps only one with attention."""
+    """Join a piece and its fp32 gradient in one array: XLA overlaps only one of two messages with attention."""
     if piece.dtype == gradient.dtype:
         return jnp.concatenate([piece, gradient], axis=-1)
-    # as integers, since XLA:CPU widens collectives of bf16, which would change bits that are no bf16
+    # Sent as integers: XLA:CPU widens bf16 collectives, which would change halves of fp32 numbers labelled as bf16.
     words = lax.bitcast_convert_type(gradient, jnp.uint16).reshape(*gradient.shape[:-1], -1)
     return jnp.concatenate([lax.bitcast_convert_type(piece, jnp.uint16), words], axis=-1)
 
 
 def _apart(both, dtype):
-    """(piece, gradient) of `_together`."""
+    """Undo `_together`: return (piece, gradient)."""
     if dtype == jnp.float32:
         return jnp.split(both, 2, axis=-1)
     head_dim = both.shape[-1] // 3
@@ -344,14 +346,14 @@ def _apart(both, dtype):
 
 
 def _steps(step: Callable, carry: Any, end: int) -> Any:
-    """scan over distances 1..end - 1, without a loop where there are none."""
+    """Scan over the distances 1..end - 1; return `carry` where there are none."""
     if end <= 1:
         return carry
     return lax.scan(step, carry, jnp.arange(1, end))[0]
 
 
 def _fold(state, q, piece, earlier, how: dict):
-    """(out, lse) of this GPU's queries with those of another GPU's piece merged in."""
+    """Return the (out, lse) of this GPU's queries with attention to another GPU's piece merged in."""
     if not how["causal"]:
         return merge(state, attend(q, *piece, **how))
     queries, keys = _visible(earlier, q, 1), _seen(earlier, piece)
@@ -365,7 +367,7 @@ def _fold(state, q, piece, earlier, how: dict):
 
 
 def _fold_gradients(dq, rows, piece, earlier, how: dict):
-    """(dq with what another GPU's piece adds, that piece's gradient from these queries)."""
+    """Return (dq with the contribution of another GPU's piece added, the gradient of that piece from these queries)."""
     q, out, lse, g = rows
     if not how["causal"]:
         k, v = piece
@@ -381,20 +383,20 @@ def _fold_gradients(dq, rows, piece, earlier, how: dict):
     return dq, jnp.stack(keys)
 
 
-# Of the chunks (first, second) of our queries and of another GPU's keys two pairs are visible. Our second chunk is late
-# in the sequence: it always sees their first. Then, if they come earlier, our first chunk sees their first too, and
-# their second is later than anything of ours; if they come later, our second chunk sees their second as well. The two
-# pairs become a batch.
+# Our queries and another GPU's keys have two chunks each, first and second. Two of the four pairs are visible. Our
+# second chunk is late in the sequence and always sees their first chunk. If their first chunk comes before ours, our
+# first chunk sees it too, and their second chunk is after all of ours. Otherwise our second chunk sees their second
+# chunk as well. The two pairs become a batch.
 
 
 def _visible(earlier, rows, axis: int):
-    """Queries of the two pairs, stacked along batch."""
+    """Return the queries of the two visible pairs, stacked along batch."""
     first, second = _halves(rows, axis)
     return jnp.concatenate([second, jnp.where(earlier, first, second)])
 
 
 def _seen(earlier, piece):
-    """k and v of the two pairs, stacked along batch."""
+    """Return k and v of the two visible pairs, stacked along batch."""
     halves = (_halves(x, 1) for x in piece)
     return tuple(jnp.concatenate([first, jnp.where(earlier, first, second)]) for first, second in halves)
 
@@ -422,15 +424,15 @@ def ulysses_attention(
     batch: str | Sequence[str] = (),
     heads: str | Sequence[str] = (),
 ) -> Queries:
-    """Exact attention with the length cut over a mesh axis; all-to-alls cut the heads instead and back.
+    """Return exact attention with the length cut over a mesh axis; all-to-alls cut the heads instead, and undo it.
 
-    softmax(q k^T / sqrt(head_dim)) v for global arrays inside `jax.jit`, differentiable. Tokens are in natural order.
-    Costs: see the module.
+    Call it with global arrays inside `jax.jit`, in natural order. It computes softmax(q k^T / sqrt(head_dim)) v and is
+    differentiable. The docstring of this module gives its costs.
 
     Args:
         q, k, v: kv_heads divides heads.
-        mesh: a `jax.sharding.Mesh`, or one of `meshkit.build_mesh`.
-        axis: mesh axis, or several, that cut the length.
+        mesh: a `jax.sharding.Mesh`, or a result of `meshkit.build_mesh`.
+        axis: one or several mesh axes that cut the length.
         causal: token i sees tokens 0..i.
         batch, heads: mesh axes that cut those dims.
 
@@ -488,7 +490,7 @@ def _check_heads(heads: int, layout: ContextLayout) -> None:
 
 
 def _cut_heads(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
-    """[b, l, h, d] of each, all heads of a piece of the sequence, as [b, l n, h / n, d]; one all-to-all."""
+    """Return each [b, l, h, d], all heads of a part of the sequence, as [b, l n, h / n, d], by one all-to-all."""
     pieces = [x.reshape(*x.shape[:2], layout.ways, -1, x.shape[3]) for x in arrays]
     together = jnp.concatenate(pieces, axis=3)
     moved = lax.all_to_all(together, layout.length, split_axis=2, concat_axis=1, tiled=True)
@@ -496,7 +498,7 @@ def _cut_heads(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[ja
 
 
 def _cut_length(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
-    """Return the way back from `_cut_heads`."""
+    """Undo `_cut_heads`, by one all-to-all."""
     pieces = [x[:, :, None] for x in arrays]
     together = jnp.concatenate(pieces, axis=3)
     moved = lax.all_to_all(together, layout.length, split_axis=1, concat_axis=2, tiled=True)
@@ -505,13 +507,13 @@ def _cut_length(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[j
 
 
 def _ends(pieces: Sequence[jax.Array]) -> list[int]:
-    """Where each array's heads end among the heads of all of them."""
+    """Return where each array's heads, except the last one's, end in the concatenation of all heads."""
     sizes = [x.shape[3] for x in pieces]
     return [sum(sizes[: n + 1]) for n in range(len(sizes) - 1)]
 
 
 def _sum_copies(x: jax.Array, copies: int) -> jax.Array:
-    """Gradient of a head from those of its copies."""
+    """Return the gradient of each head: the sum of its copies' gradients."""
     if copies == 1:
         return x
     grouped = x.reshape(*x.shape[:2], -1, copies, x.shape[3])

@@ -1,35 +1,35 @@
 """Expert parallelism: tokens travel to the GPUs that hold their experts, and back.
 
-Experts are cut over the mesh axes of `act_experts`, over which the tokens are cut as well (they are axes of
-`act_batch`, so outside of the experts the axis is one more data axis). A layer then takes these steps:
+Experts are cut over the mesh axes of `act_experts`. These axes must cut the tokens as well: they are part of
+`act_batch`, so outside of the experts they act as data axes. A layer takes these steps:
 
     routing -> dispatch (all-to-all) -> grouped SwiGLU -> combine (all-to-all) -> sum over the k choices
 
-They are written out for each GPU's own shards (`shard_map`), with a backward pass of their own (`custom_vjp`). That
-backward pass leaves what the experts computed where it is, and reduces a weight's gradient over the token axes only. A
-recomputed forward pass needs no second combine.
+They are written for each GPU's own shards (`shard_map`), with a custom backward pass (`custom_vjp`). The backward pass
+reads the experts' activations on the GPUs that computed them, and reduces a weight's gradient over the token axes only.
+A recomputed forward pass needs no second combine.
 
-| per layer, of [slots, embed] rows | dispatch | combine | small (4 bytes a row) |
+| exchanges per layer, of [slots, embed] | dispatch | combine | small (4 bytes per row) |
 |---|---|---|---|
 | forward | 1 | 1 | |
 | recomputed forward (remat) | 1 | | |
 | backward | 1 (gradients of outputs) | 1 (of inputs) | 1 (of routing weights) |
 
-**Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves only the rows that there are. Its buffers are static,
-though, and hold the worst case: `ways x tokens x min(k, experts a GPU)` rows on each GPU (tokens: of one GPU).
-`buffer_factor` limits a buffer to that many times the rows of an even load. Each sender may then fill 1 / ways of the
-buffer, and its rows beyond that are dropped. XLA:CPU has no ragged all-to-all. There each pair of devices exchanges as
-many rows as one may send to the other at most, and the results are equal. On GPUs each pair exchanges `SLICES` slices
-or more, as XLA's kernel needs (docs/concepts/network.md).
+**Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves only the rows that exist. Its buffers have static
+sizes, though, for the worst case: `ways x tokens x min(k, experts per GPU)` rows on each GPU, with the tokens of one
+GPU. `buffer_factor` limits a buffer to that many times the rows of an even load. Each sender may then fill 1 / ways of
+the buffer, and its rows beyond that are dropped. XLA:CPU has no ragged all-to-all. There each pair of devices pads its
+rows to the most that one may send to the other, and the results are equal. On GPUs each pair exchanges at least
+`SLICES` slices, for the speed of XLA's kernel (docs/concepts/network.md).
 **Capacity**: each sending GPU has `ceil(capacity_factor x tokens x k / experts)` slots for each expert (Lepikhin et
 al., 2021; Fedus et al., 2022). A plain all-to-all moves all slots, and rows that find no slot are dropped.
 
-A *row* is one token for one of its k experts; rows are numbered choice by choice (all first choices, then all second
-ones). So where something must be dropped, first choices win over second ones and earlier tokens over later ones:
-deterministic, and decided by the sending GPU alone. A dropped row adds nothing to its token. A *slot* is a place in the
-buffer that a GPU sends from; rows lie in it grouped by expert.
+A *row* is one token for one of its k experts. Rows are numbered choice by choice (all first choices, then all second
+choices). If rows must be dropped, first choices are kept before second choices, and earlier tokens before later ones.
+The sending GPU decides this alone, deterministically. A dropped row adds nothing to its token. A *slot* is a place in
+the buffer that a GPU sends from, where rows are grouped by expert.
 
-Tensor parallelism cuts `act_mlp` inside of each expert; each GPU along it then exchanges the same tokens.
+Tensor parallelism cuts `act_mlp` inside of each expert. All GPUs along its axis then exchange the same tokens.
 """
 
 from __future__ import annotations
@@ -88,18 +88,18 @@ def expert_layer(
     biases: Biases | tuple[()] = (),
     activation: Callable[[jax.Array, jax.Array], jax.Array] = silu_gate,
 ) -> tuple[Tokens, Bool[Array, "batch length k"]]:
-    """Return a layer of experts: for each token, the weighted sum of what its chosen experts give.
+    """Return the output of a layer of experts: for each token, the weighted sum of its chosen experts' outputs.
 
-    An expert gives down(activation(gate(x), up(x))). Outside of a sharding scope the layer runs on one device, without
-    an exchange.
+    An expert computes down(activation(gate(x), up(x))). Outside of a sharding scope the layer runs on one device,
+    without an exchange.
 
     Args:
-        x: in the dtype to compute in.
+        x: tokens; the layer computes in their dtype.
         weights: fp32; a weight of exactly 0 gets no gradient.
         choices: numbers of experts, all different for one token.
         kernels: of gate, up and down; each gradient has the dtype of its kernel.
         capacity_factor: slots of an expert, as a multiple of its rows under a balanced load; None is dropless.
-        buffer_factor: rows of a dropless buffer, as a multiple of those of a balanced load; None is the worst case.
+        buffer_factor: rows of a dropless buffer, as a multiple of its rows under a balanced load; None: the worst case.
         saved_name: a further name by which `jax.checkpoint` policies find the outputs of gate and up; their own names
             are `gate` and `up`.
         biases: of gate, up and down, or none; each gradient has the dtype of its bias.
@@ -131,7 +131,7 @@ def expert_layer(
 
 @dataclass(frozen=True)
 class ExchangeLayout:
-    """Mesh axes that cut a layer's arrays, taken from the rules; without a mesh there are none.
+    """The mesh axes that cut a layer's arrays, from the sharding rules; without a mesh there are none.
 
     In a stage of a pipeline some axes are manual already, and arrays arrive as the pieces of one GPU along them. The
     pipeline gathers the kernels over these axes before the stage, and reduces their gradients after it.
@@ -159,7 +159,7 @@ class ExchangeLayout:
             return cls(None)
         names = ("act_batch", "act_length", "act_residual_length", "act_experts", "act_mlp")
         rules = scope.whole or scope.rules
-        # One by one, since the axis of the experts cuts tokens too.
+        # Each name is resolved on its own, since the axis of the experts cuts tokens too.
         batch, length, residual, experts, mlp = (rules.spec_for((name,), kind="activations")[0] for name in names)
         (embed,) = scope.rules.spec_for(("embed",), kind="gradients")
         stray = [a for a in experts if a not in batch + length]
@@ -189,15 +189,15 @@ class ExchangeLayout:
         return bool(self.mlp) and self.residual_length == self.length + self.mlp
 
     def size(self, axes: Axes) -> int:
-        """GPUs along axes."""
+        """Return the number of GPUs along these axes."""
         return math.prod(self.scope.mesh.shape[a] for a in axes) if self.scope else 1
 
     def pieces(self, axes: Axes) -> int:
-        """Pieces that an array is still to be cut into over these axes, without the manual ones."""
+        """Return how many pieces these axes still cut an array into: it is cut over the manual ones already."""
         return self.size(self._left(axes))
 
     def check(self, x: Sequence[int], gate: Sequence[int]) -> None:
-        """Refuses sizes that the axes do not divide: shards have one shape on all GPUs."""
+        """Refuse sizes that the axes do not divide: shards have one shape on all GPUs."""
         length = self.residual_length if self.splits_length else self.length
         dims = (("batch", x[0], self.batch), ("length", x[1], length), ("experts", gate[0], self.experts))
         for name, size, axes in (*dims, ("embed", gate[1], self.scatter), ("mlp", gate[2], self.mlp)):
@@ -210,12 +210,12 @@ class ExchangeLayout:
                 )
 
     def kernels(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of the kernels of gate, up and down; those of the embed dim are given."""
+        """Return the axes of the kernels of gate, up and down; `embed` cuts their embed dim."""
         wide = (self.experts, embed, self.mlp)
         return wide, wide, (self.experts, self.mlp, embed)
 
     def biases(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of the biases of gate, up and down; those of the embed dim are given."""
+        """Return the axes of the biases of gate, up and down; `embed` cuts the embed dim of down's."""
         return (self.experts, self.mlp), (self.experts, self.mlp), (self.experts, embed)
 
     def gather(self, kernel: jax.Array, spec: Sequence[Axes]) -> jax.Array:
@@ -258,7 +258,7 @@ class ExchangeLayout:
 class _Layer:
     """The layer's forward and backward pass, written out for the shards of one GPU.
 
-    The layout keeps the sharding scope, since jax traces the backward pass outside of it.
+    The layout keeps the sharding scope, since jax traces the backward pass outside of that scope.
     """
 
     layout: ExchangeLayout
@@ -267,13 +267,13 @@ class _Layer:
     activation: Callable[[jax.Array, jax.Array], jax.Array]
 
     def forward(self, x, weights, choices, casts):
-        """(y, kept, residuals)."""
+        """Return (y, whether each choice was kept, residuals)."""
         outputs = (self._stream, self._tokens, self._saved)
         inputs = (self._tokens, self._tokens, self._tokens, self._weights(casts))
         return self._manual(self._forward, inputs, outputs)(x, weights, choices, casts)
 
     def backward(self, saved, weights, casts, g, dtypes):
-        """Gradients of x, weights, the kernels and their biases."""
+        """Return the gradients of x, weights, the kernels and their biases."""
         inputs = (self._saved, self._tokens, self._weights(casts), self._tokens)
         outputs = (self._stream, self._tokens, self._weights(casts, self.layout.scatter))
         return self._manual(partial(self._backward, dtypes=dtypes), inputs, outputs)(saved, weights, casts, g)
@@ -330,20 +330,20 @@ class _Layer:
         return self.layout.reduce_mlp(g_x), g_weight.astype(weights.dtype), g_kernels
 
     def _weights(self, casts: Sequence[jax.Array], embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
-        """Axes of the kernels, and of the biases if there are any; those of the embed dim are given."""
+        """Return the axes of the kernels, and of the biases if there are any; `embed` cuts their embed dims."""
         return self.layout.kernels(embed) + (self.layout.biases(embed) if len(casts) > 3 else ())
 
     def _spread(self, routing: Routing, rows: jax.Array, bias: jax.Array) -> jax.Array:
-        """Return [rows, out]: for each row the bias of its expert, from [experts, out], as a product with ones."""
+        """Return [rows, out], the bias of each row's expert, from [experts, out], by a grouped product with ones."""
         return self._grouped(routing)(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])
 
     def _once(self, bias: jax.Array) -> jax.Array:
-        """Return the bias of a sum over `mlp`, so that the sum has it once: zero on all GPUs along it but the first."""
+        """Return the bias on the first GPU along `mlp` and zero on the others: a sum over `mlp` then adds it once."""
         axes = self.layout.mlp
         return jnp.where(lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
     def _grouped(self, routing: Routing) -> Callable[..., jax.Array]:
-        """[rows, in] x [experts, in, out] -> [rows, out], each row by the kernel of its expert."""
+        """Return the matmul [rows, in] x [experts, in, out] -> [rows, out] of each row and its expert's kernel."""
 
         def matmul(rows: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
             inner = 2 if transposed else 1
@@ -358,7 +358,7 @@ class _Layer:
         return matmul
 
     def _grouped_outer(self, routing: Routing) -> Callable[..., jax.Array]:
-        """[rows, in] x [rows, out] -> [experts, in, out], summed over the rows of each expert."""
+        """Return the matmul [rows, in] x [rows, out] -> [experts, in, out], summed over the rows of each expert."""
 
         def outer(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
             if self._by_sizes:
@@ -376,7 +376,7 @@ class _Layer:
 
     @property
     def _saved(self):
-        """Layout of what the backward pass reads again. The arrays of the routing are cut as the rows are."""
+        """Layout of the residuals that the backward pass reads. The arrays of the routing are cut as the rows are."""
         rows, hidden = (self.layout.tokens,), (self.layout.tokens, self.layout.mlp)
         return {"routing": rows, "rows": rows, "gate": hidden, "up": hidden}
 
@@ -386,12 +386,12 @@ class _Layer:
 
     @property
     def _stream(self):
-        """Layout of the layer's output: that of the tokens, or of the residual stream where it is cut further."""
+        """Layout of the layer's output: the tokens' layout, or the residual stream's where that is cut further."""
         length = self.layout.residual_length if self.layout.splits_length else self.layout.length
         return (self.layout.batch, length, ())
 
     def _manual(self, fn: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-        """Return fn as it runs on every GPU's own shards; without a mesh, fn itself."""
+        """Return fn wrapped to run on every GPU's own shards; without a mesh, fn itself."""
         scope = self.layout.scope
         if scope is None:
             return fn
@@ -429,12 +429,12 @@ _experts.defvjp(_experts_forward, _experts_backward)
 
 
 def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, dtype: Any) -> Callable[..., jax.Array]:
-    """(left, right, sizes of the groups) -> their ragged dot product."""
+    """Return the function (left, right, sizes of the groups) -> ragged dot product."""
     return one_by_one(lambda a, b, n: lax.ragged_dot_general(a, b, n, numbers, preferred_element_type=dtype))
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """[batch, length, ...] -> [tokens, ...]."""
+    """Return [batch, length, ...] as [tokens, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -471,8 +471,8 @@ class Dispatch:
         axes: mesh axes that cut the experts; () where every GPU has all of them.
         ways: GPUs along axes.
         capacity: slots that each GPU has for each expert; None is dropless.
-        buffer_rows: the most rows that a GPU may receive from one other in a dropless exchange.
-        ragged: whether `lax.ragged_all_to_all` exchanges the rows there are (GPUs); else they are padded to
+        buffer_rows: the most rows that one GPU may receive from another in a dropless exchange.
+        ragged: whether `lax.ragged_all_to_all` exchanges only existing rows (GPUs); otherwise the rows are padded to
             `buffer_rows` (CPUs).
     """
 
@@ -497,13 +497,13 @@ class Dispatch:
 
     @property
     def received_rows(self) -> int:
-        """Length of the buffer that a GPU's experts work on: exact with a capacity, else the most rows it may hold."""
+        """Length of the buffer that a GPU's experts read: exact with a capacity, otherwise the most that may arrive."""
         if self.capacity is not None:
             return self.ways * self.local_experts * self.capacity
         return self.slots if self.ways == 1 else self.ways * self.buffer_rows
 
     def route(self, choices: Int[Array, "{self.tokens} {self.choices}"]) -> Routing:
-        """Return where each row goes, by its expert's number. GPUs exchange their counts (4 bytes a GPU and expert)."""
+        """Return where each row goes, from the choices. Dropless GPUs exchange counts (4 bytes per GPU and expert)."""
         expert = choices.T.reshape(-1)
         if self.capacity is not None:
             rank, _, _ = _rank(expert, self.experts)
@@ -520,7 +520,7 @@ class Dispatch:
     def fill(
         self, routing: Routing, values: Shaped[Array, "{self.tokens} k *rest"]
     ) -> Shaped[Array, "{self.slots} *rest"]:
-        """Return the buffer to send: values by slot, from k or 1 of each token; 0 in empty slots."""
+        """Return the buffer to send: the values (k or 1 per token) in their slots, 0 in empty slots."""
         rows = self.tokens * self.choices
         row = jnp.full(self.slots, rows, jnp.int32).at[routing.slot].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
         if values.shape[1] == 1:
@@ -554,7 +554,7 @@ class Dispatch:
     def from_experts(
         self, routing: Routing, rows: Shaped[Array, "{self.received_rows} *rest"]
     ) -> Shaped[Array, "{self.slots} *rest"]:
-        """Send rows back to the GPUs that `to_experts` had them from. Return the buffer of this GPU, by slot."""
+        """Send rows back to the GPUs that sent them in `to_experts`. Return the buffer of this GPU, by slot."""
         if self.ways == 1:
             return rows
         with jax.named_scope("combine"):
@@ -567,11 +567,11 @@ class Dispatch:
             return pieces.reshape(self.slots, *rows.shape[1:])
 
     def group_sizes(self, routing: Routing) -> Int[Array, " {self.local_experts}"]:
-        """Rows that each expert of this GPU received (dropless)."""
+        """Return the number of rows that each expert of this GPU received (dropless)."""
         return self._mine(jnp.sum(routing.counts, axis=0, keepdims=True))[0]
 
     def _mine(self, table: jax.Array) -> jax.Array:
-        """Return those columns of a table [ways, experts] that are of this GPU's experts."""
+        """Return the columns of a table [ways, experts] for this GPU's experts."""
         if self.ways == 1:
             return table
         return lax.dynamic_slice_in_dim(table, lax.axis_index(self.axes) * self.local_experts, self.local_experts, 1)
@@ -619,7 +619,7 @@ class Slices:
     there: jax.Array
 
     def cut(self, pieces: int) -> Slices:
-        """Return the same rows in `pieces` times as many slices, of sizes that differ by one row at most."""
+        """Cut each slice into `pieces` slices, whose sizes differ by one row at most."""
         edges = self.sizes[..., None] * jnp.arange(pieces + 1, dtype=jnp.int32) // pieces
         begins, sizes = edges[..., :-1], jnp.diff(edges, axis=-1)
         ways = self.sizes.shape[0]
@@ -627,7 +627,7 @@ class Slices:
         return Slices(here.reshape(ways, -1), sizes.reshape(ways, -1), there.reshape(ways, -1))
 
     def rows(self, most: int) -> jax.Array:
-        """Return int32 [ways, most]: the numbers of each peer's rows, slice after slice, then numbers out of bounds."""
+        """Return int32 [ways, most]: row numbers of each peer's slices, in order, then padding beyond all rows."""
         ends = jnp.cumsum(self.sizes, axis=1)
         i = jnp.arange(most, dtype=jnp.int32)
         inside = jnp.sum(i[None, :, None] >= ends[:, None, :], axis=-1)  # the slice of the i-th row
@@ -636,7 +636,7 @@ class Slices:
 
 
 def one_by_one(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return fn so that `vmap` calls it once for each element: for operations that jax cannot map over every dim.
+    """Wrap fn so that `vmap` calls it once for each element, for operations that jax cannot map over every dim.
 
     A `vmap` over the replicas of a mesh axis has one element on each GPU.
     """

@@ -1,9 +1,9 @@
-"""How the arrays of context parallel attention lie on a mesh, what sizes go together, and the order of their tokens.
+"""The sharding of context parallel attention's arrays, the checks of their sizes, and the order of their tokens.
 
-**Balanced order.** Under a causal mask the last GPU of a cut sequence would have nearly all the work. So the sequence
-is cut into 2 n chunks for n GPUs, and GPU i holds chunks i and 2 n - 1 - i: every GPU then has the same work against
-every other GPU's keys. A model reorders its tokens once, before the first layer, and its hidden states once, after the
-last: 2 swaps of chunks per step, where attention by itself would need 4 per layer.
+**Balanced order.** If each GPU held consecutive tokens, under a causal mask the last GPU would have the most work. So
+the sequence is cut into 2 n chunks for n GPUs, and GPU i holds chunks i and 2 n - 1 - i. Every GPU then has the same
+work against every other GPU's keys. A model reorders its tokens once, before the first layer, and its hidden states
+once, after the last. These are 2 swaps of chunks per step; attention that reorders by itself needs 4 per layer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Keys = Float[Array, "batch length kv_heads head_dim"]
 class ContextLayout:
     """The mesh axes that cut q, k and v of shape [batch, length, heads, head_dim].
 
-    Inside a `jax.shard_map` that is manual over some of them (a stage of a pipeline), arrays are cut over those as they
-    come: their dims are those of a piece.
+    Inside a `jax.shard_map` that is manual over some of these axes (a pipeline stage), arrays arrive cut over the
+    manual axes, with the dims of one piece.
 
     Attributes:
         mesh: attached or described.
         length: the axes of context parallelism, outermost first.
-        batch, heads: axes that cut those dims; axes of the mesh named nowhere hold copies.
+        batch, heads: axes that cut those dims. Over the mesh's remaining axes the arrays are replicated.
     """
 
     mesh: AnyMesh
@@ -56,12 +56,12 @@ class ContextLayout:
 
     @classmethod
     def of(cls, mesh: AnyMesh, axis: str | Sequence[str], batch: str | Sequence[str], heads: str | Sequence[str]):
-        """The layout of axes that are each a name or several.
+        """Return the layout, from one axis name or several for each dim.
 
         Args:
             mesh: attached or described.
-            axis: what cuts the length, outermost first.
-            batch, heads: what cuts those dims; () for nothing.
+            axis: axes that cut the length, outermost first.
+            batch, heads: axes that cut those dims; () for none.
 
         Raises:
             ConfigError: an axis that the mesh does not have, or one on two dims.
@@ -77,7 +77,7 @@ class ContextLayout:
 
     @property
     def ways(self) -> int:
-        """Pieces of the length."""
+        """Number of pieces that the length is cut into."""
         return self.size(self.length)
 
     @property
@@ -91,28 +91,28 @@ class ContextLayout:
         return partition_spec((self.batch, self.heads, self.length))
 
     def size(self, axes: Axes) -> int:
-        """GPUs along axes."""
+        """Return the number of GPUs along these axes."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def pieces(self, axes: Axes) -> int:
-        """Pieces that a dim of an array is still to be cut into over axes, those that are manual here left out."""
+        """Return how many pieces these axes still cut an array into: it is cut over the manual ones already."""
         return self.size(tuple(a for a in axes if a not in manual_here()))
 
     def run(self, fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """fn on the shards of every GPU; it communicates over axes by name.
+        """Return fn as it runs on the shards of every GPU.
 
         Args:
-            fn: takes and returns local arrays.
+            fn: takes and returns local arrays, and may communicate over the axes by name.
             inputs, outputs: PartitionSpecs in the trees of fn's arguments and of its result, see `shard_map_here`.
         """
         return shard_map_here(fn, self.mesh, inputs, outputs)
 
     def check(self, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-        """Refuses shapes that do not go together, or that the axes do not divide.
+        """Refuse shapes that do not match, or that the axes do not divide.
 
         Args:
-            q: [batch, length, heads, head_dim], as it is here: a piece where axes are manual already.
-            k, v: [batch, length, kv_heads, head_dim], as many tokens as q has; kv_heads divides heads.
+            q: [batch, length, heads, head_dim]; one piece where axes are manual.
+            k, v: [batch, length, kv_heads, head_dim], with as many tokens as q; kv_heads divides heads.
 
         Raises:
             ConfigError: with the sizes.
@@ -132,10 +132,10 @@ class ContextLayout:
                 )
 
     def check_balanced(self, length: int) -> None:
-        """Refuses a length that does not divide into the two chunks per GPU of the balanced order.
+        """Refuse a length that does not divide into the two chunks per GPU of the balanced order.
 
         Args:
-            length: of an array as it is here.
+            length: of an array, or of its piece where axes are manual.
 
         Raises:
             ConfigError: with the sizes.
@@ -150,13 +150,13 @@ class ContextLayout:
 
 
 def choose_implementation(mesh: AnyMesh, q: jax.Array, block: int) -> str:
-    """`cudnn` where the GPUs of the mesh have it and it takes blocks of this many queries and keys; else `xla`.
+    """Return `cudnn` where the mesh's GPUs have it and it accepts such queries and blocks; otherwise `xla`.
 
-    cuDNN is given bf16 and fp16, a head_dim that is a multiple of 8 and at most 128, and blocks of a multiple of 64.
+    `cudnn` needs bf16 or fp16, a head_dim that is a multiple of 8 and at most 128, and blocks of a multiple of 64.
 
     Args:
-        mesh: attached or described; the process's own backend does not count.
-        q: whose dtype and last dim, head_dim, decide.
+        mesh: attached or described; the process's own backend does not matter.
+        q: the queries; their dtype and their last dim, head_dim, decide.
         block: in tokens; every length that a kernel gets is a multiple of it.
     """
     with sharding_scope(mesh, ShardingRules({})):
@@ -176,9 +176,9 @@ def _shown(axes: Axes) -> str:
 
 
 def balanced_positions(length: int, ways: int) -> Int[Array, " {length}"]:
-    """Positions in the sequence of the tokens in balanced order over `ways` GPUs.
+    """Return the position in the sequence of each token, for tokens in balanced order over `ways` GPUs.
 
-    With one way they are 0, 1, ..., length - 1.
+    With one GPU they are 0, 1, ..., length - 1.
 
     Args:
         length: of the whole sequence, in tokens; a multiple of 2 * ways if there is more than one way.
@@ -193,14 +193,14 @@ def balanced_positions(length: int, ways: int) -> Int[Array, " {length}"]:
 
 
 def positions_here(length: int, layout: ContextLayout, *, balanced: bool) -> Int[Array, " {length}"]:
-    """Positions in the sequence of the tokens of an array as it is here.
+    """Return the position in the sequence of each token of an array.
 
-    Inside a stage of a pipeline that is manual over the length's axes, those of this GPU's piece.
+    Inside a pipeline stage that is manual over the length's axes, the array is this GPU's piece.
 
     Args:
         length: of the array.
-        layout: what cuts it.
-        balanced: whether the tokens are in balanced order, or in natural order.
+        layout: the axes that cut it.
+        balanced: whether the tokens are in balanced order; otherwise they are in natural order.
     """
     pieces = layout.ways // layout.pieces(layout.length)
     positions = balanced_positions(length * pieces, layout.ways if balanced else 1)
@@ -212,12 +212,12 @@ def positions_here(length: int, layout: ContextLayout, *, balanced: bool) -> Int
 def balance(
     x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
 ) -> Shaped[Array, "*dims"]:
-    """x from natural into balanced order; two collective-permutes of half of x each.
+    """Reorder x from natural into balanced order, by two collective-permutes of half of x each.
 
     Args:
         x: any array with a dim that the length axes of the layout cut.
-        spec: how it lies on the mesh.
-        dim: its length.
+        spec: PartitionSpec of x.
+        dim: number of that dim.
 
     Raises:
         ConfigError: the length does not divide into two chunks per GPU.
@@ -228,12 +228,12 @@ def balance(
 def restore(
     x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
 ) -> Shaped[Array, "*dims"]:
-    """x from balanced back into natural order; arguments and bytes as in `balance`."""
+    """Reorder x from balanced back into natural order; arguments and bytes are those of `balance`."""
     return _reordered(x, layout, spec, dim, (_to_natural, _to_balanced))
 
 
 def _reordered(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: int, directions: Sequence[Callable]):
-    """x the first of two directions, its gradient the other: jax would add a sum over the axes that hold copies."""
+    """Reorder x in the first direction, its gradient in the second. jax's own would add a sum over replicated axes."""
     layout.check_balanced(x.shape[dim])
 
     def run(direction, x):
@@ -261,12 +261,12 @@ def _to_natural(layout: ContextLayout, dim: int, x: jax.Array) -> jax.Array:
 
 
 def _moves(ways: int, half: int) -> list[tuple[int, int]]:
-    """(from, to) of the first or the second chunk of every GPU in natural order."""
+    """Return (from, to) GPUs: where the first (half = 0) or second chunk of every GPU goes in balanced order."""
     chunks = [2 * i + half for i in range(ways)]
     return [(i, c if c < ways else 2 * ways - 1 - c) for i, c in enumerate(chunks)]
 
 
 def _swapped_on_odd_gpus(even: jax.Array, odd: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """GPU i holds chunks i and 2 n - 1 - i, so the even one comes first where i is even."""
+    """Join both chunks; GPU i holds chunks i and 2 n - 1 - i, so the even chunk comes first where i is even."""
     swap = lax.axis_index(axes) % 2 == 1
     return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], axis=dim)
