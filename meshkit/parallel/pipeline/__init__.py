@@ -1,7 +1,7 @@
 """Pipeline parallelism in one program, see the README.
 
 Enters: functions of a model's stages, parameters and a batch of microbatches. Leaves: loss, metrics and gradients.
-`pipeline` is the whole of it for one call; `make_pipeline` gives the Pipeline that a training step keeps.
+`pipeline` does everything in one call; `make_pipeline` returns the Pipeline that a training step keeps.
 """
 
 from meshkit.hlo.pipeline_report import PipelineReport

@@ -1,9 +1,9 @@
 """A pipeline over a mesh: parameters and a batch of microbatches -> loss, metrics and gradients.
 
-    gather FSDP once -> the ticks of a schedule -> reduce once -> divide by the weight of the whole batch
+    gather FSDP's shards once -> run the ticks of a schedule -> reduce gradients once -> divide by the batch's weight
 
-in a `jax.shard_map` that is manual over the pipeline's axis and those of the batch, and leaves all others (tensor) to
-the partitioner. To be called inside `jax.jit`.
+These steps run in a `jax.shard_map`, which is manual over the pipeline's axis and the batch's axes. All other axes
+(tensor) are left to the partitioner. Call it inside `jax.jit`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshkit.sharding.constrain import current_scope, sharding_scope, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 
 HEADS = ("replicated", "vocab_parallel")
-# Of the GPU compiler. By default it has no two collectives in flight, so the permute of gradients waits for those of
-# a head over the pipeline's axis, and ends before the matmuls that should hide it.
+# Options of the GPU compiler. By default it runs one collective at a time. So the permute of gradients would wait for
+# the collectives of a head over the pipeline's axis, and end before the matmuls that should hide it.
 XLA_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
@@ -40,8 +40,9 @@ XLA_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 class Pipeline:
     """A model cut into stages, on a mesh.
 
-    Parameters are `{"stages": ..., "outer": ...}`: arrays of layers as `stack.arrange` returns them, and everything
-    else (embedding, final norm, head; a tied table once). A batch is any tree of arrays [microbatches, batch, ...].
+    Parameters are `{"stages": ..., "outer": ...}`. `stages` has the layers' arrays as `stack.arrange` returns them,
+    `outer` everything else (embedding, final norm, head; a tied table appears once). A batch is any tree of arrays
+    [microbatches, batch, ...].
     """
 
     functions: Functions
@@ -49,18 +50,18 @@ class Pipeline:
     """How many layers each virtual stage has."""
     axes: ManualAxes
     specs: Mapping[str, Any] | None = None
-    """PartitionSpecs of the parameters; None: layers over the pipeline's axis, the rest replicated."""
+    """PartitionSpecs of the parameters; None: the pipeline's axis cuts the layers, all else is replicated."""
     schedule: str = "1f1b"
     """`1f1b` or `interleaved_1f1b`."""
     residuals: Residuals = "recompute"
-    """`recompute`, `stash`, or a policy of `jax.checkpoint`, see `residuals`."""
+    """`recompute`, `stash`, or a policy of `jax.checkpoint`, see loops.py."""
     head: str = "replicated"
-    """`replicated`: the loss runs on every device and counts on the last stage. `vocab_parallel`: all devices get the
-    last stage's activations, and the loss cuts the work over the pipeline's axis."""
+    """`replicated`: every device computes the loss, and only the last stage's counts. `vocab_parallel`: all devices
+    get the last stage's activations and share the work of the loss."""
     accumulators: Any = jnp.float32
-    """Dtype that gradients are summed, reduced and returned in; None is that of each parameter."""
+    """Dtype in which gradients are summed, reduced and returned; None: each parameter's own."""
     reduced: Any = None
-    """Dtype that they are reduced in, if another one."""
+    """Dtype in which gradients are reduced; None: `accumulators`."""
 
     def __post_init__(self):
         if self.head not in HEADS:
@@ -84,7 +85,7 @@ class Pipeline:
         return self.head == "vocab_parallel"
 
     def tables(self, microbatches: int) -> Tables:
-        """Return the schedule of a batch of so many microbatches: with several virtual stages a multiple of the stages.
+        """Return the schedule of a batch; with several virtual stages, the stages must divide its microbatches.
 
         Raises:
             ConfigError: not a number of microbatches that it can have.
@@ -96,17 +97,17 @@ class Pipeline:
         return make_report(self.tables(microbatches), self.stack, axis=self.axis, shared_head=self.shared_head)
 
     def value_and_gradients(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict, Any]:
-        """loss_sum / weight over the whole batch, metrics, and the gradients of that quotient.
+        """Return the loss (loss_sum / weight over the whole batch), the metrics, and the gradients of the loss.
 
         Args:
-            params: as the class says, whole arrays; what FSDP cuts is gathered in the dtype that it has here.
+            params: global arrays, in the tree that the class describes; FSDP gathers them in the dtype given here.
             batch: arrays [microbatches, batch, ...], all with the same first dim.
-            rng: a key, from which each microbatch's `StageContext.rng` comes; None for functions that draw nothing.
+            rng: a key, from which each microbatch's `StageContext.rng` is derived; None if no function draws from it.
 
         Returns:
-            The loss, an fp32 scalar; fp32 scalars by name, those of stages summed over the stages, all of them averaged
-            over microbatches and over the batch's parts; gradients like params, of dtype `accumulators` and on the
-            shardings of the parameters.
+            The loss, an fp32 scalar. The metrics, fp32 scalars by name; those of stages are summed over stages, and all
+            are averaged over microbatches and data shards. The gradients, with the tree and shardings of params, in
+            dtype `accumulators`.
 
         Raises:
             ConfigError: parameters or a batch that do not fit the pipeline.
@@ -129,7 +130,7 @@ class Pipeline:
         )
 
     def value(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict]:
-        """loss_sum / weight over the whole batch, and metrics: forward only, by the schedule without backward.
+        """Return loss_sum / weight over the whole batch, and the metrics, by the schedule's forward work alone.
 
         Raises:
             ConfigError: parameters or a batch that do not fit the pipeline.
@@ -144,7 +145,7 @@ class Pipeline:
         return self._run(local, params, specs, batch, rng, gradients=False)
 
     def shardings(self, params: Mapping[str, Any]) -> Any:
-        """NamedShardings of parameters, and of the gradients that come back.
+        """Return the NamedShardings of parameters, which the returned gradients have as well.
 
         Raises:
             ConfigError: other parts than these, another number of PartitionSpecs than of arrays, or layers that the
@@ -181,7 +182,7 @@ class Pipeline:
         return jax.tree.map(lambda g: g / weight.astype(g.dtype), summed)
 
     def _flat(self, gradient: jax.Array) -> jax.Array:
-        """[v, chunk_layers, ...] as the parameter is, exact zeros for inactive layers."""
+        """Return a gradient [v, chunk_layers, ...] in the parameter's shape, with exact zeros for inactive layers."""
         if self.stack.padded:
             active = jnp.asarray(self.stack.table >= 0)[:, lax.axis_index(self.axis)]
             gradient = jnp.where(active.reshape(*active.shape, *[1] * (gradient.ndim - 2)), gradient, 0)
@@ -207,7 +208,7 @@ class Pipeline:
         )(params, batch, rng)
 
     def _specs(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """PartitionSpecs in the tree of the parameters, whatever the types of that which was given."""
+        """Return the PartitionSpecs in the parameters' tree, whatever containers `self.specs` is built of."""
         if set(params) != {"stages", "outer"}:
             raise ConfigError(f"a pipeline's parameters are stages and outer, not {', '.join(sorted(params))}.")
         found = {}
@@ -252,8 +253,8 @@ def make_pipeline(
 
     Args:
         axis: mesh axis whose size is the number of stages.
-        batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...]; None: every device has all of it.
-        layout: layers of each virtual stage, see `Stack.of`; None: as even as they go.
+        batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...]; None: they are replicated.
+        layout: layers of each virtual stage, see `Stack.of`; None: as evenly as possible.
         options: `specs`, `schedule`, `residuals`, `head`, `accumulators` and `reduced` of `Pipeline`.
 
     Raises:
@@ -283,7 +284,7 @@ def pipeline(
     has_metrics: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Loss over a whole batch and its gradients, computed by a pipeline; call it inside `jax.jit`.
+    """Return the loss over a whole batch and its gradients, computed by a pipeline; call it inside `jax.jit`.
 
         def stage_fn(layers, x, ctx):                 # arrays [layers of the chunk, ...]
             return scan_layers(layer, layers, x, ctx)  # of meshkit.parallel.pipeline
@@ -295,16 +296,16 @@ def pipeline(
         loss, grads = mk.pipeline(stage_fn, loss_fn, {"stages": layers, "outer": outer}, batch,
                                   first_fn=first_fn, mesh=mesh, schedule="1f1b")
 
-    Layers go in and gradients come out in the model's own order, [layers, ...]. With virtual stages or uneven layers
-    they travel between stages for that in every call: a training step keeps them as `Stack.arrange` returns them, and
-    calls `Pipeline.value_and_gradients`, which does not.
+    Layers and their gradients have the model's own order, [layers, ...]. With virtual stages or uneven layers, every
+    call moves them between stages to reorder them. A training step avoids that: it keeps layers as `Stack.arrange`
+    returns them, and calls `Pipeline.value_and_gradients`.
 
     Args:
         stage_fn, loss_fn, first_fn: see `Functions`.
         params: `{"stages": arrays [layers, ...], "outer": everything else}`.
         batch: arrays [microbatches, batch, ...].
-        mesh: attached or described; None takes that of the sharding scope.
-        axis: its axis that cuts the layers.
+        mesh: attached or described; None: the mesh of the sharding scope.
+        axis: the mesh axis that cuts the layers.
         schedule: `1f1b` or `interleaved_1f1b`.
         virtual_stages: chunks of layers on each stage.
         layout: layers of each virtual stage, see `parse_layout`.
@@ -312,7 +313,7 @@ def pipeline(
         head: `replicated` or `vocab_parallel`, see `Pipeline`.
         batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...].
         specs: PartitionSpecs of the parameters.
-        rng: a key, from which `StageContext.layer_keys` come.
+        rng: a key, from which `StageContext.layer_keys` are derived.
         options: further fields of `Pipeline`, and `kept` of `ManualAxes`.
 
     Returns:
@@ -360,7 +361,7 @@ def _microbatches(batch: Any) -> int:
 
 @contextmanager
 def _without(axes: frozenset[str]) -> Iterator[None]:
-    """The sharding scope as a stage sees it: constraints cannot name axes that are manual here."""
+    """Enter the sharding scope without these manual axes, which constraints in a stage cannot name."""
     scope = current_scope()
     with sharding_scope(scope and scope.mesh, scope and scope.rules, manual=axes):
         yield

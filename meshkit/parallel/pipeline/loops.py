@@ -1,16 +1,16 @@
-"""The two ways through a schedule's ticks, and what a stage keeps of its forward pass until its backward pass.
+"""The loops over a schedule's ticks, and what a stage keeps from its forward pass to its backward pass.
 
-Evaluation is a loop of forward ticks. A training step is in Lockstep: forward and backward of different microbatches
-(1F1B) in one tick, so that its memory does not grow with the number of microbatches,
+Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
+in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            (of what the tick before sent out of the first layer)
-            gradients from the next stage arrive                 permute, hidden under the forward chunk
-            forward chunk, its output sent on                    permute, hidden under the backward chunk
+    tick    gradient of the embedding                            for the microbatch that returned in the tick before
+            receive gradients from the next stage                permute, hidden under the forward chunk
+            forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
-            backward chunk; behind the last layer first the loss
+            backward chunk                                       for the last layer, after the loss
 
-Every device runs the same operations in the same tick, so collectives over any axis are legal anywhere, and nothing
-here is differentiated through: the loop carries the gradients that it accumulates.
+Every device runs the same operations in the same tick, so collectives over any axis are legal anywhere. jax does not
+differentiate through the loop, which itself carries the gradients that it accumulates.
 
 | residuals | kept per chunk in flight | recomputed |
 |---|---|---|
@@ -18,7 +18,7 @@ here is differentiated through: the loop carries the gradients that it accumulat
 | `stash` | all that its derivative needs | nothing (but what the stage itself recomputes) |
 | a policy of `jax.checkpoint_policies` | its input, and what the policy saves | the rest |
 
-A derivative needs the weights as well. They are not kept: backward takes the chunk's weights as it did forward.
+A derivative needs the weights as well. They are not kept: backward reads the chunk's weights again, as forward did.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Recompute:
     stage: Stage
 
     def forward(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
-        """Activations, (loss_sum, metrics), and what to keep.
+        """Return activations, (loss_sum, metrics), and what to keep.
 
         Args:
-            weights: of the chunk, arrays [chunk_layers, ...].
+            weights: the chunk's arrays [chunk_layers, ...].
         """
         (y, loss_sum), metrics = self.stage(weights, x, chunk, microbatch)
         return y, (loss_sum, metrics), x
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """Activations, and (their gradient, that of loss_sum) -> gradients of weights and x."""
+        """Return activations, and a function (gradients of activations, loss_sum) -> gradients of weights and x."""
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)[0]
@@ -88,7 +88,7 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps what the derivative of a chunk needs, or what the policy of `jax.checkpoint` saves; and its activations."""
+    """Keeps a chunk's activations, and all that its derivative needs, or what the `jax.checkpoint` policy saves."""
 
     stage: Stage
     policy: Callable[..., Any] | None = None
@@ -97,7 +97,7 @@ class Stash:
     _keys: list[Any] = field(default_factory=list, repr=False)
 
     def forward(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
-        """As `Recompute.forward`."""
+        """Return what `Recompute.forward` does."""
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)
@@ -112,7 +112,7 @@ class Stash:
         return y, (loss_sum, metrics), (y, [jax.random.key_data(r) if _is_key(r) else r for r in rest])
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """As `Recompute.backward`."""
+        """Return what `Recompute.backward` does."""
         y, rest = kept
         whole = iter([r if k is None else jax.random.wrap_key_data(r, impl=k) for r, k in zip(rest, self._keys)])
         given = jax.tree.leaves(weights)
@@ -121,7 +121,7 @@ class Stash:
 
 
 def make_residuals(residuals: Residuals, stage: Stage) -> Recompute | Stash:
-    """Return the keeper that `residuals` asks for.
+    """Return the Recompute or Stash that `residuals` names.
 
     Raises:
         ConfigError: no such residuals.
@@ -135,7 +135,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def loop_sums(worker: Worker, tables: Tables) -> Sums:
-    """This device's part of the sums of a forward pass: the forwards of a schedule, without its backwards."""
+    """Return this device's part of the sums of a forward pass, which runs a schedule's forward work alone."""
     w, last, chunks = worker, worker.last, worker.stack.virtual_stages
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
@@ -159,7 +159,7 @@ def loop_sums(worker: Worker, tables: Tables) -> Sums:
     state = (x, w.empty_sums(x))
     ticks = sum(p.ticks for p in tables.phases if p.forward)
     inputs = jax.tree.map(lambda a: jnp.asarray(a[:ticks]), _forward_ticks(tables))
-    # Behind the last layer S ticks in a row of v S have a microbatch; no other tick runs the head.
+    # A microbatch leaves the last layer in S of every v S successive ticks. Only these ticks run the head.
     state = scan(state, jax.tree.map(lambda a: a[:last], inputs), False) if last else state
     if chunks == 1:
         return scan(state, jax.tree.map(lambda a: a[last:], inputs), True)[1]
@@ -174,7 +174,7 @@ def loop_sums(worker: Worker, tables: Tables) -> Sums:
 
 
 def _forward_ticks(tables: Tables) -> dict[str, Any]:
-    """Return the rows of the tables that a forward tick reads: forwards, inputs of the first layer, scored outputs."""
+    """Return the tables that forward ticks read: forward work, inputs of the first layer, outputs to score."""
     forward = tables.forward
     found = forward.valid[:, -1] & (forward.chunk[:, -1] == tables.virtual_stages - 1)
     scored = {"valid": found, "microbatch": np.where(found, forward.microbatch[:, -1], 0).astype(np.int32)}
@@ -183,7 +183,7 @@ def _forward_ticks(tables: Tables) -> dict[str, Any]:
 
 
 class Lockstep:
-    """The ticks of one device."""
+    """The ticks of a training step on one device."""
 
     def __init__(self, worker: Worker, tables: Tables, residuals: Residuals):
         self.worker, self.tables = worker, tables
@@ -191,7 +191,7 @@ class Lockstep:
         self.inputs = _ticks(tables)
 
     def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
-        """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters."""
+        """Return this device's part of the sums, and of the gradients of stages (arrays [v, ...]) and outer."""
         state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
@@ -202,7 +202,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # traced as in a tick, so that the same values are residuals
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # traced as in a tick, so that the residuals are the same values
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -216,7 +216,7 @@ class Lockstep:
         }
 
     def _scan(self, state: State, start: int, stop: int, phases: tuple[Phase, ...]) -> State:
-        """Ticks start <= t < stop: phases one after the other, over and over."""
+        """Run the ticks start <= t < stop, which repeat these phases in order."""
         period = sum(p.ticks for p in phases)
         inputs = jax.tree.map(lambda a: jnp.asarray(a[start:stop]), self.inputs["ticks"])
 
@@ -249,8 +249,8 @@ class Lockstep:
                     state = self._return(state, now["returned"])
             if phase.forward:
                 state, sent = self._forward(state, now["forward"])
-                # Backward waits for forward and for its gradient at once: without, the gradient's permute starts behind
-                # forward, if what else is to be done before backward takes as long, or so the compiler thinks.
+                # Backward waits for forward and for its gradient together. Otherwise the compiler starts the gradient's
+                # permute after forward, if it estimates that the other work before backward takes as long.
                 now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
                 state["received"] = self.worker.pass_on(sent, 1)
                 if phase.outer:
@@ -258,8 +258,8 @@ class Lockstep:
             weights = ()
             if phase.backward:
                 state, weights = self._backward(state, now, arriving, scored=phase.outer and phase.forward)
-            # Waited for together with the backward chunk's gradients, before those are added up: the permute has all of
-            # that chunk to hide under, and nothing else.
+            # The permutes and the backward chunk's gradients are waited for together, before these are added up. So the
+            # permutes overlap with all of that chunk, and with nothing after it.
             moving = [name for name in ("received", "gradient") if name in carried]
             moved, weights = lax.optimization_barrier(([state[name] for name in moving], weights))
             state |= dict(zip(moving, moved))
@@ -270,7 +270,7 @@ class Lockstep:
         return jax.named_scope(TICK)(tick)
 
     def _return(self, state: State, returned: Any) -> State:
-        """Takes the gradient that left the first layer in the tick before into the outer parameters'."""
+        """Add the embedding's gradients, from the gradient that left the first layer in the tick before."""
         w, microbatch = self.worker, returned["microbatch"]
         mine = returned["valid"] & (w.stage == 0)
         _, pull = jax.vjp(lambda outer: w.enter(outer, microbatch), w.outer)
@@ -307,7 +307,7 @@ class Lockstep:
         return jax.tree.map(add_leaf, totals, weights)
 
     def _score(self, state: State, y: Any, scored: Any, arriving: Any) -> tuple[State, Any]:
-        """Score the microbatch that has left the last layer; return the state and the gradient for each stage."""
+        """Score the microbatch that left the last layer; return the state and the gradient of each stage's output."""
         w = self.worker
         valid, microbatch = scored["valid"], scored["microbatch"]
         mine = valid & (w.stage == w.last)
@@ -316,7 +316,7 @@ class Lockstep:
             return w.score(outer, y, microbatch, mine)
 
         loss_sum, pull, (weight, metrics) = jax.vjp(run, w.outer, y, has_aux=True)
-        # Where the vocabulary lies over the pipeline, the others' parts follow from the last stage's loss alone.
+        # With a shared head, the gradient of the last stage's loss alone reaches the parts on all stages.
         outer, gradient = pull(jnp.where(mine, 1.0, 0.0))
         state = state | {
             "outer": _add(state["outer"], outer, valid if w.shared_head else mine),
@@ -340,9 +340,9 @@ def _add(totals: Any, gradients: Any, valid: Any) -> Any:
 
 
 def _ticks(tables: Tables) -> dict[str, Any]:
-    """Return the rows of the tables: `ticks`, with one row a tick, and `after`, which is left after the last tick.
+    """Return `ticks`, the tables with a row for each tick, and `after`, what returns in the last tick.
 
-    Entering microbatches are those of the next tick, returned ones those of the tick before.
+    A row's `next` is the microbatch that enters in the next tick; its `returned` is what returned in the tick before.
     """
 
     def at(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
@@ -361,7 +361,7 @@ def _ticks(tables: Tables) -> dict[str, Any]:
 
 
 def _groups(phases: tuple[Phase, ...]) -> Iterator[tuple[int, int, tuple[Phase, ...]]]:
-    """(start, stop, phases of one period): a pair of steady phases that repeats is one loop, not many copies."""
+    """Yield (start, stop, phases of one period), so that repeated pairs of steady phases become one loop."""
     i = 0
     while i < len(phases):
         pair = phases[i : i + 2]

@@ -1,8 +1,9 @@
-"""How parameters and batch lie inside a pipeline: which axes are manual, what is gathered, what is reduced.
+"""The layout of parameters and batch inside a pipeline: manual axes, what is gathered and what is reduced.
 
-The pipeline's axis and those that cut the batch are *manual* (`jax.shard_map`): left to the partitioner, their
-reductions would run in every tick. All others (tensor) stay with the partitioner. FSDP is a manual axis in a
-parameter's spec: gathered once before the first tick, its gradient reduce-scattered once after the last.
+The pipeline's axis and the axes that cut the batch are *manual* (`jax.shard_map`). If they were left to the
+partitioner, their reductions would run in every tick. All other axes (tensor) are left to it. FSDP is a manual axis in
+a parameter's spec: the parameter is gathered once before the first tick, and its gradient is reduce-scattered once
+after the last.
 
 XLA's CPU compiler (jaxlib 0.12) aborts on a 16-bit all-reduce or reduce-scatter inside a `jax.shard_map` that leaves
 axes to the partitioner: "Invalid binary instruction opcode copy", from the copy that lowering puts into the reduction.
@@ -28,14 +29,14 @@ from meshkit.sharding.mesh import AnyMesh
 
 @dataclass(frozen=True)
 class ManualAxes:
-    """The manual axes of a pipeline, and what they mean for an array."""
+    """The manual axes of a pipeline, and the communication of arrays over them."""
 
     mesh: AnyMesh
     axis: str
     batch: PartitionSpec
     """PartitionSpec of a batch's arrays [microbatches, batch, ...]."""
     kept: tuple[str, ...] = ()
-    """Axes of batch over which parameters stay cut inside a stage, which communicates over them itself (experts)."""
+    """Axes of the batch over which parameters stay cut, since stages communicate over them (experts)."""
 
     def __post_init__(self):
         for name in (self.axis, *self.data, *self.kept):
@@ -50,7 +51,7 @@ class ManualAxes:
 
     @property
     def stages(self) -> int:
-        """S."""
+        """Number of stages."""
         return self.mesh.shape[self.axis]
 
     @property
@@ -60,12 +61,12 @@ class ManualAxes:
 
     @property
     def shards(self) -> int:
-        """Parts of a microbatch."""
+        """Number of parts that a microbatch is cut into."""
         return math.prod(self.mesh.shape[a] for a in self.data)
 
     @property
     def names(self) -> frozenset[str]:
-        """All of them, as the shard_map takes them."""
+        """All manual axes."""
         return frozenset((self.axis, *self.data))
 
     def inside(self, spec: PartitionSpec) -> PartitionSpec:
@@ -76,14 +77,14 @@ class ManualAxes:
         return partition_spec([[a for a in axes if a not in self.names] for axes in spec_axes(spec)])
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """x inside the shard_map, cut over the axes of its spec that the partitioner has."""
+        """Constrain x, inside the shard_map, to the axes of its spec that are left to the partitioner."""
         rest = self._outside(spec)
         if not any(rest):
             return x
         return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), rest))
 
     def check_stages(self, spec: PartitionSpec, path: str) -> None:
-        """Refuses a stage's parameter whose layers the axis does not cut.
+        """Refuse a parameter of the stages unless the pipeline's axis cuts its layers first.
 
         Raises:
             ConfigError: naming the parameter.
@@ -96,11 +97,11 @@ class ManualAxes:
             )
 
     def gather(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """x, made whole over the axes of data in its spec (all-gather of FSDP).
+        """All-gather x over the batch's axes in its spec (FSDP).
 
         Args:
             x: this device's piece of a parameter, inside the shard_map.
-            spec: PartitionSpec of the whole parameter; the pipeline's axis and `kept` ones cut it still afterwards.
+            spec: PartitionSpec of the whole parameter; the pipeline's axis and `kept` axes still cut the result.
 
         Raises:
             ConfigError: the axes to gather are not the innermost manual ones of their dim.
@@ -114,13 +115,13 @@ class ManualAxes:
         return self._fully_manual(local, spec)(x) if self._gathered(spec) else x
 
     def reduce(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Return the sum of what the devices have of a gradient, laid out as its parameter is.
+        """Return the sum of a gradient over devices, laid out as its parameter is.
 
-        Reduce-scatter over the axes that cut the parameter, then all-reduce of the piece over those that do not.
+        A reduce-scatter over the axes that cut the parameter comes first, then an all-reduce over the other axes.
 
         Args:
-            gradient: what this device has of the sum, of the shape that `gather` gave the parameter. It travels in its
-                own dtype (16-bit ones in fp32 on CPUs) and comes back in it.
+            gradient: this device's part of the sum, in the shape that `gather` gave the parameter. It is sent in its
+                own dtype (16-bit dtypes in fp32 on CPUs) and returned in it.
             spec: PartitionSpec of the whole parameter.
 
         Raises:
@@ -137,7 +138,7 @@ class ManualAxes:
         return self._fully_manual(local, spec)(gradient)
 
     def _fully_manual(self, fn: Callable, spec: PartitionSpec) -> Callable:
-        """fn inside the shard_map, manual over the partitioner's axes too: it would gather those of a collective."""
+        """Make fn manual over the partitioner's axes too: the partitioner would gather them for a collective."""
         rest = self._outside(spec)
         names = frozenset(a for axes in spec_axes(rest) for a in axes)
         if not names:
@@ -146,7 +147,7 @@ class ManualAxes:
         return jax.shard_map(fn, mesh=mesh, in_specs=rest, out_specs=rest, axis_names=names, check_vma=False)
 
     def _gathered(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
-        """(dim, axes) to gather; they must be the innermost of their dim, or parts would come together wrongly."""
+        """Return the (dim, axes) to gather. The axes must be innermost, or pieces would be joined in wrong order."""
         found = []
         for dim, cut in enumerate(spec_axes(spec)):
             axes = tuple(a for a in cut if a in self.data and a not in self.kept)
@@ -162,12 +163,12 @@ class ManualAxes:
 
 
 def psum(x: jax.Array, axes: Any, mesh: AnyMesh | None = None) -> jax.Array:
-    """`lax.psum` over manual axes of the mesh; None takes that of the sharding scope."""
+    """Return `lax.psum` over manual axes; a mesh of None is the sharding scope's."""
     return lax.psum(_widened(x, mesh), axes).astype(x.dtype)
 
 
 def psum_scatter(x: jax.Array, axes: Any, dim: int, mesh: AnyMesh | None = None) -> jax.Array:
-    """`lax.psum_scatter` in tiles along a dim, which the sizes of the manual axes divide; mesh as in `psum`."""
+    """Return the tiled `lax.psum_scatter` along a dim that the manual axes divide; mesh as in `psum`."""
     return lax.psum_scatter(_widened(x, mesh), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
 

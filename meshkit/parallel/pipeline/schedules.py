@@ -1,26 +1,27 @@
-"""Which stage does what in which tick: the schedules of a pipeline as numpy tables, and their cost.
+"""The schedules of a pipeline as numpy tables (the work of each stage in each tick), and their cost.
 
-S stages, v chunks of layers on each, M microbatches. Virtual stage j = chunk * S + stage, so that a microbatch walks
-round the stages v times. In a *tick* every stage does the same: forward of one chunk, backward of one chunk, or both;
-what a stage has nothing to do for runs on garbage and is masked. With the order k -> (chunk, microbatch) of
-interleaving (Narayanan et al. 2021, arXiv:2104.04473), which goes through all chunks with S microbatches at a time:
+There are S stages, v chunks of layers on each, and M microbatches. Virtual stage j is chunk * S + stage, so a
+microbatch goes around the stages v times. In a *tick* every stage runs the same operations: forward of one chunk,
+backward of one chunk, or both. A stage without work runs on garbage, whose results are masked. Work is numbered
+k -> (chunk, microbatch) in the order of interleaving (Narayanan et al. 2021, arXiv:2104.04473): S microbatches at a
+time go through all chunks.
 
     forward k of stage s     in tick k + s
     backward k of stage s    in tick (v S - 1) + (S - 1 - s) + k, of chunk v - 1 - chunk(k)
 
-which is three phases: v S - 1 ticks forward, M v - (v - 1) S both, v S - 1 backward. A stage holds at most
+There are three phases: v S - 1 ticks of forward, M v - (v - 1) S of both, v S - 1 of backward. A stage holds at most
 (v + 1) S - 1 inputs, whatever M is.
 
-What comes of a tick is handed on in that tick and used in the next one, never later: the tables need no queues.
-`check_tables` proves it, tick by tick.
+Outputs of a tick are sent in that tick and used in the next one, never later, so the tables need no queues.
+`check_tables` verifies this for every tick.
 
-What a schedule costs, in closed form:
+The cost of a schedule, in closed form:
 
     ticks with forward = ticks with backward = M v + S - 1, of which each stage needs M v
-    bubble fraction    = (S - 1) / (M v + S - 1)              time that stages of equal cost do nothing useful
-    executed / useful  = (M + (S - 1) / v) / M                of the layers' FLOP, both on the same layers
+    bubble fraction    = (S - 1) / (M v + S - 1)              share of time without useful work, for equal stages
+    executed / useful  = (M + (S - 1) / v) / M                of the layers' FLOP, without padding
 
-Padding of uneven layers is executed as well: both then count chunk_layers for every chunk.
+Uneven layers are padded. Then executed FLOP count chunk_layers for every chunk, so both values are larger.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline.stack import Stack
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
-# Names of scopes in the program: what runs in a tick, and in it what is before, in and behind the layers.
+# Names of scopes in the program: a tick, and in it the work before, in and after the layers.
 TICK, FIRST, STAGE, LAST = "pipeline_tick", "pipeline_first", "pipeline_stage", "pipeline_last"
 
 
@@ -45,8 +46,8 @@ class Slots:
 
     Attributes:
         valid: whether the stage has work in the tick.
-        chunk, microbatch: of that work; 0 without.
-        slot: where its input is kept, written by forward and read by backward; without work one that nobody needs.
+        chunk, microbatch: of that work; 0 without work.
+        slot: slot of its input, which forward writes and backward reads; without work, forward writes to a free slot.
     """
 
     valid: np.ndarray
@@ -56,24 +57,24 @@ class Slots:
 
     @classmethod
     def empty(cls, ticks: int, stages: int) -> Slots:
-        """No work at all."""
+        """Return tables without work."""
         return cls(np.zeros((ticks, stages), bool), *(np.zeros((ticks, stages), np.int32) for _ in range(3)))
 
     def put(self, ticks: np.ndarray, stage: int, chunks: np.ndarray, microbatches: np.ndarray) -> None:
-        """Enters the work of a stage: a chunk and a microbatch, int [n], in each of these ticks, int [n]."""
+        """Enter a stage's work: in each of `ticks`, int [n], a chunk and a microbatch, both int [n]."""
         self.valid[ticks, stage] = True
         self.chunk[ticks, stage], self.microbatch[ticks, stage] = chunks, microbatches
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Ticks start <= t < stop in which every stage does the same.
+    """Ticks start <= t < stop, in which the same operations run.
 
     Attributes:
         name: `warmup`, `steady` or `drain`.
-        forward, backward: what runs.
-        outer: whether what stands before the first and after the last layer may have work in it.
-        start, stop: first tick, and the one behind the last.
+        forward, backward: whether each of them runs.
+        outer: whether the embedding and the loss may have work in this phase.
+        start, stop: first tick, and last tick + 1.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Phase:
 
     @property
     def ticks(self) -> int:
-        """Its length."""
+        """Number of ticks."""
         return self.stop - self.start
 
 
@@ -96,8 +97,8 @@ class Tables:
     Attributes:
         schedule: one of SCHEDULES.
         stages, virtual_stages, microbatches: S, v and M.
-        forward, backward: what each stage does.
-        slots: inputs of chunks that a stage holds at most.
+        forward, backward: the work of each stage.
+        slots: the most chunk inputs that a stage holds.
         phases: in order, without gaps.
     """
 
@@ -117,27 +118,27 @@ class Tables:
 
     @property
     def entering(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether a microbatch enters the first layer in each tick, and which."""
+        """For each tick, whether a microbatch enters the first layer, and its number."""
         found = self.forward.valid[:, 0] & (self.forward.chunk[:, 0] == 0)
         return found, self.forward.microbatch[:, 0]
 
     @property
     def scored(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether the last layer's backward, which needs the loss, runs in each tick, and of which microbatch."""
+        """For each tick, whether the last layer's backward runs, which needs the loss, and for which microbatch."""
         found = self.backward.valid[:, -1] & (self.backward.chunk[:, -1] == self.virtual_stages - 1)
         return found, self.backward.microbatch[:, -1]
 
     @property
     def returning(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether a gradient leaves the first layer in each tick, and of which microbatch."""
+        """For each tick, whether a gradient leaves the first layer, and of which microbatch."""
         found = self.backward.valid[:, 0] & (self.backward.chunk[:, 0] == 0)
         return found, self.backward.microbatch[:, 0]
 
 
 def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> None:
-    """Refuses sizes that a schedule cannot have.
+    """Refuse sizes that a schedule cannot have.
 
-    More than one virtual stage needs `interleaved_1f1b`, and microbatches that the stages divide.
+    More than one virtual stage needs `interleaved_1f1b`, and a number of microbatches that the stages divide.
 
     Raises:
         ConfigError: with the sizes, and the nearest that go.
@@ -166,9 +167,9 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
 
 @functools.lru_cache(maxsize=32)
 def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> Tables:
-    """Return the tables of a schedule, checked.
+    """Return the checked tables of a schedule.
 
-    Calls with the same sizes share one object: its arrays are not to be written into.
+    Calls with the same sizes share one object, so do not write into its arrays.
 
     Raises:
         ConfigError: sizes that it cannot have.
@@ -204,7 +205,7 @@ def _one_forward_one_backward(schedule: str, stages: int, chunks: int, microbatc
 
 
 def _steady_phases(start: int, stop: int, stages: int, chunks: int) -> list[Phase]:
-    """S ticks in which microbatches enter, leave and return; (v - 1) S in which they only go round; and again."""
+    """Return alternating phases: S ticks with work of embedding and loss, then (v - 1) S ticks without it."""
     if chunks == 1:
         return [Phase("steady", start, stop, True, True, True)]
     phases = []
@@ -216,7 +217,7 @@ def _steady_phases(start: int, stop: int, stages: int, chunks: int) -> list[Phas
 
 
 def _allot_slots(forward: Slots, backward: Slots, running: int) -> int:
-    """Gives every input a slot from its forward to its backward, the lowest that is free; returns how many.
+    """Give every input the lowest free slot from its forward to its backward; return the number of slots.
 
     Forward runs in the first `running` ticks.
     """
@@ -227,7 +228,7 @@ def _allot_slots(forward: Slots, backward: Slots, running: int) -> int:
         for t in range(ticks):
             if t < running:
                 free = next(i for i in range(len(live) + 1) if i not in live.values())
-                forward.slot[t, s], most = free, max(most, free + 1)  # without work too: garbage needs a place
+                forward.slot[t, s], most = free, max(most, free + 1)  # also without work, for the garbage
             if forward.valid[t, s]:
                 live[int(forward.chunk[t, s]), int(forward.microbatch[t, s])] = free
             if backward.valid[t, s]:
@@ -236,7 +237,7 @@ def _allot_slots(forward: Slots, backward: Slots, running: int) -> int:
 
 
 def check_tables(tables: Tables) -> None:
-    """Proves that a schedule is one: everything once, nothing before what it needs, no input overwritten.
+    """Verify a schedule: all work runs once and after its inputs, and no kept input is overwritten.
 
     Raises:
         AssertionError: it is not, which is a bug of ours.
@@ -267,7 +268,7 @@ def _ticks_of(slots: Slots, tables: Tables) -> dict[tuple[int, int], int]:
 
 
 def _check_slots(tables: Tables) -> None:
-    """Backward reads what forward of the same work has written; of one tick forward writes first."""
+    """Check that backward reads what forward of the same work wrote; within a tick forward writes first."""
     for s in range(tables.stages):
         held: dict[int, tuple[int, int]] = {}
         waiting: set[int] = set()
@@ -288,7 +289,7 @@ def _check_slots(tables: Tables) -> None:
 
 
 def _check_phases(tables: Tables) -> None:
-    """The phases cover all ticks and run all work; embedding runs one tick before its use, its gradient one after."""
+    """Check that the phases run all work; the embedding runs one tick before its use, its gradient one tick after."""
     assert [p.start for p in tables.phases] == [0, *(p.stop for p in tables.phases[:-1])]
     assert tables.phases[-1].stop == tables.ticks
     at = [p for p in tables.phases for _ in range(p.ticks)]
@@ -310,10 +311,10 @@ def _runs_outside(phase: Phase, direction: str) -> bool:
 def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_head: bool = False) -> PipelineReport:
     """Return the report of a schedule on a stack of layers.
 
-    With `shared_head` all stages work on a microbatch's embedding and loss (`head = "vocab_parallel"`); else each does
-    all of it, and one stage's counts.
+    With `shared_head` (`head = "vocab_parallel"`) all stages share the work of a microbatch's embedding and loss.
+    Otherwise each stage does all of it, and only one stage's work is useful.
 
-    `picture` has a row for each stage and a text for each tick: `F3`, `B1`, `F3 B1`, with the chunk behind a dot where
+    `picture` has a row for each stage and a text for each tick: `F3`, `B1`, `F3 B1`, with the chunk after a dot where
     there are several (`F3.1`), empty where the stage waits.
 
     Padding of the stack counts as executed, not as useful.
@@ -342,7 +343,7 @@ def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_
 
 
 def _useful(tables: Tables, layers: float, repeated: int) -> dict[str, float]:
-    """`PipelineReport.useful`; the head runs once for each microbatch, the embedding in every tick that may need it."""
+    """Return `PipelineReport.useful`. The head runs once per microbatch, the embedding in any tick that may need it."""
     embedded = 1 + sum(p.ticks for p in tables.phases if p.forward and p.outer)
     return {TICK: layers, STAGE: layers, FIRST: tables.microbatches / embedded / repeated, LAST: 1 / repeated}
 

@@ -1,12 +1,12 @@
-"""Which layer stands where: stacked layers in the order of a pipeline, and back.
+"""The order of stacked layers in a pipeline, and the way back to the model's order.
 
 A model stacks its layers in arrays [layers, ...]. A pipeline of S stages with v chunks each cuts their first dim over
-its mesh axis, so a stage's layers must lie together: position (stage, chunk, place) of an arranged array
+its mesh axis, so the layers of a stage must be contiguous. Position (stage, chunk, place) of an arranged array
 [S * v * chunk_layers, ...] holds layer `place` of virtual stage chunk * S + stage. With one chunk and layers that
-divide evenly that is the order they have anyway.
+divide evenly, that is the model's order.
 
-Uneven counts pad the short virtual stages with inactive layers: zeros, which the engine skips over and whose gradient
-is zero. `restore` undoes it all: what is written to disk knows nothing of the pipeline.
+With uneven counts, short virtual stages are padded with inactive layers. These are zeros; their outputs are ignored and
+their gradients are zero. `restore` undoes order and padding, so checkpoints do not depend on the pipeline.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Stack:
 
     stages: int
     counts: tuple[int, ...]
-    """Layers by virtual stage (v S of them), in the order a microbatch meets them."""
+    """Layers of each of the v S virtual stages, in the order in which a microbatch visits them."""
 
     @classmethod
     def of(cls, layers: int, stages: int, virtual_stages: int = 1, layout: str | Sequence[int] | None = None) -> Stack:
-        """Layers as even as they go, or as a layout says.
+        """Return a Stack whose layers are distributed evenly, or by a layout.
 
         Args:
-            layout: layers of each virtual stage: numbers, or a text as `parse_layout` reads it. By default the last
-                and the first stages, which have the head and the embedding as well, are the short ones.
+            layout: layers of each virtual stage: numbers, or a text for `parse_layout`. By default the last and first
+                stages get fewer layers if these do not divide, since they have the head and the embedding as well.
 
         Raises:
             ConfigError: more virtual stages than layers, or a layout that does not fit.
@@ -72,7 +72,7 @@ class Stack:
 
     @property
     def virtual_stages(self) -> int:
-        """v."""
+        """v, the number of chunks of each stage."""
         return len(self.counts) // self.stages
 
     @property
@@ -92,7 +92,7 @@ class Stack:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int32 [v, S, chunk_layers]: the model's layer at a place, -1 where it is inactive."""
+        """int32 [v, S, chunk_layers]: the number of the model's layer at a place, -1 for an inactive layer."""
         starts = np.cumsum([0, *self.counts[:-1]])
         places = np.arange(self.chunk_layers)
         rows = [np.where(places < n, start + places, -1) for n, start in zip(self.counts, starts)]
@@ -100,16 +100,16 @@ class Stack:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int32 [size]: the model's layer at a position of an arranged array, -1 where it is inactive."""
+        """int32 [size]: the number of the model's layer at a position of an arranged array, -1 for an inactive one."""
         return self.table.swapaxes(0, 1).reshape(-1)
 
     @property
     def natural(self) -> bool:
-        """Whether arranged arrays are the model's own."""
+        """Whether arranged arrays equal the model's own."""
         return bool(np.array_equal(self.order, np.arange(self.layers)))
 
     def arrange(self, tree: Any) -> Any:
-        """Arrays [layers, ...] in the pipeline's order, [size, ...]; numpy stays numpy.
+        """Return arrays [layers, ...] in the pipeline's order, [size, ...]; numpy arrays stay numpy arrays.
 
         Raises:
             ConfigError: an array with another number of layers.
@@ -130,7 +130,7 @@ class Stack:
         return jax.tree.map(lambda x: x[where], self._checked(tree, self.size))
 
     def abstract(self, tree: Any) -> Any:
-        """ShapeDtypeStructs of what `arrange` returns; shardings are kept."""
+        """Return the ShapeDtypeStructs of what `arrange` returns; shardings are kept."""
 
         def abstract_leaf(x):
             return jax.ShapeDtypeStruct((self.size, *x.shape[1:]), x.dtype, sharding=getattr(x, "sharding", None))
@@ -154,11 +154,11 @@ class Stack:
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Layers of each virtual stage: `7|8*14|7`, or with letters as Megatron's `Et*3|(tt|)*29,tL`.
+    """Return the layers of each virtual stage from a text: `7|8*14|7`, or letters as Megatron's `Et*3|(tt|)*29,tL`.
 
     Parts are separated by `|`. A part is a number of layers, or letters: `t` a layer, `E` the embedding (first part
-    only), `L` the loss (last part only). `x*n` repeats what stands before it: a letter, a group in parentheses, or a
-    part that is a number. Blanks and commas mean nothing.
+    only), `L` the loss (last part only). `x*n` repeats x n times: a letter, a group in parentheses, or a part that is a
+    number. Blanks and commas are ignored.
 
     Raises:
         ConfigError: a text that is not such a layout.
@@ -186,7 +186,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def _even(layers: int, parts: int) -> tuple[int, ...]:
-    """Counts that differ by at most one; the short ones are the last, the first, the last but one, and so on."""
+    """Return counts that differ by at most one. The smaller ones are the last, the first, the last but one, etc."""
     most = -(-layers // parts)
     counts = [most] * parts
     ends = [i // 2 if i % 2 else parts - 1 - i // 2 for i in range(parts)]

@@ -1,8 +1,8 @@
 """Embedding and cross-entropy with the vocabulary cut over the pipeline's axis.
 
-Every stage holds V / S rows of the table, so no stage has more to store or to do than another (Yeung et al. 2024,
-arXiv:2411.05288). For `first_fn` and `loss_fn` (with `head = "vocab_parallel"`), whose parameters name the axis first
-in their PartitionSpec. A tied table serves both.
+Each of the S stages holds vocab / S rows of the table, so all stages store and compute the same amount (Yeung et al.
+2024, arXiv:2411.05288). Call these in `first_fn` and in `loss_fn` (with `head = "vocab_parallel"`), on a table whose
+PartitionSpec names the pipeline's axis first. A tied table serves both.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshkit.parallel.pipeline.manual import psum
 def lookup(
     table: Float[Array, "stage_vocab embed"], tokens: Int[Array, "*tokens"], axis: str
 ) -> Float[Array, "*tokens embed"]:
-    """Rows of a table of which each stage has vocab / S: each from the stage that has it, by one all-reduce.
+    """Return the rows of a table for tokens, by one all-reduce; each stage has vocab / S rows of the table.
 
     Args:
-        table: this stage's rows, those from stage * stage_vocab on.
-        tokens: ids in the whole vocabulary; one outside of it gives a row of zeros.
+        table: this stage's rows; the first is row stage * stage_vocab of the whole table.
+        tokens: ids in the whole vocabulary; an id outside of it gives a row of zeros.
 
     Returns:
         Rows in the table's dtype, the same on every stage.
@@ -35,10 +35,10 @@ def lookup(
 def cross_entropy(
     logits: Float[Array, "*tokens stage_vocab"], targets: Int[Array, "*tokens"], axis: str
 ) -> Float[Array, "*tokens"]:
-    """-log softmax(logits)[target] in fp32, for logits of which each stage has vocab / S.
+    """Return -log softmax(logits)[target] in fp32; each stage has vocab / S of the logits.
 
-    Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit. That one is
-    found by comparison, not by index: where a tensor axis cuts the vocabulary too, an index would gather the logits.
+    It takes three fp32 all-reduces of [*tokens]: the largest logit, the sum of exponentials, the target's logit. The
+    target's logit is found by comparison: if a tensor axis cuts the vocabulary too, indexing would gather the logits.
 
     Returns:
         fp32, in nats, the same on every stage.
@@ -53,6 +53,6 @@ def cross_entropy(
 
 
 def _local(tokens: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Index of each token in this stage's part, in bounds; whether it is there."""
+    """Return the index of each token in this stage's rows, clipped to them, and whether its row is there."""
     place = tokens - lax.axis_index(axis) * rows
     return jnp.clip(place, 0, rows - 1), (place >= 0) & (place < rows)

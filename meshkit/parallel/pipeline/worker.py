@@ -1,4 +1,4 @@
-"""One device's share of a pipeline, inside its shard_map: the functions that the user writes, and where they run."""
+"""One device's share of a pipeline, inside the shard_map: the user's functions, their context and their calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Sums = dict[str, Any]
 class Functions:
     """A model cut into stages, with its loss.
 
-    They see one device's part of the data, and whole parameters but for the axes that the partitioner has; `outer` also
-    stays cut where its specs name the pipeline's axis. They must not communicate over axes of the batch, nor, in a
-    stage, over the pipeline's. A stage runs on garbage now and then: it must be finite for finite input.
+    They get one device's part of the data. Parameters are cut only over the partitioner's axes and `ManualAxes.kept`;
+    `outer` also where its specs name the pipeline's axis. Functions must not communicate over other axes of the batch,
+    and `stage` not over the pipeline's axis. `stage` also runs on garbage: its output must be finite for finite input.
     """
 
     first: Callable[..., Any]
-    """(outer, microbatch, StageContext) -> x, floating point arrays, as stages take and return them."""
+    """(outer, microbatch, StageContext) -> x, the floating point arrays that stages take and return."""
     stage: Callable[..., Any]
     """(chunk's params [chunk_layers, ...], x, StageContext) -> x or StageOutput; `scan_layers` helps."""
     last: Callable[..., Any]
@@ -41,26 +41,26 @@ class StageOutput:
     """The result of a stage that returns a loss or metrics with its activations."""
 
     x: Any
-    """Activations for the next stage, of the shape that came in."""
+    """Activations for the next stage, in the shape of the stage's input."""
     loss_sum: Any = 0.0
-    """Added to the sum that is divided by the weight of the whole batch: a router's load-balance loss, times the
-    weight of its microbatch."""
+    """Added to the loss sum, which is divided by the whole batch's weight. An example is a router's load-balance loss
+    times the weight of its microbatch."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Scalars; summed over stages, averaged over microbatches."""
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """Where a function of the pipeline runs, and for what. Numbers are traced: they differ between the devices.
+    """The stage, chunk and microbatch that a function runs for. Numbers are traced, since they differ between devices.
 
     Attributes:
         axis: the mesh axis of the pipeline, over which `first_fn` and `loss_fn` may communicate (a stage may not).
-        stage, chunk: of this device and this call.
-        microbatch: its number in the batch.
-        batch: its part of the batch.
+        stage, chunk: stage of this device and chunk of this call.
+        microbatch: the microbatch's number in the batch.
+        batch: the microbatch's arrays.
         layers: int32 [chunk_layers], the model's numbers of the chunk's layers, -1 for an inactive one; empty outside
             of stages.
-        rng: a key of this microbatch on this part of the data, the same whatever the schedule; None without one.
+        rng: a key for this microbatch and this part of the data, the same in any schedule; None if none was given.
         padded: whether some layer of the pipeline is inactive.
     """
 
@@ -74,7 +74,7 @@ class StageContext:
     padded: bool = False
 
     def layer_keys(self) -> jax.Array | None:
-        """Keys [chunk_layers]: `fold_in(rng, layer)`, so that dropout does not depend on stages or schedule."""
+        """Return keys [chunk_layers], `fold_in(rng, layer)`: dropout does not depend on stages or schedule."""
         if self.rng is None:
             return None
         return jax.vmap(lambda i: jax.random.fold_in(self.rng, i))(jnp.maximum(self.layers, 0))
@@ -83,12 +83,12 @@ class StageContext:
 def scan_layers(
     layer_fn: Callable[..., Any], params: Any, x: Any, ctx: StageContext, *, wrap: Callable = lambda layer: layer
 ) -> Any:
-    """Return a chunk's layers one after the other, inactive ones passed over.
+    """Run a chunk's layers one after the other; an inactive layer returns its input.
 
     Args:
         layer_fn: (one layer's params, x, key or None) -> x, or StageOutput.
         params: arrays [chunk_layers, ...].
-        wrap: put around the body of the scan, (x, inputs) -> (x, outputs): `jax.checkpoint`, to recompute.
+        wrap: applied to the body of the scan, (x, inputs) -> (x, outputs), such as `jax.checkpoint` to recompute.
 
     Returns:
         activations, or a StageOutput where layer_fn returns one.
@@ -122,7 +122,7 @@ class Worker:
     shared_head: bool
     """Whether all devices work on the loss of each microbatch."""
     weights: Any
-    """Arrays [v, chunk_layers, ...] of this stage, whole but for the partitioner's axes."""
+    """This stage's arrays [v, chunk_layers, ...], gathered over FSDP's axes."""
     outer: Any
     batch: Any
     """This device's part of the data, [microbatches, ...]."""
@@ -139,14 +139,14 @@ class Worker:
         return self.axes.stages - 1
 
     def chunk_of(self, weights: Any, chunk: Any) -> Any:
-        """One chunk of arrays [v, ...]."""
+        """Return one chunk of arrays [v, ...]."""
         return jax.tree.map(lambda w: pick(w, chunk), weights)
 
     def run_stage(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[tuple[Any, Any], Mapping[str, Any]]:
-        """((activations, loss_sum), metrics) of a chunk; weights are those of the chunk.
+        """Return ((activations, loss_sum), metrics) of a chunk.
 
         Args:
-            weights: arrays [chunk_layers, ...].
+            weights: the chunk's arrays [chunk_layers, ...].
 
         Returns:
             Activations in the stage's own dtypes; loss_sum and metrics in fp32.
@@ -164,7 +164,7 @@ class Worker:
             return self.functions.first(outer, ctx.batch, ctx)
 
     def score(self, outer: Any, y: Any, microbatch: Any, mine: Any) -> tuple[Any, tuple[Any, Mapping[str, Any]]]:
-        """loss_sum, (weight, metrics) of a microbatch; every device computes it where the vocabulary is cut."""
+        """Return loss_sum, (weight, metrics) of a microbatch; a shared head gets y from the device with `mine`."""
         with jax.named_scope(LAST):
             if self.shared_head:
                 axis, mesh = self.axes.axis, self.axes.mesh
@@ -187,14 +187,14 @@ class Worker:
         return StageContext(self.axes.axis, stage, chunk, microbatch, batch, layers, rng, self.stack.padded)
 
     def pass_on(self, tree: Any, step: int) -> Any:
-        """Activations to the next stage (step 1), or gradients to the one before (-1).
+        """Send activations to the next stage (step 1), or gradients to the one before (-1).
 
-        One chunk needs no way from the last stage back to the first. What arrives must go through `lax.
-        optimization_barrier`: without it, XLA's collective-permute-motion moves the permute to the head of the loop,
-        where nothing hides it.
+        With one chunk, the last and the first stage exchange nothing. The caller must pass the result through
+        `lax.optimization_barrier`. Otherwise XLA's collective-permute-motion moves the permute to the start of the
+        loop, where nothing hides it.
 
         Returns:
-            What the neighbour sent; zeros on a stage that has none to receive from.
+            What the neighbour sent; zeros on a stage to which none sends.
         """
         s, ring = self.axes.stages, self.stack.virtual_stages > 1
         pairs = [(i, (i + step) % s) for i in range(s) if ring or 0 <= i + step < s]
@@ -202,7 +202,7 @@ class Worker:
             return jax.tree.map(lambda a: lax.ppermute(a, self.axes.axis, pairs), tree)
 
     def empty_sums(self, x: Any) -> Sums:
-        """Zeros, of the shape of all sums of a step."""
+        """Return zeros for all sums of a step."""
         chunk = self.chunk_of(self.weights, 0)
         _, stage_metrics = jax.eval_shape(lambda: self.run_stage(chunk, x, 0, 0))
         _, (_, loss_metrics) = jax.eval_shape(lambda: self.score(self.outer, x, 0, True))
@@ -212,7 +212,7 @@ class Worker:
 
 
 def add(sums: Sums, valid: Any, **more: Any) -> Sums:
-    """Sums with those of a chunk (`loss`, `stages`), or of a microbatch's loss (`loss`, `weight`, `last`).
+    """Add a chunk's values (`loss`, `stages`), or a microbatch's (`loss`, `weight`, `last`), to the sums.
 
     Nothing is added where the traced `valid` is False.
     """
@@ -220,17 +220,17 @@ def add(sums: Sums, valid: Any, **more: Any) -> Sums:
 
 
 def pick(x: jax.Array, i: Any) -> jax.Array:
-    """x[i], i traced and in bounds."""
+    """Return x[i] for a traced i that is in bounds."""
     return x[0] if x.shape[0] == 1 else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
 def put(x: jax.Array, value: jax.Array, i: Any) -> jax.Array:
-    """x with x[i] = value, in place where XLA can."""
+    """Return x with x[i] = value, in place where XLA can."""
     return lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), i, 0)
 
 
 def where(mask: Any, a: Any, b: Any) -> Any:
-    """`jnp.where` over trees: garbage is left out, never multiplied by zero."""
+    """Apply `jnp.where` to trees: garbage is left out, never multiplied by zero."""
     return jax.tree.map(lambda x, y: jnp.where(mask, x, y), a, b)
 
 
