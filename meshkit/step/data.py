@@ -1,14 +1,14 @@
-"""Examples -> sharded device batches, a function of the step number alone.
+"""Examples -> sharded device batches, which depend on the step number alone.
 
     text, JSONL -> tokens (bytes, or the ids of `data.tokenizer`) -> windows
     token files -> memory-mapped windows, or rows
-    "pkg.mod:fn" -> examples by index; or a stream, which is replayed wherever a run resumes
+    "pkg.mod:fn" -> examples by index, or a stream
 
     examples (random access) -> shuffled, endless index -> rows of this process -> device batches, prefetched
-    a stream -> replayed up to the step -> the same
+    a stream -> replayed from its start up to the step -> rows of this process -> device batches, prefetched
 
-The batch of step s holds the shuffled examples s*B ... s*B + B-1, whatever the number of processes; so one integer, the
-step, resumes the data exactly, on any number of machines.
+Step s takes the shuffled examples s*B ... s*B + B-1, B being the global batch, whatever the number of processes. So the
+step number alone resumes the data exactly, on any number of machines.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.spec import StepSpec
 
 _PREFETCHED_BATCHES = 2
-STDLIB = "python-stdlib"  # the source code of the running Python's own library: real text that every machine has
+STDLIB = "python-stdlib"  # the source code of the running Python's standard library, text that every machine has
 _TOKEN_DTYPES = {".bin": "<u2", ".u8": "u1", ".u16": "<u2", ".u32": "<u4"}
 _TEXT_SUFFIXES = (".txt", ".jsonl")
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _CHUNK_TOKENS = 1 << 24
-_MOST_CHUNKS = 64  # a corpus of more than a billion tokens is sampled, evenly
+_MOST_CHUNKS = 64  # more than this many chunks, a billion tokens, are sampled evenly
 _MOST_ID = 2**31 - 1
 _LARGEST_TEXT_BYTES = 2**35
 
@@ -60,7 +60,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Training examples that are the rows of an array of ids: row i predicts its tokens 1 ... T from those before."""
+    """Training examples from the rows of an array of ids: each of a row's tokens 1 ... T is a target."""
 
     ids: np.ndarray
     """[rows, T + 1], possibly memory-mapped."""
@@ -74,14 +74,14 @@ class Rows:
 
 
 def windows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Return a sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view.
+    """Return a view of tokens as rows of `length` + 1; each row starts at the last token of the row before.
 
     Args:
         tokens: [n].
-        length: T, of the examples.
+        length: T, the length of an example.
 
     Returns:
-        [(n - 1) // T, T + 1]: what is left at the end is in none.
+        [(n - 1) // T, T + 1]; the tokens left at the end are dropped.
     """
     if len(tokens) <= length:
         return tokens[:0].reshape(0, length + 1)
@@ -90,7 +90,7 @@ def windows(tokens: np.ndarray, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Split:
-    """Some of the examples, by index."""
+    """A subset of examples, given by their indices."""
 
     examples: Examples
     indices: np.ndarray
@@ -110,7 +110,7 @@ class Stream:
     seed: int
 
     def after(self, count: int) -> Iterator[Mapping[str, Any]]:
-        """The examples behind the first `count`, which are left out; a stream that ends is made anew of the next seed.
+        """Yield the examples after the first `count`. A stream that ends is made again, with the next seed.
 
         Raises:
             RunError: it ends before its first example.
@@ -128,21 +128,19 @@ class Stream:
 
 @dataclass(frozen=True)
 class Data:
-    """Both splits of a source, and what is known about it."""
+    """Both splits of a source, and the entropy of its tokens."""
 
     train: Split | Stream
     validation: Examples
     unigram_entropy_nats: float | None
-    """Entropy of the token frequencies: the loss of the best model without context. None where there are no tokens."""
+    """Entropy of the token frequencies: the loss of the best model without context. None for other examples."""
 
 
 def open_data(spec: StepSpec, tokenizer: UserCode | None) -> Data:
     """Return the data of a spec.
 
-    Every k-th window or example (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
-    Of a stream nothing is.
-
-    Without a tokenizer each byte is a token.
+    Every k-th window or example (k = 1 / `validation_fraction`) is held out, so that both splits are spread over all of
+    the text. Nothing of a stream is held out. Without a tokenizer each byte is a token.
 
     Raises:
         ConfigError: nothing there, too few tokens for one window in each split, or nothing to evaluate on.
@@ -183,10 +181,10 @@ def is_token_source(source: str) -> bool:
 
 
 def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
-    """The tokens of a source: of text its bytes as uint8, or what the tokenizer makes of it as int32; of a token file
-    the memory-mapped array.
+    """Return the tokens of a source.
 
-    A token file is `.npy` (also [rows, T + 1] ids), or raw little-endian integers: `.u8`, `.u16` (also `.bin`), `.u32`.
+    For text they are its bytes as uint8, or the tokenizer's ids as int32. For a token file they are its memory-mapped
+    array; it is `.npy` (also [rows, T + 1] ids), or raw little-endian integers: `.u8`, `.u16` (also `.bin`), `.u32`.
 
     Raises:
         ConfigError: no such file, an empty folder, a file of another kind, or a tokenizer that gives no ids.
@@ -224,7 +222,7 @@ def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
 
 
 def _mapped_array(places: Places, path: Path, length: int) -> np.ndarray:
-    """Return the ids of a `.npy` file: one row that is cut into windows, or a row of T + 1 for each example."""
+    """Return the ids of a `.npy` file: one long row to cut into windows, or a row of T + 1 ids for each example."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
@@ -241,9 +239,9 @@ def _mapped_array(places: Places, path: Path, length: int) -> np.ndarray:
 
 
 def stdlib_files() -> list[Path]:
-    """Source files of the standard library, without its tests, in the order of their paths inside it."""
+    """Return the source files of the standard library, without its tests, in the order of their paths inside it."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
-    for folder, folders, files in os.walk(root):  # pathlib takes half a second, at every start
+    for folder, folders, files in os.walk(root):  # pathlib would take half a second at every start
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         inside = os.path.relpath(folder, root).replace(os.sep, "/")
         found += [f"{inside}/{name}".removeprefix("./") for name in files if name.endswith(".py")]
@@ -251,7 +249,7 @@ def stdlib_files() -> list[Path]:
 
 
 def _opened_text(places: Places, path: Path) -> io.BufferedReader:
-    """Return a regular file whose text memory can hold; ConfigError for any other."""
+    """Open a regular file that memory can hold; raise ConfigError for any other."""
     try:
         file = open_regular(path)
     except OSError as error:
@@ -271,7 +269,7 @@ def _whole_text(places: Places, path: Path) -> bytes:
 
 
 def _json_documents(places: Places, key: str, path: Path) -> Iterator[bytes]:
-    """The text of each line's object, and a line break behind it."""
+    """Yield the text of each line's object, followed by a line break."""
     with _opened_text(places, path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -310,7 +308,7 @@ def _text_tokens(tokenizer: UserCode | None, documents: Iterable[bytes]) -> np.n
 
 
 def unigram_entropy_nats(tokens: np.ndarray) -> float:
-    """-sum p log p of the token frequencies, over at most the first 2**26 tokens."""
+    """Return -sum p log p of the token frequencies p, over at most the first 2**26 tokens."""
     first = tokens.ravel(order="K")[: 1 << 26]
     few = first.dtype.kind == "u" and first.dtype.itemsize <= 2
     counts = np.bincount(first) if few else np.unique(first, return_counts=True)[1]
@@ -319,16 +317,16 @@ def unigram_entropy_nats(tokens: np.ndarray) -> float:
 
 
 def vocab_of(model: Any) -> int | None:
-    """Rows of an (abstract) model's table of tokens, where it says them: `config.vocab` or `vocab`."""
+    """Return the vocabulary size of an (abstract) model: its `config.vocab` or `vocab`, or None without either."""
     vocab = getattr(getattr(model, "config", model), "vocab", None)
     return vocab if isinstance(vocab, int) else None
 
 
 def check_tokens(spec: StepSpec, data: Data, model: Any) -> None:
-    """Compares the token ids of the data with the (abstract) model's vocab, if it says it.
+    """Compare the token ids of the data with the (abstract) model's vocabulary size, if `vocab_of` finds it.
 
     Args:
-        data: of token sources every id is looked at, beyond 2**30 of them an even sample; other sources are not.
+        data: only token sources are checked; above 2**30 tokens, an even sample of them.
 
     Raises:
         ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
@@ -358,7 +356,7 @@ def _token_range(rows: np.ndarray) -> tuple[int, int]:
 
 
 def abstract_example(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of one example of `[data] source`. Opens no corpus, so a plan needs no data.
+    """Return the shapes and dtypes of one example of `[data] source`. Opens no corpus, so a plan needs no data.
 
     Raises:
         ConfigError: the user's own source raises, or gives no examples.
@@ -429,10 +427,10 @@ def _arrays(code: UserCode, name: str, example: Any) -> dict[str, np.ndarray]:
 def abstract_batch(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a global batch as ShapeDtypeStructs with shardings. Opens no corpus, so a plan needs no data.
 
-    The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
+    The first dim is sharded as `act_batch`, and a second dim of length `sequence_length` as `act_length`.
 
     Returns:
-        Name -> ShapeDtypeStruct [global_batch, ...], of dtypes as jax keeps them (int64 becomes int32).
+        Name -> ShapeDtypeStruct [global_batch, ...], with the dtypes that jax keeps (int64 becomes int32).
 
     Raises:
         ConfigError: as `abstract_example` does.
@@ -460,12 +458,12 @@ class Batches:
     def at(self, step: int) -> dict[str, jax.Array]:
         """Return the global batch of one step; this process loads only the rows that its devices hold.
 
-        Errors are those of `iterate`.
+        It raises what `iterate` raises.
         """
         return next(self.iterate(step, step + 1))
 
     def iterate(self, first: int, last: int) -> Iterator[dict[str, jax.Array]]:
-        """The batches of steps first ... last-1, read by background threads and put on devices ahead of their use.
+        """Yield the batches of steps first ... last-1. Background threads read them and put them on devices early.
 
         Raises:
             RunError: the source raises, or gives an example of another shape, in the step that the error names; or a
@@ -479,13 +477,13 @@ class Batches:
         yield from ahead
 
     def _loaded(self, first: int, last: int) -> Iterator[dict[str, np.ndarray]]:
-        import grain  # with orbax it is a seventh of what a plan imports, which reads no data
+        import grain  # not at the top: a plan reads no data, and grain with orbax would be a seventh of its imports
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2 * _PREFETCHED_BATCHES)
         return iter(grain.MapDataset.range(first, last).map(self.load).to_iter_dataset(options))
 
     def _streamed(self, first: int, last: int) -> Iterator[dict[str, np.ndarray]]:
-        """The local rows of each step of a stream; what comes before the first step is made and left out."""
+        """Yield the local rows of each step of a stream; examples before the first step are made and skipped."""
         assert isinstance(self.examples, Stream)
         examples = self.examples.after(first * self._size)
         with ThreadPoolExecutor(1, "meshkit-data") as pool:
@@ -527,7 +525,7 @@ class Batches:
         return {name: np.stack(values) for name, values in rows.items()}
 
     def local_rows(self) -> Sequence[int]:
-        """Return the rows of a batch that devices of this process hold, in order."""
+        """Return the numbers of a batch's rows that devices of this process hold, in order."""
         rows: set[int] = set()
         for x in self.like.values():
             for index in x.sharding.addressable_devices_indices_map(x.shape).values():

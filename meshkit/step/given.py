@@ -1,4 +1,4 @@
-"""A training step that somebody gives, with its arguments: for `mk.plan`, `mk.explain`, `mk.tune` and `[program]`.
+"""A user's own training step with its arguments, for `mk.plan`, `mk.explain`, `mk.tune` and `[program]`.
 
 Program(step, args) -> group_arguments -> Groups -> bytes and tokens of StepFacts
 """
@@ -35,13 +35,13 @@ class Program:
             return mk.Program(jax.jit(train_step, donate_argnums=0), (state, batch))
 
     Attributes:
-        step: under `jax.jit` or `nnx.jit`, or plain.
-        args: its arguments, abstract or concrete; nnx modules and optimizers among them.
-        tokens: of one call over all GPUs; None: the elements of the largest array of integers in the batch.
-        model_flops: FLOP of the model per call over all GPUs, for MFU; None: counted in the traced step without what
-            it recomputes.
+        step: a plain function, or one under `jax.jit` or `nnx.jit`.
+        args: the step's arguments, abstract or concrete; nnx modules and optimizers are allowed.
+        tokens: tokens of one call over all GPUs; None: the elements of the largest array of integers in the batch.
+        model_flops: FLOP of the model per call over all GPUs, for MFU; None: counted in the traced step without
+            recomputation.
         names: `parameters`, `optimizer` or `batch` -> patterns of paths of `args` (`"0/params/**"`: the number of the
-            argument comes first), where paths and types do not tell.
+            argument comes first), for arrays whose group paths and types do not show.
 
     Raises:
         ConfigError: no function, arguments that are no tuple, or names of other groups.
@@ -72,7 +72,7 @@ class Program:
 
 
 def as_program(made: Any, name: str) -> Program:
-    """Return what a user's function made as a program: an `mk.Program`, or a pair of a step and its arguments.
+    """Return the result of a user's function, an `mk.Program` or a pair of a step and its arguments, as a Program.
 
     Raises:
         ConfigError: it is neither.
@@ -86,7 +86,7 @@ def as_program(made: Any, name: str) -> Program:
 
 @dataclass(frozen=True)
 class Groups:
-    """The arrays of a step's arguments by what they are for, each group by path."""
+    """The arrays of a step's arguments, grouped by purpose; each group maps path -> array."""
 
     parameters: dict[str, Any]
     others: dict[str, Any]
@@ -94,7 +94,7 @@ class Groups:
     optimizer: dict[str, Any]
     batch: dict[str, Any]
     within: dict[str, str]
-    """Path of each -> path within the model, which all arguments together show."""
+    """Path of each array -> its path within the model, found from all arguments together."""
 
     @property
     def of_state(self) -> Iterator[Any]:
@@ -103,11 +103,11 @@ class Groups:
 
     @property
     def most_tokens(self) -> int:
-        """Elements of the largest array of the batch, the last dim of floats left out."""
+        """Elements of the largest array of the batch, not counting the last dim of floats."""
         return max((_rows(leaf) for leaf in self.batch.values()), default=1)
 
     def facts(self) -> StepFacts:
-        """Return the bytes of parameters and optimizer on one GPU, and the tokens of a call, where they are known."""
+        """Return the facts that are known: the parameters' number, one GPU's bytes, and the tokens of a call."""
         integers = [leaf for leaf in self.batch.values() if _is(leaf, jnp.integer)]
         return StepFacts(
             parameters=sum(math.prod(array_of(leaf).shape) for leaf in self.parameters.values()) or None,
@@ -118,12 +118,11 @@ class Groups:
 
 
 def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]] | None = None) -> Groups:
-    """Return the arrays of a step's arguments by what they are for.
+    """Group the arrays of a step's arguments by purpose.
 
-    Parameters are the `nnx.Param`s of modules and what lies under `params` in a tree; without any, the floats of the
-    first argument. What optax's states and a TrainState's other fields hold is the optimizer's. The rest is the batch.
-
-    Names, as `Program` has them, win.
+    Parameters are the `nnx.Param`s of modules and the arrays under `params` in a tree; if there are none, the floats of
+    the first argument. Other variables of modules are `others`. The arrays in optax's states and in a TrainState's
+    other fields are the optimizer's. The rest is the batch. `names`, as in `Program`, override these rules.
 
     Raises:
         ConfigError: a pattern that matches no array.
@@ -133,7 +132,7 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
         (p, group) for group, said in (names or {}).items() for p in ([said] if isinstance(said, str) else said)
     ]
     unused = {pattern for pattern, _ in patterns}
-    plain: dict[str, Any] = {}  # of the first argument, which may hold the parameters without saying so
+    plain: dict[str, Any] = {}  # floats of the first argument, which are the parameters if none are found
     named: list[str] = []
     leaves: list[tuple[tuple, Any]] = []
     for number, arg in enumerate(args):
@@ -149,7 +148,7 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
             group = said[1] if said else _group_of(key_path, path, leaf)
             if group == "batch" and not said and number == 0 and _is(leaf, jnp.inexact):
                 plain[path] = leaf
-            # Two arguments may have arrays of one path.
+            # Two arguments may have arrays with the same path.
             named.append(path if path not in groups[group] else full)
             leaves.append(((SequenceKey(number), *key_path), leaf))
             groups[group][named[-1]] = leaf
@@ -164,7 +163,7 @@ def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]
 
 
 def held_bytes(leaf: Any) -> int:
-    """Return the bytes of an array on one GPU; of one without a sharding all of them."""
+    """Return the bytes of an array on one GPU; all its bytes if it has no sharding."""
     array = array_of(leaf)
     if isinstance(getattr(array, "sharding", None), NamedSharding):
         return local_bytes(array)
@@ -174,7 +173,7 @@ def held_bytes(leaf: Any) -> int:
 
 
 def _group_of(key_path: tuple, path: str, leaf: Any) -> str:
-    """Return what an array is for, by its type and its path."""
+    """Return the group of an array, from its type and its path."""
     if is_statistic(key_path, leaf):
         return "optimizer"
     if isinstance(leaf, nnx.Variable):

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: replicas that step on their own and are averaged once in H steps.
+"""Local SGD and DiLoCo: replicas that train on their own and are averaged once in H steps.
 
 Over a slow axis of R replicas, an *outer step* is (Stich 2019, arXiv:1805.09767; Douillard et al. 2023,
 arXiv:2311.08105):
@@ -11,28 +11,29 @@ arXiv:2311.08105):
 with G = G_t when `staleness` is 0. The inner optimizer's state stays with its replica and is never exchanged. With
 learning_rate = 1 and momentum = 0 the new anchor is the mean of the replicas: plain local SGD.
 
-**staleness = 1** puts G = G_(t-1), G_(-1) = 0, in the same formulas: what is applied at the end of outer step t was
-measured in the one before, at a_(t-1). Its exchange depends on nothing of step t, so it runs under its H inner steps
-(the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare with). Step 0 leaves the anchor where it is,
-and the last outer gradient is not applied. A delay narrows what is stable: where an outer step contracts the distance
-to the optimum by 1 - c, the roots of the recurrence stay inside the unit circle for learning_rate * c below 2 without
-momentum and 1.35 with Nesterov's 0.9; with the delay below 1, 0.56 with Nesterov's 0.5, and 0.25 with 0.9.
+**staleness = 1** uses the same formulas with G = G_(t-1) and G_(-1) = 0. The outer gradient that step t applies was
+measured in the outer step before, at a_(t-1). Its exchange does not depend on step t, so it overlaps with the H inner
+steps of step t (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare with). Step 0 leaves the
+anchor unchanged, and the last outer gradient is not applied. The delay makes the stable range smaller. Let the inner
+steps multiply the distance to the optimum by 1 - c. Without delay the recurrence is stable (its roots are inside the
+unit circle) for learning_rate * c below 2 without momentum, and below 1.35 with Nesterov momentum 0.9. With delay the
+limits are 1 without momentum, 0.56 with Nesterov momentum 0.5, and 0.25 with Nesterov momentum 0.9.
 
-Everything is one jitted program: a `scan` over the inner steps, each of them `vmap` over the replicas with
-`spmd_axis_name`, so that every replica stays on its own GPUs and no collective of an inner step crosses the axis.
+Everything is one jitted program: a `scan` over the inner steps. Each inner step is a `vmap` over the replicas with
+`spmd_axis_name`, so every replica stays on its own GPUs and no collective of an inner step crosses the axis.
 
-XLA hides a collective under the kernels of its own computation, not under a loop of loops
-(docs/adr/0007-stale-exchange.md). So the stale outer gradient is cut into H pieces, and inner step h exchanges piece h
-in one all-reduce, for which it waits before its backward pass (`wait_before_backward`).
+XLA hides a collective under the kernels of its own computation, not under nested loops
+(docs/adr/0007-stale-exchange.md). So the stale outer gradient is cut into H pieces. Inner step h exchanges piece h, and
+waits for it before its backward pass (`wait_before_backward`).
 
-`[local_sgd]` makes such a program of the training step of one replica:
+`[local_sgd]` builds this program from the training step of one replica. Its state is:
 
     state.params              the anchor, the same for all replicas: what is evaluated, and where all inner steps start
     state.opt_state           the inner optimizer's, one per replica: [R, ...] cut over the axis
     state.extra["outer"]      the outer optimizer's momentum, and the pending outer gradients of staleness = 1
 
-The model's other variables (batch statistics) start alike and are averaged over the replicas at the end. Each replica
-draws from a random stream of its own.
+The model's other variables (batch statistics) start equal on all replicas and are averaged over them at the end. Each
+replica has its own random stream.
 """
 
 from __future__ import annotations
@@ -63,20 +64,20 @@ class OuterState:
     """The state of the outer optimizer between outer steps."""
 
     optimizer: Any
-    """Of optax; momentum shaped and sharded like the anchor."""
+    """State of optax's optimizer; its momentum has the anchor's shapes and shardings."""
     pending: Any
-    """With staleness 1, a_(t-1) - w_(t-1),r: fp32 [R, ...], not exchanged yet; else None."""
+    """With staleness 1, a_(t-1) - w_(t-1),r in fp32 [R, ...], not exchanged yet; otherwise None."""
 
 
 @dataclass(frozen=True)
 class LocalSgd:
-    """Local SGD along one axis; see the formulas at the top.
+    """Local SGD along one axis, by the formulas in the module's docstring.
 
     Attributes:
         mesh: attached or described.
-        axis: the slow axis; its R replicas step on their own.
-        every: H, inner steps of an outer step.
-        specs: tree of PartitionSpec of the parameters, none of which may name the axis.
+        axis: the slow axis, of R replicas.
+        every: H, the number of inner steps in an outer step.
+        specs: tree of the parameters' PartitionSpecs, none of which may name the axis.
         learning_rate, momentum, nesterov: of the outer optimizer.
         staleness: 0 or 1 outer steps between an outer gradient and its use.
     """
@@ -92,7 +93,7 @@ class LocalSgd:
 
     @property
     def replicas(self) -> int:
-        """R."""
+        """R, the number of replicas."""
         return self.mesh.shape[self.axis]
 
     @property
@@ -108,7 +109,7 @@ class LocalSgd:
         return OuterState(self.optimizer.init(anchor), pending)
 
     def outer_shardings(self, anchor: Any) -> OuterState:
-        """NamedShardings of the outer state of an (abstract) anchor."""
+        """Return the NamedShardings of the outer state of an (abstract) anchor."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         like = self._map_specs(lambda s: NamedSharding(self.mesh, s))
         abstract = jax.eval_shape(self.optimizer.init, anchor)
@@ -118,27 +119,27 @@ class LocalSgd:
         return OuterState(optimizer, self.replicated_shardings() if self.staleness else None)
 
     def replicated_shardings(self) -> Any:
-        """NamedShardings of parameters with a leading replica dim."""
+        """Return the NamedShardings of parameters with a leading replica dim."""
         return self._map_specs(lambda s: NamedSharding(self.mesh, PartitionSpec(self.axis, *s)))
 
     def replicate(self, tree: Any) -> Any:
-        """Each array with a leading replica dim, the same for every replica."""
+        """Return each array with a leading replica dim, the same for every replica."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *jnp.shape(x))), tree)
 
     def outer_step(self, inner: InnerStep, anchor: Any, outer: OuterState, carry: Any, batches: Any):
-        """H inner steps and one outer step; to be traced inside `jit`.
+        """Run H inner steps and one outer step; call it inside `jit`.
 
         Args:
-            inner: one replica's step, (params, carry, batch, exchanged) -> (params, carry, metrics). `exchanged` is
-                what travels during the step, the same for all replicas, or None; a step that ends its loss with
-                `wait_before_backward(loss, exchanged)` hides the exchange under the end of its forward pass.
+            inner: one replica's step, (params, carry, batch, exchanged) -> (params, carry, metrics). `exchanged` is the
+                result of the exchange during the step, the same for all replicas, or None. A step hides the exchange
+                under its forward pass if it passes its loss through `wait_before_backward(loss, exchanged)`.
             anchor: parameters without replica dim, fp32.
-            outer: of `init`, or of the outer step before.
-            carry: whatever else `inner` carries (its optimizer's state): every array [R, ...].
+            outer: from `init`, or from the outer step before.
+            carry: all other state of `inner` (its optimizer's state): every array [R, ...].
             batches: every array [H, R, ...].
 
         Returns:
-            anchor, outer state and carry afterwards, and metrics, every array [H, R, ...].
+            The new anchor, outer state and carry, and metrics, every array [H, R, ...].
         """
         replicated = jax.vmap(inner, in_axes=(0, 0, 0, None), spmd_axis_name=self.axis)
         shardings = self.replicated_shardings()
@@ -162,7 +163,7 @@ class LocalSgd:
         return anchor, OuterState(optimizer, local if self.staleness else None), carry, metrics
 
     def _mean(self, deltas: Any) -> Any:
-        """Means over the leading replica dim: the exchange, one fp32 all-reduce over the axis."""
+        """Return means over the leading replica dim: this exchange is one fp32 all-reduce over the axis."""
         with jax.named_scope("outer_gradient"):
             means = jax.tree.map(lambda d: jnp.sum(d, axis=0) / self.replicas, deltas)
             return jax.lax.with_sharding_constraint(means, self._map_specs(lambda s: NamedSharding(self.mesh, s)))
@@ -172,7 +173,7 @@ class LocalSgd:
         return tuple(a for a in self.mesh.axis_names if a != self.axis)
 
     def _cut(self, deltas: Any) -> jax.Array:
-        """Trees of [R, ...] as [H, R, GPUs of a replica, n]: what a GPU holds of all leaves, in H equal pieces."""
+        """Return a tree of [R, ...] as [H, R, GPUs of a replica, n]: each GPU's shards of all leaves, in H pieces."""
 
         def local(*leaves):
             flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
@@ -182,10 +183,10 @@ class LocalSgd:
         return self._manual(local, specs, PartitionSpec(None, self.axis, self._others))(*jax.tree.leaves(deltas))
 
     def _exchange(self, piece: jax.Array) -> jax.Array:
-        """[R, GPUs of a replica, n] as its mean [GPUs of a replica, n]: two all-reduces, one after the other.
+        """Return the mean over R of [R, GPUs of a replica, n], by two all-reduces, one after the other.
 
-        XLA believes the slow axis faster than it is, and starts an all-reduce too late to hide all of it. It places
-        each of two on its own, so that the first starts a kernel earlier.
+        XLA overestimates the speed of the slow axis, and starts an all-reduce too late to hide all of it. It schedules
+        two all-reduces separately, so the first of them starts one kernel earlier.
         """
 
         def local(piece):
@@ -198,7 +199,7 @@ class LocalSgd:
             return self._manual(local, [PartitionSpec(self.axis, self._others)], PartitionSpec(self._others))(piece)
 
     def _join(self, pieces: Any, like: Any) -> Any:
-        """[H, GPUs of a replica, n] as the tree that `_cut` took apart, without its replica dim."""
+        """Return [H, GPUs of a replica, n] as a tree like the one that `_cut` took, without its replica dim."""
         leaves, tree = jax.tree.flatten(like)
         specs = tree.flatten_up_to(self.specs)
         shapes = [NamedSharding(self.mesh, s).shard_shape(x.shape) for x, s in zip(leaves, specs)]
@@ -219,7 +220,7 @@ class LocalSgd:
 
 @jax.custom_vjp
 def wait_before_backward(loss: jax.Array, exchanged: jax.Array) -> jax.Array:
-    """Return the loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows.
+    """Return the loss unchanged; its backward pass waits for `exchanged`, to which no gradient flows.
 
     Args:
         loss: a floating point scalar.
@@ -240,9 +241,9 @@ wait_before_backward.defvjp(_wait_forward, _wait_backward)
 
 
 def _after(x: jax.Array, other: jax.Array) -> jax.Array:
-    """x, to be computed after `other`: a dependence that XLA keeps, since it cannot know that nothing exceeds inf.
+    """Return x, computed only after `other`: XLA keeps this dependence, since it cannot know that nothing exceeds inf.
 
-    (`optimization_barrier` is gone before the scheduler runs.)
+    (XLA removes `optimization_barrier` before its scheduler runs.)
     """
     never = other[(0,) * other.ndim] > jnp.inf
     return x + never.astype(x.dtype)
@@ -258,21 +259,21 @@ class LocalSgdStep:
 
     local: LocalSgd
     step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
-    """One replica's (state, batch, exchanged) -> (state, metrics), built for the mesh without the axis; `exchanged` is
-    what travels during the step, or None."""
+    """One replica's (state, batch, exchanged) -> (state, metrics), built with rules that do not use the axis;
+    `exchanged` is that of `LocalSgd.outer_step`."""
     batch_axes: tuple[str, ...]
 
     @property
     def xla_options(self) -> dict[str, object]:
-        """A stale exchange hides best where the scheduler may run it next to the collectives of the inner steps."""
+        """XLA's options: a stale exchange is hidden best if it may run beside the collectives of the inner steps."""
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if self.local.staleness else {}
 
     def run(self, state: TrainState, batches: Mapping[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight.
+        """Run an outer step on batches [H, B, ...].
 
         Returns:
-            The state H steps on, and fp32 metrics [H]; `weight` is the replicas' sum, not their mean. State beside the
-            parameters is averaged over the replicas, and what is not floating point is that of the first.
+            The state after H steps, and fp32 metrics [H]: means over the replicas, by weight, but `weight` is their
+            sum. The model's other variables are averaged; those that are not floating point are the first replica's.
         """
         local = self.local
         alike = {"step": state.step, "variables": state.variables}
@@ -296,12 +297,12 @@ class LocalSgdStep:
         return after, self._combine(metrics)
 
     def extend(self, state: TrainState) -> TrainState:
-        """Return the state before the first step, from that of the inner step."""
+        """Return the initial state of local SGD, from the initial state of the inner step."""
         opt_state = self.local.replicate(state.opt_state)
         return replace(state, opt_state=opt_state, extra={"outer": self.local.init(state.params)})
 
     def shardings(self, shards: TrainState, abstract_params: Any) -> TrainState:
-        """NamedShardings of the whole state, from those of the inner step."""
+        """Return the NamedShardings of the whole state, from those of the inner step's state."""
 
         def lead(s: NamedSharding) -> NamedSharding:
             spec = PartitionSpec(self.local.axis, *s.spec)
@@ -320,7 +321,7 @@ class LocalSgdStep:
         return {name: stack_leaf(x) for name, x in batch.items()}
 
     def split(self, batches: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes."""
+        """Return each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, in any order of the axes."""
         mesh, axis, index = self.local.mesh, self.local.axis, self.batch_axes.index(self.local.axis)
         before, after = self.batch_axes[:index], self.batch_axes[index + 1 :]
         pieces = math.prod(mesh.shape[name] for name in before)
@@ -341,14 +342,14 @@ class LocalSgdStep:
         return fold(jnp.arange(self.local.replicas))
 
     def _combine(self, metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """[H, R] as [H]: weights added, everything else a mean by weight."""
+        """Reduce metrics [H, R] to [H]: weights are summed, all others are averaged by weight."""
         weight = metrics["weight"]
         share = weight / jnp.sum(weight, axis=1, keepdims=True)
         return {k: jnp.sum(value if k == "weight" else value * share, axis=1) for k, value in metrics.items()}
 
 
 def find_local_sgd(spec: LocalSgdTable, places: Places, mesh: AnyMesh, layout: StateLayout) -> LocalSgd | None:
-    """Local SGD as `[local_sgd]` says it; None where that names no axis.
+    """Return local SGD as `[local_sgd]` configures it; None if it names no axis.
 
     Raises:
         ConfigError: the axis cuts the parameters or what belongs to them.
@@ -369,7 +370,7 @@ def find_local_sgd(spec: LocalSgdTable, places: Places, mesh: AnyMesh, layout: S
 
 
 def check_replicas(places: Places, key: str, axis: str, layout: StateLayout) -> None:
-    """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state."""
+    """Raise ConfigError if the axis cuts an array of the state, so that it does not hold whole replicas."""
     for what, tree in (
         ("parameters", layout.params),
         ("gradients", layout.gradients),
@@ -384,5 +385,5 @@ def check_replicas(places: Places, key: str, axis: str, layout: StateLayout) -> 
 
 
 def _agree(x: jax.Array) -> jax.Array:
-    """[R, ...] as one value for all replicas: the mean, or the first where there is no mean (counters, keys)."""
+    """Return one value for all replicas from [R, ...]: the mean, or the first if not floating (counters, keys)."""
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]

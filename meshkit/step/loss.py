@@ -1,16 +1,16 @@
-"""Losses, and the sums of them and of their gradients over micro-batches: what is reduced when.
+"""Losses, the sums of losses and gradients over micro-batches, and the reduction of gradients over the mesh.
 
 A loss is `(model, batch, rng) -> (loss_sum, weight, metrics)`: the default next-token cross-entropy, or the
-experiment's own. Sums, so that micro-batches and shards of unequal weight add up to exactly the mean over the whole
-batch: loss = sum of loss_sum / sum of weight.
+experiment's own. It returns sums, so that micro-batches and shards of unequal weight add up to exactly the mean over
+the whole batch: loss = sum of loss_sum / sum of weight.
 
-The partitioner reduces a gradient over the mesh as soon as a micro-batch has produced it, and gathers the weights that
-FSDP cuts again for each. With several micro-batches that is waste: one buffer can collect all of them first. So the
-*deferred* axes, those over which gradients are to be reduced once a step, become a dim of their own: `vmap` over the
-replicas, with `spmd_axis_name` to keep each replica on its GPUs. Gradients then carry a leading replica dim, nothing is
-reduced or gathered inside the loop, and one reduction follows it. The price is memory: whole weights (in the compute
-dtype) and whole gradients on every GPU. `[rules.gradients]` that cut the accumulators over an axis ask for the other
-form: reduced with every micro-batch, 1/N of the memory.
+By default the partitioner reduces gradients over the mesh after each micro-batch, and gathers the weights that FSDP
+cuts again for each micro-batch. With several micro-batches this is waste: a buffer can first sum all gradients. The
+axes over which gradients are then reduced once a step are the *deferred* axes. They become a dim of their own: a `vmap`
+over the replicas, with `spmd_axis_name` to keep each replica on its GPUs. Gradients get a leading replica dim. Nothing
+is reduced or gathered inside the loop, and one reduction follows it. The price is memory: each GPU has whole weights
+(in the compute dtype) and whole gradients. If `[rules.gradients]` cuts the accumulators over an axis of N GPUs, the
+gradients are reduced over it after every micro-batch instead, and take 1/N of the memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshkit.sharding.mesh import AnyMesh
 
 Loss = Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]]
 
-# What meshkit writes into a step's line itself; a loss may not use these names for its own metrics.
+# Metrics that meshkit itself writes into a step's line; a loss may not use these names for its own metrics.
 _MEASURED = ("step_time_s", "tokens_per_s", "examples_per_s", "mfu", "evaluation_loss", "evaluation_s")
 _CAPTURED = ("exposed_s", "overlapped_share", "bytes_nvlink", "bytes_infiniband")
 _LIVE = ("captured_step", "exposed_share", "late_device", "late_share")
@@ -44,11 +44,10 @@ _SHAPE_OF_A_LOSS = "return loss_sum, weight, metrics: two scalars and a dict of 
 
 
 def checked_loss(own: UserCode | None, model_class: UserCode) -> Loss:
-    """Return the user's loss, or next-token cross-entropy; either checks what it gets while it is traced.
+    """Return the user's loss, or next-token cross-entropy, with checks that run while it is traced.
 
     Returns:
-        A loss that, when traced, raises ConfigError where it or the model raises, or gives something else than it
-        should.
+        A loss that, when traced, raises ConfigError if it or the model raises or returns something invalid.
     """
     if own is None:
         return _checked_next_token(model_class)
@@ -63,7 +62,7 @@ def checked_loss(own: UserCode | None, model_class: UserCode) -> Loss:
 
 
 def _checked_next_token(model_class: UserCode) -> Loss:
-    """`next_token`, with what the model and the batch must be said in the experiment's terms."""
+    """Return `next_token` with checks of the model and the batch, whose errors name the experiment's keys."""
     name = model_class.name
 
     def loss(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array):
@@ -122,7 +121,7 @@ def _describe(value: Any) -> str:
 
 
 def next_token(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
-    """Weighted sum of -log p(target | tokens so far), in nats; the sum of weights; no further metrics.
+    """Return the weighted sum of -log p(target | tokens so far) in nats, the sum of weights, and no metrics.
 
     Args:
         model: tokens [batch, length] -> logits [batch, length, vocab].
@@ -135,14 +134,14 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tu
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """logsumexp(logits) - logits[target] in fp32, for each position.
+    """Return logsumexp(logits) - logits[target] in fp32, for each position.
 
-    The target's logit is picked by comparison with an iota, not by indexing: over a sharded vocab each GPU then sums
-    its own part, and one all-reduce of [batch, length] follows instead of a gather of the logits.
+    The target's logit is picked by comparison with an iota, not by indexing. If the vocab is sharded, each GPU then
+    sums its own part, and one all-reduce of [batch, length] replaces a gather of the logits.
 
     Args:
         logits: [..., vocab], of any floating dtype.
-        targets: int [...], ids below vocab; of any other the target's logit counts as 0.
+        targets: int [...], ids below vocab; for any other id the target's logit counts as 0.
 
     Returns:
         fp32 [...], in nats.
@@ -156,9 +155,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass
 class Sums:
-    """Sums over micro-batches. The caller divides `metrics` by their number.
+    """Sums over micro-batches and replicas. The caller divides `metrics` by the number of both, count * replicas.
 
-    Out of `sum_over_micro_batches` the gradients carry a leading replica dim if any axis is deferred.
+    The gradients that `sum_over_micro_batches` returns have a leading replica dim if any axis is deferred.
     """
 
     loss_sum: Any
@@ -169,14 +168,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How a global batch is cut: `count` micro-batches, each over the replicas of the deferred axes."""
+    """The cut of a global batch into `count` micro-batches, and of each over the replicas of the deferred axes."""
 
     count: int
     mesh: AnyMesh
     batch_axes: tuple[str, ...]
     """Mesh axes that cut the batch."""
     deferred: tuple[str, ...] = ()
-    """Those of them over which gradients are summed once per step."""
+    """Axes among `batch_axes` over which gradients are summed once per step."""
 
     @property
     def replicas(self) -> int:
@@ -184,9 +183,9 @@ class MicroBatches:
         return math.prod(self.mesh.shape[a] for a in self.deferred)
 
     def split(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Each [B, ...] as [count, replicas, B / count / replicas, ...] without moving a row to another GPU.
+        """Return each [B, ...] as [count, replicas, B / count / replicas, ...]; no row moves to another GPU.
 
-        Micro-batches take rows in strides, since contiguous ones would all lie on the first GPUs.
+        Micro-batches take rows in strides, since contiguous rows would all be on the first GPUs.
         """
         kept = tuple(a for a in self.batch_axes if a not in self.deferred)
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.deferred or None, kept or None))
@@ -201,10 +200,8 @@ class MicroBatches:
 def deferred_axes(rules: ShardingRules, mesh: AnyMesh) -> tuple[str, ...]:
     """Return the axes over which gradients of several micro-batches are reduced once a step, outermost first.
 
-    They cut the batch and no other activation (the experts' axis does: its weights are not gathered), and
-    `[rules.gradients]` does not cut the accumulators over them.
-
-    Axes of one GPU are left out.
+    They cut the batch and no other activation, and `[rules.gradients]` does not cut the accumulators over them. So the
+    experts' axis, whose weights are not gathered, is not deferred. Axes of one GPU are left out.
     """
     (batch,) = rules.spec_for(("act_batch",), kind="activations")
     activations = {a for name, axes in rules.logical.items() if name.startswith("act_") and name != "act_batch"
@@ -220,11 +217,11 @@ def sum_over_micro_batches(
     variables: Any,
     rng: jax.Array,
 ) -> tuple[Sums, Any]:
-    """Sums of a whole batch, and the model's variables after it.
+    """Return the Sums of a whole batch, and the model's variables after it.
 
     Args:
         loss_and_gradients: (variables, batch, rng) -> (Sums of a micro-batch, variables).
-        variables: the model's non-parameter state, handed from each micro-batch to the next.
+        variables: the model's non-parameter state, passed from each micro-batch to the next.
         rng: key; each micro-batch and replica gets its own.
     """
     if micro.count == 1 and not micro.deferred:
@@ -264,18 +261,18 @@ def reduce_replicas(
     exchange: Exchange | None = None,
     residuals: Any = None,
 ) -> tuple[Any, Any]:
-    """Gradients [replicas, ...] summed over the deferred axes, fast axes first, and laid out as the optimizer wants.
+    """Sum gradients [replicas, ...] over the deferred axes, fast axes first, and lay them out for the optimizer.
 
-    A dim that the optimizer cuts over deferred axes is reduce-scattered over them; the rest is all-reduced, over the
-    axis of the exchange in its own way and last.
+    A dim that the optimizer cuts over deferred axes is reduce-scattered over these axes. Over other deferred axes the
+    gradients are all-reduced. The exchange, if any, sums over its own axis last.
 
     Args:
         gradients: tree of fp32 arrays, each replica's own sums.
         accumulators: NamedShardings of the gradients without the replica dim.
-        reduced: NamedShardings wanted.
-        dtype: on the wire, and of the sum.
-        exchange: of one deferred axis, over which `reduced` cuts nothing.
-        residuals: what the exchange left at the step before; None for no error feedback.
+        reduced: NamedShardings of the result.
+        dtype: dtype of the communication and of the sum.
+        exchange: a compressed sum over one deferred axis, which cuts nothing in `reduced`.
+        residuals: residuals of the exchange in the step before; None: no error feedback.
 
     Returns:
         The sums, and the new residuals or None.
@@ -312,10 +309,10 @@ def reduce_replicas(
 
 
 def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, reduced: Any, axis: str) -> Any:
-    """NamedShardings of the residuals [R, ...] that `reduce_replicas` takes, of parameters with these shapes.
+    """Return the NamedShardings of the residuals [R, ...] that `reduce_replicas` takes for these parameters.
 
     Args:
-        axis: of the exchange; it cuts the leading dim, R.
+        axis: axis of the exchange; it cuts the leading dim, R.
     """
 
     def residual_sharding(x, accumulator, wanted):
@@ -326,14 +323,14 @@ def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, redu
 
 
 def _scattered(rank: int, micro: MicroBatches, accumulator: NamedSharding, wanted: NamedSharding):
-    """Per dim: axes that cut it before the reduction, deferred axes that it is scattered over; and both as a spec."""
+    """Return for each dim the axes that cut it before the reduction and those that scatter it; and both as a spec."""
     kept = spec_axes(accumulator.spec, rank)
     scattered = [tuple(a for a in axes if a in micro.deferred) for axes in spec_axes(wanted.spec, rank)]
     return kept, scattered, PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))
 
 
 def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:
-    """NamedShardings in which these mesh axes cut nothing; kinds of memory are not kept."""
+    """Return the NamedShardings without these mesh axes; their memory kinds are not kept."""
 
     def uncut_sharding(sharding):
         kept = [tuple(a for a in dim if a not in axes) for dim in spec_axes(sharding.spec)]

@@ -1,12 +1,13 @@
-"""Muon: momentum whose matrices are made orthogonal, over stacks of matrices that a mesh cuts (Jordan et al., 2024).
+"""Muon (Jordan et al., 2024): momentum with orthogonalized matrices, for stacks of matrices that a mesh cuts.
 
-    logical axes of the parameters -> which of them are stacks of matrices -> Newton-Schulz on each, AdamW for the rest
+    logical axes of the parameters -> stacks of matrices -> Newton-Schulz on each matrix, AdamW for other parameters
 
-The steps are those of `optax.contrib.muon` with `consistent_rms` (Liu et al., 2025, section 2.2), so that a learning
-rate and a weight decay of AdamW serve. That function multiplies matrices cut as the moments are, with collectives in
-each of its iterations, and merges all dims of a stack, which an axis that cuts the experts of every layer does not
-survive. Here mesh axes that cut matrices move to the stack, padded to a multiple of them: each GPU makes whole matrices
-of its own orthogonal, between two all-to-alls for each axis. A matrix that is in no stack stays cut.
+Updates equal those of `optax.contrib.muon` with `consistent_rms` (Liu et al., 2025, section 2.2), so that AdamW's
+learning rate and weight decay are suitable. optax multiplies matrices that are cut as the moments are, with collectives
+in each iteration. It also merges all dims of a stack, which loses the sharding over an axis that cuts the experts of
+every layer. Here the mesh axes that cut matrices move to the stack, which is padded to a multiple of their size. Each
+GPU then orthogonalizes whole matrices of its own, between two all-to-alls for each axis. A matrix that is in no stack
+stays cut.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed, path_name, placements
 
-SCOPE = "muon"  # the name of its instructions
-_STACKED = ("layers", "dense_layers", "mtp_layers", "experts", None)  # dims that are no matrix's
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of optax.contrib.muon, as are the next four
+SCOPE = "muon"  # the named scope of its instructions
+_STACKED = ("layers", "dense_layers", "mtp_layers", "experts", None)  # dims of a stack, not of its matrices
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the defaults of optax.contrib.muon, as are the next two
 _STEPS = 5
 _EPS = 1e-8
-_RMS = 0.2  # of an update, as AdamW's are
-_MERGED = ("heads", "head_dim"), ("kv_heads", "head_dim")  # one dim of a matrix
+_RMS = 0.2  # root mean square of an update, similar to AdamW's
+_MERGED = ("heads", "head_dim"), ("kv_heads", "head_dim")  # dims that together are one dim of a matrix
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,21 @@ class MatrixStack:
     """A parameter that is a stack of matrices."""
 
     stacked: int
-    """How many leading dims are the stack's."""
+    """Number of leading dims that are the stack's."""
     inner: int
-    """How many dims after them are contracted; the rest are those of the result."""
+    """Number of dims after them that are a matrix's rows; the remaining dims are its columns."""
     pieces: tuple[int, ...]
-    """Pieces that each dim of the stack is cut into."""
+    """Number of pieces that each dim of the stack is cut into."""
     matrices: int
-    """Matrices of one piece, padded."""
+    """Number of matrices in one piece, including padding."""
     stored: NamedSharding
-    """The layout of its moment."""
+    """Sharding of the parameter's moment."""
     moves: tuple[NamedSharding, ...]
-    """Layouts of [pieces..., matrices, rows, columns] on the way to that in which it is made orthogonal; from each to
-    the next one axis moves. XLA makes an all-to-all of one, and of two at once copies the whole."""
+    """Shardings of [pieces..., matrices, rows, columns], from the stored one to that of Newton-Schulz. Only one axis
+    moves from each to the next: XLA makes an all-to-all of that, but copies the whole array to move two at once."""
 
     def to_rows(self, x: jax.Array) -> jax.Array:
-        """x as [pieces..., matrices, rows, columns], still cut as its moment."""
+        """Return x as [pieces..., matrices, rows, columns], still sharded like its moment."""
         dims, kept = x.shape[self.stacked :], len(self.pieces)
         shape = (math.prod(dims[: self.inner]), math.prod(dims[self.inner :]))
         y = x.reshape(*(n for c, size in zip(self.pieces, x.shape) for n in (c, size // c)), *shape)
@@ -63,7 +64,7 @@ class MatrixStack:
         return jnp.pad(y, [(0, 0)] * kept + [(0, self.matrices - y.shape[kept]), (0, 0), (0, 0)])
 
     def from_rows(self, y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the inverse of `to_rows`, of a parameter of this shape."""
+        """Undo `to_rows`, for a parameter of this shape."""
         kept, each = len(self.pieces), [size // c for c, size in zip(self.pieces, shape)]
         y = y[(*(slice(None),) * kept, slice(0, math.prod(each)))].reshape(*self.pieces, *each, *y.shape[-2:])
         order = [dim for pair in zip(range(kept), range(kept, 2 * kept)) for dim in pair]
@@ -71,17 +72,17 @@ class MatrixStack:
 
 
 class MuonState(NamedTuple):
-    """Steps done, and the momentum of each parameter."""
+    """The number of steps done, and the momentum of each parameter."""
 
     count: jax.Array
     mu: Any
 
 
 def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, MatrixStack]:
-    """Path -> MatrixStack of every parameter that Muon takes, by the names of its dims.
+    """Return path -> MatrixStack of every parameter that Muon updates, found by the names of its dims.
 
-    Two dims beside those of layers and experts, heads and head_dim as one; neither is `vocab`. So embeddings, the head,
-    norms, biases and parameters without names are AdamW's.
+    Such a parameter has two dims besides those of layers and experts, neither of them `vocab`; heads and head_dim count
+    as one dim. So AdamW updates embeddings, the head, norms, biases and parameters without names.
     """
     placed = placements(params, mesh, rules, kind="optimizer")
     return {p.path: matrix for p in placed if (matrix := _matrix_of(p, mesh)) is not None}
@@ -107,7 +108,7 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
     each = math.prod(p.shape[:stacked]) // math.prod(pieces)
     for left in (rows, columns) if stacked else ():
         while left:
-            moved.append(left.pop())  # the innermost first: what is left keeps its order
+            moved.append(left.pop())  # the innermost axis first, so that the others keep their order
             steps.append(partition_spec((*stack, moved, rows, columns)))
     matrices = math.ceil(each / ways(moved)) * ways(moved)
     stored, moves = NamedSharding(mesh, partition_spec(p.spec)), tuple(NamedSharding(mesh, s) for s in steps)
@@ -123,9 +124,9 @@ def muon(
     dtype: Any,
     others: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Muon for the matrices, another optimizer for all other parameters.
+    """Return an optimizer: Muon for the matrices, `others` for all other parameters.
 
-    The momentum is the decay of the first moment, its only one; the others have a learning rate of their own.
+    `momentum` is the decay of the first moment, Muon's only one; `others` has a learning rate of its own.
     """
 
     def labels(params: Any) -> Any:
@@ -140,7 +141,7 @@ def muon(
 
 
 def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype: Any) -> optax.GradientTransformation:
-    """Nesterov's momentum, each matrix of it orthogonal and scaled to the root mean square of AdamW's updates."""
+    """Return Nesterov momentum, each matrix orthogonalized and scaled to the root mean square of AdamW's updates."""
 
     def init(params: Any) -> MuonState:
         return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
@@ -161,7 +162,7 @@ def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype
 
 
 def orthogonalize(x: jax.Array, matrix: MatrixStack) -> jax.Array:
-    """Each matrix of a stack with its singular values near one, by five steps of Newton and Schulz, and scaled."""
+    """Bring each matrix's singular values near one by five Newton-Schulz steps, then scale the matrix."""
     pin = jax.lax.with_sharding_constraint
     y = matrix.to_rows(pin(x, matrix.stored))
     rows, columns = y.shape[-2:]

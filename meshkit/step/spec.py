@@ -1,6 +1,6 @@
-"""The parts of a training step: the user's code, imported, and the sections of an experiment that say how it trains.
+"""The inputs of a training step: the user's imported code, and the sections of an experiment that configure training.
 
-planning.resolve -> StepSpec -> model, loss, optimizer, examples -> TrainProgram
+planning.resolved -> StepSpec -> model, loss, optimizer, examples -> TrainProgram
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshkit.config.sections import (
 
 @dataclass(frozen=True)
 class StepSpec:
-    """A resolved experiment, as far as its training step goes; rules and mesh come beside it.
+    """The parts of a resolved experiment that its training step needs, except rules and mesh.
 
     Attributes:
-        model_class: what `model.class` names.
-        loss: what `train.loss` names; None is next-token cross-entropy.
-        optimizer_class: what `optimizer.class` names; None is AdamW.
-        source: what `data.source` names, called with `seed`; None where that is tokens.
+        model_class: the class or function that `model.class` names.
+        loss: the function that `train.loss` names; None: next-token cross-entropy.
+        optimizer_class: the function that `optimizer.class` names; None: AdamW or Muon, by `optimizer.algorithm`.
+        source: the function that `data.source` names, called with `seed`; None if the source is tokens.
         model, train, optimizer, data, pipeline, local_sgd, compression: the sections.
     """
 
@@ -45,5 +45,5 @@ class StepSpec:
 
     @property
     def places(self) -> Places:
-        """Where the keys of the sections were written."""
+        """The file and place where each key of the sections is written."""
         return self.model_class.places
