@@ -107,7 +107,7 @@ class Groups:
         return max((_rows(leaf) for leaf in self.batch.values()), default=1)
 
     def facts(self) -> StepFacts:
-        """Return the facts that are known: the parameters' number, one GPU's bytes, and the tokens of a call."""
+        """Return the known facts: number of parameters, bytes of these and of the optimizer on one GPU, tokens."""
         integers = [leaf for leaf in self.batch.values() if _is(leaf, jnp.integer)]
         return StepFacts(
             parameters=sum(math.prod(array_of(leaf).shape) for leaf in self.parameters.values()) or None,

@@ -1,28 +1,28 @@
-"""`[pipeline]`: loss, gradients and evaluation of a training step by a pipeline.
+"""`[pipeline]`: the loss, gradients and evaluation of a training step, computed by a pipeline.
 
     batch [B, ...] -> microbatches [M, B / M, ...] -> meshkit.parallel.pipeline -> loss, metrics, mean gradients
 
-In place of the sums over micro-batches and their reduction: the engine gathers weights (in the compute dtype) once and
-reduces gradients (added up in fp32) once a step, over every axis that cuts the batch.
+This replaces the sums over micro-batches and their reduction. Over every axis that cuts the batch, the pipeline gathers
+weights (in the compute dtype) once a step and reduces gradients (summed in fp32) once a step.
 
-A model that can be pipelined has, beside `__call__`:
+A model that can be pipelined has these members besides `__call__`:
 
     model.layers                          its layers, parameters stacked in arrays [layers, ...]
-    first(batch, ctx) -> x                what enters the layers: one array [batch, ...]
-    layer(parameters, x, ctx, key) -> x   one layer, with its parameters as a nested dict of arrays; or (x, values),
-                                          values a dict of scalars; key is a random key of the layer and microbatch
-    last(x, ctx) -> logits                of what leaves them
+    first(batch, ctx) -> x                the input of the first layer: one array [batch, ...]
+    layer(parameters, x, ctx, key) -> x   runs one layer, whose parameters are a nested dict of arrays; may also return
+                                          (x, values), a dict of scalars; key is for this layer and microbatch
+    last(x, ctx) -> logits                the logits, from the output of the last layer
 
-`ctx` is the StageContext of `meshkit.parallel.pipeline`. Whatever else has parameters may be used in `first` and `last`
-alone. With `head = "vocab_parallel"` these see their stage's part of every parameter with a `vocab` dim: `first` looks
-tokens up by `vocabulary.lookup`, or as it does, and the logits of `last` are of that part.
+`ctx` is the StageContext of `meshkit.parallel.pipeline`. Only `first` and `last` may use other modules with parameters.
+With `head = "vocab_parallel"` these two get only their stage's part of every parameter with a `vocab` dim. So `first`
+must look tokens up as `vocabulary.lookup` does, and `last` returns the logits of its stage's part.
 
-The default loss is the cross-entropy of these logits. A `train.loss` that is a plain function is called with the model,
-where `model(...)` gives the logits (the head must be replicated). One that has more to say is an object with methods
-beside `__call__`:
+The default loss is the cross-entropy of these logits. A `train.loss` that is a plain function is called with a model
+whose `model(...)` returns the logits (the head must be replicated). A loss that needs more is an object with methods
+besides `__call__`:
 
-    of_hidden(model, x, batch, ctx) -> loss_sum, weight, metrics      of what leaves the layers
-    of_layer(model, values, batch) -> loss_sum, metrics               of one layer's values, summed over the layers
+    of_hidden(model, x, batch, ctx) -> loss_sum, weight, metrics      from the output of the last layer
+    of_layer(model, values, batch) -> loss_sum, metrics               from one layer's values, summed over the layers
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ from meshkit.step.state import (
     split_rng,
 )
 
-WEIGHT = "weight"  # of a microbatch, handed out of the pipeline among its metrics
+WEIGHT = "weight"  # the metric that returns a microbatch's weight from the pipeline
 _METHODS = ("first", "layer", "last")
 
 
 @dataclass(frozen=True)
 class Pipelined:
-    """The pipeline of a training step, in its terms.
+    """The pipeline of a training step, called with the step's state and batch.
 
     Attributes:
-        train, evaluation: the pipelines; they differ in the mode of the model.
-        layout: of the state, gradients as the pipeline adds them up.
+        train, evaluation: pipelines with the model in training and in evaluation mode.
+        layout: layout of the state, with gradients as the pipeline sums them.
     """
 
     spec: StepSpec
@@ -92,7 +92,7 @@ class Pipelined:
 
     @property
     def stack(self) -> Stack:
-        """Where each layer is."""
+        """The order of the layers."""
         return self.train.stack
 
     @property
@@ -107,11 +107,11 @@ class Pipelined:
         return dict(XLA_OPTIONS)
 
     def mean_gradients(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any]:
-        """Sums over the whole batch (its metrics averaged), and gradients of the mean loss.
+        """Return Sums over the whole batch (its metrics averaged), and gradients of the mean loss.
 
         Returns:
-            Sums without gradients, fp32 scalars; and fp32 gradients, a nested dict like `state.params`, laid out as the
-            optimizer gets them.
+            Sums of fp32 scalars, without gradients; and fp32 gradients, a nested dict like `state.params`, laid out for
+            the optimizer.
         """
         with sharding_scope(self.train.axes.mesh, self.rules):
             found = self.train.value_and_gradients(self._weights(state), self._cut(batch), split_rng(state))
@@ -124,10 +124,10 @@ class Pipelined:
         return Sums(loss * weight, weight, metrics, None), gradients
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Sums over the batch, forward only.
+        """Return sums over the batch, forward only.
 
         Returns:
-            `loss_sum` (0 where the weight is) and `weight`, fp32 scalars.
+            `loss_sum` (0 if the weight is 0) and `weight`, fp32 scalars.
         """
         with sharding_scope(self.train.axes.mesh, self.rules):
             loss, metrics = self.evaluation.value(self._weights(state), self._cut(batch), split_rng(state))
@@ -138,13 +138,13 @@ class Pipelined:
         return metrics[WEIGHT] * (self.spec.pipeline.microbatches * self.train.axes.shards)
 
     def _weights(self, state: TrainState) -> dict[str, Any]:
-        """Parameters as the pipeline takes them, in the compute dtype: what is gathered is cast already."""
+        """Return parameters for the pipeline, cast to the compute dtype before they are gathered."""
         weights = jax.tree.map(lambda w: cast(w, DTYPES[self.spec.train.precision]), state.params)
         weights = jax.lax.with_sharding_constraint(weights, self.layout.params)
         return by_stages(weights)
 
     def _cut(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Each [B, ...] as [M, B / M, ...]: rows in strides, so that none moves to another GPU."""
+        """Return each [B, ...] as [M, B / M, ...]; microbatches take rows in strides, so no row changes its GPU."""
         axes, count = self.train.axes, self.spec.pipeline.microbatches
 
         def cut_leaf(x):
@@ -156,7 +156,7 @@ class Pipelined:
 
 
 def find_stack(spec: PipelineTable, model_class: UserCode, mesh: AnyMesh, model: ModelDescription) -> Stack | None:
-    """Which layer of the model stands where in a pipeline; None without one.
+    """Return the order of the model's layers in the pipeline; None without a pipeline.
 
     Raises:
         ConfigError: a model without layers to cut, more stages than layers, or a layout that does not fit.
@@ -225,7 +225,7 @@ def make_pipelined(
 
 
 def _whole_gradients(places: Places, layout: StateLayout, data: tuple[str, ...]) -> StateLayout:
-    """Return the layout with gradients as a pipeline adds them up: whole over the axes of the batch."""
+    """Return the layout with gradients as a pipeline sums them: whole over the axes of the batch."""
     strip = functools.partial(strip_axes, axes=data)
     gradients = strip(layout.params)
     for table, wanted in (("compute", layout.compute), ("gradients", layout.gradients)):
@@ -244,20 +244,20 @@ def _at(places: Places, key: str, error: ConfigError) -> ConfigError:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the arrays of layers lie in a pipeline's state."""
+    """The order and sharding of layers in a pipeline's state, in memory and in checkpoints."""
 
     stack: Stack
-    """Where each layer is."""
+    """The order of the layers in memory."""
     axis: str
     optimizer: optax.GradientTransformation
-    """The optimizer whose moments are arranged as the parameters are."""
+    """The optimizer; its moments are arranged like the parameters."""
     abstract: TrainState
-    """The state in memory, ShapeDtypeStructs with shardings."""
+    """The state in memory: ShapeDtypeStructs with shardings."""
     compiled: dict = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
     def saved(self) -> TrainState:
-        """The state as checkpoints hold it: ShapeDtypeStructs with shardings."""
+        """The state in checkpoints: ShapeDtypeStructs with shardings."""
 
         def saved_leaf(x):
             shape = (self.stack.layers, *x.shape[1:])
@@ -266,15 +266,15 @@ class Arrangement:
         return self._over_layers(saved_leaf, self.abstract)
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return the state as checkpoints hold it; itself where that is the same."""
+        """Return a state in memory as it is in checkpoints; the same object if both are equal."""
         return self._move("restore", state, self.abstract, self.saved)
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Return a state of a checkpoint as it is held in memory."""
+        """Return a state of a checkpoint as it is in memory."""
         return self._move("arrange", state, self.saved, self.abstract)
 
     def params_from_saved(self, params: Any) -> Any:
-        """Parameters alone, in memory."""
+        """Return the parameters of a checkpoint, without other state, as they are in memory."""
         if self.stack.natural:
             return params
         given, wanted = (self._uncut(state).params[LAYERS] for state in (self.saved, self.abstract))
@@ -299,9 +299,9 @@ class Arrangement:
         return self.compiled[way](state)
 
     def _uncut(self, abstract: TrainState) -> TrainState:
-        """Shardings under which every device has all layers, of its share of each: to reorder them there.
+        """Return the state with shardings that do not cut the dim of layers, to reorder layers on each device.
 
-        Across devices that would be a gather along a dim that is cut, which XLA makes of whole copies, or dies of.
+        To reorder them across devices would be a gather along a cut dim. XLA makes whole copies for that, or crashes.
         """
 
         def uncut_leaf(x):
@@ -325,7 +325,7 @@ class Arrangement:
 
 
 def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:
-    """Return the model with as many layers in its arrays as the pipeline has places for."""
+    """Return the model with arrays of as many layers as the pipeline has, padding included."""
 
     def arranged_leaf(leaf: nnx.Variable) -> nnx.Variable:
         x = leaf.get_raw_value()
@@ -339,9 +339,9 @@ def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescripti
 def _on_other_dims(
     sharding: NamedSharding, shape: tuple[int, ...], axis: str, *, always: bool = False
 ) -> NamedSharding:
-    """Return a sharding in which the axis cuts the first dim but the leading one that it divides.
+    """Return a sharding in which the axis does not cut dim 0, but the first other dim that it divides.
 
-    Where the axis does divide the first dim, that is as it was, unless it is `always` to be left whole.
+    The sharding is unchanged if the axis already cuts another dim, or if it divides dim 0 and not `always`.
     """
     mesh, spec = sharding.mesh, spec_axes(sharding.spec, len(shape))
     ways = mesh.shape[axis]
@@ -357,7 +357,7 @@ def _on_other_dims(
 
 
 def _on_device(state: TrainState, given: TrainState) -> TrainState:
-    """Return the state with what lies in host memory fetched, inside `jax.jit`."""
+    """Return the state with arrays in host memory moved to the device, inside `jax.jit`."""
 
     def fetch_leaf(x, like):
         host = like.sharding.memory_kind == HOST_MEMORY
@@ -375,7 +375,7 @@ def _constrain(tree: Any, like: Any) -> Any:
 class StageFunctions:
     """The functions of a pipeline.
 
-    The model is one that `check_model` accepts; its arrays are put in from outside.
+    `check_model` must accept the model; each call gets the model's arrays as arguments.
 
     Raises:
         ConfigError: a loss that cannot be pipelined with this head.
@@ -391,7 +391,7 @@ class StageFunctions:
             return self._model(outer).first(batch, ctx)
 
     def stage(self, layers: Mapping[str, Any], x: Any, ctx: StageContext) -> Any:
-        """Run a chunk of layers; return a StageOutput if they give values that the loss makes something of."""
+        """Run a chunk of layers; return a StageOutput if they return values and the loss has `of_layer`."""
         model = self._model({})
 
         def layer(parameters, x, key):
@@ -407,7 +407,7 @@ class StageFunctions:
         return scan_layers(layer, layers, x, ctx)
 
     def last(self, outer: Mapping[str, Any], x: Any, batch: Any, ctx: StageContext) -> tuple[Any, Any, dict[str, Any]]:
-        """loss_sum, weight, and metrics with that weight among them, of what leaves the last layer.
+        """Return loss_sum, weight, and metrics including the weight, from the output of the last layer.
 
         Raises:
             ConfigError: the model or the loss raises, or the logits are not a stage's part of the vocabulary.
@@ -432,7 +432,7 @@ class StageFunctions:
         return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), {}
 
     def _check_pieces(self, logits: jax.Array, ctx: StageContext) -> None:
-        """Refuses logits that are not a stage's part of a `vocab` dim: their cross-entropy would be wrong."""
+        """Refuse logits that are not a stage's part of a `vocab` dim: their cross-entropy would be wrong."""
         sizes, stages = vocab_sizes(self.model), jax.lax.axis_size(ctx.axis)
         if logits.shape[-1] * stages not in sizes:
             name, shown = self.spec.model_class.name, " or ".join(map(str, sorted(sizes))) or "not named"
@@ -443,7 +443,7 @@ class StageFunctions:
             )
 
     def _model(self, outer: Mapping[str, Any]) -> Any:
-        """Return the module around some arrays; abstract ones stand where none are given, and must not be used."""
+        """Return the module with the given arrays; its other arrays are abstract and must not be used."""
         abstract = nnx.to_pure_dict(self.model.params)
         model = self.model.merge({**abstract, **outer}, nnx.to_pure_dict(self.model.variables))
         model.train() if self.training else model.eval()
@@ -454,7 +454,7 @@ class StageFunctions:
 
 
 class _WithLogits:
-    """A model whose layers have run: called, it gives the logits; anything else is the model's own."""
+    """A model whose layers have run: a call returns the logits; its attributes are the model's own."""
 
     def __init__(self, model: Any, x: Any, ctx: StageContext):
         self._model, self._x, self._ctx = model, x, ctx
@@ -467,7 +467,7 @@ class _WithLogits:
 
 
 def check_model(model_class: UserCode, model: ModelDescription) -> None:
-    """Refuses a model that has no stages to make.
+    """Refuse a model that cannot be cut into stages.
 
     Raises:
         ConfigError: naming what it lacks.
@@ -500,7 +500,7 @@ def check_model(model_class: UserCode, model: ModelDescription) -> None:
 
 
 def layer_count(model: ModelDescription) -> int:
-    """Layers of a model that `check_model` accepts."""
+    """Return the number of layers of a model that `check_model` accepts."""
     return jax.tree.leaves(nnx.to_pure_dict(model.params)[LAYERS])[0].shape[0]
 
 
@@ -516,12 +516,12 @@ def _own_loss(spec: StepSpec) -> Any:
 
 
 def by_stages(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a model as a pipeline takes them."""
+    """Return the parameters of a model in the tree that a pipeline takes."""
     return {"stages": params[LAYERS], "outer": {name: tree for name, tree in params.items() if name != LAYERS}}
 
 
 def vocab_sizes(model: ModelDescription) -> set[int]:
-    """Sizes of the `vocab` dims that stand outside of the layers."""
+    """Return the sizes of the `vocab` dims of parameters outside of the layers."""
     leaves = jax.tree.leaves(by_stages(model.params)["outer"], is_leaf=_is_variable)
     named = [zip(leaf.get_metadata().get("out_sharding") or (), leaf.shape) for leaf in leaves]
     return {size for dims in named for name, size in dims if name == "vocab"}

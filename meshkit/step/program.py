@@ -1,4 +1,4 @@
-"""A training step: what is known of it (StepFacts), and all that compiles, runs and describes it (TrainProgram).
+"""A training step: its facts (StepFacts), and its functions and arrays, to compile, run and describe it (TrainProgram).
 
     TrainProgram.facts -> plan's verdicts, the sidecar of a trace -> summarize
 
@@ -10,7 +10,7 @@ N counts the parameters that multiply activations. The output head counts, also 
 input look-up does not. The second term is attention's two matmuls over a full T x T square. A causal kernel computes
 half of that square; a kernel with a sliding window computes the band that its mask leaves.
 
-Reports and traces read facts without jax, which only the functions of a program import.
+Reports and traces read facts without importing jax: only functions in this module import it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StepFacts(BaseModel):
-    """Facts about one step; an unknown one is None. FLOP, tokens and examples are those of all GPUs."""
+    """Facts about one step; an unknown fact is None. FLOP, tokens and examples are those of all GPUs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
@@ -53,7 +53,7 @@ class StepFacts(BaseModel):
     peak_flops_per_gpu: float | None = None
     """Dense peak of the compute precision, FLOP/s."""
     precision: str | None = None
-    """The precision of matmuls; where it is None, that of most of the program's FLOP is taken."""
+    """The precision of matmuls; if it is None, the precision of most of the program's FLOP is used."""
     tokens: float | None = None
     examples: int | None = None
     parameters: int | None = None
@@ -64,9 +64,9 @@ class StepFacts(BaseModel):
     optimizer_bytes: int | None = None
     """Bytes in one GPU's own memory; what is offloaded to host memory does not count."""
     gradients_bytes: int | None = None
-    """Bytes on one GPU of the gradients, which micro-batches add up in fp32."""
+    """Bytes on one GPU of the fp32 gradients that micro-batches accumulate."""
     state_bytes: int | None = None
-    """Bytes of a checkpoint: those of all GPUs, with replicas counted once."""
+    """Bytes of a checkpoint: the state of all GPUs, with replicas counted once."""
     training_steps: int | None = None
     steps_per_call: int = Field(
         default=1,
@@ -82,7 +82,7 @@ NO_FACTS = StepFacts()
 
 
 def training_steps(train: TrainTable) -> int:
-    """Steps of the whole training: `tokens_total` where given, else `steps`."""
+    """Return the steps of the whole training: from `tokens_total` if it is given, otherwise `steps`."""
     if train.tokens_total is None:
         return train.steps
     return -(-train.tokens_total // (train.global_batch * train.sequence_length))
@@ -98,7 +98,7 @@ class TrainProgram:
         gradients: jitted (state, batch) -> (loss, gradients). They are exactly those that `step` clips and applies.
             With a pipeline they are laid out as `arrangement` lays out the parameters.
         evaluate: jitted (state, batch) -> {"loss_sum", "weight"}.
-        init: jitted () -> state, born sharded.
+        init: jitted () -> state, created sharded.
         abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
         abstract_step_batch: the batch of one training step, which `evaluate` and `gradients` take. It is
             `abstract_batch` unless a call of `step` makes several training steps.
@@ -110,11 +110,11 @@ class TrainProgram:
         deferred: mesh axes over which the step itself cuts the batch, outside of the model. Over these axes gradients
             are reduced, and weights gathered, once a step. Over the axis of `[local_sgd]` weights are averaged once a
             call.
-        facts: what is known of a step.
+        facts: facts about a step.
         model: the model as the step takes it; with a pipeline its layers are arranged in stages.
-        pipeline: the pipeline of `[pipeline]`, whose `report(microbatches)` tells its bubble; None without one.
-        arrangement: how a pipeline's state lies in memory and on disk; None without a pipeline.
-        notes: what the user asked for and this model cannot honour, one sentence each.
+        pipeline: the pipeline of `[pipeline]`, whose `report(microbatches)` has its bubble; None without one.
+        arrangement: order and sharding of a pipeline's state in memory and on disk; None without a pipeline.
+        notes: settings of the user that this model cannot honour, one sentence each.
     """
 
     step: Any
@@ -156,9 +156,9 @@ def find_facts(
     steps_per_call: int = 1,
     pipeline: Pipeline | None = None,
 ) -> StepFacts:
-    """Return what `TrainProgram.facts` holds.
+    """Return the facts for `TrainProgram.facts`.
 
-    Arrays of whole numbers [batch, sequence, ...] are tokens; the model is as it is without a pipeline.
+    Integer arrays [batch, sequence, ...] count as tokens; `model` must be the model as it is without a pipeline.
     """
     import jax
     import jax.numpy as jnp
@@ -192,7 +192,7 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
     Args:
         model: may have three methods. Without `matmul_parameters() -> int` every parameter of two dims or more counts
             as one that multiplies activations. Without `attention_shape() -> (layers, heads, head_dim)` there is no
-            attention term. `attention_windows() -> (tokens, ...)` has the windows of the layers with a sliding window.
+            attention term. `attention_windows() -> (tokens, ...)` gives the window of each layer with a sliding window.
         abstract_params: tree of the model's parameters; read where the model has no `matmul_parameters`.
     """
     import jax
@@ -205,7 +205,7 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
     layers, heads, head_dim = model.attention_shape() if hasattr(model, "attention_shape") else (0, 0, 0)
     dense = 6.0 * n * tokens
     windows = model.attention_windows() if hasattr(model, "attention_windows") else ()
-    each = 12.0 * heads * head_dim * sequence_length * tokens  # of a layer
+    each = 12.0 * heads * head_dim * sequence_length * tokens  # attention FLOP per layer
     seen = sum(visible_share(sequence_length, True, window) for window in windows) + (layers - len(windows)) / 2
     return StepFacts(
         model_flops=dense + layers * each,
@@ -233,7 +233,7 @@ def local_bytes(tree: Any) -> int:
 
 
 def find_notes(spec: StepSpec, model: ModelDescription) -> tuple[str, ...]:
-    """Return what `TrainProgram.notes` holds."""
+    """Return the notes for `TrainProgram.notes`."""
     train = spec.train
     if train.precision == "bf16" and train.reduce_precision == "fp32" and not model.takes_dtype:
         name = spec.model_class.name

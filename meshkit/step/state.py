@@ -1,10 +1,10 @@
-"""StepSpec -> its model, the abstract state of that, and where every array of it lives.
+"""StepSpec -> its model, the model's abstract state, and the sharding of every array of the state.
 
-Nothing here allocates an array: shapes come from tracing, so a 405B model is described in seconds on a laptop.
+Describing a model allocates no arrays: shapes come from tracing, so it takes seconds on a laptop for a 405B model.
 
 A linen module is wrapped as an nnx module by flax's own bridge:
 
-    linen module -> first call that the loss makes -> ToNNX, initialized by it -> params, batch statistics, RNG streams
+    linen module -> the loss's first call of it -> ToNNX, initialized by that call -> params, statistics, RNG streams
 
 The names that `nn.with_partitioning` and `nn.with_logical_partitioning` put on a parameter become the metadata of its
 nnx variable, where `meshkit.shardings` reads them. Every other collection (`batch_stats`) is carried in
@@ -41,7 +41,7 @@ from meshkit.step.loss import checked_loss
 from meshkit.step.spec import StepSpec
 
 LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
-HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself
+HOST_MEMORY = "pinned_host"  # jax's name for host memory that the GPU can access directly
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "mxfp8": jnp.bfloat16}  # of activations
 
 
@@ -60,7 +60,7 @@ class TrainState:
     rng: Any
     """Key data (uint32) that each step folds its number into."""
     extra: Any = field(default_factory=dict)
-    """Of `[compression]` (`residuals`) and `[local_sgd]` (`outer`); else empty."""
+    """State of `[compression]` (`residuals`) or `[local_sgd]` (`outer`); otherwise empty."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,21 @@ class ModelDescription:
     takes_remat: bool
 
     def abstract_model(self) -> nnx.Module:
-        """Return the module with abstract arrays, to ask it about itself."""
+        """Return the module with abstract arrays, to call its methods that need no values."""
         return nnx.merge(self.graph, self.params, self.variables)
 
     def merge(self, params: Any, variables: Any) -> nnx.Module:
-        """Return the module around arrays given as nested dicts."""
+        """Return the module with these arrays, given as nested dicts."""
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
 
 
 def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     """Return the model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
-    What takes `dtype`, `fp8`, `mxfp8` or `remat` is given the `[train]` precision and remat policy, unless the options
-    say otherwise.
+    A model that takes `dtype`, `fp8`, `mxfp8` or `remat` gets the precision and remat policy of `[train]`, unless its
+    options set them.
 
-    The rngs go to what makes an nnx module; of a linen module the stream `params` gives weights and other keys.
+    An nnx model gets the rngs. For a linen module their stream `params` gives the weights and all other keys.
 
     Raises:
         ConfigError: the class is no model, does not take an option, or raises.
@@ -142,7 +142,7 @@ def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _split_hint(message: str) -> tuple[str, str | None]:
-    """Return what an error of a model's says, and what its end proposes: `Did you mean 'x'?`, `Known: x, y.`"""
+    """Split the message of a model's error from the proposal at its end: `Did you mean 'x'?`, `Known: x, y.`"""
     said, *proposed = re.split(r" (Did you mean|Known):? ", message, maxsplit=1)
     if not proposed:
         return said.rstrip("."), None
@@ -150,7 +150,7 @@ def _split_hint(message: str) -> tuple[str, str | None]:
 
 
 def _option_named(message: str, options: Mapping[str, Any], written: Sequence[str]) -> str | None:
-    """Return the option that a message names first, of those that the user wrote before the others; None of none."""
+    """Return the option that a message names first, or None; options that the user wrote come before others."""
     for names in (written, options):
         patterns = {
             name: rf"\b{re.escape(name)}\b|'{re.escape(str(options[name]))}'" for name in names if name in options
@@ -194,21 +194,21 @@ def describe_model(spec: StepSpec) -> ModelDescription:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """NamedShardings of everything a step touches; each a nested dict shaped like the parameters, save `opt_state`."""
+    """NamedShardings of all arrays of a step. Those of parameters, weights and gradients are nested dicts."""
 
     params: Any
     gradients: Any
-    """Of the accumulators over micro-batches."""
+    """Shardings of the accumulators over micro-batches."""
     reduced: Any
-    """Of the gradients that the optimizer gets: cut as its state is."""
+    """Shardings of the gradients that the optimizer gets: those of its state."""
     compute: Any | None
-    """Of the weights as the model sees them, or None where `[rules.compute]` changes nothing."""
+    """Shardings of the weights that the model gets, or None if `[rules.compute]` changes nothing."""
     opt_state: Any
-    """Of the optimizer's state between steps."""
+    """Shardings of the optimizer's state between steps."""
     variables: Any
     replicated: NamedSharding
     opt_on_device: Any | None = None
-    """Of that state while the optimizer runs, or None where it is on the device all the time."""
+    """Shardings of the optimizer's state while the optimizer runs, or None if the state is always on the device."""
 
 
 def lay_out(
@@ -221,7 +221,7 @@ def lay_out(
 ) -> StateLayout:
     """Return the StateLayout that the rules give a model's state.
 
-    `memory` is where moments are between steps, `device` or `host`; counters stay on the device.
+    `memory` is the memory of moments between steps, `device` or `host`; counters stay on the device.
 
     Raises:
         ConfigError: as `meshkit.shardings` does.
@@ -272,7 +272,7 @@ def lay_out(
 
 
 def map_moments(optimizer: optax.GradientTransformation, fn: Callable[..., Any], *trees: Any, **more: Any) -> Any:
-    """`optax.tree.map_params`, which leaves alone what an optimizer of some parameters keeps in place of the others."""
+    """Apply `optax.tree.map_params`, except to the `MaskedNode`s of an optimizer that has only some parameters."""
     masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
     kept = lambda leaf, *rest: leaf if masked(leaf) else fn(leaf, *rest)
     return optax.tree.map_params(optimizer, kept, *trees, is_leaf=masked, **more)
@@ -285,7 +285,7 @@ def state_shardings(layout: StateLayout) -> TrainState:
 
 
 def init_state(spec: StepSpec, optimizer: optax.GradientTransformation, stack: Stack | None = None) -> TrainState:
-    """Return the state before the first step; to be jitted with `out_shardings`, so that it is born sharded."""
+    """Return the state before the first step. Jit it with `out_shardings`, so that the state is created sharded."""
     model = build_model(spec, nnx.Rngs(spec.train.seed))
     _, params, variables = nnx.split(model, nnx.Param, ...)
     params = nnx.to_pure_dict(params)
@@ -304,17 +304,17 @@ def kept_dtype(spec: StepSpec, parameter: Any) -> Any:
 
 
 def in_fp32(parameter: jax.Array) -> jax.Array:
-    """Return a parameter as the optimizer sees it: bf16 in fp32, so that its moments are fp32 from the start."""
+    """Return a parameter as the optimizer gets it: bf16 cast to fp32, so that its moments are fp32 from the start."""
     return parameter.astype(jnp.float32) if parameter.dtype == jnp.bfloat16 else parameter
 
 
 def split_rng(state: TrainState) -> jax.Array:
-    """This step's random key."""
+    """Return this step's random key."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in another dtype, if it is floating point."""
+    """Cast x to a dtype if x is floating point."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -340,7 +340,7 @@ def _checked_class(model_class: UserCode) -> Any:
 
 
 def returned_kinds(make: Any) -> tuple[type, ...]:
-    """Return the classes that a function of Python code is annotated to return one of; none where it does not say."""
+    """Return the classes in a Python function's return annotation, a union or one class; () without an annotation."""
     function = getattr(make, "__func__", make)
     function = inspect.unwrap(function)
     if not inspect.isfunction(function) or "return" not in function.__annotations__:
@@ -348,14 +348,14 @@ def returned_kinds(make: Any) -> tuple[type, ...]:
     only = SimpleNamespace(__annotations__={"return": function.__annotations__["return"]})
     try:
         returned = get_type_hints(only, globalns=function.__globals__)["return"]
-    except (NameError, AttributeError, SyntaxError, TypeError):  # a name that is imported for type checkers alone
+    except (NameError, AttributeError, SyntaxError, TypeError):  # such as a name imported only for type checkers
         return ()
     kinds = get_args(returned) if get_origin(returned) in (Union, UnionType) else (returned,)
     return tuple(kinds) if all(inspect.isclass(kind) for kind in kinds) else ()
 
 
 def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a class or function; nnx's metaclass hides those of a class from `inspect.signature`."""
+    """Return the parameters of a class or function; nnx's metaclass hides those of a class from `inspect.signature`."""
     if isinstance(make, functools.partial):
         return {n: p for n, p in _parameters(make.func).items() if n not in make.keywords}
     parameters = inspect.signature(make.__init__ if inspect.isclass(make) else make).parameters
@@ -368,18 +368,18 @@ def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     return [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
 
 
-LINEN_FIELDS = ("parent", "name")  # that linen adds to every module
+LINEN_FIELDS = ("parent", "name")  # fields that linen adds to every module
 _SAYS_TRAINING = {"train": True, "training": True, "is_training": True, "deterministic": False}
 _MOST_STREAMS = 8
 
 
 class LinenModel(nnx.bridge.ToNNX):
-    """A linen module as an nnx module that knows whether it trains.
+    """A linen module as an nnx module with a training and an evaluation mode.
 
-    In training the collections beside the parameters are mutable. A call that does not say otherwise gets `train`,
-    `training`, `is_training` or `deterministic` where the module's `__call__` or its fields have it.
+    In training mode the collections besides the parameters are mutable. If the module's `__call__` or fields have
+    `train`, `training`, `is_training` or `deterministic`, each call sets it to the mode, unless the caller passes it.
 
-    The rngs give initial weights from their stream `params`, and dropout's and the like from streams of those names.
+    The stream `params` of the rngs gives the initial weights; other streams, such as `dropout`, are used by name.
     """
 
     def __init__(self, module: linen.Module, rngs: nnx.Rngs | None):
@@ -387,11 +387,11 @@ class LinenModel(nnx.bridge.ToNNX):
         self.to_nnx__training = True
 
     def train(self, **_: Any) -> None:
-        """Dropout on, batch statistics of the batch."""
+        """Turn dropout on, and use the batch's own statistics."""
         self.to_nnx__training = True
 
     def eval(self, **_: Any) -> None:
-        """Dropout off, batch statistics as gathered in training."""
+        """Turn dropout off, and use the statistics gathered in training."""
         self.to_nnx__training = False
 
     def __call__(self, *args: Any, rngs: Any = None, method: Any = None, mutable: Any = None, **kwargs: Any) -> Any:
@@ -409,7 +409,7 @@ class LinenModel(nnx.bridge.ToNNX):
         return super().__call__(*args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("matmul_parameters", "attention_shape", "attention_windows"):  # questions about it, not calls
+        if name in ("matmul_parameters", "attention_shape", "attention_windows"):  # they need no arrays
             return getattr(object.__getattribute__(self, "to_nnx__module"), name)
         return super().__getattr__(name)
 
@@ -419,9 +419,9 @@ class LinenModel(nnx.bridge.ToNNX):
 
 
 def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenModel:
-    """Return the module initialized by the call that the loss makes of it on a micro-batch.
+    """Return the module, initialized with the arguments of the loss's first call of it on a micro-batch.
 
-    Of the rngs, `params` gives the initial weights, then a key for each stream that a training call needs.
+    The stream `params` of the rngs gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:
         ConfigError: the loss raises before it calls the model, or never does.
@@ -441,19 +441,19 @@ def is_linen(make: Any) -> bool:
 
 
 def linen_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an experiment file as fields of a linen module, which must be hashable: lists become tuples."""
+    """Return options of an experiment file as fields of a linen module, which must be hashable: lists become tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 class _Called(BaseException):
-    """Ends a trace of the loss with the arguments of its first call of the model; no Exception, so nothing hides it."""
+    """Ends a trace of the loss at its first call of the model; carries its arguments. `except Exception` misses it."""
 
     def __init__(self, args: tuple, kwargs: dict):
         self.arguments = args, kwargs
 
 
 class _Recorder:
-    """Stands in for the model until the first call of it, or of one of its methods."""
+    """Replaces the model in a trace of the loss; raises `_Called` when it or one of its methods is called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
@@ -465,7 +465,7 @@ class _Recorder:
 
 
 def _first_call(spec: StepSpec) -> tuple[tuple, dict[str, Any]]:
-    """Arguments that the loss calls the model with, on a micro-batch of zeros."""
+    """Return the arguments of the loss's first call of the model, on a micro-batch of zeros."""
     train = spec.train
     rows = train.global_batch // train.accumulate
     batch = {k: jnp.zeros((rows, *x.shape), x.dtype) for k, x in abstract_example(spec).items()}
@@ -480,7 +480,7 @@ def _first_call(spec: StepSpec) -> tuple[tuple, dict[str, Any]]:
 
 
 def _random_streams(model: LinenModel, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Names of the RNG streams that a call in training draws from, found by calling without them."""
+    """Return the names of the RNG streams that a training call draws from, found by calling without them."""
     graph, state = nnx.split(model)
     found: dict[str, jax.Array] = {}
 

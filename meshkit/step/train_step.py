@@ -1,15 +1,15 @@
 """The training step: one jitted function that `train` runs and `plan` compiles.
 
-Data, fully sharded and tensor parallelism are nothing but the shardings that the rules give the state and the
-constraints inside the model. Building a step touches no device: a described mesh does as well as an attached one.
+Data, fully sharded and tensor parallelism are only shardings: those that the rules give the state, and the constraints
+inside the model. Building a step uses no device, so a described mesh works as well as an attached one.
 
     weights   = params, cast and laid out for compute          [rules.compute]
-    gradients = d(loss_sum)/d(weights), micro-batch by micro-batch, accumulated as [rules.gradients] lay them out
+    gradients = d(loss_sum)/d(weights), summed over the micro-batches in the layout of [rules.gradients]
     params, opt_state = optimizer(gradients / weight)          [rules.optimizer]
 
-Weights are gathered and gradients reduced once a step over the axes that `deferred_axes` names; see loss.py. Over
-the axis of `[compression]` gradients travel in few bits, and with `[local_sgd]` the program makes several steps of each
-replica (local_sgd.py). With `[pipeline]` loss and gradients come from stages (pipelined.py).
+Over the axes that `deferred_axes` returns, weights are gathered and gradients reduced once a step; see loss.py. Over
+the axis of `[compression]`, gradients are sent in 8 or 16 bits. With `[local_sgd]`, the program makes several steps of
+each replica (local_sgd.py). With `[pipeline]`, a pipeline computes loss and gradients (pipelined.py).
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ _MOMENT = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 def update_params(
     optimizer: optax.GradientTransformation, layout: StateLayout, gradients: Any, state: TrainState
 ) -> tuple[Any, Any]:
-    """Parameters and optimizer state after a step.
+    """Return parameters and optimizer state after a step.
 
-    State that lives in host memory is fetched and brought back here. Not before the gradients are there: until then
-    the GPU's memory is the activations'.
+    State in host memory is moved to the device and back here. It is moved only once the gradients exist, since
+    activations need the GPU's memory until then.
 
     Returns:
-        Parameters, and the optimizer's state in the memory that `layout.opt_state` says.
+        Parameters, and the optimizer's state in the memory that `layout.opt_state` names.
     """
     opt_state = state.opt_state
     if layout.opt_on_device is not None:
         gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
         opt_state = jax.device_put(opt_state, layout.opt_on_device)
-    # The optimizer sees fp32 whatever the parameters are kept in: its moments have the dtype of what it was made for.
+    # The optimizer gets fp32 parameters, whatever dtype they are kept in, since its moments were initialized for fp32.
     updates, opt_state = optimizer.update(gradients, opt_state, jax.tree.map(in_fp32, state.params))
     if layout.opt_on_device is not None:
         opt_state = jax.device_put(opt_state, layout.opt_state)
@@ -98,15 +98,15 @@ def update_params(
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """One training step on a mesh: what its traced functions close over, no arrays."""
+    """The functions of one training step on a mesh, with the values that they close over, which are no arrays."""
 
     spec: StepSpec
     mesh: AnyMesh
     rules: ShardingRules
     inside: ShardingRules
-    """The rules as one replica of the deferred axes sees them."""
+    """The rules inside one replica, without the deferred axes."""
     model: ModelDescription
-    """With a pipeline its layers, and those of the layout, are arranged in stages."""
+    """With a pipeline, its layers and those of the layout are arranged in stages."""
     loss: Loss
     optimizer: optax.GradientTransformation
     layout: StateLayout
@@ -128,7 +128,7 @@ class StepFunctions:
         return replace(state, extra={"residuals": zero_residuals(state.params, self.exchange.replicas)})
 
     def shardings(self, params: Any) -> TrainState:
-        """NamedShardings of the state that `train` carries."""
+        """Return the NamedShardings of the state that `train` takes and returns."""
         shards, layout = state_shardings(self.layout), self.layout
         if self.exchange is None or not self._keeps_residuals:
             return shards
@@ -136,14 +136,14 @@ class StepFunctions:
         return replace(shards, extra={"residuals": residuals})
 
     def gradients_bytes(self, params: Any) -> int:
-        """fp32 bytes of one GPU's gradients, whole over the axes that are reduced once a step."""
+        """Return the fp32 bytes of one GPU's gradients, which are whole over axes that are reduced once a step."""
         shards = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), params, self.layout.gradients)
         return 4 * sum(jax.tree.leaves(shards))
 
     def train(
         self, state: TrainState, batch: Mapping[str, jax.Array], exchanged: Any = None
     ) -> tuple[TrainState, dict]:
-        """Return the state after a step and its metrics; `exchanged` is what local SGD exchanges during the step."""
+        """Return the state after a step and its metrics; `exchanged` is that of `LocalSgd.outer_step`."""
         sums, gradients, variables, extra = self.mean_gradients(state, batch, exchanged)
         with jax.named_scope("optimizer"):
             params, opt_state = update_params(self.optimizer, self.layout, gradients, state)
@@ -162,7 +162,7 @@ class StepFunctions:
     def mean_gradients(
         self, state: TrainState, batch: Mapping[str, jax.Array], exchanged: Any = None
     ) -> tuple[Sums, Any, Any, Any]:
-        """Sums over the whole batch (its metrics averaged), gradients of the mean loss; variables and extra after."""
+        """Return Sums over the batch (metrics averaged), gradients of the mean loss, new variables and new extra."""
         if self.pipelined:
             return *self.pipelined.mean_gradients(state, batch), state.variables, state.extra
         weights = self._compute_weights(state.params)
@@ -192,7 +192,7 @@ class StepFunctions:
         return sums, gradients, variables, extra
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Sums over the batch, a micro-batch at a time: what fits in training fits here."""
+        """Return sums over the batch, a micro-batch at a time: whatever fits into memory in training fits here."""
         if self.pipelined:
             return self.pipelined.evaluate(state, batch)
         weights = self._compute_weights(state.params)
@@ -206,7 +206,7 @@ class StepFunctions:
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(score_piece, micro.split(batch)))
 
     def _loss_and_gradients(self, weights, variables, batch, rng, exchanged) -> tuple[Sums, Any]:
-        """Sums of one micro-batch, gradients laid out as the accumulators are, and fp32; the variables after it."""
+        """Return the Sums of a micro-batch, with fp32 gradients in the accumulators' layout, and the new variables."""
 
         def forward(weights):
             loss_sum, rest = self._forward(self.inside, weights, variables, batch, rng)
@@ -218,7 +218,7 @@ class StepFunctions:
         return Sums(loss_sum, jnp.asarray(weight, jnp.float32), metrics, gradients), variables
 
     def _forward(self, rules: ShardingRules, weights, variables, batch, rng, *, training: bool = True):
-        """loss_sum, (weight, metrics, variables after) of the user's loss, inside the sharding scope."""
+        """Return loss_sum, (weight, metrics, new variables) of the user's loss, run inside the sharding scope."""
         with sharding_scope(self.mesh, rules):
             model = self.model.merge(weights, variables)
             model.train() if training else model.eval()
@@ -227,10 +227,10 @@ class StepFunctions:
         return loss_sum, (weight, dict(metrics), nnx.to_pure_dict(variables))
 
     def _compute_weights(self, params: Any) -> Any:
-        """Return the weights as the model gets them: `[rules.compute]` applied, in the dtype to reduce gradients in.
+        """Return the weights that the model gets, laid out by `[rules.compute]` and in the compute dtype.
 
-        A model that does its own casts is given fp32 weights for an fp32 reduction (see the precision rule in
-        models/layers.py); what `[rules.compute]` gathers still travels in the compute dtype.
+        A model that does its own casts gets them in the dtype of the reduction instead: fp32 for an fp32 reduction (see
+        the precision rule in models/layers.py). The gathers of `[rules.compute]` always use the compute dtype.
         """
         train, layout = self.spec.train, self.layout
         compute, reduce = DTYPES[train.precision], DTYPES[train.reduce_precision]
@@ -238,14 +238,14 @@ class StepFunctions:
         weights = params
         if layout.compute is not None:
             weights = jax.tree.map(lambda w: cast(w, compute), weights)
-            # Pinned in pieces first, so that the partitioner gathers what was cast and does not cast what it gathered.
+            # The first constraint keeps the cast weights cut, so that the partitioner casts before it gathers.
             weights = jax.lax.with_sharding_constraint(weights, layout.params)
             weights = jax.lax.with_sharding_constraint(weights, layout.compute)
         return jax.tree.map(lambda w: cast(w, given), weights)
 
 
 def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> TrainProgram:
-    """Return the training step of a spec on a mesh, attached or described, whose axes are those that the rules name.
+    """Return the training step of a spec on a mesh, attached or described, that has the axes which the rules name.
 
     Raises:
         ConfigError: a model or loss that is none or raises, options it does not take, or rules that do not fit it.
@@ -358,7 +358,7 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunc
 
 
 def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model: ModelDescription) -> None:
-    """Stops at an optimizer of a pipeline whose statistics are no arrays of the parameters' shapes, layer by layer."""
+    """Refuse an optimizer for a pipeline unless its statistics have the shapes of the parameters."""
     params = nnx.to_pure_dict(model.params)
     state = jax.eval_shape(optimizer.init, params)
 
@@ -391,11 +391,11 @@ def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchan
 
 
 def sign_steps(params: nnx.State) -> Any:
-    """Return the nested dict of the parameters with each one's `sign_step`; 0 for those of the optimizer.
+    """Return a nested dict with the `sign_step` of each parameter; 0 for parameters that the optimizer updates.
 
-    A parameter asks by it, in its metadata, to be moved by that much against its gradient's sign, such as the bias that
-    balances a mixture of experts: `nnx.Param(..., sign_step=1e-3)`. Its gradient is summed over micro-batches and
-    replicas like any other; no optimizer, weight decay or norm of gradients sees it.
+    A parameter with `sign_step` in its metadata moves by that much against its gradient's sign in each step. An example
+    is the bias that balances a mixture of experts: `nnx.Param(..., sign_step=1e-3)`. Its gradient is summed over
+    micro-batches and replicas like any other. Optimizer, weight decay and norm of gradients leave it out.
     """
     steps = jax.tree.map(
         lambda leaf: leaf.replace(float(leaf.get_metadata().get("sign_step", 0.0))),
@@ -406,12 +406,12 @@ def sign_steps(params: nnx.State) -> Any:
 
 
 def without_signed(gradients: Any, steps: Any) -> Any:
-    """Gradients with zeros in the place of those of which only the sign counts."""
+    """Return gradients with zeros for the parameters that have a sign step."""
     return jax.tree.map(lambda g, step: jnp.zeros_like(g) if step else g, gradients, steps)
 
 
 def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.GradientTransformation:
-    """Return the optimizer without the parameters that have a step: they move by it against their gradient's sign."""
+    """Wrap the optimizer: parameters that have a sign step move by it against their gradient's sign instead."""
     if not any(jax.tree.leaves(steps)):
         return optimizer
 
@@ -428,12 +428,12 @@ def move_by_sign(optimizer: optax.GradientTransformation, steps: Any) -> optax.G
 
 
 def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear).
+    """Return a schedule: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear).
 
-    The steps are those of the whole training; a warm-up that is longer is cut to them.
+    `steps` are those of the whole training; a longer warm-up is shortened to them.
 
     Returns:
-        Step, from 0, -> learning rate: of step i of w in the warm-up (i + 1) / w of the full one.
+        A function step, from 0, -> learning rate. Step i of w warm-up steps has (i + 1) / w of the full learning rate.
     """
     warmup = min(spec.warmup_steps, steps)
     rest = max(1, steps - warmup)
@@ -445,7 +445,7 @@ def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
         body = optax.constant_schedule(spec.learning_rate)
     if not warmup:
         return body
-    # Counted from 1: a first step with learning rate 0 would be a step lost.
+    # The warm-up counts from 1: a first step with learning rate 0 would have no effect.
     ramp = optax.linear_schedule(spec.learning_rate / warmup, spec.learning_rate, max(1, warmup - 1))
     return optax.join_schedules([ramp, body], [warmup])
 
@@ -453,7 +453,7 @@ def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
 def make_optimizer(
     spec: OptimizerTable, code: UserCode | None, steps: int, matrices: Mapping[str, MatrixStack] | None = None
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW, Muon or what `optimizer.class` names.
+    """Return clipping by global norm, then AdamW, Muon or the optimizer that `optimizer.class` names.
 
     Raises:
         ConfigError: the function is not annotated to return an optax transformation, lacks a parameter for an
@@ -480,10 +480,11 @@ def make_optimizer(
 
 
 def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019).
+    """Return AdamW (Loshchilov and Hutter, 2019).
 
-    Weight decay leaves norms, biases and sinks alone, by the end of their last name (`decayed`). `dtype` is that of the
-    first moment; the second stays fp32, since bf16 cannot hold its small updates (1 - b2 is below bf16's resolution).
+    Weight decay skips norms, biases and sinks, which `decayed` finds by the end of their names. The first moment has
+    the dtype `spec.dtype`. The second stays fp32, since bf16 cannot hold its small updates (1 - b2 is below bf16's
+    resolution).
     """
     return optax.adamw(
         make_schedule(spec, steps),
@@ -538,16 +539,16 @@ def sharded_step(
 ) -> Callable[..., Any]:
     """Return a jitted training step: gradients of the loss inside a `sharding_scope`, and an update in place.
 
-    For nnx, without an optimizer: `step(model, optimizer, *batch) -> loss`, which changes the model and its
-    `nnx.Optimizer`. For linen and any other pytree, with one: `step(state, *batch) -> (state, loss)`, where the state
-    is `{"params": ..., "opt_state": optimizer.init(params)}`. What it is given to change is donated.
+    For nnx, pass no optimizer: the step is `step(model, optimizer, *batch) -> loss`, and updates the model and its
+    `nnx.Optimizer`. For linen and any other pytree, pass one: the step is `step(state, *batch) -> (state, loss)`, where
+    the state is `{"params": ..., "opt_state": optimizer.init(params)}`. The step donates the arguments that it updates.
 
     Args:
-        loss: `loss(model, *batch)`, or `loss(params, *batch)`: a scalar, or a tuple whose first member it is; the step
-            returns what it does.
+        loss: `loss(model, *batch)`, or `loss(params, *batch)`: a scalar, or a tuple whose first member is the scalar.
+            The step returns the same as the loss.
         mesh: attached, to train on; described, to plan for.
         rules: where parameters and constrained activations go.
-        optimizer: of a step without nnx modules.
+        optimizer: the optimizer of a step without nnx modules.
     """
 
     check_kinds(sharded_step, mesh=mesh, rules=rules, optimizer=optimizer)
@@ -578,7 +579,7 @@ def sharded_step(
             (_, returned), gradients = jax.value_and_grad(with_rest, has_aux=True)(state["params"], *batch)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
-        if AxisType.Explicit not in mesh.axis_types:  # where types say where arrays lie, they stay there
+        if AxisType.Explicit not in mesh.axis_types:  # with explicit axes, the arrays' types fix their shardings
             state = jax.lax.with_sharding_constraint(state, shardings(state, mesh, rules))
         return state, returned
 
