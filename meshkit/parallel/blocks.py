@@ -88,7 +88,7 @@ def merge(first: tuple[QueryBlock, RowSums], second: tuple[QueryBlock, RowSums])
 
 
 def with_sinks(out: QueryBlock, lse: RowSums, sinks: Float[Array, " heads"]) -> tuple[QueryBlock, RowSums]:
-    """Return the output and log-sum-exp after adding its head's attention sink to each row.
+    """Return the output and log-sum-exp of rows to which their head's attention sink is added.
 
     A sink (Xiao et al., 2023) is the score of one more key, whose value is zero. For the backward pass, give the
     results to `attend_gradients` and `sink_gradients`.
@@ -123,7 +123,7 @@ def _per_query(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
-# The plain implementation computes one pair of a query block and a key block at a time, only pairs with visible keys.
+# The plain implementation computes the scores of one query block and one key block at a time, if any key is visible.
 
 
 def _attend(q, k, v, causal, window=None):
@@ -197,7 +197,7 @@ def visible_pairs(
     size = _block(queries), _block(keys)
     i, j = np.indices((queries // size[0], keys // size[1]))
     seen = (j <= i) if causal else np.ones_like(i, bool)
-    if window is not None:  # whether the block's first query sees the last key
+    if window is not None:  # keep a pair if its first query and its last key are less than a window apart
         seen &= i * size[0] - ((j + 1) * size[1] - 1) < window
     i, j = np.nonzero(seen)
     order = np.lexsort((-j, i))
@@ -310,7 +310,7 @@ def _cudnn_kernels(q, k, v, causal, window=None):
     given = ((q.shape, q), (k.shape, k), (v.shape, v), (g, q))
     traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in given))
     jaxpr, constants = traced.jaxpr, dict(zip(traced.jaxpr.constvars, traced.consts))
-    results = [g, (q.shape[0], q.shape[2], q.shape[1])]  # of the forward kernel
+    results = [g, (q.shape[0], q.shape[2], q.shape[1])]  # shapes by which the forward kernel is found
     (at,) = [n for n, e in enumerate(jaxpr.eqns) if [getattr(o.aval, "shape", None) for o in e.outvars] == results]
     computed = jaxpr.eqns[at].outvars
 

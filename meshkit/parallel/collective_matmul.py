@@ -1,10 +1,10 @@
 """Matmuls that overlap with the collectives of sequence parallelism, piece by piece.
 
-Between transformer blocks, sequence parallelism cuts activations along `length`. It uses the axis that cuts the kernels
+Between transformer blocks, sequence parallelism cuts activations along `length`, over the axis that cuts the kernels
 inside the blocks. So a column-parallel matmul waits for an all-gather of its input, and a reduce-scatter follows a
 row-parallel matmul. Here each GPU's chunk of the length is split into PIECES, and one piece is sent while another is
-multiplied (Wang et al., ASPLOS 2023). They use permutes, this module collectives: behind an NVSwitch collectives move
-bytes at 3 to 5 times the rate of NCCL's send and receive, see predict/nccl.toml. Over an axis of n GPUs:
+multiplied (Wang et al., ASPLOS 2023). Collectives replace the paper's permutes: behind an NVSwitch they move bytes at
+3 to 5 times the rate of NCCL's send and receive, see predict/nccl.toml. Over an axis of n GPUs:
 
     gather_matmul    x [batch, length/n, embed] -> x kernel [batch, length, columns/n], for several kernels at once
     matmul_scatter   x [batch, length, rows/n]  -> sum over the axis of x kernel [batch, length/n, embed]

@@ -169,5 +169,5 @@ class Exchange:
 
 
 def _hide(codes: jax.Array) -> jax.Array:
-    """Return the codes behind a barrier: XLA would replace `fp32(bf16(x))` by x (excess precision), without error."""
+    """Return the codes behind a barrier: XLA replaces `fp32(bf16(x))` by x (excess precision), hiding the error."""
     return jax.lax.optimization_barrier(codes)

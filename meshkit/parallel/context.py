@@ -17,7 +17,7 @@ in 4 more.
 
 Ring and all_gather compute the same blocks in the same order. The ring holds two pieces at a time and hides each hop
 behind the attention of a block; all_gather receives all n pieces in one larger message and holds them all. Ulysses
-repeats key heads to K = lcm(k, n), the smallest number that n divides. A recomputed layer runs its forward pass twice.
+repeats key heads to K = lcm(k, n), so that n divides them. A recomputed layer runs its forward pass twice.
 
 Under a causal mask tokens are in balanced order (`meshkit.parallel.layout`). A GPU computes attention to its own keys
 first, with an ordinary causal mask over its two chunks. Of the four pairs of chunks with any other piece, exactly two
@@ -109,7 +109,7 @@ def _attention(q, k, v, layout: ContextLayout, causal: bool, balanced: bool, exc
 
 
 def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: type) -> jax.Array:
-    """Return attention that saves only shards for its backward pass: of q, k, v, the output and the log-sum-exp."""
+    """Return attention whose backward pass needs only shards of q, k, v, the output and the log-sum-exp."""
     forward, backward = _kernels(q, layout, causal, exchange)
 
     @jax.custom_vjp
@@ -207,7 +207,7 @@ class _Halo:
     width: int
 
     def extend(self, x: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
-        """Return [batch, length] as [2 batch, width + length / 2]; `width` is `filled` with tokens, or else zeros."""
+        """Return [batch, length] as [2 batch, width + length / 2]; without `filled`, zeros precede the chunks."""
         axes, ways = self.layout.length, self.layout.ways
         first, second = _halves(x, axis)
         rank, size = lax.axis_index(axes), first.shape[axis]
@@ -223,7 +223,7 @@ class _Halo:
         return jnp.concatenate([first, jnp.concatenate([before_second, second], axis=axis)])
 
     def reduce(self, found: jax.Array, like: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
-        """Return the transpose of `extend`: the values of own tokens, plus (`filled`) what other GPUs have for them."""
+        """Return the transpose of `extend`: the values of this GPU's tokens, plus those on other GPUs if `filled`."""
         like = jnp.zeros(like.shape, found.dtype)
         return jax.vjp(lambda x: self.extend(x, axis, filled=filled), like)[1](found)[0]
 
@@ -330,7 +330,7 @@ def _together(piece, gradient):
     """Join a piece and its fp32 gradient in one array: XLA overlaps only one of two messages with attention."""
     if piece.dtype == gradient.dtype:
         return jnp.concatenate([piece, gradient], axis=-1)
-    # Sent as integers: XLA:CPU widens bf16 collectives, which would change halves of fp32 numbers labelled as bf16.
+    # Sent as integers: XLA:CPU converts bf16 collectives to fp32, which could change halves of fp32 cast to bf16.
     words = lax.bitcast_convert_type(gradient, jnp.uint16).reshape(*gradient.shape[:-1], -1)
     return jnp.concatenate([lax.bitcast_convert_type(piece, jnp.uint16), words], axis=-1)
 
@@ -424,7 +424,7 @@ def ulysses_attention(
     batch: str | Sequence[str] = (),
     heads: str | Sequence[str] = (),
 ) -> Queries:
-    """Return exact attention with the length cut over a mesh axis; all-to-alls cut the heads instead, and undo it.
+    """Return exact attention with the length cut over a mesh axis; all-to-alls cut the heads instead, then undo this.
 
     Call it with global arrays inside `jax.jit`, in natural order. It computes softmax(q k^T / sqrt(head_dim)) v and is
     differentiable. The docstring of this module gives its costs.

@@ -16,8 +16,8 @@ A recomputed forward pass needs no second combine.
 | backward | 1 (gradients of outputs) | 1 (of inputs) | 1 (of routing weights) |
 
 **Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves only the rows that exist. Its buffers have static
-sizes, though, for the worst case: `ways x tokens x min(k, experts per GPU)` rows on each GPU, with the tokens of one
-GPU. `buffer_factor` limits a buffer to that many times the rows of an even load. Each sender may then fill 1 / ways of
+sizes, though, for the worst case: `ways x tokens x min(k, experts per GPU)` rows on each GPU (`tokens` are one GPU's).
+`buffer_factor` limits a buffer to that many times the rows of an even load. Each sender may then fill 1 / ways of
 the buffer, and its rows beyond that are dropped. XLA:CPU has no ragged all-to-all. There each pair of devices pads its
 rows to the most that one may send to the other, and the results are equal. On GPUs each pair exchanges at least
 `SLICES` slices, for the speed of XLA's kernel (docs/concepts/network.md).
@@ -193,7 +193,7 @@ class ExchangeLayout:
         return math.prod(self.scope.mesh.shape[a] for a in axes) if self.scope else 1
 
     def pieces(self, axes: Axes) -> int:
-        """Return how many pieces these axes still cut an array into: it is cut over the manual ones already."""
+        """Return how many pieces these axes still cut an array into; the manual axes have already cut it."""
         return self.size(self._left(axes))
 
     def check(self, x: Sequence[int], gate: Sequence[int]) -> None:

@@ -95,7 +95,7 @@ class ContextLayout:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def pieces(self, axes: Axes) -> int:
-        """Return how many pieces these axes still cut an array into: it is cut over the manual ones already."""
+        """Return how many pieces these axes still cut an array into; the manual axes have already cut it."""
         return self.size(tuple(a for a in axes if a not in manual_here()))
 
     def run(self, fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
@@ -233,7 +233,7 @@ def restore(
 
 
 def _reordered(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: int, directions: Sequence[Callable]):
-    """Reorder x in the first direction, its gradient in the second. jax's own would add a sum over replicated axes."""
+    """Reorder x in the first direction, its gradient in the second: jax's transpose would sum over replicated axes."""
     layout.check_balanced(x.shape[dim])
 
     def run(direction, x):

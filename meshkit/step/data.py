@@ -60,7 +60,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Training examples from the rows of an array of ids: each of a row's tokens 1 ... T is a target."""
+    """Training examples from the rows of an array of ids; tokens 1 ... T of a row are predicted from earlier ones."""
 
     ids: np.ndarray
     """[rows, T + 1], possibly memory-mapped."""

@@ -272,8 +272,8 @@ class LocalSgdStep:
         """Run an outer step on batches [H, B, ...].
 
         Returns:
-            The state after H steps, and fp32 metrics [H]: means over the replicas, by weight, but `weight` is their
-            sum. The model's other variables are averaged; those that are not floating point are the first replica's.
+            The state after H steps, and fp32 metrics [H], averaged over the replicas by weight; `weight` is summed. The
+            model's other variables are averaged; those that are not floating point are the first replica's.
         """
         local = self.local
         alike = {"step": state.step, "variables": state.variables}

@@ -4,12 +4,12 @@ A loss is `(model, batch, rng) -> (loss_sum, weight, metrics)`: the default next
 experiment's own. It returns sums, so that micro-batches and shards of unequal weight add up to exactly the mean over
 the whole batch: loss = sum of loss_sum / sum of weight.
 
-By default the partitioner reduces gradients over the mesh after each micro-batch, and gathers the weights that FSDP
-cuts again for each micro-batch. With several micro-batches this is waste: a buffer can first sum all gradients. The
-axes over which gradients are then reduced once a step are the *deferred* axes. They become a dim of their own: a `vmap`
-over the replicas, with `spmd_axis_name` to keep each replica on its GPUs. Gradients get a leading replica dim. Nothing
-is reduced or gathered inside the loop, and one reduction follows it. The price is memory: each GPU has whole weights
-(in the compute dtype) and whole gradients. If `[rules.gradients]` cuts the accumulators over an axis of N GPUs, the
+By default the partitioner gathers FSDP's weights for each micro-batch anew, and reduces the gradients over the mesh
+after each. With several micro-batches this is waste: a buffer can first sum all gradients. The axes over which
+gradients are then reduced once a step are the *deferred* axes. They become a dim of their own: a `vmap` over the
+replicas, with `spmd_axis_name` to keep each replica on its GPUs. Gradients get a leading replica dim. Nothing is
+reduced or gathered inside the loop, and one reduction follows it. The price is memory: each GPU has whole weights (in
+the compute dtype) and whole gradients. If `[rules.gradients]` cuts the accumulators over an axis of N GPUs, the
 gradients are reduced over it after every micro-batch instead, and take 1/N of the memory.
 """
 
@@ -323,7 +323,7 @@ def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, redu
 
 
 def _scattered(rank: int, micro: MicroBatches, accumulator: NamedSharding, wanted: NamedSharding):
-    """Return for each dim the axes that cut it before the reduction and those that scatter it; and both as a spec."""
+    """Return each dim's axes before the reduction, each dim's deferred axes that scatter it, and a spec of both."""
     kept = spec_axes(accumulator.spec, rank)
     scattered = [tuple(a for a in axes if a in micro.deferred) for axes in spec_axes(wanted.spec, rank)]
     return kept, scattered, PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))

@@ -9,8 +9,8 @@ A model that can be pipelined has these members besides `__call__`:
 
     model.layers                          its layers, parameters stacked in arrays [layers, ...]
     first(batch, ctx) -> x                the input of the first layer: one array [batch, ...]
-    layer(parameters, x, ctx, key) -> x   runs one layer, whose parameters are a nested dict of arrays; may also return
-                                          (x, values), a dict of scalars; key is for this layer and microbatch
+    layer(parameters, x, ctx, key) -> x   runs one layer; parameters is a nested dict of arrays, key a random key for
+                                          this layer and microbatch; may return x and a dict of scalars, (x, values)
     last(x, ctx) -> logits                the logits, from the output of the last layer
 
 `ctx` is the StageContext of `meshkit.parallel.pipeline`. Only `first` and `last` may use other modules with parameters.

@@ -377,7 +377,7 @@ class LinenModel(nnx.bridge.ToNNX):
     """A linen module as an nnx module with a training and an evaluation mode.
 
     In training mode the collections besides the parameters are mutable. If the module's `__call__` or fields have
-    `train`, `training`, `is_training` or `deterministic`, each call sets it to the mode, unless the caller passes it.
+    `train`, `training`, `is_training` or `deterministic`, each call sets it by the mode, unless the caller passes it.
 
     The stream `params` of the rngs gives the initial weights; other streams, such as `dropout`, are used by name.
     """

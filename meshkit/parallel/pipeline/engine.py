@@ -32,7 +32,7 @@ from meshkit.sharding.mesh import AnyMesh
 
 HEADS = ("replicated", "vocab_parallel")
 # Options of the GPU compiler. By default it runs one collective at a time. So the permute of gradients would wait for
-# the collectives of a head over the pipeline's axis, and end before the matmuls that should hide it.
+# the collectives of a head that the pipeline's axis cuts, and end before the matmuls that should hide it.
 XLA_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
@@ -130,7 +130,7 @@ class Pipeline:
         )
 
     def value(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict]:
-        """Return loss_sum / weight over the whole batch, and the metrics, by the schedule's forward work alone.
+        """Return loss_sum / weight over the whole batch, and the metrics, without the schedule's backward work.
 
         Raises:
             ConfigError: parameters or a batch that do not fit the pipeline.

@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            for the microbatch that returned in the tick before
+    tick    gradient of the embedding                            for what left the first layer in the tick before
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -135,7 +135,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def loop_sums(worker: Worker, tables: Tables) -> Sums:
-    """Return this device's part of the sums of a forward pass, which runs a schedule's forward work alone."""
+    """Return this device's part of the sums of a forward pass, which leaves out a schedule's backward work."""
     w, last, chunks = worker, worker.last, worker.stack.virtual_stages
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
@@ -340,9 +340,10 @@ def _add(totals: Any, gradients: Any, valid: Any) -> Any:
 
 
 def _ticks(tables: Tables) -> dict[str, Any]:
-    """Return `ticks`, the tables with a row for each tick, and `after`, what returns in the last tick.
+    """Return `ticks`, tables with a row for each tick, and `after`, the `returned` of one more row after the last.
 
-    A row's `next` is the microbatch that enters in the next tick; its `returned` is what returned in the tick before.
+    `next` is the microbatch that enters the first layer one tick later. `returned` is the microbatch whose gradient
+    left the first layer one tick earlier.
     """
 
     def at(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:

@@ -163,7 +163,7 @@ class ManualAxes:
 
 
 def psum(x: jax.Array, axes: Any, mesh: AnyMesh | None = None) -> jax.Array:
-    """Return `lax.psum` over manual axes; a mesh of None is the sharding scope's."""
+    """Return `lax.psum` over manual axes; `mesh` defaults to the mesh of the sharding scope."""
     return lax.psum(_widened(x, mesh), axes).astype(x.dtype)
 
 

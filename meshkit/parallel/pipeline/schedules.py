@@ -21,7 +21,7 @@ The cost of a schedule, in closed form:
     bubble fraction    = (S - 1) / (M v + S - 1)              share of time without useful work, for equal stages
     executed / useful  = (M + (S - 1) / v) / M                of the layers' FLOP, without padding
 
-Uneven layers are padded. Then executed FLOP count chunk_layers for every chunk, so both values are larger.
+Uneven layers are padded. Then every chunk executes chunk_layers layers, so bubble and executed / useful are larger.
 """
 
 from __future__ import annotations

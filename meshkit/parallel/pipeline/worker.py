@@ -22,9 +22,10 @@ Sums = dict[str, Any]
 class Functions:
     """A model cut into stages, with its loss.
 
-    They get one device's part of the data. Parameters are cut only over the partitioner's axes and `ManualAxes.kept`;
-    `outer` also where its specs name the pipeline's axis. Functions must not communicate over other axes of the batch,
-    and `stage` not over the pipeline's axis. `stage` also runs on garbage: its output must be finite for finite input.
+    Each function gets one device's part of the data. Parameters are cut only over the partitioner's axes and
+    `ManualAxes.kept`, and `outer` also over the pipeline's axis where its specs name it. No function may communicate
+    over other axes of the batch, and `stage` may not over the pipeline's axis. `stage` also runs on garbage: its output
+    must be finite for finite input.
     """
 
     first: Callable[..., Any]
@@ -164,7 +165,7 @@ class Worker:
             return self.functions.first(outer, ctx.batch, ctx)
 
     def score(self, outer: Any, y: Any, microbatch: Any, mine: Any) -> tuple[Any, tuple[Any, Mapping[str, Any]]]:
-        """Return loss_sum, (weight, metrics) of a microbatch; a shared head gets y from the device with `mine`."""
+        """Return loss_sum, (weight, metrics) of a microbatch; a shared head takes y from where `mine` is True."""
         with jax.named_scope(LAST):
             if self.shared_head:
                 axis, mesh = self.axes.axis, self.axes.mesh
