@@ -1,7 +1,7 @@
-"""Causal self-attention with rotary positions, by the implementation that the target GPUs have, also over a sequence
-that is cut over GPUs (context parallelism).
+"""Causal self-attention with rotary positions, also over a sequence that is cut over GPUs (context parallelism).
 
-A model puts its tokens in `token_order(...)` before the first layer and its hidden states back after the last.
+The target GPUs decide the implementation. A model brings its tokens into the order of `token_order(...)` before the
+first layer, and its hidden states back into natural order after the last layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTEXTS = {"all_gather": gathered_attention, "ring": ring_attention, "ulysses":
 
 
 def check_context(context: str) -> str:
-    """The way of context parallelism itself.
+    """Return the kind of context parallelism unchanged.
 
     Raises:
         ValueError: `causal_attention` does not know it.
@@ -48,17 +48,17 @@ def check_context(context: str) -> str:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Rotary positions of sequences longer than a model was first trained on (Peng et al., 2023, YaRN).
+    """Rotary positions for sequences longer than those a model was first trained on (Peng et al., 2023, YaRN).
 
-    A pair of dims that turns more than `fast` times over the original length keeps its frequency, one that turns less
-    than `slow` times has it divided by `factor`, and in between the two are mixed in proportion to the pair's number.
-    Queries and keys grow by `scale` each.
+    A pair of dims that turns more than `fast` times over the original length keeps its frequency. The frequency of a
+    pair that turns less than `slow` times is divided by `factor`. In between, the kept and the divided frequency are
+    mixed in proportion to the pair's index. Queries and keys are each multiplied by `scale`.
 
     Attributes:
-        factor: of the length.
-        original_length: of the sequences, in tokens.
-        fast, slow: turns, `beta_fast` and `beta_slow` of other programs.
-        truncate: pairs begin and end to be mixed at whole numbers.
+        factor: longest sequence over the original length.
+        original_length: length of the sequences in the first training, in tokens.
+        fast, slow: turns over the original length, `beta_fast` and `beta_slow` of other programs.
+        truncate: round the first and last index of the mixed pairs to whole numbers.
     """
 
     factor: float
@@ -69,11 +69,11 @@ class Yarn:
 
     @property
     def scale(self) -> float:
-        """The paper's square root of 1 / t, in section 3.4."""
+        """Factor on queries and on keys: the square root of 1 / t in section 3.4 of the paper."""
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def frequencies(self, plain: Float[Array, " half"], theta: float) -> Float[Array, " half"]:
-        """The frequency of each pair of dims, of what it is without."""
+        """Return the frequency of each pair of dims, from its frequency `plain` without YaRN."""
         half = plain.shape[0]
         first, last = (
             half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
@@ -89,11 +89,11 @@ class Yarn:
 def rotate(
     x: Queries, theta: float, positions: Int[Array, " length"] | None = None, yarn: Yarn | None = None
 ) -> Queries:
-    """Rotary position embedding, halves convention (Su et al., 2021).
+    """Apply rotary position embedding to x, in the halves convention (Su et al., 2021).
 
     Args:
-        positions: of each token in its sequence; 0, 1, ... by default.
-        yarn: how positions are scaled; None: not at all.
+        positions: position of each token in its sequence; 0, 1, ... by default.
+        yarn: how positions are scaled; None does not scale them.
     """
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -109,11 +109,11 @@ def rotate(
 class TokenOrder:
     """The order in which layers see the tokens of a sequence.
 
-    Natural, or the balanced order of `meshkit.parallel.layout`, in which every GPU has the same share of a causal
-    mask.
+    It is the natural order, or the balanced order of `meshkit.parallel.layout`, in which every GPU has the same share
+    of a causal mask.
 
     Attributes:
-        layout: what cuts the length; None where nothing does.
+        layout: the mesh axes that cut the length; None if the length is not cut.
         balanced: whether the order is balanced.
     """
 
@@ -121,17 +121,17 @@ class TokenOrder:
     balanced: bool = False
 
     def positions(self, length: int) -> Int[Array, " {length}"]:
-        """The place of each token in its sequence."""
+        """Return the position of each token in its sequence."""
         if self.layout is None:
             return jnp.arange(length)
         return positions_here(length, self.layout, balanced=self.balanced)
 
     def enter(self, x: Shaped[Array, "*dims"], *logical_axes: str | None) -> Shaped[Array, "*dims"]:
-        """x from natural order into this one; `logical_axes` name its dims, the second is the length."""
+        """Bring x from natural order into this order; `logical_axes` name its dims, the second of which is length."""
         return balance(x, self.layout, _spec(x, logical_axes)) if self.layout and self.balanced else x
 
     def leave(self, x: Shaped[Array, "*dims"], *logical_axes: str | None) -> Shaped[Array, "*dims"]:
-        """x from this order into natural order."""
+        """Bring x from this order into natural order."""
         return restore(x, self.layout, _spec(x, logical_axes)) if self.layout and self.balanced else x
 
 
@@ -139,7 +139,7 @@ NATURAL = TokenOrder()
 
 
 def token_order(context: str, length: int) -> TokenOrder:
-    """The order that this way of context parallelism wants, for the rules and mesh of the scope.
+    """Return the token order that this kind of context parallelism needs under the scope's rules and mesh.
 
     Raises:
         ConfigError: the length does not divide as `ring` needs it.
@@ -156,20 +156,20 @@ def token_order(context: str, length: int) -> TokenOrder:
 def causal_attention(
     q: Queries, k: Keys, v: Values, context: str = "all_gather", order: TokenOrder = NATURAL
 ) -> Results:
-    """softmax(q k^T / sqrt(head_dim)) v under a causal mask; k and v may have fewer heads (Ainslie et al., 2023).
+    """Return softmax(q k^T / sqrt(head_dim)) v, causally masked; k and v may have fewer heads (Ainslie et al., 2023).
 
-    The implementation follows the target of the sharding scope. cuDNN's kernel cannot be partitioned, so each GPU runs
-    it on its own batch and heads, and its own queries where rules cut `act_length`.
+    The target of the sharding scope decides the implementation. cuDNN's kernel cannot be partitioned, so each GPU runs
+    it on its own batch and heads and, where rules cut `act_length`, on its own queries.
 
-    Heads of values may be smaller than those of queries and keys, as in latent attention. cuDNN takes them as they are
-    from Hopper on; where `act_length` is cut, and without cuDNN, they are filled up with zeros.
+    Heads of values may be smaller than heads of queries and keys, as in latent attention. cuDNN accepts such values
+    from Hopper on. Where `act_length` is cut, and without cuDNN, zeros pad them to the size of the keys.
 
     Args:
         q, k, v: queries, keys and values.
-        context: how keys and values of other GPUs are reached where rules cut `act_length`: `all_gather` (every GPU
-            gathers them all), `ring` (they go around), `ulysses` (heads are cut instead). What each costs is in
-            `meshkit.parallel.context`.
-        order: of the tokens; a model that calls `token_order` saves the reordering of q, k, v and the result here.
+        context: how a GPU gets the keys and values of other GPUs where rules cut `act_length`: `all_gather` (every GPU
+            gathers all of them), `ring` (they travel around a ring), `ulysses` (heads are cut instead of the length).
+            `meshkit.parallel.context` has the cost of each.
+        order: order of the tokens; a model that calls `token_order` saves reordering q, k, v and the result here.
 
     Raises:
         ValueError: no such context.
@@ -193,7 +193,7 @@ def causal_attention(
 
 
 def _with_equal_heads(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Attention of values whose heads may be smaller than the keys': zeros fill them up, and are cut off again."""
+    """Return `attend` for values whose heads may be smaller than the keys': it pads them and cuts the result back."""
 
     def equal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         size = v.shape[-1]
@@ -212,18 +212,18 @@ def sink_attention(
     window: int | None = None,
     order: TokenOrder = NATURAL,
 ) -> Queries:
-    """`causal_attention` whose softmax has one score more in each row, the sink of its head (Xiao et al., 2023).
+    """Return `causal_attention` with one more score in each row of the softmax: the head's sink (Xiao et al., 2023).
 
-    The kernel runs without it and gives the log-sum-exp of each row, by which its output is scaled; its backward pass
-    is given the output and log-sum-exp with the sink, which is all that it has to know of it. No scores are stored.
+    The kernel runs without the sink and returns the log-sum-exp of each row, which gives the factor that adds the sink
+    to the output. The kernel's backward pass then gets the output and log-sum-exp with the sink. No scores are stored.
 
     Args:
         q, k, v: queries, keys and values.
-        sinks: the score of each head.
-        context: how other GPUs' keys and values are reached where rules cut `act_length`: `all_gather` or `ring`.
-            A window's are few, and come from the neighbours.
-        window: how many keys a query sees, its own and those before it; None is all of them.
-        order: of the tokens, as in `causal_attention`.
+        sinks: the sink's score in each head.
+        context: how a GPU gets other GPUs' keys and values where rules cut `act_length`: `all_gather` or `ring`.
+            With a window only the neighbours send keys and values.
+        window: how many keys a query sees: its own and those before it. None means all of them.
+        order: order of the tokens, as in `causal_attention`.
 
     Raises:
         ConfigError: rules cut `act_length`, and `context` is `ulysses`, or sizes do not divide.
@@ -245,7 +245,7 @@ def sink_attention(
 
 
 def _whole_kernels(q: Queries, k: Keys, v: Keys, window: int | None) -> Kernels:
-    """The passes of attention where every GPU has the whole length of its own batch and heads."""
+    """Return the forward and backward pass of attention where every GPU has the whole length of its batch and heads."""
     whole, rows = ("act_batch", None, "act_heads", None), ("act_batch", "act_heads", None)
     fused = attention_implementation() == "cudnn" and _cudnn_takes(q, v)
     how = {"causal": True, "implementation": "cudnn" if fused else "xla", "window": window}
@@ -259,7 +259,7 @@ def _whole_kernels(q: Queries, k: Keys, v: Keys, window: int | None) -> Kernels:
 def _with_sinks(
     q: Queries, k: Keys, v: Keys, sinks: Float[Array, " heads"], forward: Callable, backward: Callable
 ) -> Queries:
-    """The attention with its own backward pass, whose residuals are q, k, v, the output and the log-sum-exp."""
+    """Run attention with a custom backward pass, whose residuals are q, k, v, sinks, the output and log-sum-exp."""
 
     def save(q, k, v, sinks):
         out, lse = forward(q, k, v)
@@ -281,7 +281,7 @@ def _with_sinks(
 
 
 def _divides(q: Queries, k: Keys) -> bool:
-    """Whether every GPU has the same number of sequences, of heads and of their keys' heads."""
+    """Return whether every GPU has the same number of sequences, query heads and key heads; False without a scope."""
     scope = current_scope()
     if scope is None:
         return False
@@ -290,7 +290,7 @@ def _divides(q: Queries, k: Keys) -> bool:
 
 
 def _on_each_gpu(fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-    """`shard_over` of a function with several results."""
+    """Return fn sharded as by `shard_over`, for a function with several results."""
     scope = current_scope()
     assert scope is not None
     spec_of = lambda axes: partition_spec(scope.rules.spec_for(axes, kind="activations"))
@@ -303,14 +303,14 @@ def _on_each_gpu(fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[
 
 
 def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):
-    """Attention of the named kind over the mesh axes of the scope's rules."""
+    """Return the context-parallel attention function for the mesh axes of the scope's rules."""
     cut = _layout_of(q, k)
     options = {} if context == "ulysses" else {"balanced": order.balanced}
     return partial(CONTEXTS[context], mesh=cut.mesh, axis=cut.length, batch=cut.batch, heads=cut.heads, **options)
 
 
 def _layout_of(q: jax.Array, k: jax.Array) -> ContextLayout:
-    """How the scope's rules cut queries and keys, less what does not divide."""
+    """Return how the scope's rules cut queries and keys, without axes that do not divide a dim."""
     scope = current_scope()
     assert scope is not None
     batch, length, heads, _ = scope.rules.spec_for(HEAD_AXES, kind="activations")
@@ -321,7 +321,7 @@ def _layout_of(q: jax.Array, k: jax.Array) -> ContextLayout:
 
 
 def _length_layout() -> ContextLayout | None:
-    """How rules cut `act_length`, or how it is cut already in a pipeline; None if not at all, or outside of a scope."""
+    """Return how rules cut `act_length`, or how a pipeline has cut it; None if it is whole, or outside of a scope."""
     scope = current_scope()
     if scope is None:
         return None
@@ -331,7 +331,7 @@ def _length_layout() -> ContextLayout | None:
 
 
 def _stays_whole(context: str, length: int, layout: ContextLayout) -> bool:
-    """Whether a length that does not divide is simply not cut: `all_gather` needs no cut to be right."""
+    """Return whether the length stays whole since the axes do not divide it: `all_gather` is correct without a cut."""
     return context == "all_gather" and layout.pieces(layout.length) > 1 and length % (2 * layout.ways) != 0
 
 
@@ -343,7 +343,7 @@ def _spec(x: jax.Array, logical_axes: tuple[str | None, ...]):
 
 
 def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """The longest prefix of mesh axes whose product divides size: what `constrain` keeps."""
+    """Return the longest prefix of mesh axes whose product divides size; `constrain` keeps the same axes."""
     scope = current_scope()
     assert scope is not None
     for end in range(len(axes), 0, -1):
@@ -353,7 +353,7 @@ def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
 
 
 def _spread_heads(x: jax.Array, heads: int) -> jax.Array:
-    """k or v with heads repeated until the pieces of `act_heads` divide them, so that each GPU holds those it needs."""
+    """Repeat the heads of k or v until `act_heads` cuts them evenly, so that each GPU holds the heads it needs."""
     scope = current_scope()
     pieces = scope.shard_count("act_heads") if scope else 1
     kv_heads = x.shape[2]
@@ -364,9 +364,10 @@ def _spread_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 def _cudnn_takes(q: jax.Array, v: jax.Array) -> bool:
-    """Whether cuDNN's fused attention supports the shape, with heads that every GPU has the same number of.
+    """Return whether cuDNN's fused attention supports the shape and dtype, and every GPU has equally many heads.
 
-    Heads of up to 128; and from Hopper on DeepSeek's of 192 with values of 128, forward and backward (cuDNN 9.10).
+    cuDNN 9.10 supports head sizes up to 128. From Hopper on it also supports DeepSeek's 192 with values of 128. Both
+    hold forward and backward.
     """
     scope = current_scope()
     pieces = scope.shard_count("act_heads") if scope else 1

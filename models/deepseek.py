@@ -1,20 +1,21 @@
-"""DeepSeek-V3 as a Flax nnx module: a mixture of experts (`models.moe`) with latent attention, many small experts that
-a token chooses in groups by sigmoid scores, and a bias that keeps them evenly loaded (DeepSeek-AI, 2024, arXiv
+"""DeepSeek-V3 as a Flax nnx module: a mixture of experts (`models.moe`) with latent attention and many small experts. A
+token chooses them in groups by sigmoid scores, and a bias keeps them evenly loaded (DeepSeek-AI, 2024, arXiv
 2412.19437).
 
 An experiment names it `models.deepseek:DeepSeek` with a preset, and `[train] loss = "models.moe:next_token_loss"`,
-which adds the loss of each sequence's balance.
+which adds the balance loss of each sequence.
 
-**Balance.** The bias of an expert is added to its score where experts are chosen, and nowhere else. A step moves it by
-`balance_step`, down where the expert had more than its even share of the step's choices, and up where it had less. It
-is a parameter without a gradient of its own: what stands in the gradient's place is the load beyond an even one, so
-that it is summed over micro-batches, replicas and stages like gradients. `sign_step` in its metadata makes the training
-step keep it from the optimizer and go by the sign alone (`meshkit.step.train_step.sign_steps`).
+**Balance.** The bias of an expert is added to its score only for the choice of experts. A step moves the bias by
+`balance_step`: down if the expert had more than its even share of the step's choices, up if it had less. The bias is a
+parameter without a gradient of its own. In place of the gradient, the backward pass returns the load beyond an even
+load, which is then summed over micro-batches, replicas and stages like gradients. `sign_step` in the bias's metadata
+makes the training step move the bias by the sign of that sum, without the optimizer
+(`meshkit.step.train_step.sign_steps`).
 
 **Multi-token prediction** (section 2.2). With `mtp_depth` = D, training adds D modules behind the layers. Module k
 turns the hidden state of position i and the embedding of token i + k into the hidden state from which the shared output
-head predicts token i + k + 1. The first hidden state is normalized as for the head, as vLLM and SGLang give it to the
-published module (`DeepseekV2Model.forward` in their `deepseek_v2.py`). Evaluation and logits do without the modules.
+head predicts token i + k + 1. The input of module 1 is normalized as for the head, as in vLLM and SGLang
+(`DeepseekV2Model.forward` in their `deepseek_v2.py`). Evaluation and logits do not use the modules.
 """
 
 from __future__ import annotations
@@ -68,22 +69,24 @@ LATENT_AXES = ("act_batch", "act_length", None)
 
 @dataclass(frozen=True)
 class DeepSeekConfig(MoeConfig):
-    """The shape of a DeepSeek-V3; `mlp` is the width of one expert, `head_dim` the part of a head without positions.
+    """The shape of a DeepSeek-V3.
+
+    `mlp` is the width of one expert, `head_dim` the size of a head's part without rotary positions.
 
     Attributes:
-        query_rank, kv_rank: width of the latents that queries, and keys and values, are made from.
-        rope_dim: the part of a head with rotary positions, of which keys have one for all heads.
-        value_dim: of a head of values.
-        groups, groups_per_token: groups of neighbouring experts, and how many of them a token's experts come from.
-        routed_scale: on the sum of the chosen experts, whose weights add up to one.
-        balance_step: of the bias at each step, see the module.
-        yarn_factor: context beyond `yarn_length`, by which slow rotary frequencies are divided (Peng et al., 2023);
+        query_rank, kv_rank: widths of two latents: one makes the queries, the other makes keys and values.
+        rope_dim: size of a head's part with rotary positions; all heads share this part of the keys.
+        value_dim: size of a head of values.
+        groups, groups_per_token: number of groups of neighbouring experts, and in how many groups a token may choose.
+        routed_scale: factor on the weights of the chosen experts, which add up to one before.
+        balance_step: how far a step moves the bias, see the module's docstring.
+        yarn_factor: longest sequence over `yarn_length`; slow rotary frequencies are divided by it (Peng et al., 2023).
             1 is plain rotary positions.
-        yarn_length: tokens that the frequencies were made for.
+        yarn_length: sequence length, in tokens, that the undivided frequencies were made for.
         yarn_fast, yarn_slow: rotations over `yarn_length` above which a frequency stays, and below which it is divided.
         yarn_scale: attention's scores are multiplied by (1 + yarn_scale ln(yarn_factor) / 10) squared.
-        mtp_depth: modules for multi-token prediction, `num_nextn_predict_layers` of config.json.
-        mtp_weight: of the mean of their losses; the report has 0.3 for the first 10 trillion tokens, then 0.1.
+        mtp_depth: number of modules for multi-token prediction, `num_nextn_predict_layers` of config.json.
+        mtp_weight: weight of the mean of their losses; the report has 0.3 for the first 10 trillion tokens, then 0.1.
     """
 
     query_rank: int = 1536
@@ -124,7 +127,7 @@ class DeepSeekConfig(MoeConfig):
 
     @property
     def dense(self) -> DeepSeekConfig:
-        """The layers without experts."""
+        """Config of the layers without experts."""
         width = self.dense_mlp or self.mlp * (self.experts_per_token + self.shared_experts)
         return dataclasses.replace(self, layers=self.dense_layers, mlp=width)
 
@@ -134,8 +137,8 @@ class DeepSeekConfig(MoeConfig):
         return (1.0 + 0.1 * self.yarn_scale * math.log(max(1.0, self.yarn_factor))) ** 2
 
 
-# Sizes, and the loss of a sequence's balance: sections 4.2 and 2.1.2 of the report, and config.json of
-# deepseek-ai/DeepSeek-V3 on Hugging Face, whose positions reach over 40 x 4096 tokens.
+# Sizes and the weight of the balance loss are from sections 4.2 and 2.1.2 of the report and from config.json of
+# deepseek-ai/DeepSeek-V3 on Hugging Face, whose positions cover 40 x 4096 tokens.
 _YARN = {"rope_theta": 10_000.0, "yarn_factor": 40.0}
 _BALANCE = {"load_balance_weight": 1e-4, "norm_eps": 1e-6, "shared_experts": 1, "routed_scale": 2.5}
 PRESETS = {
@@ -151,7 +154,7 @@ PRESETS = {
 
 
 def frequencies(c: DeepSeekConfig) -> Float[Array, " half"]:
-    """Radians a token of each pair of rotary dims, fp32: by YaRN where `yarn_factor` is above 1."""
+    """Return the fp32 frequency of each pair of rotary dims, in radians a token; YaRN if `yarn_factor` is above 1."""
     half = c.rope_dim // 2
     plain = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     yarn = Yarn(c.yarn_factor, c.yarn_length, c.yarn_fast, c.yarn_slow, truncate=True)
@@ -161,9 +164,9 @@ def frequencies(c: DeepSeekConfig) -> Float[Array, " half"]:
 def rotate_pairs(
     x: Float[Array, "batch length heads rope"], frequency: Float[Array, " half"], positions: Int[Array, " length"]
 ) -> Float[Array, "batch length heads rope"]:
-    """x with its neighbouring dims turned in pairs; of the result the first members come first, then the second ones.
+    """Rotate pairs of neighbouring dims of x. The result has the first dims of all pairs, then the second dims.
 
-    Queries and keys alike, so that their products are those of turned pairs.
+    Queries and keys are reordered alike, so the reordering does not change their dot products.
     """
     angle = positions.astype(jnp.float32)[:, None, None] * frequency
     first, second = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
@@ -172,14 +175,14 @@ def rotate_pairs(
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention: queries, and keys and values, of all heads are made from two small latents."""
+    """Multi-head latent attention: one small latent makes the queries of all heads, another their keys and values."""
 
     def __init__(self, c: DeepSeekConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         linear = partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
         norm = partial(RMSNorm, eps=c.norm_eps, stack=c.layers, axis="embed", rngs=rngs)
         heads = {"heads": c.heads}
         self.config, self.context = c, context
-        # Latents are what rules call `embed`: that cuts their kernels as the others are cut.
+        # Kernels and norms that read a latent name its dim `embed`, so that rules cut them like the others.
         self.query_down = linear("query_down", {"embed": c.embed}, {"latent": c.query_rank})
         self.query_norm = norm(c.query_rank)
         self.query_up = linear("query_up", {"embed": c.query_rank}, heads | {"head_dim": c.head_dim + c.rope_dim})
@@ -207,7 +210,7 @@ class LatentAttention(nnx.Module):
 
 
 class BalancedRouter(Router):
-    """Scores of the experts, and the bias that balances them."""
+    """A router with the bias that balances the experts' load."""
 
     def __init__(self, c: DeepSeekConfig, *, rngs: nnx.Rngs):
         super().__init__(c, rngs=rngs)
@@ -216,7 +219,7 @@ class BalancedRouter(Router):
 
 
 class BalancedMlp(MoeMlp):
-    """Router, experts and shared experts; a token's experts are chosen by sigmoid scores and the experts' bias."""
+    """Router, experts and shared experts; a token chooses experts by their sigmoid scores plus their bias."""
 
     router_class = BalancedRouter
 
@@ -237,7 +240,7 @@ class BalancedMlp(MoeMlp):
 
 @jax.custom_vjp
 def _steered(weights: jax.Array, bias: jax.Array, excess: jax.Array) -> jax.Array:
-    """The weights; in the place of the bias's gradient stands the excess."""
+    """Return the weights; the backward pass returns the excess as the gradient of the bias."""
     del bias, excess
     return weights
 
@@ -256,16 +259,17 @@ _steered.defvjp(_steered_forward, _steered_backward)
 def sequence_balance(
     shares: Float[Array, "batch length experts"], chosen: Float[Array, "batch length k experts"]
 ) -> Float[Array, ""]:
-    """How evenly each sequence loads the experts, a mean over the sequences; 1 when even (equations 17 to 20).
+    """Return how evenly sequences load the experts, as a mean over the sequences; 1 when even (equations 17 to 20).
 
-    E sum_e f_e P_e, with f_e the share of a sequence's choices that fell on expert e and P_e the mean of its shares.
+    A sequence's value is E sum_e f_e P_e, where E is the number of experts, f_e the share of the sequence's choices
+    that went to expert e, and P_e the mean of the expert's `shares`.
     """
     means = jnp.mean(chosen, axis=(1, 2)), jnp.mean(shares, axis=1)
     scope = current_scope()
     cut = scope.manual_axes("act_length") if scope else ()
     f, p = jax.lax.pmean(means, cut) if cut else means
     balance = shares.shape[-1] * jnp.mean(jnp.sum(f * p, axis=-1))
-    # Sequences of unequal weight: the mean is over all of the micro-batch, as without a pipeline.
+    # GPUs whose sequences differ in weight still use one mean over the micro-batch, as without a pipeline.
     shared = tuple(axis for axis in axes_of_shared_tokens() if axis not in cut)
     return jax.lax.pmean(balance, shared) if shared else balance
 
@@ -283,13 +287,13 @@ class LatentMoeBlock(MoeBlock):
 
 
 class TokenPredictors(nnx.Module):
-    """The modules for multi-token prediction, stacked; embedding and output head are the model's."""
+    """The stacked modules for multi-token prediction; they share the model's embedding and output head."""
 
     def __init__(self, c: DeepSeekConfig, context: str, *, rngs: nnx.Rngs):
         stack = c.mtp_depth
         norm = partial(RMSNorm, c.embed, eps=c.norm_eps, stack=stack, rngs=rngs)
         self.embedding_norm, self.hidden_norm = norm(), norm()
-        # Its outputs are no `embed` to the rules: that may cut one dim of a kernel only.
+        # The output dim is not named `embed`: rules may cut only one dim of a kernel by that name.
         self.join = Projection("join", {"embed": 2 * c.embed}, {"latent": c.embed}, stack=stack, rngs=rngs)
         self.block = LatentMoeBlock(dataclasses.replace(c, layers=stack), context, rngs=rngs)
         self.norm = norm()
@@ -303,7 +307,7 @@ class TokenPredictors(nnx.Module):
 class DeepSeek(Moe):
     """A DeepSeek-V3: int32 tokens [batch, length] -> logits [batch, length, vocab].
 
-    Args are those of `models.moe.Moe`, with PRESETS and DeepSeekConfig of this module.
+    Args are those of `models.moe.Moe`, but presets and fields are those of PRESETS and DeepSeekConfig in this module.
     """
 
     dense_block, expert_block = LatentBlock, LatentMoeBlock
@@ -314,9 +318,9 @@ class DeepSeek(Moe):
             self.mtp = TokenPredictors(self.config, self.context, rngs=rngs)
 
     def further_loss(self, x: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
-        """Return the weighted loss of multi-token prediction with the balance of its layers, and `mtp_loss`.
+        """Return the weighted loss of multi-token prediction plus its layers' balance loss, and the metric `mtp_loss`.
 
-        A position's loss weighs as much as the token that it predicts; the last positions have no such token.
+        A position's loss has the weight of the token that it predicts. The last positions predict no token and weigh 0.
         """
         c = cast(DeepSeekConfig, self.config)
         if not c.mtp_depth:
@@ -337,28 +341,31 @@ class DeepSeek(Moe):
 
     @staticmethod
     def make_config(preset: str, **overrides) -> DeepSeekConfig:
-        """A preset with some fields replaced; raises ValueError for what a DeepSeek has not."""
+        """Return a preset with some fields replaced; raise ValueError for an option that a DeepSeek does not have."""
         return make_config(preset, PRESETS, OF_LLAMA | {"kv_heads", "qk_norm"}, "DeepSeek", **overrides)
 
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention that multiply activations."""
+        """Return the number of parameters of one layer's attention that multiply activations."""
         c = cast(DeepSeekConfig, self.config)
         down = c.embed * (c.query_rank + c.kv_rank + c.rope_dim)
         up = c.query_rank * (c.head_dim + c.rope_dim) + c.kv_rank * (c.head_dim + c.value_dim)
         return down + c.heads * (up + c.value_dim * c.embed)
 
     def matmul_parameters(self) -> int:
-        """N of 6 N tokens, which counts the head again for each module of multi-token prediction."""
+        """Return N of the model's 6 N tokens FLOP; the head counts again for each module of multi-token prediction."""
         c = cast(DeepSeekConfig, self.config)
         module = self.active_parameters() + c.embed * (2 * c.embed + c.vocab)
         return super().matmul_parameters() + c.mtp_depth * module
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `DeepseekV3ForCausalLM`."""
+        """Return how the parameters correspond to those of Hugging Face's `DeepseekV3ForCausalLM`."""
         return deepseek_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of 12 L heads head_dim T tokens: half of it for scores, half for values."""
+        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T.
+
+        Half of the FLOP are for scores and half for values, so head_dim is the mean of the two head sizes.
+        """
         layers, heads, _ = super().attention_shape()
         c = cast(DeepSeekConfig, self.config)
         return layers + c.mtp_depth, heads, (c.head_dim + c.rope_dim + c.value_dim) // 2

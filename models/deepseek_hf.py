@@ -1,8 +1,9 @@
-"""Hugging Face's layout of DeepSeek-V3: names of tensors and config keys; `models.hf` has what all models share.
+"""Hugging Face's layout of DeepSeek-V3: names of tensors and config keys. `models.hf` has what all models share.
 
-Files have their rotary dims in pairs, as `models.deepseek` turns them, so nothing is permuted. The modules for
-multi-token prediction are layers behind the last one, with copies of the embedding and the head. A model without
-`mtp_depth` does not read them; config.json asks for none, since transformers keeps its key and drops their weights.
+Files store rotary dims in pairs, and `models.deepseek` rotates pairs, so nothing is permuted. The modules for
+multi-token prediction are layers after the last one, with copies of the embedding and the head. A model without
+`mtp_depth` does not read them. `read_options` sets no `mtp_depth`: transformers keeps its key in config.json, but drops
+the weights of the modules.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KEYS = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
 }
-# What our model does not do: key -> the values by which it is not asked for.
+# Features that our model does not have: key of config.json -> the values that do not ask for the feature.
 _UNSUPPORTED = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
@@ -50,7 +51,7 @@ _UNSUPPORTED = {
     "moe_layer_freq": (1, None),
     "rope_interleave": (True, None),
 }
-# Option of ours -> key of the table of rotary positions, and what transformers takes where it is left out.
+# Option of ours -> key of the table of rotary positions, and transformers' default for that key.
 _YARN = {
     "yarn_factor": ("factor", None),
     "yarn_length": ("original_max_position_embeddings", None),
@@ -59,7 +60,7 @@ _YARN = {
     "yarn_scale": ("mscale_all_dim", None),
 }
 
-_HEADS = {  # of a layer's attention: parameter -> (tensor, dims in the file, dims of ours)
+_HEADS = {  # a layer's attention: parameter -> (tensor, dims in the file, our dims)
     "query_down/kernel": ("q_a_proj", "query_rank embed", "embed query_rank"),
     "query_norm/scale": ("q_a_layernorm", "query_rank", "query_rank"),
     "query_up/kernel": ("q_b_proj", "(heads query_dim) query_rank", "query_rank heads query_dim"),
@@ -81,7 +82,7 @@ _MTP = tuple(
 
 
 def deepseek_layout(config: Any) -> Layout:
-    """Layout of `DeepseekV3ForCausalLM` for a DeepSeekConfig.
+    """Return the layout of `DeepseekV3ForCausalLM` for a DeepSeekConfig.
 
     Raises:
         ConfigError: the model has no shared expert, which DeepSeek-V3 always has.
@@ -126,7 +127,7 @@ def deepseek_layout(config: Any) -> Layout:
 
 
 def _layers(path: str, count: str, first: int) -> tuple[Row, ...]:
-    """Rows of attention and norms of some layers, and of the feed-forward block of those without experts."""
+    """Return the rows of some layers' attention and norms; for `prefix`, also those of the feed-forward block."""
     layer = f"model.layers.{{{count}}}."
     rows = {"attention_norm/scale": ("input_layernorm", "embed", "embed")}
     rows |= {"mlp_norm/scale": ("post_attention_layernorm", "embed", "embed")}
@@ -145,7 +146,7 @@ def _swiglu(prefix: str, width: str) -> dict[str, tuple[str, str, str]]:
 
 
 def _moe(path: str, count: str, first: int, fused: bool) -> tuple[Row, ...]:
-    """Rows of router and experts of some layers; `fused` are the names that transformers 5 has in memory."""
+    """Return the rows of some layers' router and experts; `fused` takes the names that transformers 5 has in memory."""
     mlp = "model.layers.{layers}.mlp."
     rows = [*(FUSED_EXPERTS if fused else QWEN_EXPERTS)]
     rows += [Row("layers/moe/router/bias", mlp + "gate.e_score_correction_bias", "experts", "layers experts")]
@@ -162,7 +163,7 @@ def _moe(path: str, count: str, first: int, fused: bool) -> tuple[Row, ...]:
 
 
 def _written(c: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model."""
+    """Return the config.json of a model."""
     written = {key: harmless[0] for key, harmless in _UNSUPPORTED.items()}
     written |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     written |= {"num_nextn_predict_layers": c.mtp_depth}
@@ -177,7 +178,7 @@ def _written(c: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `DeepSeek` that a config.json amounts to.
+    """Return the options of `DeepSeek` that correspond to a config.json.
 
     Raises:
         ConfigError: it is of another architecture, or asks for what our model does not do.
@@ -206,7 +207,7 @@ def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(table: Any) -> dict[str, Any]:
-    """`rope_theta` if the table has it, and our options of YaRN."""
+    """Return our options of YaRN, and `rope_theta` if the table has it."""
     kind = table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else table
     if kind not in ("default", "yarn"):
         raise ConfigError(f"rotary positions of type {_show(kind)} are not plain or YaRN's, which our model has.")

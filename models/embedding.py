@@ -24,21 +24,22 @@ def lookup(
     axis: str | None = None,
     one_hot: bool = False,
 ) -> Float[Array, "batch length embed"]:
-    """Rows of a table, in `dtype`; the gradient is scattered, and reduced, in fp32.
+    """Return rows of a table, in `dtype`. The gradient is scattered and reduced in fp32.
 
-    Always in fp32, since a frequent token adds up thousands of rows, more than bf16 can count.
+    A frequent token adds up thousands of rows of the gradient, which is more than bf16 can count.
 
-    The table is gathered over whatever shards `embed` and stays cut over `act_vocab`, which the partitioner turns into
-    a masked look-up and one all-reduce. Left to itself it would replicate the batch instead.
+    The table is gathered over the axes that shard `embed` and stays cut over `act_vocab`. The partitioner turns this
+    into a masked look-up and one all-reduce. Without these constraints it would replicate the batch.
 
     Args:
-        table: whole, or one stage's part of the rows in a pipeline.
-        tokens: which rows.
-        dtype: of the result.
-        vocab: rows of the whole table; None where this is it.
-        axis: of the pipeline, whose stages then give each row by one all-reduce.
-        one_hot: multiply the table by one-hot ids instead: 4 vocab embed FLOP more a token, forward and backward, and
-            a gradient without a scatter, reduced as any weight's. MaxText's `use_iota_embed`, Praxis' `lookup_style`.
+        table: the whole table or, in a pipeline, the rows of one stage.
+        tokens: indices of the rows.
+        dtype: dtype of the result.
+        vocab: number of rows of the whole table; None if `table` is whole.
+        axis: the pipeline's mesh axis; if stages hold parts of the table, one all-reduce over it collects the rows.
+        one_hot: multiply one-hot ids by the table instead. That costs 4 vocab embed FLOP more a token, forward and
+            backward. The gradient needs no scatter and is reduced like a weight's. MaxText calls this
+            `use_iota_embed`, Praxis `lookup_style`.
     """
     if vocab is not None and table.shape[0] < vocab:
         assert axis is not None
@@ -49,7 +50,7 @@ def lookup(
     if one_hot:
         chosen = constrain(jax.nn.one_hot(tokens, table.shape[0], dtype=dtype), "act_batch", "act_length", "act_vocab")
         return constrain(project(chosen, table, 1, dtype), "act_batch", "act_length", "act_embed")
-    # The backward pass is traced outside of the sharding scope, so what it needs of the scope is taken here.
+    # The backward pass is traced outside of the sharding scope, so the scatter takes its axes from the scope here.
     scatter = _scatter_shards(table.shape, tokens.shape) or partial(_scatter_rows, table.shape)
     return _lookup(table, tokens, dtype, scatter)
 
@@ -57,7 +58,7 @@ def lookup(
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table: jax.Array, tokens: jax.Array, dtype, scatter: Callable) -> jax.Array:
     rows = constrain(table.astype(dtype), "act_vocab", None)[tokens]
-    # Whole along length first: asked for pieces at once, the partitioner gathers the table.
+    # Constrained to the whole length first: if asked for pieces of it at once, the partitioner gathers the table.
     return constrain(rows, "act_batch", "act_length", "act_embed")
 
 
@@ -71,17 +72,17 @@ def _lookup_backward(dtype, scatter, residuals, g):
 
 
 def _scatter_rows(shape: tuple[int, ...], tokens: jax.Array, g: jax.Array) -> jax.Array:
-    """[vocab, embed] fp32 sums of the rows of g by token; tokens outside of the table are dropped."""
+    """Return [vocab, embed] fp32 sums of the rows of g by token; tokens outside of the table are dropped."""
     return jnp.zeros(shape, jnp.float32).at[tokens].add(g.astype(jnp.float32), mode="drop")
 
 
 def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable | None:
-    """`_scatter_rows` by hand on each GPU's shards; None where the partitioner does as well, or a dim does not divide.
+    """Return `_scatter_rows` for each GPU's shards; None where the partitioner does as well, or a dim does not divide.
 
-    The axes that cut embed move from the rows (batch, length) to the columns in one all-to-all, and the token ids are
-    gathered over them; each GPU then scatters the rows of all of them into its own columns and its own part of the
-    vocabulary. The partitioner, left to itself, gathers the whole batch on every GPU as soon as the vocabulary is cut,
-    the length is, or the batch is by more axes inside of those that cut embed.
+    One all-to-all moves the axes that cut embed from the rows (batch, length) to the columns, and the token ids are
+    gathered over these axes. Each GPU then scatters the rows it received into its own columns and its own part of the
+    vocabulary. The partitioner alone would gather the whole batch on every GPU if the vocabulary or the length is cut,
+    or if the innermost axes of the batch are not those that cut embed.
     """
     scope = current_scope()
     if scope is None:

@@ -1,17 +1,18 @@
-"""Matmuls of the linear layers in fp8: e4m3 forward, e5m2 for what flows back; the quantization is flax's `fp8_ops`.
+"""Matmuls of the linear layers in fp8: e4m3 in the forward pass, e5m2 for gradients. flax's `fp8_ops` quantizes.
 
-Every tensor has one scale, its largest absolute value over fp8's largest number, taken from the tensor itself just
-before it is cast (*current* scaling). So there is no state: nothing to carry through scans, recomputation,
-micro-batches or checkpoints, and nothing stale after a resume or a jump of the loss. The price is one more pass over
-each tensor and, where it is cut over the mesh, an all-reduce of one number.
+Every tensor has one scale: its largest absolute value over fp8's largest number, computed from the tensor itself just
+before the cast (*current* scaling). So there is no state to carry through scans, recomputation, micro-batches or
+checkpoints, and no scale is stale after a resume or a jump of the loss. The price is one more pass over each tensor
+and, where the tensor is cut over the mesh, an all-reduce of one number.
 
-Hopper's tensor cores keep 14 bits of a sum. Forward that is enough; gradients, of weights over all tokens, are promoted
-to fp32 on the way, as in flax, Transformer Engine and torchao (DeepSeek-V3, 2412.19437, 3.3.2, has the errors). It
-takes those matmuls up to 10 % longer there; Blackwell sums in fp32.
+Hopper's tensor cores keep 14 bits of a sum, which is enough in the forward pass. In the backward pass, where gradients
+of weights sum over all tokens, partial sums are promoted to fp32, as in flax, Transformer Engine and torchao
+(DeepSeek-V3, 2412.19437, 3.3.2, has the errors). Hopper needs up to 10 % longer for these matmuls. Blackwell sums in
+fp32 anyway.
 
-The embedding's look-up has no matmul; norms, rotary positions and attention scores need more than three bits of
-mantissa; the output head stays in bf16 since its rounding goes into the loss undamped (Peng et al., 2023; Micikevicius
-et al., 2022, leave out the same).
+These parts do not use fp8, and Peng et al., 2023, and Micikevicius et al., 2022, leave out the same: the embedding's
+look-up has no matmul. Norms, rotary positions and attention scores need more than three bits of mantissa. The output
+head stays in bf16, since its rounding errors enter the loss undamped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jax import lax
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _PROMOTED = lax.Precision.HIGHEST
-_SMALLEST = 2.0**-100  # of a largest absolute value: 448 over it is still finite in fp32
+_SMALLEST = 2.0**-100  # lower bound on a tensor's largest absolute value: 448 over it is still finite in fp32
 
 
 class Scaled(NamedTuple):
@@ -39,7 +40,7 @@ class Scaled(NamedTuple):
 
 
 def quantize(x: jax.Array, dtype) -> Scaled:
-    """x in fp8 under a scale that puts its largest absolute value on fp8's largest number.
+    """Return x in fp8, with a scale that maps its largest absolute value to fp8's largest number.
 
     A tensor with an infinity or a NaN becomes all NaN: clipping it would hide that the run has diverged.
     """
@@ -51,13 +52,13 @@ Layout = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Layouts:
-    """How activations lie over the mesh, as functions that constrain them; each leaves an array alone by default.
+    """How activations lie over the mesh, as functions that constrain an array; the default changes nothing.
 
     Attributes:
-        inputs: of the input as it comes, and of its gradient.
-        multiplied: of the input as it is multiplied: what lies between the two is moved in fp8.
-        outputs: of the outputs.
-        gradients: of the outputs' gradients as they are multiplied, where the partitioner does not find it.
+        inputs: layout in which the input arrives, and of its gradient.
+        multiplied: layout of the input in the matmul; the move from `inputs` to this layout is in fp8.
+        outputs: layout of the outputs.
+        gradients: layout of the outputs' gradients in the matmul, where the partitioner does not find it by itself.
     """
 
     inputs: Layout = lambda x: x
@@ -72,13 +73,13 @@ AS_THEY_COME = Layouts()
 def project_each(
     x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
 ) -> tuple[jax.Array, ...]:
-    """x contracted with each kernel over its first `contracted` dims; a weight's gradient is of its kernel's dtype.
+    """Contract x with each kernel over the kernel's first `contracted` dims; gradients have the dtype of their kernel.
 
-    The kernels have one scale, and so have the gradients of their outputs.
+    All kernels share one scale, and all gradients of their outputs share another, as if the kernels were one. So the
+    gradients of x add up before they are scaled, and are reduced over the mesh once.
 
-    As if the kernels were one: the gradients of x then add up before they are scaled, and are reduced over the mesh
-    once. The kernels are quantized outside of the custom_vjp: the backward pass shares their fp8 form, and where FSDP
-    cuts them, fp8 is what the all-gather moves. The input is kept for the backward pass in fp8 as well.
+    The kernels are quantized outside of the custom_vjp: the backward pass shares their fp8 form and, where FSDP cuts
+    them, the all-gather moves fp8. The input is also kept for the backward pass in fp8.
     """
     quantized = jax.tree.map(lax.stop_gradient, _quantize_alike(kernels, FORWARD))
     return _project(x, tuple(kernels), quantized, contracted, jnp.dtype(out_dtype), layouts)
@@ -94,7 +95,7 @@ def _project_forward(x, kernels, quantized, contracted, out_dtype, layouts):
     scaled = Scaled(layouts.multiplied(layouts.inputs(scaled.values)), scaled.scale)
     dims = range(x.ndim - contracted, x.ndim)
     products = [_dot(scaled.values, k.values, dims, range(contracted), out_dtype) for k in quantized]
-    # Laid out before it is scaled: a reduce-scatter must follow the matmul itself.
+    # The product gets its layout before it is scaled: a reduce-scatter must follow the matmul itself.
     outputs = [_scale(layouts.outputs(p), scaled.scale * k.scale) for p, k in zip(products, quantized)]
     likes = jnp.zeros((), x.dtype), [jnp.zeros((), k.dtype) for k in kernels]
     return tuple(outputs), (scaled, quantized, likes)
@@ -123,7 +124,7 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _quantize_alike(tensors: Sequence[jax.Array], dtype) -> list[Scaled]:
-    """Tensors in fp8 under the scale of the one that needs the largest."""
+    """Return the tensors in fp8, all under the largest scale that one of them needs."""
     amax = jnp.max(jnp.stack([_amax(x) for x in tensors]))
     return [_quantize(x, dtype, amax) for x in tensors]
 
@@ -139,10 +140,10 @@ def _quantize(x: jax.Array, dtype, amax: jax.Array) -> Scaled:
 
 
 def _dot(a: jax.Array, b: jax.Array, a_dims, b_dims, dtype, precision=None) -> jax.Array:
-    """The product of fp8 values, summed over the mesh in `dtype` (bf16 or fp32).
+    """Return the product of fp8 values, summed over the mesh in `dtype` (bf16 or fp32).
 
-    Before it is scaled: 448^2 times any length of sum is far below the largest bf16. Sums are promoted to fp32 as
-    `precision` says: by default a Hopper GPU adds them all up in its tensor cores.
+    The sum comes before the scale and does not overflow: 448^2 times any number of terms is far below the largest bf16.
+    By default a Hopper GPU adds all terms in its tensor cores; `precision` = `_PROMOTED` promotes partial sums to fp32.
     """
     return lax.dot_general(a, b, ((tuple(a_dims), tuple(b_dims)), ((), ())), precision, preferred_element_type=dtype)
 

@@ -2,7 +2,7 @@
 block without gate (Radford et al., 2019; Brown et al., 2020). Megatron-LM's GPT, MPT and Nemotron-4 have this shape.
 
 Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes. Matmuls have a bias only
-where `bias` says so: few numbers, but a sum over all tokens in the backward pass for each.
+with `bias`: biases are few numbers, but the backward pass sums each of their gradients over all tokens.
 An experiment names it `models.gpt:GPT` with a preset; every field of `GPTConfig` can be overridden.
 """
 
@@ -49,19 +49,19 @@ class GPTConfig:
     """The shape of a GPT.
 
     Attributes:
-        length: learned positions: the longest sequence.
+        length: number of learned positions, which is the length of the longest sequence.
         kv_heads: heads of keys and values; 0 means as many as `heads`.
         tied: the output head is the embedding table.
         attention: `fused` is one kernel; `materialized` writes the scores of every head to memory, as all frameworks
             did before FlashAttention (Dao et al., 2022).
-        bias: of every projection of the layers, as in GPT-2 and GPT-3.
+        bias: every projection of the layers has a bias, as in GPT-2 and GPT-3.
         one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
-        dropout: share of the numbers that training drops, see `models.layers.dropout`. Not of attention's
-            probabilities: `jax.nn.dot_product_attention` offers none.
-        dropout_at: `branches`, of the embeddings and of what attention and the feed-forward block add to them, as in
-            GPT-2 (`resid_pdrop`, `embd_pdrop`) and Megatron-LM (`hidden_dropout`); or `inputs`, of what enters each
-            layer, as in Praxis (`input_dropout_prob` of a repeated block).
-        scan_layers, fp32_logits: as of `models.llama.LlamaConfig`.
+        dropout: share of the numbers that training drops, see `models.layers.dropout`. Attention's probabilities are
+            not dropped: `jax.nn.dot_product_attention` has no dropout.
+        dropout_at: `branches` drops from the embeddings and from what attention and the feed-forward block add to
+            them, as in GPT-2 (`resid_pdrop`, `embd_pdrop`) and Megatron-LM (`hidden_dropout`). `inputs` drops from the
+            input of each layer, as in Praxis (`input_dropout_prob` of a repeated block).
+        scan_layers, fp32_logits: as in `models.llama.LlamaConfig`.
     """
 
     vocab: int
@@ -116,7 +116,7 @@ def _linear(c: GPTConfig, matmuls: Matmuls, rngs: nnx.Rngs) -> Callable[..., Pro
 
 
 class Attention(nnx.Module):
-    """Causal self-attention over positions that are in the activations already."""
+    """Causal self-attention that adds no positions: the embeddings have them."""
 
     def __init__(self, c: GPTConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         embed, linear = {"embed": c.embed}, _linear(c, matmuls, rngs)
@@ -136,10 +136,10 @@ class Attention(nnx.Module):
 
 
 def materialized_attention(q: Queries, k: Keys, v: Keys) -> Queries:
-    """softmax(q k^T / sqrt(head_dim)) v under a causal mask, with scores and probabilities in memory.
+    """Return softmax(q k^T / sqrt(head_dim)) v under a causal mask, with scores and probabilities in memory.
 
-    They are stored in the dtype of q, and the softmax is computed in fp32, as in the fused softmax of Megatron-LM and
-    Transformer Engine: a pass over the scores reads and writes once. No half of the square is skipped.
+    Both are stored in the dtype of q, and the softmax is computed in fp32, as in the fused softmax of Megatron-LM and
+    Transformer Engine: a pass reads the scores once and writes them once. The masked half of them is computed too.
 
     Args:
         q: [batch, length, heads, head_dim].
@@ -156,7 +156,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _attend_kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    # The mask is made where it is used: a scan over layers keeps what is the same in all of them, at full size.
+    # The barrier keeps the mask inside the layer: a scan over layers would store a mask for all layers at full size.
     made = jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.arange(q.shape[1]), jnp.float32(-jnp.inf)
     scores, place, hidden = jax.lax.optimization_barrier(made)
     scores = scores.astype(jnp.float32) / math.sqrt(q.shape[-1])
@@ -166,7 +166,8 @@ def _attend_kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, t
 
 
 def _attend_gradients(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
-    """Of q, k, v: a row's sum of p dp is that of o do (Dao, arXiv 2307.08691), so that no pass makes it."""
+    """Return the gradients of q, k and v. A row's sum of p dp is taken as its sum of o do (Dao, arXiv 2307.08691),
+    which needs no pass over the scores."""
     q, k, v, probabilities, result = kept
     total = jnp.einsum("bqhd,bqhd->bhq", result, gradient, preferred_element_type=jnp.float32)[..., None]
     of_probabilities = jnp.einsum("bqhd,bkhd->bhqk", gradient, v).astype(jnp.float32)
@@ -213,9 +214,9 @@ class GPT(nnx.Module):
     Args:
         preset: a name in PRESETS.
         rngs: source of the initial weights.
-        dtype: of activations and matmuls; parameters are fp32.
+        dtype: dtype of activations and matmuls. Parameters are fp32.
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
-        mxfp8: they multiply in MXFP8, see `models.mxfp8`.
+        mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         context: how fused attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of GPTConfig.
@@ -243,7 +244,7 @@ class GPT(nnx.Module):
             raise ValueError(f"a GPT has no option '{unknown[0]}'. Known: {', '.join(sorted(fields))}.")
         self.config = c = dataclasses.replace(PRESETS[preset], **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat, context)
-        self.deterministic = False  # True after `eval()`, by which nnx means: not training
+        self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
         context, matmuls = check_context(context), Matmuls(fp8, mxfp8=mxfp8)
         table = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
@@ -254,7 +255,7 @@ class GPT(nnx.Module):
             self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "batch length"], key: Any = None) -> Float[Array, "batch length vocab"]:
-        """Logits; `key` is that of training's dropout."""
+        """Return logits; `key` is the random key of training's dropout."""
         key = training_key(self.config.dropout, self.deterministic, key)
         if tokens.shape[1] > self.config.length:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {self.config.length} positions of this GPT.")
@@ -287,11 +288,11 @@ class GPT(nnx.Module):
         )[0]
 
     def matmul_parameters(self) -> int:
-        """N of 6 N tokens: parameters that multiply activations; a tied table once, look-ups not."""
+        """Return N of the model's 6 N tokens FLOP: parameters of matmuls, with a tied table once and look-ups not."""
         c = self.config
         attention = c.embed * c.head_dim * 2 * (c.heads + (c.kv_heads or c.heads))
         return c.layers * (attention + 2 * c.embed * c.mlp) + c.embed * c.vocab
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
         return self.config.layers, self.config.heads, self.config.head_dim

@@ -1,9 +1,9 @@
-"""GPT-OSS as a Flax nnx module: a mixture of experts whose layers attend by turns over a sliding window and over all
-tokens, with attention sinks, biases and a clamped SwiGLU (OpenAI, 2025, arXiv 2508.10925).
+"""GPT-OSS as a Flax nnx module: a mixture of experts with attention sinks, biases and a clamped SwiGLU (OpenAI, 2025,
+arXiv 2508.10925). Its layers alternate between attention over a sliding window and over all tokens.
 
-An experiment names it `models.gpt_oss:GptOss` with a preset, and `[train] loss = "models.moe:next_token_loss"`. Two
-layers that follow each other, one with a window and one without, are one step of the scan over layers, and one layer of
-a pipeline. Embedding, head, routing of tokens and losses are `models.moe`'s.
+An experiment names it `models.gpt_oss:GptOss` with a preset, and `[train] loss = "models.moe:next_token_loss"`. A pair
+of layers, one with a window and the next without, is one step of the scan over layers and counts as one layer of a
+pipeline. Embedding, head, token routing and losses come from `models.moe`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class GptOssConfig(MoeConfig):
     """The shape of a GPT-OSS.
 
     Attributes:
-        window: how many tokens a layer with a sliding window sees, a query's own among them.
-        rope_factor, rope_original_length: of `models.attention.Yarn`.
-        swiglu_limit: where the gate and the linear part of the SwiGLU are clamped.
+        window: how many tokens a query sees in a layer with a sliding window, including its own.
+        rope_factor, rope_original_length: `factor` and `original_length` of `models.attention.Yarn`.
+        swiglu_limit: bound to which the gate and the linear part of the SwiGLU are clamped.
     """
 
     window: int = 128
@@ -46,11 +46,11 @@ class GptOssConfig(MoeConfig):
 
     @property
     def stacked(self) -> int:
-        """Pairs of layers."""
+        """Number of pairs of layers."""
         return self.layers // 2
 
 
-# config.json of openai/gpt-oss-20b and -120b on Hugging Face; a test holds the counts to table 1 of the model card.
+# config.json of openai/gpt-oss-20b and -120b on Hugging Face; a test checks the counts against table 1 of the card.
 _SHARED = {"rope_theta": 150_000.0, "experts_per_token": 4}
 PRESETS = {
     "gpt_oss_debug": GptOssConfig(256, 64, 128, 4, 4, 2, 16, window=8, rope_original_length=32, **_SHARED),
@@ -61,7 +61,7 @@ _WITHOUT = frozenset({"tied", "dropout", "qk_norm", "shared_experts", "dense_lay
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal self-attention with biases and sinks, over a window or all tokens before."""
+    """Grouped-query causal self-attention with biases and sinks, over a window or over all earlier tokens."""
 
     def __init__(self, c: GptOssConfig, context: str, *, window: int | None, rngs: nnx.Rngs):
         embed, linear = {"embed": c.embed}, partial(Projection, stack=c.stacked, bias=True, rngs=rngs)
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
 
 
 class BiasedRouter(Router):
-    """Scores of the experts for each token, in fp32, with a bias for each expert."""
+    """A router that scores the experts for each token, in fp32, with a bias for each expert."""
 
     def __init__(self, c: GptOssConfig, *, rngs: nnx.Rngs):
         super().__init__(c, rngs=rngs)
@@ -108,7 +108,7 @@ class BiasedExperts(Experts):
         self.gate_bias, self.up_bias, self.down_bias = bias("mlp", c.mlp), bias("mlp", c.mlp), bias("embed", c.embed)
 
     def layer_options(self) -> dict[str, Any]:
-        """Return the biases and the activation, as `expert_layer` takes them."""
+        """Return the biases and the activation as arguments of `expert_layer`."""
         biases = (self.gate_bias.get_value(), self.up_bias.get_value(), self.down_bias.get_value())
         return {"biases": biases, "activation": partial(clamped_swiglu, limit=self.limit)}
 
@@ -120,7 +120,7 @@ class GptOssMlp(MoeMlp):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array:
-    """gate * sigmoid(1.702 gate) * (up + 1), of a gate of at most `limit` and an up between -limit and limit."""
+    """Return gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most `limit`, up to [-limit, limit]."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 
@@ -132,7 +132,7 @@ class GptOssBlock(MoeBlock):
 
 
 class Pair(nnx.Module):
-    """Two layers: one with a sliding window, then one without. Values are the means of both."""
+    """Two layers: one with a sliding window, then one without. Routing values are means over both."""
 
     def __init__(self, c: GptOssConfig, context: str, *, rngs: nnx.Rngs):
         self.sliding = GptOssBlock(c, context, window=c.window, rngs=rngs)
@@ -150,7 +150,7 @@ class GptOss(Moe):
     Args:
         preset: a name in PRESETS.
         rngs: source of the initial weights.
-        options: `dtype` and `remat` of `models.moe.Moe`, and fields of GptOssConfig.
+        dtype, remat, options: as in `models.moe.Moe`, but fields are those of GptOssConfig.
 
     Raises:
         ValueError: no such preset or field, or sizes that do not go together.
@@ -163,13 +163,13 @@ class GptOss(Moe):
 
     @staticmethod
     def make_config(preset: str, **overrides) -> GptOssConfig:
-        """`models.moe.make_config` of the presets of this class."""
+        """Return `models.moe.make_config` for the presets of this class."""
         return make_config(preset, PRESETS, _WITHOUT, "GptOss", **overrides)
 
     def attention_windows(self) -> tuple[int, ...]:
-        """The window of each layer that has one, in tokens."""
+        """Return the window, in tokens, of each layer that has a window."""
         return (self.config.window,) * self.config.stacked
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `GptOssForCausalLM`."""
+        """Return how the parameters correspond to those of Hugging Face's `GptOssForCausalLM`."""
         return gpt_oss_layout(self.config)

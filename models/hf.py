@@ -1,7 +1,7 @@
-"""Hugging Face's layout of Llama, Mixtral, Qwen3 and GPT-OSS: names of tensors and config keys, how dims correspond.
+"""Hugging Face's layout of Llama, Mixtral, Qwen3 and GPT-OSS: tensor names, config keys and the order of dims.
 
-`Llama.hf_layout` and `Moe.hf_layout` hand these tables to `meshkit.weights.files`, which streams the
-weights. Both sides pair up the rotary dims by halves, so queries and keys need no permutation.
+`Llama.hf_layout` and `Moe.hf_layout` pass these tables to `meshkit.weights.files`, which streams the weights. Both
+formats pair rotary dims by halves, so queries and keys need no permutation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GPT_OSS_KEYS = MOE_KEYS | {"window": "sliding_window", "swiglu_limit": "swiglu_
 _KEYS = {"llama": KEYS, "mixtral": MOE_KEYS, "qwen3": KEYS, "qwen3_moe": _QWEN_MOE_KEYS}  # by model_type
 _KEYS |= {"gpt_oss": _GPT_OSS_KEYS}
 _QWEN = ("qwen3", "qwen3_moe")
-# What transformers takes a key for that config.json leaves out.
+# transformers' defaults for keys that config.json leaves out.
 _DEFAULTS = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": False},
@@ -47,7 +47,7 @@ _DEFAULTS = {
     "qwen3_moe": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "norm_topk_prob": False},
     "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "attention_bias": True, "swiglu_limit": 7.0},
 }
-# What our models do not do: key -> the values by which it is not asked for.
+# Features that our models do not have: key of config.json -> the values that do not ask for the feature.
 _UNSUPPORTED = {
     "quantization_config": (None,),
     "hidden_act": ("silu", None),
@@ -60,7 +60,7 @@ _UNSUPPORTED = {
     "norm_topk_prob": (True, None),
 }
 _UNSUPPORTED_OF = {"gpt_oss": _UNSUPPORTED | {"attention_bias": (True,), "swiglu_alpha": (1.702, None)}}
-for _ours in ("quantization_config", "sliding_window"):  # its files may be MXFP4, and every model has a window
+for _ours in ("quantization_config", "sliding_window"):  # GPT-OSS files may be MXFP4, and all have a window
     del _UNSUPPORTED_OF["gpt_oss"][_ours]
 
 _LAYER = "model.layers.{layers}."
@@ -121,7 +121,7 @@ QWEN_EXPERTS = (
     Row("layers/moe/experts/up", _OF_EXPERT + "up_proj.weight", "mlp embed", "layers experts embed mlp"),
     Row("layers/moe/experts/down", _OF_EXPERT + "down_proj.weight", "embed mlp", "layers experts mlp embed"),
 )
-# The names that transformers 5 has in memory, and writes with `save_original_format=False`.
+# Names that transformers 5 uses in memory, and writes with `save_original_format=False`.
 _GATE_UP, _STACK = _LAYER + "mlp.experts.gate_up_proj", "layers experts embed mlp"
 FUSED_EXPERTS = (
     Row("layers/moe/router/kernel", _LAYER + "mlp.gate.weight", "experts embed", "layers embed experts"),
@@ -153,12 +153,12 @@ _EXPERT_BIASES = (
     Row("layers/moe/experts/up_bias", _GATE_UP + "_bias", "experts (mlp part)", "layers experts mlp", part=(1, 2)),
     Row("layers/moe/experts/down_bias", _LAYER + "mlp.experts.down_proj_bias", "experts embed", "layers experts embed"),
 )
-_TURNED_EXPERTS = (  # gate and up take turns along the last dim
+_TURNED_EXPERTS = (  # gate and up alternate along the last dim
     Row("layers/moe/experts/gate", _GATE_UP, "experts embed (mlp part)", _STACK, part=(0, 2)),
     Row("layers/moe/experts/up", _GATE_UP, "experts embed (mlp part)", _STACK, part=(1, 2)),
     Row("layers/moe/experts/down", _LAYER + "mlp.experts.down_proj", "experts mlp embed", "layers experts mlp embed"),
 )
-_MXFP4_EXPERTS = (  # blocks lie along what a matmul contracts
+_MXFP4_EXPERTS = (  # blocks lie along the dim that a matmul contracts
     Row("layers/moe/experts/gate", _GATE_UP + MXFP4_BLOCKS, "experts (mlp part) embed", _STACK, part=(0, 2)),
     Row("layers/moe/experts/up", _GATE_UP + MXFP4_BLOCKS, "experts (mlp part) embed", _STACK, part=(1, 2)),
     Row(
@@ -168,11 +168,11 @@ _MXFP4_EXPERTS = (  # blocks lie along what a matmul contracts
         "layers experts mlp embed",
     ),
 )
-_ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in files of old versions; follows from rope_theta
+_ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in files of old versions; computed from rope_theta
 
 
 def llama_layout(config: Any) -> Layout:
-    """Layout of `LlamaForCausalLM` for a LlamaConfig; of `Qwen3ForCausalLM` where queries and keys are normalized."""
+    """Return the layout of `LlamaForCausalLM` for a LlamaConfig, or of `Qwen3ForCausalLM` if it has `qk_norm`."""
     rows = (*_COMMON, *_SWIGLU, *(() if config.tied else (HEAD,)))
     copies = {HEAD.name: "model.embed_tokens.weight"} if config.tied else {}
     if config.qk_norm:
@@ -183,7 +183,7 @@ def llama_layout(config: Any) -> Layout:
 
 
 def moe_layout(config: Any) -> Layout:
-    """Layout of `MixtralForCausalLM` for a MoeConfig; of `Qwen3MoeForCausalLM` where queries and keys are normalized.
+    """Return the layout of `MixtralForCausalLM` for a MoeConfig, or of `Qwen3MoeForCausalLM` if it has `qk_norm`.
 
     Raises:
         ConfigError: the model has shared experts, which neither has.
@@ -198,21 +198,21 @@ def moe_layout(config: Any) -> Layout:
     if config.qk_norm:
         common, experts = (*common, *_QK_NORMS), QWEN_EXPERTS
         written |= {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        written |= {"attention_bias": False, "intermediate_size": config.mlp}  # of layers without experts: none
+        written |= {"attention_bias": False, "intermediate_size": config.mlp}  # of no layer
     else:
         written |= {"model_type": "mixtral"}
     return _layout(config, (*common, *experts), written, others=((*common, *FUSED_EXPERTS),))
 
 
 def gpt_oss_layout(config: Any) -> Layout:
-    """Layout of `GptOssForCausalLM` for a GptOssConfig; experts in MXFP4 are read too, but not written."""
+    """Return the layout of `GptOssForCausalLM` for a GptOssConfig; it can read MXFP4 experts, not write them."""
     written = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu"}
     written |= {"attention_bias": True, "tie_word_embeddings": False, "layer_types": _layer_types(config.layers)}
     written |= {"router_aux_loss_coef": config.load_balance_weight}
     same = (*_COMMON, HEAD, *_PROJECTION_BIASES, _SINKS, *_ROUTER_ROWS, *_EXPERT_BIASES)
     plain, quantized = (_by_turns((*same, *experts)) for experts in (_TURNED_EXPERTS, _MXFP4_EXPERTS))
     layout = _layout(config, plain, written, others=(quantized,))
-    # As both versions of transformers read it; ours are the defaults of `models.attention.Yarn`.
+    # Both versions of transformers read this form. The constants are the defaults of `models.attention.Yarn`.
     yarn = {"rope_type": "yarn", "factor": config.rope_factor, "rope_theta": config.rope_theta, "truncate": False}
     yarn |= {"original_max_position_embeddings": config.rope_original_length, "beta_fast": 32.0, "beta_slow": 1.0}
     options = {**layout.options, "rope_factor": config.rope_factor}
@@ -226,7 +226,7 @@ def gpt_oss_layout(config: Any) -> Layout:
 
 
 def _by_turns(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows of a model whose layers are of two kinds by turns, each with a stack of its own."""
+    """Return the rows of a model whose layers alternate between two kinds, each with a stack of its own."""
     found = []
     for row in rows:
         if not row.path.startswith("layers/"):
@@ -265,7 +265,7 @@ def _layout(config: Any, rows: tuple[Row, ...], written: Mapping[str, Any], **mo
 
 
 def read_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options of `Llama`, `Moe` or `DeepSeek` that a folder's config.json amounts to.
+    """Return the options of `Llama`, `Moe` or `DeepSeek` that correspond to a folder's config.json.
 
     Raises:
         ConfigError: no config.json, another architecture, or one with a feature that our models do not have.
@@ -281,7 +281,7 @@ def read_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Our options, of a config.json that must be of one kind of model."""
+    """Return our options from a config.json, whose `model_type` must be `kind`."""
     if config.get("model_type") != kind or kind not in _DEFAULTS:
         wanted = f"'{kind}'" if kind in _DEFAULTS else " or ".join(map(repr, _DEFAULTS))
         message = f"model_type = {_show(config.get('model_type'))} is not {wanted}."
@@ -298,7 +298,7 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         _check_gpt_oss(values)
     else:
         values |= _rotary(config)
-    if values.get("num_experts") is None:  # transformers 5 calls them by Mixtral's name
+    if values.get("num_experts") is None:  # transformers 5 uses Mixtral's key
         values["num_experts"] = values.get("num_local_experts")
     if values.get("num_key_value_heads") is None and kind == "llama":
         values["num_key_value_heads"] = values.get("num_attention_heads")
@@ -308,7 +308,7 @@ def _options(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def refuse(config: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], kind: str) -> None:
-    """Stop at the first key of a config.json that has another value than those by which a feature is not asked for."""
+    """Raise ConfigError at the first key of a config.json whose value asks for an unsupported feature."""
     for key, harmless in unsupported.items():
         if config.get(key) not in harmless:
             message = f"{key} = {_show(config[key])} asks for what our {kind} does not do."
@@ -317,7 +317,7 @@ def refuse(config: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]
 
 
 def _check_gpt_oss(config: Mapping[str, Any]) -> None:
-    """Its layers take turns, and what is quantized is MXFP4."""
+    """Check that layers alternate between sliding and full attention, and that quantized weights are MXFP4."""
     layers = _size(config, "num_hidden_layers")
     types = config.get("layer_types")
     if layers % 2 or (types is not None and types != _layer_types(layers)):
@@ -330,7 +330,7 @@ def _check_gpt_oss(config: Mapping[str, Any]) -> None:
 
 
 def _yarn(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`rope_theta`, and the options of ours that say how positions are scaled; other scalings are refused."""
+    """Return `rope_theta` if the config has it, and our options of YaRN; refuse other scalings of positions."""
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     fixed = {"rope_type": "yarn", "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
     for key, wanted in fixed.items():
@@ -350,7 +350,7 @@ def _yarn(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, from where this version of transformers wrote it; scaled positions are refused."""
+    """Return `rope_theta` from the table that this version of transformers wrote; refuse scaled positions."""
     found = {}
     for key in ("rope_parameters", "rope_scaling"):
         table = config.get(key)
@@ -375,7 +375,7 @@ def _value(values: Mapping[str, Any], option: str, key: str) -> Any:
 
 
 def _positive(values: Mapping[str, Any], key: str) -> float:
-    """A positive number out of a config.json; raises ConfigError for anything else."""
+    """Return a positive number from a config.json; raise ConfigError for anything else."""
     number = values.get(key)
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e30:
         raise ConfigError(f"{key} = {_show(number)} is not a positive number.")
@@ -383,7 +383,7 @@ def _positive(values: Mapping[str, Any], key: str) -> float:
 
 
 def _size(values: Mapping[str, Any], key: str) -> int:
-    """A whole number of at least 1 out of a config.json; raises ConfigError for anything else."""
+    """Return a whole number of at least 1 from a config.json; raise ConfigError for anything else."""
     size = values.get(key)
     if type(size) is not int or size < 1:
         raise ConfigError(f"{key} = {_show(size)} is not a whole number of at least 1.")
@@ -391,17 +391,17 @@ def _size(values: Mapping[str, Any], key: str) -> int:
 
 
 def _show(value: Any) -> str:
-    """A value out of an untrusted file, as a message may show it."""
+    """Return a value from an untrusted file in a form that is safe in a message."""
     return weights.shown(value if value is None or not isinstance(value, str) else repr(value))
 
 
 def export(model: nnx.Module, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Writes a Llama, Moe or DeepSeek as a folder that `transformers` loads with `from_pretrained`.
+    """Write a Llama, Moe or DeepSeek as a folder that `transformers` loads with `from_pretrained`.
 
     Args:
-        model: with its weights, sharded in any way.
-        folder: must not exist yet, or be empty.
-        options: `dtype` and `max_shard_bytes` of `meshkit.weights.files.write_weights`; its errors.
+        model: a model with its weights, sharded in any way.
+        folder: a folder that does not exist yet, or is empty.
+        options: `dtype` and `max_shard_bytes` of `meshkit.weights.files.write_weights`, which raises its own errors.
     """
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     weights.write_weights(params, folder, model.hf_layout(), **options)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,12 +1,12 @@
 """Building blocks of the transformer models: parameters, norms and projections.
 
-Every parameter carries its logical axes as nnx metadata (`out_sharding`), every large activation is constrained by
-logical axis. A parameter may be stacked over layers: a leading `layers` dim that a scan takes apart.
+Every parameter carries its logical axes as nnx metadata (`out_sharding`), and every large activation is constrained by
+logical axes. A parameter may be stacked over layers: it then has a leading `layers` dim, over which a scan runs.
 
 **Precision rule.** A layer computes in the dtype of its activations, and the gradient of a weight is *produced*, and
-therefore reduced over the mesh, in the dtype of the weight that the layer was given. So the caller picks the precision
-of the gradient reduction by passing fp32 or bf16 weights, and the matmuls run in bf16 either way. `models.fp8`
-and `models.mxfp8` keep to the same rule.
+therefore reduced over the mesh, in the dtype of the weight that the layer was given. So the caller chooses the
+precision of the gradient reduction by passing fp32 or bf16 weights, and the matmuls run in bf16 either way.
+`models.fp8` and `models.mxfp8` follow the same rule.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from models import mxfp8 as block_scales
 from models.attention import NATURAL, TokenOrder
 from models.fp8 import Layouts
 
-RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")  # of the residual stream between blocks
-WHOLE_AXES = ("act_batch", "act_length", "act_embed")  # of what a block's matmuls multiply
-PROJECTION = "projection"  # the name under which recomputation policies know the output of any projection
+RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")  # axes of the residual stream between blocks
+WHOLE_AXES = ("act_batch", "act_length", "act_embed")  # axes of the input of a block's matmuls
+PROJECTION = "projection"  # the name of every projection's output in recomputation policies
 
 
 def parameter(rngs: nnx.Rngs, init: jax.nn.initializers.Initializer, shape, axes, *, stack: int | None) -> nnx.Param:
-    """An fp32 parameter with a logical axis per dim; `stack` adds a leading `layers` dim.
+    """Return an fp32 parameter with a logical axis for each dim; `stack` adds a leading `layers` dim.
 
-    flax must not apply the names itself (`eager_sharding`): they are logical, and no mesh is around.
+    flax must not shard by these names itself (`eager_sharding`): they are logical axes, and no mesh is set.
     """
     if stack is not None:
         shape, axes = (stack, *shape), ("layers", *axes)
@@ -50,8 +50,8 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * scale, computed in fp32 (Zhang and Sennrich, 2019).
 
     Args:
-        size: of the last dim.
-        axis: its logical axis.
+        size: size of the last dim.
+        axis: logical axis of the last dim.
     """
 
     def __init__(self, size: int, *, eps: float, stack: int | None = None, axis: str = "embed", rngs: nnx.Rngs):
@@ -69,10 +69,10 @@ class Matmuls:
     """How projections multiply.
 
     Attributes:
-        fp8: in fp8, see `models.fp8`.
-        mxfp8: in MXFP8, see `models.mxfp8`.
-        collective: where sequence parallelism cuts the length between blocks, its gathers and scatters hide behind the
-            matmuls, see `meshkit.parallel.collective_matmul`.
+        fp8: multiply in fp8, see `models.fp8`.
+        mxfp8: multiply in MXFP8, see `models.mxfp8`.
+        collective: hide the gathers and scatters of sequence parallelism, which cuts the length between blocks, behind
+            the matmuls, see `meshkit.parallel.collective_matmul`.
 
     Raises:
         ValueError: two at once.
@@ -90,7 +90,7 @@ class Matmuls:
 
     @property
     def eight_bit(self) -> Any:
-        """The module whose `project_each` multiplies in 8 bits; None in 16 or 32."""
+        """The module whose `project_each` multiplies in 8 bits; None for 16 or 32 bits."""
         return one_scale if self.fp8 else block_scales if self.mxfp8 else None
 
 
@@ -101,12 +101,12 @@ class Projection(nnx.Module):
     """A linear map from the trailing `inputs` dims to the `outputs` dims, e.g. embed -> heads, head_dim.
 
     Args:
-        name: shows in HLO as the scope of the matmul, and is what recomputation policies call its output.
-        inputs: logical axis -> size of the dims contracted away.
-        outputs: logical axis -> size of the dims that come in their place.
+        name: scope of the matmul in HLO, and name of its output in recomputation policies.
+        inputs: logical axis -> size, of the dims that are contracted.
+        outputs: logical axis -> size, of the dims that replace them.
         scale: factor on the 1/sqrt(fan_in) standard deviation of the initial weights.
-        matmuls: how it multiplies.
-        bias: whether one is added, zero at first; in its own dtype, in which its gradient is reduced then.
+        matmuls: how the projection multiplies.
+        bias: add a bias, zero at first. It is added in its own dtype, in which its gradient is therefore reduced.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Projection(nnx.Module):
             return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
 
     def mark(self, y: jax.Array) -> jax.Array:
-        """Its output under the two names that recomputation policies know it by: of the matmul alone, and with bias."""
+        """Name the output for recomputation policies: PROJECTION without the bias, the projection's name with it."""
         if not hasattr(self, "bias"):
             return checkpoint_name(checkpoint_name(y, self.name), PROJECTION)
         y = checkpoint_name(y, PROJECTION)
@@ -152,9 +152,10 @@ class Projection(nnx.Module):
 
 
 def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:
-    """The outputs of several projections of [batch, length, embed], which may be cut along length between blocks.
+    """Return the outputs of several projections of x [batch, length, embed], which may be cut along length.
 
-    Collective matmuls gather x while they multiply, once for all of them; fp8 gathers it in fp8, others before.
+    Collective matmuls gather x while they multiply, once for all projections. 8-bit matmuls gather x in 8 bits. Others
+    gather x before they multiply.
     """
     kernels = [p.kernel.get_value() for p in projections]
     name, cut = "_".join(p.name for p in projections), None
@@ -167,23 +168,24 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
             layouts = Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
             outputs = eight_bit.project_each(x, kernels, 1, x.dtype, layouts)
         else:
-            # Pinned in pieces first: else the gather moves in front of the cast that ends a norm, and moves fp32.
+            # Constrained in pieces first: otherwise the gather is put before the cast that ends a norm, and moves fp32.
             x = constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
             outputs = [project(x, kernel, 1, x.dtype) for kernel in kernels]
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
 
 
 def dropout(x: jax.Array, rate: float, key: Any, place: int = 0, order: TokenOrder = NATURAL) -> jax.Array:
-    """x [batch, length, embed] with each number zero at the given rate, else over 1 - rate (Srivastava et al., 2014).
+    """Zero each number of x [batch, length, embed] with probability `rate`, and divide the others by 1 - rate
+    (Srivastava et al., 2014).
 
-    Threefry draws, not the Philox of `rbg`: each number of a mask is a hash of its place in the global array, so that a
-    GPU draws its own piece, and every mesh the same mask; what `rbg` draws is not cut along with an array. Where
-    `jax.checkpoint` keeps no mask (one byte a number), a recomputed layer draws the same one again.
+    Threefry draws the mask, not the Philox of `rbg`: each number of a mask is a hash of its place in the global array,
+    so a GPU draws only its own piece, and every mesh draws the same mask. The numbers of `rbg` are not cut along with
+    an array. Where `jax.checkpoint` keeps no mask (one byte a number), a recomputed layer draws the same mask again.
 
     Args:
-        key: of the step, the micro-batch and the layer; None drops nothing.
-        place: of this dropout in the layer.
-        order: of the tokens; a mask goes by their positions in the sequence.
+        key: random key of the step, the micro-batch and the layer; None drops nothing.
+        place: number of this dropout within the layer.
+        order: order of the tokens; a mask depends on their positions in the sequence.
     """
     if key is None:
         return x
@@ -196,7 +198,7 @@ def dropout(x: jax.Array, rate: float, key: Any, place: int = 0, order: TokenOrd
 
 
 def training_key(rate: float, deterministic: bool, key: Any) -> Any:
-    """The key of a model's call; None where nothing is dropped.
+    """Return the dropout key of a model's call; None if nothing is dropped.
 
     Raises:
         ValueError: it trains with dropout, but was called without a key.
@@ -209,26 +211,26 @@ def training_key(rate: float, deterministic: bool, key: Any) -> Any:
 
 
 def layer_keys(key: Any, layers: int) -> Any:
-    """Keys [layers], as a pipeline's stages have them: `fold_in(key, layer)`; None without one."""
+    """Return keys [layers], equal to those of a pipeline's stages: `fold_in(key, layer)`; None without a key."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(layers))
 
 
 def for_matmuls(x: jax.Array) -> jax.Array:
-    """The input of matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
-    x = constrain(x, *RESIDUAL_AXES)  # pinned in pieces, so that what is gathered is x and not what it was cast from
+    """Return the input of matmuls: whole along embed, and along the length that sequence parallelism cuts."""
+    x = constrain(x, *RESIDUAL_AXES)  # in pieces first: otherwise the gather moves the array that x was cast from
     return constrain(x, *WHOLE_AXES)
 
 
 def depth_scale(layers: int) -> float:
-    """Keeps the residual stream's variance independent of depth: 2 additions a layer (Radford et al., 2019)."""
+    """Return the scale that keeps the residual variance at any depth, 2 additions a layer (Radford et al., 2019)."""
     return 1 / math.sqrt(2 * layers)
 
 
 def _scattered(y: jax.Array) -> jax.Array:
-    """The output of a row-parallel projection, laid out as the residual stream where context and tensor axes cut it.
+    """Lay out the output of a row-parallel projection as the residual stream, if context and tensor axes both cut it.
 
-    Whole over the tensor axis first, which gives one reduce-scatter over it. Asked for both cuts at once, the
-    partitioner gathers the kernel over the tensor axis and the activations over the context.
+    Constrained to be whole over the tensor axis first, the output gets one reduce-scatter over it. If asked for both
+    cuts at once, the partitioner gathers the kernel over the tensor axis and the activations over the context axis.
     """
     scope = current_scope()
     if scope is None or y.ndim != len(RESIDUAL_AXES):
@@ -238,7 +240,7 @@ def _scattered(y: jax.Array) -> jax.Array:
 
 
 def _pinned(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
-    """`constrain` with the scope of now, for a backward pass that is traced outside of it."""
+    """Return `constrain` bound to the current scope, for a backward pass that is traced outside of the scope."""
     scope = current_scope()
 
     def pin(x: jax.Array) -> jax.Array:
@@ -251,17 +253,17 @@ def _pinned(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def project(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype) -> jax.Array:
-    """x contracted with the kernel over its first `contracted` dims, under the precision rule of this module.
+    """Contract x with the kernel over its first `contracted` dims, under the precision rule of this module.
 
-    The kernel is cast once, outside of the custom_vjp, so that a recomputed forward pass and the backward pass share
-    the cast kernel, and with it the all-gather that FSDP puts behind the cast.
+    The kernel is cast once, outside of the custom_vjp. So a recomputed forward pass and the backward pass share the
+    cast kernel, and also the all-gather that FSDP puts after the cast.
     """
     return _project(x, kernel, lax.stop_gradient(kernel.astype(x.dtype)), contracted, out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _project(x, kernel, cast, contracted, out_dtype):
-    del kernel  # takes the gradient
+    del kernel  # only receives the gradient
     return _dot(x, cast, _last(x, contracted), range(contracted), out_dtype)
 
 
@@ -275,7 +277,7 @@ def _project_backward(contracted, out_dtype, residuals, g):
     g = g.astype(x.dtype)
     dx = _dot(g, cast, _last(g, cast.ndim - contracted), range(contracted, cast.ndim), x.dtype)
     leading = range(x.ndim - contracted)
-    wide = jnp.promote_types(x.dtype, like.dtype)  # no matmul has fp32 operands and a narrower product
+    wide = jnp.promote_types(x.dtype, like.dtype)  # a matmul with fp32 operands has no narrower product
     return dx, _dot(x, g, leading, leading, wide).astype(like.dtype), None
 
 

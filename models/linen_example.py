@@ -1,7 +1,7 @@
-"""A small language model in flax.linen: how a linen model names its dims, and that an experiment takes it as it is.
+"""A small language model in flax.linen: it shows how a linen model names its dims, and needs no wrapper.
 
-Parameters are named by flax's own `nn.with_logical_partitioning`, activations by `meshkit.constrain`. An experiment
-names it `models.linen_example:Decoder`; fields of the class are keys of `[model]`.
+flax's own `nn.with_logical_partitioning` names the dims of parameters, and `meshkit.constrain` those of activations. An
+experiment names the model `models.linen_example:Decoder`; fields of the class are keys of `[model]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
 
 
 def named(init: jax.nn.initializers.Initializer, *axes: str):
-    """An initializer whose result carries a logical axis per dim."""
+    """Return an initializer whose result has a logical axis for each dim."""
     return nn.with_logical_partitioning(init, axes)
 
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer, as the body of a scan: (x, nothing) -> (x, nothing)."""
+    """One pre-norm transformer layer, as the body of a scan: (x, None) -> (x, None)."""
 
     heads: int
     head_dim: int
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
     Attributes:
         max_length: longest sequence.
         dropout: share of each block's output that training drops.
-        dtype: of activations and matmuls; parameters are fp32.
+        dtype: dtype of activations and matmuls. Parameters are fp32.
     """
 
     vocab: int = 256
@@ -112,10 +112,10 @@ class Decoder(nn.Module):
         return constrain(logits.astype(jnp.float32), "act_batch", "act_length", "act_vocab")
 
     def matmul_parameters(self) -> int:
-        """N of 6 N tokens: all but the two look-ups."""
+        """Return N of the model's 6 N tokens FLOP: all parameters except the two look-up tables."""
         block = 4 * self.embed * self.heads * self.head_dim + 2 * self.embed * self.mlp
         return self.layers * block + self.embed * self.vocab
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
         return self.layers, self.heads, self.head_dim

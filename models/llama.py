@@ -54,11 +54,11 @@ class LlamaConfig:
         one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
         fp32_head: the output head multiplies in fp32 (on GPUs as TF32); otherwise in the dtype of activations.
         dropout: share of the embeddings, and of what each block adds to them, that training drops (Megatron-LM's
-            `hidden_dropout`), see `models.layers.dropout`; not of attention's probabilities.
-        scan_layers: layers are a loop of the program. Otherwise each has instructions of its own: XLA copies nothing in
-            and out of the loop's arrays, and compiles for longer, in proportion to the layers.
-        fp32_logits: logits are fp32; otherwise of the dtype of activations, half as large in bf16. The loss is fp32
-            either way.
+            `hidden_dropout`), see `models.layers.dropout`. Attention's probabilities are not dropped.
+        scan_layers: layers are a loop of the program. Otherwise each layer has its own instructions: XLA copies nothing
+            in and out of a loop's arrays, but its compile time grows in proportion to the layers.
+        fp32_logits: logits are fp32. Otherwise they have the dtype of activations, and half the size in bf16. The loss
+            is fp32 either way.
     """
 
     vocab: int
@@ -88,14 +88,15 @@ class LlamaConfig:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions need pairs.")
 
     def check_pipeline(self) -> None:
-        """Refuse what the layers of a pipeline's stage cannot do: they are always scanned."""
+        """Refuse unscanned layers: a pipeline always scans the layers of a stage."""
         if not self.scan_layers:
             raise ValueError("scan_layers = false: a pipeline scans the layers of a stage, leave it out.")
 
 
-# Sizes: config.json of meta-llama/Llama-2-*-hf, codellama/CodeLlama-34b-hf, meta-llama/Meta-Llama-3-*, -3.1-405B and
-# Llama-3.2-1B on Hugging Face, as litgpt/config.py of Lightning-AI/litgpt at 0006c97 has them, read 2026-11-22. Of
-# Qwen/Qwen3-* there: tables 1 and 2 of the report (arXiv 2505.09388) have layers, heads and experts, a test the counts.
+# Sizes are from config.json of meta-llama/Llama-2-*-hf, codellama/CodeLlama-34b-hf, meta-llama/Meta-Llama-3-*,
+# -3.1-405B and Llama-3.2-1B on Hugging Face, as copied in litgpt/config.py of Lightning-AI/litgpt at 0006c97, read
+# 2026-11-22. That file also has the sizes of Qwen/Qwen3-*: tables 1 and 2 of the report (arXiv 2505.09388) confirm
+# layers, heads and experts, and a test confirms the counts.
 _QWEN3 = {"kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
 PRESETS = {
     "llama_debug": LlamaConfig(vocab=256, embed=128, mlp=384, layers=2, heads=8, kv_heads=4, head_dim=16),
@@ -186,9 +187,9 @@ class Llama(nnx.Module):
     Args:
         preset: a name in PRESETS.
         rngs: source of the initial weights.
-        dtype: of activations and matmuls; parameters are fp32.
+        dtype: dtype of activations and matmuls. Parameters are fp32.
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
-        mxfp8: they multiply in MXFP8, see `models.mxfp8`.
+        mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
         collective_matmul: hide the collectives of sequence parallelism behind matmuls, see
             `meshkit.parallel.collective_matmul`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
@@ -214,7 +215,7 @@ class Llama(nnx.Module):
     ):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
-        self.deterministic = False  # True after `eval()`, by which nnx means: not training
+        self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
         matmuls = Matmuls(fp8, collective_matmul, mxfp8)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
@@ -225,11 +226,11 @@ class Llama(nnx.Module):
 
     @classmethod
     def from_preset(cls, preset: str, *, rngs: nnx.Rngs, **overrides) -> Llama:
-        """The same as calling the class."""
+        """Return a model, as calling the class does."""
         return cls(preset, rngs=rngs, **overrides)
 
     def __call__(self, tokens: Int[Array, "batch length"], key: Any = None) -> Float[Array, "batch length vocab"]:
-        """Logits; `key` is that of training's dropout."""
+        """Return logits; `key` is the random key of training's dropout."""
         c, x = self.config, self.first({"tokens": tokens}, key=key)
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
@@ -240,7 +241,7 @@ class Llama(nnx.Module):
     def first(
         self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None, key: Any = None
     ) -> Float[Array, "batch length embed"]:
-        """Return the input of the layers; in a pipeline, the part before its first stage."""
+        """Return the input of the layers; a pipeline runs this before its first stage."""
         tokens, key = batch["tokens"], training_key(self.config.dropout, self.deterministic, ctx.rng if ctx else key)
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
@@ -251,7 +252,7 @@ class Llama(nnx.Module):
             return dropout(x, c.dropout, key, c.layers, order)
 
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None) -> jax.Array:
-        """One layer of a pipeline's stage, with its parameters as a nested dict of arrays."""
+        """Run one layer of a pipeline's stage; its parameters are a nested dict of arrays."""
         del ctx
         self.config.check_pipeline()
         graph, _ = nnx.split(self.layers)
@@ -261,7 +262,7 @@ class Llama(nnx.Module):
     def last(
         self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
     ) -> Float[Array, "batch length some_vocab"]:
-        """Logits of what leaves the layers, or a stage's part of the vocabulary."""
+        """Return the logits of the layers' output; in a pipeline, those of the stage's part of the vocabulary."""
         del ctx
         order, dtype = token_order(self.context, x.shape[1]), jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
@@ -274,7 +275,7 @@ class Llama(nnx.Module):
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
     def _plain_layer(self, graph: Any):
-        """The body of a scan over layers: (x, (parameters, key)) -> (x, None)."""
+        """Return the body of a scan over layers: (x, (parameters, key)) -> (x, None)."""
 
         def layer(x, of_layer):
             parameters, key = of_layer
@@ -283,22 +284,22 @@ class Llama(nnx.Module):
         return layer
 
     def matmul_parameters(self) -> int:
-        """N of 6 N tokens: parameters that multiply activations; a tied table once, an untied look-up not."""
+        """Return N of the model's 6 N tokens FLOP: parameters of matmuls, with a tied table once and look-ups not."""
         c = self.config
         attention = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
         return c.layers * (attention + 3 * c.embed * c.mlp) + c.embed * c.vocab
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `LlamaForCausalLM`, or of its `Qwen3ForCausalLM`."""
+        """Return how the parameters correspond to Hugging Face's `LlamaForCausalLM` or `Qwen3ForCausalLM`."""
         return llama_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
         return self.config.layers, self.config.heads, self.config.head_dim
 
 
 def make_config(preset: str, **overrides) -> LlamaConfig:
-    """A preset with some fields replaced.
+    """Return a preset with some fields replaced.
 
     Raises:
         ValueError: no such preset or field, or a value of another type.

@@ -15,15 +15,15 @@ def next_token_losses(
     vocab: int,
     ctx: StageContext | None = None,
 ) -> Float[Array, "batch length"]:
-    """logsumexp(logits) - logits[target] in fp32, whatever the dtype of the logits.
+    """Return logsumexp(logits) - logits[target], computed in fp32 for logits of any dtype.
 
-    By comparison, not by index, so that a cut vocabulary needs no gather.
+    The target's logit is picked by comparison, not by index, so that a cut vocabulary needs no gather.
 
     Args:
-        logits: of the whole vocabulary, or a stage's part of it.
-        targets: ids of tokens.
+        logits: logits of the whole vocabulary, or of a stage's part of it.
+        targets: token ids.
         vocab: size of the whole vocabulary.
-        ctx: of a pipeline, if the logits were made in one.
+        ctx: context of the stage, if the logits were computed in a pipeline.
     """
     logits = logits.astype(jnp.float32)
     if logits.shape[-1] < vocab:

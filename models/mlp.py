@@ -1,7 +1,7 @@
 """A perceptron whose collectives can be written down by hand: the smallest model with a known answer.
 
-Used in tests of the plan's closed forms, and as a template for a model of one's own: names on the parameters,
-constraints on the activations, a loss, and a source of examples, each named by import path in the experiment file.
+Tests compare the plan with its closed forms. It is also a template for a new model: it has names on the parameters,
+constraints on the activations, a loss and a source of examples. The experiment file names all of them by import path.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class MLP(nnx.Module):
         return x
 
     def matmul_parameters(self) -> int:
-        """All kernels."""
+        """Return the number of parameters in all kernels."""
         return 2 * self.embed * self.mlp * len(self.pairs)
 
 
 def regression_loss(model: MLP, batch: dict, rng: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
-    """Sum over examples of the mean squared error, the number of examples, and no further metrics."""
+    """Return the sum over examples of the mean squared error, the number of examples, and no further metrics."""
     del rng
     error = model(batch["inputs"]).astype(jnp.float32) - batch["targets"]
     return jnp.sum(jnp.mean(error * error, axis=-1)), jnp.float32(error.shape[0]), {}
 
 
 def random_examples(*, seed: int, experiment) -> Mirrored:
-    """A `[data] source`: examples as wide as the experiment's `model.embed`."""
+    """Return a `[data] source` of examples as wide as the experiment's `model.embed`."""
     return Mirrored(seed, experiment.model.options.get("embed", 64))
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Random access to examples: normal inputs of size `embed`, the target being the input reversed."""
+    """Random access to examples: inputs are normal, of size `embed`, and a target is its input reversed."""
 
     seed: int
     embed: int

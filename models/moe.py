@@ -1,9 +1,9 @@
-"""Mixtral's and Qwen3's mixture of experts as a Flax nnx module: a Llama whose feed-forward block is k of many experts,
-chosen for each token by a router (Shazeer et al., 2017; Jiang et al., 2024; Yang et al., 2025).
+"""Mixtral's and Qwen3's mixture of experts as a Flax nnx module: a Llama in which a router chooses k of many experts as
+the feed-forward block of each token (Shazeer et al., 2017; Jiang et al., 2024; Yang et al., 2025).
 
 An experiment names it `models.moe:Moe` with a preset, and `[train] loss = "models.moe:next_token_loss"`, which adds the
-losses that keep the experts evenly loaded. Tokens travel to their experts by `meshkit.parallel.expert`; everything
-else is `models.llama`'s.
+losses that keep the experts evenly loaded. `meshkit.parallel.expert` sends tokens to their experts. Everything else
+comes from `models.llama`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class MoeConfig(LlamaConfig):
     """The shape of a mixture of experts; `mlp` is the width of one expert.
 
     Attributes:
-        experts, experts_per_token: how many there are, and k, how many a token goes to.
-        shared_experts: width, in experts, of a dense block that every token passes as well (Dai et al., 2024).
-        capacity_factor: slots of an expert, on each sending GPU, over those of an even load; rows above are dropped.
-            None drops nothing ("dropless").
-        buffer_factor: bounds the dropless buffers to that many times an even load; None is the worst case.
-        load_balance_weight: of the load-balance loss.
-        z_loss_weight: of the router z-loss (Zoph et al., 2022).
-        dense_layers: layers without experts in front of the `layers` that have them (Dai et al., 2024).
-        dense_mlp: width of their feed-forward block; None makes it as wide as what a token passes in the others.
+        experts, experts_per_token: number of experts, and k, the number that each token goes to.
+        shared_experts: width, in experts, of a dense block that every token also passes through (Dai et al., 2024).
+        capacity_factor: an expert's slots on each sending GPU, as a multiple of an even load; rows beyond the slots are
+            dropped. None drops nothing ("dropless").
+        buffer_factor: size of the dropless buffers as a multiple of an even load; None is the worst case.
+        load_balance_weight: weight of the load-balance loss.
+        z_loss_weight: weight of the router z-loss (Zoph et al., 2022).
+        dense_layers: number of layers without experts before the `layers` with experts (Dai et al., 2024).
+        dense_mlp: width of the dense layers' feed-forward block; None makes it as wide as all experts of a token.
     """
 
     experts: int = 8
@@ -73,13 +73,13 @@ class MoeConfig(LlamaConfig):
 
     @property
     def dense(self) -> LlamaConfig:
-        """The layers without experts, as a Llama's."""
+        """Config of the layers without experts, which are a Llama's."""
         width = self.dense_mlp or self.mlp * (self.experts_per_token + self.shared_experts)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(LlamaConfig)}
         return LlamaConfig(**{**fields, "layers": self.dense_layers, "mlp": width})
 
 
-OF_LLAMA = frozenset({"tied", "dropout"})  # fields of its config that a Moe does not have
+OF_LLAMA = frozenset({"tied", "dropout"})  # fields of LlamaConfig that a Moe does not have
 MIXTRAL = {"rope_theta": 1e6, "experts": 8, "experts_per_token": 2, "load_balance_weight": 0.02}
 QWEN3 = {"kv_heads": 4, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
 QWEN3 |= {"experts": 128, "experts_per_token": 8, "load_balance_weight": 1e-3}
@@ -93,7 +93,7 @@ PRESETS = {
 
 
 class Router(nnx.Module):
-    """Scores of the experts for each token, in fp32: a bf16 score would tie and flip choices."""
+    """A router that scores the experts for each token in fp32: bf16 scores would tie and flip choices."""
 
     def __init__(self, c: MoeConfig, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
@@ -119,7 +119,7 @@ class Experts(nnx.Module):
         self.down = kernel(mlp, embed, depth_scale(c.layers))
 
     def layer_options(self) -> dict[str, Any]:
-        """Return what `expert_layer` is told of the experts besides their kernels."""
+        """Return the further arguments of `expert_layer` about the experts, besides their kernels."""
         return {}
 
 
@@ -137,7 +137,7 @@ class MoeMlp(nnx.Module):
             self.shared = SwiGLU(dataclasses.replace(c, mlp=c.shared_experts * c.mlp), rngs=rngs)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Of each token the scores of all experts; its choices, also as one-hot, and their weights."""
+        """Return each token's scores of all experts, its choices, the choices as one-hot, and their weights."""
         c = self.config
         scores = self.router(x)
         choices = choose(scores, c.experts_per_token)
@@ -146,7 +146,7 @@ class MoeMlp(nnx.Module):
         return scores, choices, chosen, weights
 
     def values(self, scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
-        """`routing_values` of what `route` gave."""
+        """Return `routing_values` for the results of `route`."""
         return routing_values(scores, chosen, kept)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -172,12 +172,12 @@ class MoeMlp(nnx.Module):
 def choose(
     scores: Float[Array, "batch length experts"], k: int, groups: int = 1, groups_per_token: int = 1
 ) -> Int[Array, "batch length {k}"]:
-    """The k experts with the highest scores of each token; equal ones in order.
+    """Return the k experts with the highest scores of each token; of equal scores, the lower index comes first.
 
-    With groups of neighbouring experts, only those in the token's best groups: by the sum of a group's two highest
-    scores (DeepSeek-AI, 2024).
+    With groups of neighbouring experts, a token chooses only within its best groups, which are those with the highest
+    sum of a group's two highest scores (DeepSeek-AI, 2024).
 
-    Each GPU sorts its own tokens: the partitioner flattens batch and length for a sort, and gathers both to do so.
+    Each GPU sorts its own tokens: the partitioner would flatten batch and length for a sort, and gather both.
     """
     axes, scope = ("act_batch", "act_length", None), current_scope()
 
@@ -199,16 +199,16 @@ def routing_values(
     chosen: Float[Array, "batch length k experts"],
     kept: Bool[Array, "batch length k"],
 ) -> dict[str, Float[Array, ""]]:
-    """How evenly one layer loads its experts, each a mean over all tokens.
+    """Return how evenly one layer loads its experts, from means over all tokens.
 
-    `load_balance_loss` is E sum_e f_e P_e, with f_e the share of the choices that fell on expert e and P_e its mean
-    probability; 1 when even (Fedus et al., 2022, eq. 4, with k choices). `router_z_loss` is the mean square of the
-    scores' logsumexp.
+    `load_balance_loss` is E sum_e f_e P_e for E experts, where f_e is the share of the choices that went to expert e
+    and P_e the expert's mean probability. It is 1 when even (Fedus et al., 2022, eq. 4, with k choices).
+    `router_z_loss` is the mean square of the scores' logsumexp.
 
     Args:
-        scores: of the router.
-        chosen: one-hot.
-        kept: whether a choice was, or dropped.
+        scores: the router's scores.
+        chosen: the choices as one-hot.
+        kept: whether each choice was kept; the others were dropped.
     """
     means = {
         "share": jnp.mean(chosen, axis=(0, 1, 2)),
@@ -227,9 +227,9 @@ def routing_values(
 
 
 def axes_of_shared_tokens() -> tuple[str, ...]:
-    """Mesh axes that cut the tokens of one micro-batch by hand, in a pipeline: the experts', and those of the length.
+    """Return the mesh axes of experts and length over which a pipeline cuts the tokens of one micro-batch by hand.
 
-    Over other axes of the batch each GPU balances its own tokens, as with accumulated micro-batches.
+    Over the other axes of the batch each GPU balances its own tokens, as with accumulated micro-batches.
     """
     scope = current_scope()
     if scope is None or scope.whole is None:
@@ -265,7 +265,7 @@ class Moe(nnx.Module):
     Args:
         preset: a name in PRESETS.
         rngs: source of the initial weights.
-        dtype: of activations and matmuls; parameters are fp32, and the router computes in fp32.
+        dtype: dtype of activations and matmuls. Parameters are fp32, and the router computes in fp32.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         context: how attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of MoeConfig.
@@ -276,7 +276,7 @@ class Moe(nnx.Module):
 
     dense_block: Any = Block
     expert_block: Any = MoeBlock
-    """The layers, of which a scan runs `config.stacked`."""
+    """Class of the layers with experts; a scan runs `config.stacked` of them."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class Moe(nnx.Module):
     ):
         self.config = c = self.make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
-        self.deterministic = False  # True after `eval()`, by which nnx means: not training
+        self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
         self.embedding = parameter(
             rngs, jax.nn.initializers.normal(1.0), (c.vocab, c.embed), ("vocab", "embed"), stack=None
         )
@@ -303,14 +303,14 @@ class Moe(nnx.Module):
 
     @staticmethod
     def make_config(preset: str, **overrides) -> Any:
-        """`make_config` of the presets of this class."""
+        """Return `make_config` for the presets of this class."""
         return make_config(preset, **overrides)
 
     def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         return self.with_routing(tokens)[0]
 
     def with_routing(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Logits, and `routing_values` averaged over the layers."""
+        """Return logits, and `routing_values` averaged over the layers."""
         x, values = self.hidden(tokens)
         return self.last(x), values
 
@@ -325,7 +325,7 @@ class Moe(nnx.Module):
     def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
         """Return the input of the layers with experts: activations [batch, length, embed].
 
-        Of a pipeline the part before its first stage: all stages work on it, each for every microbatch.
+        In a pipeline this is the part before the first stage. All stages take part in it, for every microbatch.
         """
         x = self.embed(batch["tokens"], ctx)
         if not self.config.dense_layers:
@@ -336,7 +336,7 @@ class Moe(nnx.Module):
             return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
     def embed(self, tokens: jax.Array, ctx: StageContext | None = None) -> jax.Array:
-        """Embeddings of tokens [batch, length], in the order in which layers see them."""
+        """Return the embeddings of tokens [batch, length], in the order in which layers see the tokens."""
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
             tokens = order.enter(tokens, "act_batch", "act_length")
@@ -344,7 +344,7 @@ class Moe(nnx.Module):
             return constrain(x, *RESIDUAL_AXES)
 
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None):
-        """One layer of a pipeline's stage, with its parameters as a nested dict: activations, and `routing_values`."""
+        """Run one layer of a pipeline's stage on parameters in a nested dict; return x and `routing_values`."""
         del ctx, key
         self.config.check_pipeline()
         graph, _ = nnx.split(self.layers)
@@ -353,12 +353,12 @@ class Moe(nnx.Module):
     def last(
         self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
     ) -> Float[Array, "batch length some_vocab"]:
-        """Logits of what leaves the layers, or a stage's part of the vocabulary."""
+        """Return the logits of the layers' output; in a pipeline, those of the stage's part of the vocabulary."""
         del ctx
         return self.logits(self.norm(x))
 
     def logits(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length some_vocab"]:
-        """Logits of what is normalized already."""
+        """Return the logits of hidden states that are normalized already."""
         order, dtype = token_order(self.context, x.shape[1]), jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
             x = order.leave(for_matmuls(x), "act_batch", "act_length", "act_embed")
@@ -375,70 +375,70 @@ class Moe(nnx.Module):
         return lambda x, parameters, *more: nnx.merge(graph, parameters)(x, *more)
 
     def one_layer(self, graph: Any, scanned: bool = True):
-        """A layer, recomputed as `remat` says: (x, parameters, what else it is called with) -> (x, values).
+        """Return a layer, recomputed as `remat` says: (x, parameters, further arguments) -> (x, values).
 
         Args:
-            graph: of a layer with experts.
-            scanned: it is the body of a loop over layers.
+            graph: nnx graph of a layer with experts.
+            scanned: whether the layer is the body of a loop over layers.
         """
         layer = self._plain_layer(graph)
-        if self.remat == "none":  # keeps all, but the kernels of experts in pieces: they are gathered again
+        if self.remat == "none":  # keeps all but the gathered kernels of experts, which are gathered again
             policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
             return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
         return recompute(layer, self.remat, scanned)
 
     def further_loss(self, x: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
-        """A sum that training adds to that of the next tokens' losses, of what leaves the layers; and metrics."""
+        """Return a sum, from the layers' output, that training adds to the sum of next-token losses, and metrics."""
         del x, batch
         return 0.0, {}
 
     def auxiliary_loss(self, values: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the addition to the loss per token in training, of the values that `with_routing` gives."""
+        """Return what training adds to the loss per token, from the values that `with_routing` returns."""
         c = self.config
         return c.load_balance_weight * values["load_balance_loss"] + c.z_loss_weight * values["router_z_loss"]
 
     def matmul_parameters(self) -> int:
-        """N of 6 N tokens: parameters that multiply a token's activations; of the experts those it goes to."""
+        """Return N of the model's 6 N tokens FLOP: parameters that a token multiplies, of experts only its own."""
         c = self.config
         dense = c.dense_layers * (self.attention_parameters() + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
         return c.layers * self.active_parameters() + dense + c.embed * c.vocab
 
     def active_parameters(self) -> int:
-        """Parameters of one layer with experts that multiply a token's activations."""
+        """Return the number of parameters of one layer with experts that multiply a token's activations."""
         c = self.config
         experts = 3 * c.embed * c.mlp * (c.experts_per_token + c.shared_experts)
         return self.attention_parameters() + experts + c.embed * c.experts
 
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention."""
+        """Return the number of parameters of one layer's attention."""
         c = self.config
         return c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `MixtralForCausalLM` or `Qwen3MoeForCausalLM`, which
+        """Return how the parameters correspond to Hugging Face's `MixtralForCausalLM` or `Qwen3MoeForCausalLM`; both
         have experts in every layer."""
         if self.config.dense_layers:
             raise ValueError("Mixtral and Qwen3 have experts in every layer: no layout for dense_layers.")
         return moe_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
         c = self.config
         return c.layers + c.dense_layers, c.heads, c.head_dim
 
 
 def name_apart(block: nnx.Module, name: str) -> None:
-    """Rename the stacked dim of a block's parameters, which is `layers` otherwise: no pipeline cuts these."""
+    """Rename the stacked dim of a block's parameters from `layers` to `name`: a pipeline must not cut them."""
     for _, leaf in nnx.iter_graph(block):
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(out_sharding=(name, *leaf.get_metadata()["out_sharding"][1:]))
 
 
 class NextTokenLoss:
-    """Next-token cross-entropy plus, in training, the auxiliary losses; routing values as metrics.
+    """Next-token cross-entropy plus, in training, the auxiliary losses. Routing values are metrics.
 
-    A sum over tokens like the cross-entropy: the auxiliary losses, each a mean over the tokens of a micro-batch, count
-    once for each of its (weighted) tokens. In a pipeline each layer adds its own share on its stage (`of_layer`).
+    The loss is a sum over tokens. An auxiliary loss is a mean over the tokens of a micro-batch, so it is multiplied by
+    the sum of their weights. In a pipeline each layer adds its own share on its stage (`of_layer`).
     """
 
     def __call__(self, model: Moe, batch: Mapping[str, jax.Array], rng: jax.Array):
@@ -450,13 +450,13 @@ class NextTokenLoss:
         return loss_sum, weight, {**values, **metrics}
 
     def of_hidden(self, model: Moe, x: jax.Array, batch: Mapping[str, jax.Array], ctx: StageContext | None = None):
-        """loss_sum, weight and metrics of what leaves the last layer, of a pipeline if there is one."""
+        """Return loss_sum, weight and metrics of the last layer's output; `ctx` is that of a pipeline."""
         losses = next_token_losses(model.last(x, ctx), batch["targets"], model.config.vocab, ctx)
         further, metrics = (0.0, {}) if model.deterministic else model.further_loss(x, batch)
         return jnp.sum(losses * batch["weights"]) + further, jnp.sum(batch["weights"]), metrics
 
     def of_layer(self, model: Moe, values: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]):
-        """loss_sum and metrics of one layer's values, to be summed over the layers."""
+        """Return loss_sum and metrics of one layer's values, to be summed over the layers."""
         share = 1 / model.config.stacked
         metrics = {name: share * value for name, value in values.items()}
         return 0.0 if model.deterministic else jnp.sum(batch["weights"]) * model.auxiliary_loss(metrics), metrics
@@ -472,14 +472,14 @@ def make_config(
     kind: str = "Moe",
     **overrides,
 ) -> Any:
-    """A preset with some fields replaced.
+    """Return a preset with some fields replaced.
 
     Args:
         preset: a name in `presets`.
-        presets: of the model's class.
+        presets: presets of the model's class.
         absent: fields of the config that the model does not have.
-        kind: what messages call the model.
-        overrides: fields.
+        kind: name of the model in messages.
+        overrides: fields to replace.
 
     Raises:
         ValueError: no such preset or field, or a value of another type.

@@ -1,12 +1,12 @@
-"""Matmuls of the linear layers in MXFP8: e4m3 values, and a power of two for every 32 of them along the dim that a
-matmul sums over (OCP Microscaling Formats, 1.0, 2023).
+"""Matmuls of the linear layers in MXFP8: e4m3 values, and a power-of-two scale for each block of 32 values along the
+dim that a matmul sums over (OCP Microscaling Formats, 1.0, 2023).
 
-Gradients are in e4m3 as well: a block's own scale gives the range that e5m2 is for elsewhere, and scales are rounded
-up, so that nothing is clipped (Mishra et al., 2506.08027). A tensor that enters two matmuls has two forms, blocks along
-one of its dims and along the other. There is no state: a scale comes from its block just before it is cast.
+Gradients are in e4m3 too: the scale of each block covers the range for which other recipes need e5m2. Scales are
+rounded up, so that nothing is clipped (Mishra et al., 2506.08027). A tensor that enters two matmuls has two forms, with
+blocks along one dim and along another. There is no state: a scale is computed from its block just before the cast.
 
-The matmul is `jax.nn.scaled_matmul` (`meshkit.parallel.block_scaled`): a kernel of cuDNN on Blackwell. CPUs, and GPUs
-that have none, multiply what they dequantize, with the same values. What stays in bf16 is what does in `models.fp8`.
+The matmul is `jax.nn.scaled_matmul` (`meshkit.parallel.block_scaled`), a kernel of cuDNN on Blackwell. CPUs and other
+GPUs dequantize the same values before they multiply. `models.fp8` lists the parts of a model that stay in bf16.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Blocks(NamedTuple):
 
 
 def quantize(x: jax.Array, axis: int = -1) -> Blocks:
-    """x in blocks along a dim, which zeros fill up to a multiple of 32; each has the smallest power of two that holds
-    its largest absolute value.
+    """Return x in blocks along a dim, padded with zeros to a multiple of 32.
 
-    A block with an infinity or a NaN becomes all NaN.
+    A block's scale is the smallest power of two that brings its largest absolute value into the range of e4m3. A block
+    with an infinity or a NaN becomes all NaN.
     """
     axis %= x.ndim
     if missing := -x.shape[axis] % BLOCK:
@@ -50,20 +50,20 @@ def quantize(x: jax.Array, axis: int = -1) -> Blocks:
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     scale = jnp.maximum(exponent - _LARGEST_EXPONENT + (mantissa > _LARGEST_MANTISSA), 0)
-    scale = jnp.where(exponent == 255, 255, scale)  # of no number: NaN
+    scale = jnp.where(exponent == 255, 255, scale)  # 255 encodes NaN
     inverse = jnp.where(exponent == 255, jnp.nan, lax.bitcast_convert_type((254 - scale) << 23, jnp.float32))
     values = (blocks.astype(jnp.float32) * inverse).astype(VALUES).reshape(x.shape)
     scales = lax.bitcast_convert_type(jnp.squeeze(scale, axis + 1).astype(jnp.uint8), SCALES)
-    # Where XLA multiplies what it dequantizes, it would take both casts for none (excess precision).
+    # Where XLA dequantizes before it multiplies, it would otherwise remove both casts (excess precision).
     return Blocks(*lax.optimization_barrier((values, scales)))
 
 
 def project_each(
     x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
 ) -> tuple[jax.Array, ...]:
-    """As `models.fp8.project_each`: both forms of a kernel are made outside of the custom_vjp, so that FSDP gathers
-    them, and a recomputed forward pass shares them with the backward pass. The input is kept for it in its second form.
-    """
+    """Do what `models.fp8.project_each` does, in MXFP8. Both forms of a kernel are made outside of the custom_vjp: FSDP
+    gathers these forms, and a recomputed forward pass and the backward pass share them. The backward pass keeps the
+    input in its second form."""
     matrices = [lax.stop_gradient(_matrix(kernel, contracted)) for kernel in kernels]
     forms = tuple((quantize(matrix, 0), quantize(matrix, 1)) for matrix in matrices)
     return _project(x, tuple(kernels), forms, contracted, jnp.dtype(out_dtype), layouts)
@@ -91,7 +91,7 @@ def _project_forward(x, kernels, forms, contracted, out_dtype, layouts):
 
 
 def _moved(x: Blocks, layouts: Layouts) -> Blocks:
-    """Blocks laid out as they are multiplied: what moves over the mesh is in fp8."""
+    """Return the blocks in the layout of the matmul; they move over the mesh in fp8."""
     return Blocks(*(layouts.multiplied(layouts.inputs(part)) for part in x))
 
 
@@ -113,5 +113,5 @@ _project.defvjp(_project_forward, _project_backward)
 
 
 def _turned(x: Blocks) -> Blocks:
-    """[..., k, n] as [n, ..., k]: what is summed over comes last."""
+    """Return [..., k, n] as [n, ..., k]: the dims that a matmul sums over come last."""
     return Blocks(*(jnp.moveaxis(part, -1, 0) for part in x))

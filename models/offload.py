@@ -1,15 +1,15 @@
-"""A scan over layers whose offloaded values cross the host link one layer later, and come back one layer earlier.
+"""A scan over layers that moves offloaded values to the host one layer late, and fetches them one layer early.
 
-`jax.checkpoint` moves a value to host memory in the iteration that makes it and back in the one that needs it. XLA
-keeps every copy inside its iteration, and the widest values are made last and needed first: nothing is left there to
-hide their copies under. Here layer i - 1's values leave while layer i computes forward, and come back while layer i
-computes backward:
+`jax.checkpoint` moves a value to host memory in the iteration that makes it, and back in the iteration that needs it.
+XLA keeps every copy inside its iteration. The widest values are made last and needed first, so no work is left in the
+iteration to hide their copies. Here the values of layer i - 1 leave the GPU while layer i computes forward, and come
+back while layer i computes backward:
 
-    forward    carry (x, made by i - 1)    layer i              stack what i - 1 made, in host memory
-    backward   carry (g, needed by i)      layer i's gradient   fetch what i - 1 needs
+    forward    carry (x, values of i - 1)    compute layer i              send the values of i - 1 to host memory
+    backward   carry (g, values of i)        compute layer i's gradient   fetch the values of i - 1
 
-So the values of two layers are on the GPU at a time, and one copy more than there are layers is made (of zeros). What
-the layers do, and so the gradients, is that of `jax.checkpoint` under the same policy.
+So the GPU holds the values of two layers at a time. There is one copy more than there are layers: the first copy sends
+zeros. Layers compute the same values and gradients as with `jax.checkpoint` under the same policy.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Layer = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def scan_offloaded(layer: Layer, kept: Layer, x: Any, stacked: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan(layer, x, stacked)` for a layer under a policy that offloads.
+    """Run `jax.lax.scan(layer, x, stacked)` for a layer under a policy that offloads.
 
-    That scan itself where something is no floating-point number, or varies over the axes of a `shard_map`.
+    It is that plain scan if some value is not floating-point, or varies over the axes of a `shard_map`.
 
     Args:
-        layer: under `jax.checkpoint` with that policy: (x, parameters of one layer) -> (x, values).
-        kept: the same with a policy that keeps on the GPU what `layer` offloads.
-        x: what enters the first layer.
-        stacked: parameters, their first dim is the layers'.
+        layer: the layer under `jax.checkpoint` with that policy: (x, parameters of one layer) -> (x, values).
+        kept: the same layer with a policy that keeps on the GPU what `layer` offloads.
+        x: input of the first layer.
+        stacked: parameters of all layers; the first dim is over layers.
     """
     residuals = _residuals(layer, kept, x, stacked)
     if residuals is None:
         return jax.lax.scan(layer, x, stacked)
-    trees: list[Any] = []  # of the residuals: the forward pass knows it, and the backward pass needs it
+    trees: list[Any] = []  # tree structure of the residuals, from the forward pass for the backward pass
 
     @jax.custom_vjp
     def run(x, stacked):
@@ -82,7 +82,7 @@ class _Residuals:
 
     Attributes:
         avals: shapes and dtypes.
-        kinds: what becomes of each: `keep`, `offload`, or the index of the parameter that it is.
+        kinds: for each value `keep`, `offload` or, if the value is a parameter, the parameter's index.
     """
 
     avals: Sequence[Any]
@@ -100,8 +100,8 @@ class _Residuals:
 
 
 def _residuals(layer: Layer, kept: Layer, x: Any, stacked: Any) -> _Residuals | None:
-    """The residuals of `kept`; what `layer` has in host memory is to be offloaded. None where the two do not need the
-    same, one by one, or `scan_offloaded` cannot carry it."""
+    """Return the residuals of `kept`; those that `layer` has in host memory get the kind `offload`. Return None if the
+    residuals of `layer` and `kept` differ in shape or dtype, or if `scan_offloaded` cannot carry them."""
     parameters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
     there, _, values = _trace(layer, x, parameters)
     here, are_parameters, _ = _trace(kept, x, parameters)
@@ -118,7 +118,7 @@ def _residuals(layer: Layer, kept: Layer, x: Any, stacked: Any) -> _Residuals | 
 
 
 def _trace(layer: Layer, x: Any, parameters: Any) -> tuple[list[Any], list[int | None], list[Any]]:
-    """Avals of a layer's residuals, which of them are which parameter, and avals of its values."""
+    """Return the avals of a layer's residuals, the index of each that is a parameter, and the avals of its values."""
     are_parameters: list[int | None] = []
 
     def residuals(x, parameters):

@@ -1,4 +1,4 @@
-"""Options of a model's config, as a user gives them: checked, with what was probably meant."""
+"""Check the options of a model's config that a user gives, and suggest the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import difflib
 import math
 from collections.abc import Iterable
 
-Rate = float  # in [0, 1): of dropout
+Rate = float  # in [0, 1), e.g. of dropout
 
 
 def check_option(name: str, value, kind: str):
-    """The value as a config wants it; a whole number may stand for a float.
+    """Return the value with the type that a config needs; a whole number is accepted as a float.
 
     Args:
-        name: of the option.
-        value: given by the user.
+        name: name of the option.
+        value: the user's value.
         kind: `bool`, `int`, `float`, or `Rate`, which may be zero.
 
     Raises:
@@ -34,12 +34,12 @@ def check_option(name: str, value, kind: str):
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """The end of an error message: the name that was probably meant, or nothing."""
+    """Return the end of an error message: the name that was probably meant, or nothing."""
     near = difflib.get_close_matches(str(word), known, n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the name that was probably meant, or all that there are."""
+    """Return the end of an error message: the name that was probably meant, or all known names."""
     names = sorted(known)
     return nearest(word, names) or f" Known: {', '.join(names)}."

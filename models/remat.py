@@ -1,22 +1,22 @@
-"""Choose what the backward pass of a layer recomputes, keeps on the GPU, or fetches back from host memory.
+"""Choose which values the backward pass of a layer recomputes, keeps on the GPU, or fetches back from host memory.
 
-A model marks values by `checkpoint_name`; here the names become policies of `jax.checkpoint`:
+A model marks values by `checkpoint_name`. This module turns the names into policies of `jax.checkpoint`:
 
 | `train.remat`                                | kept on the GPU                | kept in host memory | recomputed     |
 |----------------------------------------------|--------------------------------|---------------------|----------------|
 | `"none"`                                     | all                            |                     |                |
 | `["projection"]`                             | the outputs of all projections |                     | all else       |
-| `"dots"`                                     | these, and of fused attention  |                     | all else       |
-| `["gate", "up"]`                             | the outputs of these           |                     | all else       |
-| `["attention"]`                              | of fused attention             |                     | all else       |
+| `"dots"`                                     | projections, fused attention   |                     | all else       |
+| `["gate", "up"]`                             | the outputs of `gate` and `up` |                     | all else       |
+| `["attention"]`                              | results of fused attention     |                     | all else       |
 | `{ keep = ["key"], offload = ["gate"] }`     | `key`                          | `gate`              | all else       |
 | `"full"`                                     | the input of the layer         |                     | the layer      |
-| `"offload_dots"`                             |                                | of all projections  | all else       |
+| `"offload_dots"`                             |                                | projection outputs  | all else       |
 | `"offload"`                                  |                                | the layer's input   | the layer      |
 
-What is kept of fused attention (cuDNN's, ring or Ulysses) is its output and log-sum-exp, so that it does not run again.
-The input of a layer is kept on the GPU unless the table says otherwise; `offload = ["layer_input"]` is how a mix does.
-Any other word is the name of a policy in `jax.checkpoint_policies` that takes no arguments.
+The results of fused attention (cuDNN's, ring or Ulysses) are its output and log-sum-exp: with both it does not run
+again. The input of a layer is kept on the GPU unless the table says otherwise; `keep` with `offload` moves it to host
+memory by `offload = ["layer_input"]`. Any other string names a policy in `jax.checkpoint_policies` without arguments.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from models.layers import PROJECTION
 from models.offload import scan_offloaded
 from models.options import nearest
 
-PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # of a transformer layer, each by its own name
-PROJECTIONS += ("query_down", "query_up", "kv_down", "kv_up")  # of latent attention
+PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # names of a transformer layer's projections
+PROJECTIONS += ("query_down", "query_up", "kv_down", "kv_up")  # and of latent attention's
 LAYER_INPUT = "layer_input"
 _KEEPS_PROJECTIONS = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 _FUSED_FORWARD = "dot_product_attention_fwd"  # of jax._src.cudnn.fused_attention_stablehlo
@@ -47,7 +47,7 @@ class Mix:
     """A policy that keeps some values on the GPU and some in host memory.
 
     Attributes:
-        keep, offload: names, none in both.
+        keep, offload: names of values; no name is in both.
     """
 
     keep: tuple[str, ...]
@@ -58,11 +58,11 @@ Policy = str | tuple[str, ...] | Mix
 
 
 def check_remat(policy: str | Sequence[str] | Mapping[str, Sequence[str]], context: str = "") -> Policy:
-    """The policy itself; a list of names as a tuple, a table of two lists as a `Mix`.
+    """Return the policy; a list of names becomes a tuple, a table of two lists becomes a `Mix`.
 
     Args:
-        policy: as the user gave it.
-        context: the model's context parallelism; a model without has no name `attention`.
+        policy: the user's policy.
+        context: the model's kind of context parallelism; a model without one has no name `attention`.
 
     Raises:
         ValueError: `recompute` does not know it; a list is empty, holds an unknown name or one twice; a table has
@@ -99,30 +99,30 @@ def _check_mix(policy: Mapping[str, Sequence[str]], known: Sequence[str]) -> Mix
 
 
 def recompute(fn: Callable, policy: Policy, scanned: bool = True) -> Callable:
-    """fn under `jax.checkpoint`.
+    """Return fn under `jax.checkpoint`.
 
     Args:
         fn: a layer: (its input, parameters...) -> anything.
-        policy: of the table above, as `check_remat` returns it.
+        policy: a policy of the module's table, as `check_remat` returns it.
         scanned: the layers are a loop of the program.
     """
     if policy == "none":
         return fn
     offloads_input = policy == "offload" or (isinstance(policy, Mix) and LAYER_INPUT in policy.offload)
     layer = _with_named_input(fn) if offloads_input else fn
-    # The backward pass of a scan is another loop: what it recomputes cannot be merged with what the first one computed.
+    # The backward pass of a scan is a loop of its own: XLA cannot merge its recomputation with the forward loop.
     return jax.checkpoint(layer, policy=_policy(policy), prevent_cse=not scanned)
 
 
 def run_layers(layer: Callable, x: Any, stacked: Any, policy: Policy, scanned: bool = True) -> tuple[Any, Any]:
-    """`jax.lax.scan(layer, x, stacked)`, recomputed as the policy says; what it offloads moves under other layers.
+    """Run `jax.lax.scan(layer, x, stacked)` under the policy; offloaded values move while other layers compute.
 
     Args:
         layer: (x, parameters of one layer) -> (x, values).
-        x: what enters the first layer.
-        stacked: parameters, their first dim is the layers'.
+        x: input of the first layer.
+        stacked: parameters of all layers; the first dim is over layers.
         policy: as `check_remat` returns it.
-        scanned: the layers are a loop of the program; otherwise each has its own instructions.
+        scanned: the layers are a loop of the program; otherwise each layer has its own instructions.
 
     Raises:
         ValueError: the policy offloads, and the layers are no loop.
@@ -143,7 +143,7 @@ def run_layers(layer: Callable, x: Any, stacked: Any, policy: Policy, scanned: b
 
 
 def _policy(policy: Policy) -> Callable | None:
-    """The callable that jax.checkpoint wants; None recomputes everything."""
+    """Return the policy as the callable that jax.checkpoint takes; None recomputes everything."""
     policies = jax.checkpoint_policies
     if policy == "full":
         return None
@@ -156,7 +156,7 @@ def _policy(policy: Policy) -> Callable | None:
     if policy == "dots":
         return _keeping_fused((ATTENTION,), policies.save_only_these_names(PROJECTION, ATTENTION))
     if policy in _KEEPS_PROJECTIONS:
-        # the matmul of a projection is inside a custom_vjp, where policies do not look: it goes by its name
+        # policies do not look inside a custom_vjp, where the matmul of a projection is: its name selects the output
         return policies.save_from_both_policies(getattr(policies, policy), policies.save_only_these_names(PROJECTION))
     return getattr(policies, policy)
 
@@ -172,7 +172,7 @@ def _offload(keep: Sequence[str], offload: Sequence[str]) -> Callable:
 
 
 def _keeping_fused(keep: Sequence[str], policy: Callable) -> Callable:
-    """The policy, which also keeps what cuDNN's attention returns where `attention` is kept: jax gives it no name."""
+    """Return the policy; if it keeps `attention`, also keep results of cuDNN's kernel, which jax does not name."""
     if ATTENTION not in keep:
         return policy
     return lambda primitive, *avals, **params: (
@@ -181,7 +181,7 @@ def _keeping_fused(keep: Sequence[str], policy: Callable) -> Callable:
 
 
 def _with_named_input(fn: Callable) -> Callable:
-    """fn that marks its first argument, so that a policy can say where it stays until the backward pass."""
+    """Return fn with its first argument named, so that a policy can say where it stays until the backward pass."""
 
     def named(x, *rest):
         return fn(jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), x), *rest)

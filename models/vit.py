@@ -2,10 +2,11 @@
 
 Patches of an image are the tokens of a transformer with bidirectional attention, learned positions and LayerNorm.
 Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes; the classes are a `vocab`.
-An experiment names `models.vit:ViT`, `models.vit:classification_loss` and, for want of pictures,
+An experiment names `models.vit:ViT`, `models.vit:classification_loss` and, if it has no pictures,
 `models.vit:synthetic_images`.
 
-Its `train.sequence_length` is the number of tokens of an image (`ViTConfig.tokens`): model FLOP are counted by it.
+The experiment's `train.sequence_length` is the number of tokens of an image (`ViTConfig.tokens`), since model FLOP are
+computed from it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class ViTConfig:
     """The shape of a Vision Transformer.
 
     Attributes:
-        image: height and width, pixels.
-        patch: height and width of a patch, pixels.
-        pool: what the head reads: a `class` token of its own, or the `mean` over all patches.
-        scan_layers: as of `models.llama.LlamaConfig`.
+        image: height and width of an image, in pixels.
+        patch: height and width of a patch, in pixels.
+        pool: input of the head: an extra `class` token, or the `mean` over all patches.
+        scan_layers: as in `models.llama.LlamaConfig`.
     """
 
     embed: int
@@ -69,12 +70,12 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
-        """Length of the sequence: patches, and the class token."""
+        """Length of the sequence: the patches, and the class token if there is one."""
         return (self.image // self.patch) ** 2 + (self.pool == "class")
 
     @property
     def pixels(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return self.patch**2 * self.channels
 
 
@@ -114,7 +115,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k, v = (constrain(f(x), *HEAD_AXES) for f in (self.query, self.key, self.value))
-        # The square of 197 tokens is small, and cuDNN's fused kernel wants lengths that 64 divides.
+        # The scores of 197 x 197 tokens are small, and cuDNN's fused kernel needs lengths that 64 divides.
         attended = jax.nn.dot_product_attention(q, k, v, implementation="xla")
         return self.output(constrain(attended, *HEAD_AXES))
 
@@ -144,7 +145,7 @@ class ViT(nnx.Module):
     Args:
         preset: a name in PRESETS.
         rngs: source of the initial weights.
-        dtype: of activations and matmuls; parameters are fp32.
+        dtype: dtype of activations and matmuls. Parameters are fp32.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         overrides: fields of ViTConfig.
 
@@ -175,7 +176,7 @@ class ViT(nnx.Module):
             return constrain(self.head(x, out_dtype=jnp.float32), "act_batch", "act_vocab")
 
     def _embed(self, images: jax.Array) -> jax.Array:
-        """Tokens [batch, tokens, embed] of images: each patch projected, the class token before them, and positions."""
+        """Return tokens [batch, tokens, embed]: a class token and the projected patches, plus positions."""
         c, (batch, height, width, channels) = self.config, images.shape
         if (height, width, channels) != (c.image, c.image, c.channels):
             raise ValueError(f"images are {height} x {width} x {channels}, not {c.image} x {c.image} x {c.channels}.")
@@ -196,19 +197,19 @@ class ViT(nnx.Module):
         return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
     def matmul_parameters(self) -> int:
-        """N of 6 N tokens; the patch projection and the head run on some tokens only and count by their share."""
+        """Return N of the model's 6 N tokens FLOP; patch projection and head count by the share of tokens they see."""
         c = self.config
         patches, head = (c.image // c.patch) ** 2 * c.pixels * c.embed, c.embed * c.classes
         return c.layers * (4 * c.embed**2 + 2 * c.embed * c.mlp) + round((patches + head) / c.tokens)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
         c = self.config
         return c.layers, c.heads, c.embed // c.heads
 
 
 def make_config(preset: str, **overrides) -> ViTConfig:
-    """A preset with some fields replaced.
+    """Return a preset with some fields replaced.
 
     Raises:
         ValueError: no such preset or field, or a value that does not go with the others.
@@ -223,10 +224,10 @@ def make_config(preset: str, **overrides) -> ViTConfig:
 
 
 def classification_loss(model: ViT, batch: dict, rng: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
-    """Sum over images of -log p(label) in nats, the number of images, and the `accuracy`."""
+    """Return the sum over images of -log p(label) in nats, the number of images, and the `accuracy`."""
     del rng
     logits, labels = model(batch["images"]).astype(jnp.float32), batch["labels"]
-    # Compared with an iota, not indexed: each GPU sums its own part of sharded classes.
+    # The label is compared with an iota, not used as an index: each GPU sums its own part of sharded classes.
     classes = lax.broadcasted_iota(labels.dtype, logits.shape, 1)
     picked = jnp.sum(jnp.where(classes == labels[:, None], logits, 0.0), axis=-1)
     losses = jax.nn.logsumexp(logits, axis=-1) - picked
@@ -235,7 +236,7 @@ def classification_loss(model: ViT, batch: dict, rng: jax.Array) -> tuple[jax.Ar
 
 
 def synthetic_images(*, seed: int, experiment) -> SyntheticImages:
-    """A `[data] source`: images of the experiment's model, a pattern for each class under noise.
+    """Return a `[data] source` of images for the experiment's model: a pattern for each class plus noise.
 
     Raises:
         ValueError: `train.sequence_length` is not the number of tokens of an image.
@@ -250,9 +251,9 @@ def synthetic_images(*, seed: int, experiment) -> SyntheticImages:
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """Random access to labelled images, each a function of the seed and its index alone.
+    """Random access to labelled images; an image depends only on the seed and its index.
 
-    A class is a coarse pattern of at most 4 x 4 blocks, the same in all of its images; the noise has its variance.
+    A class is a coarse pattern of at most 4 x 4 blocks, the same in all its images. The noise has the same variance.
     """
 
     seed: int
@@ -277,5 +278,5 @@ class SyntheticImages:
 
 
 def _for_matmuls(x: jax.Array) -> jax.Array:
-    """The input of a block's matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
+    """Return the input of a block's matmuls: whole along embed, and along the length that sequence parallelism cuts."""
     return constrain(x, "act_batch", "act_length", "act_embed")
