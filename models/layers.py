@@ -222,7 +222,7 @@ def for_matmuls(x: jax.Array) -> jax.Array:
 
 
 def depth_scale(layers: int) -> float:
-    """Return the scale that keeps the residual variance at any depth, 2 additions a layer (Radford et al., 2019)."""
+    """Return the scale that keeps the residual variance at any depth, at 2 additions a layer (Radford et al., 2019)."""
     return 1 / math.sqrt(2 * layers)
 
 

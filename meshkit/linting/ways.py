@@ -1,6 +1,6 @@
-"""Find ragged all-to-alls that XLA runs in a slow or faulty way, and price the other ways.
+"""Find ragged all-to-alls that XLA runs by a slow or faulty implementation (a "way"), and price the other ways.
 
-A compiled program enters; findings of codes `ragged_way` and `ragged_fails` leave.
+The input is a compiled program, the output are findings with the codes `ragged_way` and `ragged_fails`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from meshkit.predict.ways import RAGGED, Way, WayChoice, ways
 from meshkit.units import format_seconds
 
 WAY, FAILS = "ragged_way", "ragged_fails"
-# A warning needs another way that is so much faster, since prices of ways rest on single measurements.
+# A warning needs another way that is faster by this factor, since prices of ways rest on single measurements.
 _WORTH = 1.5
-_FULL = 32  # No measurement of the one-shot kernel was slower with 32 slices a peer than with more.
+_FULL = 32  # In no measurement was the one-shot kernel faster with more than 32 slices a peer.
 _OTHERS = ("one-shot", "device kernel", "sends")
 _MORE_SLICES = "32 slices or more to each GPU, into which each expert's rows are split (as expert_layer does)"
 _HINTS = {
@@ -42,16 +42,16 @@ class _Exchange:
     """All ragged all-to-alls of a step over the same axes."""
 
     whole: Collective
-    """One of them, as the program asks for it."""
+    """One of these collectives, as the program requests it."""
     sample: Collective
-    """The same as XLA runs it: itself, or the part inside a domain."""
+    """The same collective as XLA runs it: unchanged, or only its part inside a domain."""
     way: Way
     count: float = 0
     seconds: float = 0.0
     others: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, whole: Collective, times: float, pricer: Pricer, cluster: Cluster) -> None:
-        """Count one more, with its seconds on each way of its group, and as a plain all-to-all."""
+        """Add a collective, with its seconds by each way that its group allows, and as a plain all-to-all."""
         self.count += times
         group = (whole.gpus_per_domain, whole.group_size // whole.gpus_per_domain, None)
         self.others["plain"] += times * collective_price("all-to-all", whole.payload_bytes, group, cluster, {}).seconds
@@ -66,7 +66,7 @@ def way_findings(
     """Return the time of each kind of ragged all-to-all in a step, and its known problems.
 
     Args:
-        assumptions: assumptions of the plan, which have the choice of ways.
+        assumptions: assumptions of the plan, which include the choice of ways.
         steps_per_call: training steps of one run of the program.
 
     Raises:
@@ -81,7 +81,7 @@ def way_findings(
 
 
 def apart_axes(collectives: Iterator[Collective]) -> frozenset[tuple[str, ...]]:
-    """Return the axes over which XLA split ragged all-to-alls, so that the groups of the rest are parts of them."""
+    """Return the axes whose ragged all-to-alls XLA split, so that the groups that are left cover only a part of them."""
     return frozenset(c.axes for c in collectives if c.collective == RAGGED and c.axes and not c.axes_complete)
 
 
@@ -94,7 +94,7 @@ def is_part(c: Collective, apart: frozenset[tuple[str, ...]]) -> bool:
 def _exchanges(
     compiled: CompiledProgram, cluster: Cluster, pricer: Pricer, choice: WayChoice, steps: int
 ) -> list[_Exchange]:
-    """Return the exchanges by axes; the split ones are apart from the others."""
+    """Return one exchange for each set of axes; first those that XLA left whole, then those that it split."""
     walked = [(i.collective, times / steps, i) for i, times in compiled.schedule.walk() if i.collective is not None]
     apart = apart_axes(c for c, _, _ in walked)
     ragged = [(c, times, i) for c, times, i in walked if c.collective == RAGGED]
@@ -108,7 +108,7 @@ def _exchanges(
         sample = next(c for c, _, _ in ragged if c.axes == axes)
         row = found[axes] = _Exchange(_whole(sample, compiled), sample, choice.way(sample, cluster))
         for c, times, i in walked:
-            # A copy does not name its axes: where only one exchange exists, it belongs to that.
+            # A copy does not name its axes: it is counted only if there is just one split exchange.
             copy = c.collective == RAGGED and not c.axes and len(apart) == 1
             if copy or is_part(c, apart & {axes}) or (c.collective == RAGGED and c.axes == axes):
                 row.seconds += times * pricer.collective_s(i)
@@ -119,7 +119,7 @@ def _exchanges(
 
 
 def _whole(part: Collective, compiled: CompiledProgram) -> Collective:
-    """Return the ragged all-to-all over whole axes of which XLA left a part inside each domain."""
+    """Return the ragged all-to-all over whole axes, from the part that XLA left inside each domain."""
     sizes = dict(zip(compiled.placement.axis_names, compiled.placement.shape, strict=True))
     n = math.prod(sizes[a] for a in part.axes)
     slices = max(1, part.slices * part.group_size // n)
@@ -139,7 +139,7 @@ def _failures(exchange: _Exchange, cluster: Cluster, choice: WayChoice) -> Itera
 
 
 def _way_finding(exchange: _Exchange, cluster: Cluster) -> Finding:
-    """Return a note, or a warning, of the way that an exchange takes, with the other ways."""
+    """Return a note or a warning about the way of an exchange, with the times of the other ways."""
     c, way, seconds = exchange.whole, exchange.way, exchange.seconds
     apart = not exchange.sample.axes_complete
     others = {

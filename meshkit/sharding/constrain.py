@@ -1,13 +1,13 @@
 """Constrain activations by logical axis, inside a scope that sets the mesh and the rules.
 
-A model calls `constrain(x, "act_batch", "act_length", "act_embed")`. Outside a scope that is the identity, so the same
-model runs unsharded; inside, it is a sharding constraint for XLA's partitioner. Flax's own constraints do the same
-there.
+A model calls `constrain(x, "act_batch", "act_length", "act_embed")`. Outside a scope the call returns x unchanged, so
+the same model runs unsharded. Inside a scope the call is a sharding constraint for XLA's partitioner, and so are flax's
+own constraints.
 
-By itself, `nn.with_logical_constraint` does nothing without flax's rules and a mesh of jax's, and a variable with
-`out_sharding` cannot even be made. Inside a scope both refer to the scope's mesh. The first of these that has a rule
-for a name decides: rules handed over (`rules=`, the variable's `sharding_rules`), `nn.logical_axis_rules`, meshkit's.
-All constraints of flax go through two functions, which ask the scope first. Outside any scope they are flax's own.
+Without flax's rules and a mesh set in jax, flax's `nn.with_logical_constraint` does nothing, and a variable with
+`out_sharding` cannot be created. Inside a scope both use the scope's mesh. The rule for a name is the first one found
+in: rules passed as an argument (`rules=`, the variable's `sharding_rules`), `nn.logical_axis_rules`, meshkit's rules.
+Two functions, through which all constraints of flax go, are wrapped: outside any scope they behave as flax's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshkit.sharding.mesh import AnyMesh
 
 LogicalAxes = Sequence[str | None]
 Spec = Sequence[Sequence[str]]
-_SPELT_ALIKE = 0.87  # "embd" and "embed" have 0.89; "act_kv_heads" and "act_heads", which a model may both have, 0.86.
+_SPELT_ALIKE = 0.87  # "embd" and "embed" score 0.89. "act_kv_heads" and "act_heads", both in one model, score 0.86.
 Axes = tuple[str, ...]
 
 
@@ -62,16 +62,16 @@ class Activation(Sharded):
     """One constrained activation, as `explain` lists it."""
 
     logical_axes: tuple[str | None, ...]
-    """One for each dim, as `constrain` got them."""
+    """One name, or None, for each dim, as passed to `constrain`."""
     shape: tuple[int, ...]
     """Shape of the whole array; in a pipeline, of one microbatch."""
     dtype: str
     spec: tuple[tuple[str, ...], ...]
     """Mesh axes that shard each dim."""
     dropped: tuple[str, ...]
-    """Mesh axes of the rules that were left out, see `constrain`."""
+    """Mesh axes of the rules that `constrain` left out."""
     wanted: tuple[tuple[str, ...], ...] | None = None
-    """The spec with the dropped axes, if flax's own rules gave it."""
+    """The spec with the dropped axes, if the constraint is flax's; otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Scope:
 
     mesh: AnyMesh
     rules: ShardingRules
-    """Rules of arrays as they are seen here: inside a pipeline, without the axes that are manual already."""
+    """Rules of the arrays in the scope; inside a pipeline they lack the axes that are already manual."""
     whole: ShardingRules | None = None
-    """The rules with those axes; None where there are none."""
+    """The rules with the manual axes; None if no axis is manual."""
     seen: set[str] = field(default_factory=set, compare=False)
-    """Logical axes of the constraints so far."""
+    """Logical axes that constraints have named so far."""
     left_out: set[str] = field(default_factory=set, compare=False)
-    """Warnings so far of axes that do not divide their dim."""
+    """Warnings so far about axes that do not divide their dim."""
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -103,7 +103,7 @@ class Scope:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def manual_axes(self, logical_axis: str) -> tuple[str, ...]:
-        """Return the manual mesh axes that shard a logical axis here, so that an array is one piece along it."""
+        """Return the manual mesh axes that shard a logical axis here; arrays hold one piece along these axes."""
         if self.whole is None:
             return ()
         before, after = (rules.spec_for((logical_axis,), kind="activations")[0] for rules in (self.whole, self.rules))
@@ -123,12 +123,12 @@ def current_scope() -> Scope | None:
 def sharding_scope(
     mesh: AnyMesh | None, rules: ShardingRules | None, *, manual: Iterable[str] = ()
 ) -> Iterator[Scope | None]:
-    """Make `constrain` refer to this mesh and these rules; with None, to nothing.
+    """Make `constrain` use this mesh and these rules; with None for either, `constrain` does nothing.
 
     A mesh with explicit axes becomes jax's mesh, as by `jax.set_mesh`.
 
     Args:
-        manual: mesh axes of the surrounding `jax.shard_map`, which shard arrays already.
+        manual: manual mesh axes of the surrounding `jax.shard_map`, which already shard arrays.
     """
     check_kinds(sharding_scope, mesh=mesh, rules=rules)
     if mesh is None or rules is None:
@@ -151,7 +151,7 @@ def sharding_scope(
 
 
 def _entered(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Make a mesh with explicit axes jax's mesh; inside a `jax.shard_map` the mesh of the trace stays."""
+    """Set a mesh with explicit axes as jax's mesh; inside a `jax.shard_map`, keep the mesh of the trace."""
     if mesh is None or AxisType.Explicit not in mesh.axis_types or manual_here():
         return nullcontext()
     if isinstance(mesh, jax.sharding.Mesh):
@@ -164,7 +164,7 @@ def _entered(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def record_activations() -> Iterator[list[Activation]]:
-    """Collect every constraint that a program traced inside makes."""
+    """Collect every constraint of the programs that are traced inside the context."""
     record: list[Activation] = []
     token = _RECORD.set(record)
     try:
@@ -174,10 +174,10 @@ def record_activations() -> Iterator[list[Activation]]:
 
 
 def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: int) -> None:
-    """Warn of a name without a rule that is spelt almost like an unused rule; the lint does so for files.
+    """Warn of a name without a rule that is spelt almost like an unused rule.
 
     Args:
-        rules: rules of a program; those of a file (`rules.where`) are not checked.
+        rules: rules made in a program; rules of a file (`rules.where`) are left to the lint.
         stacklevel: as in `warnings.warn`; 2 is the caller of this function.
     """
     if rules.where is not None:
@@ -193,8 +193,8 @@ def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: i
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     """Return x, laid out over the mesh as the rules map its logical axes.
 
-    If the mesh axes of a dim do not divide it together, those are kept that shard it into the most pieces (for GQA with
-    fewer key heads than tensor GPUs, none). A warning says so once the scope ends, and `explain` lists it.
+    If the mesh axes of a dim do not divide it together, only the axes that shard it into the most pieces are kept (for
+    GQA with fewer key heads than tensor GPUs, none). A warning says so when the scope ends, and `explain` lists it.
 
     Args:
         logical_axes: one name, or None for a replicated dim, per dim of x.
@@ -218,7 +218,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
 def _constrained(
     scope: Scope, x: jax.Array, names: tuple, wanted: Spec, free: Sequence[int] | None = None
 ) -> jax.Array:
-    """Constrain x to mesh axes per dim, record it, and return it; XLA lays out flax's free dims."""
+    """Constrain x to mesh axes per dim, record the constraint, and return x; XLA lays out the `free` dims of flax."""
     scope.seen.update(name for name in names if name is not None)
     spec = tuple(_dividing(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape))
     dropped = tuple(a for w, s in zip(wanted, spec) for a in w if a not in s)
@@ -232,7 +232,7 @@ def _constrained(
 
 
 def _say_left_out(scope: Scope, names: tuple, shape: Sequence[int], wanted: Spec, spec: Spec) -> None:
-    """Keep a sentence for each dim that its axes do not divide, or raise it in strict mode."""
+    """Store a warning for each dim that its axes do not divide, or raise it as an error with strict rules."""
     for name, size, asked, kept in zip(names, shape, wanted, spec):
         if len(kept) < len(asked):
             ways = math.prod(scope.mesh.shape[a] for a in asked)
@@ -263,7 +263,7 @@ def _laid_out(x: jax.Array, spec: Spec, mesh: Any, free: Collection[int] = ()) -
 
 
 def _constrain_flax(x: Any, asked: Asked) -> Any:
-    """Apply a constraint of flax inside the scope, on its mesh; manual axes are left out."""
+    """Apply a constraint of flax on the scope's mesh, without manual axes."""
     scope = current_scope()
     assert scope is not None
     manual = manual_here()
@@ -276,7 +276,7 @@ def _constrain_flax(x: Any, asked: Asked) -> Any:
 
 
 def _place_flax(x: Any, asked: Asked) -> Any:
-    """Place a variable made inside the scope as its metadata says; one without a value stays as it is."""
+    """Place a variable made inside the scope by its metadata; an abstract variable stays as it is."""
     scope = current_scope()
     assert scope is not None
     if isinstance(x, jax.ShapeDtypeStruct) or manual_here():
@@ -299,7 +299,7 @@ def _check_axes(asked: Asked, mesh: AnyMesh) -> None:
 
 
 def _activation(scope: Scope, names: tuple, x: jax.Array, spec: Sequence[tuple[str, ...]], dropped) -> Activation:
-    """Return x as `explain` lists it: the whole array, also where a pipeline has split it manually."""
+    """Return the record of x for `explain`, with the whole array's shape, also where a pipeline has cut it manually."""
     manual = [scope.manual_axes(name) if name is not None else () for name in names]
     shape = tuple(n * math.prod(scope.mesh.shape[a] for a in axes) for n, axes in zip(x.shape, manual))
     return Activation(names, shape, str(x.dtype), tuple((*m, *s) for m, s in zip(manual, spec)), dropped)
@@ -308,11 +308,11 @@ def _activation(scope: Scope, names: tuple, x: jax.Array, spec: Sequence[tuple[s
 def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Callable[..., Any]:
     """Return fn as a `jax.shard_map` over every mesh axis, so that every GPU runs it on its own shards.
 
-    It serves kernels that the partitioner cannot split: cuDNN attention, Pallas. Outside a scope, fn comes back
+    Use it for kernels that the partitioner cannot split: cuDNN attention, Pallas. Outside a scope, it returns fn
     unchanged.
 
     Args:
-        fn: takes and returns local arrays.
+        fn: a function that takes and returns local arrays.
     """
     scope = current_scope()
     if scope is None:
@@ -322,10 +322,10 @@ def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes:
 
 
 def shard_over_mesh(fn: Callable[..., Any], in_specs: Sequence[Spec], out_spec: Spec) -> Callable[..., Any]:
-    """Return `shard_over` with mesh axes per dim in place of logical axes; fn may communicate over them by name.
+    """Do what `shard_over` does, with mesh axes in place of logical axes. fn may communicate over mesh axes by name.
 
     Args:
-        fn: takes and returns local arrays; inside it there is no scope.
+        fn: a function that takes and returns local arrays; it runs outside any scope.
         in_specs: for each argument, the mesh axes that shard each of its dims.
         out_spec: the same for the result.
     """
@@ -354,7 +354,7 @@ def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_spe
     """Return fn as a `jax.shard_map` over all axes of the mesh that are not manual here already.
 
     Args:
-        fn: takes and returns local arrays, and may communicate over every axis by name.
+        fn: a function that takes and returns local arrays, and may communicate over every axis by name.
         in_specs, out_specs: PartitionSpecs in trees; they may name manual axes, which shard the arrays already.
     """
     mesh, manual = mesh_here(mesh), manual_here()
@@ -372,9 +372,9 @@ def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_spe
 
 
 def attention_implementation() -> str:
-    """Return `"cudnn"` where the target GPUs have it (compute capability 8.0 on), else `"xla"`.
+    """Return `"cudnn"` if the target GPUs support it (compute capability 8.0 on), otherwise `"xla"`.
 
-    The scope's mesh decides, attached or described, never the backend of this process.
+    The target is the scope's mesh, attached or described, never the backend of this process.
     """
     scope = current_scope()
     capability = scope.compute_capability if scope else None
@@ -382,18 +382,18 @@ def attention_implementation() -> str:
 
 
 def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
-    """Return tuples of mesh axes per dim as jax spells them: None, a name, or a tuple."""
+    """Return jax's PartitionSpec for tuples of mesh axes per dim: its entries are None, a name, or a tuple."""
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in spec))
 
 
 def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
-    """Return the mesh axes that shard each dim, at least `rank` of them: the reverse of `partition_spec`."""
+    """Return the mesh axes that shard each dim, for at least `rank` dims; it reverses `partition_spec`."""
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return dims + [()] * (rank - len(dims))
 
 
 def _dividing(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes, in their order, that divide a dim into the most pieces; the first such set of them."""
+    """Return the first subset of the axes, in their order, that divides a dim into the most pieces."""
     subsets = (some for count in range(len(axes), -1, -1) for some in combinations(axes, count))
     pieces = {some: math.prod(mesh.shape[a] for a in some) for some in subsets}
     return max((some for some, ways in pieces.items() if size % ways == 0), key=pieces.__getitem__)
@@ -423,7 +423,7 @@ class _Listener:
 
 
 class _OurRules(tuple):
-    """Meshkit's rules as flax spells them, so that they differ in type from the user's rules."""
+    """Meshkit's rules in the form of flax's; the type tells them from the user's rules."""
 
 
 _LISTENER: ContextVar[_Listener | None] = ContextVar("meshkit_flax", default=None)
@@ -431,12 +431,13 @@ _LISTENER: ContextVar[_Listener | None] = ContextVar("meshkit_flax", default=Non
 
 @contextmanager
 def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: Answer) -> Iterator[None]:
-    """Answer flax's constraints on activations by `constrain`, and on new variables by `place`; with None, neither.
+    """Pass flax's constraints on activations to `constrain` and new variables to `place`; without a mapping, neither.
 
-    Meanwhile flax's rules are the mapping, unless the user has set some, so that `nn.logical_to_mesh_axes` agrees.
+    Inside the context the mapping is set as flax's rules, unless the user has set rules, so that
+    `nn.logical_to_mesh_axes` agrees.
 
     Args:
-        constrain: (array, Asked) -> the array that goes on in its place.
+        constrain: (array, Asked) -> the array that replaces it.
         place: (value of a new variable, Asked) -> the value that the variable gets.
     """
     _intercept()
@@ -452,7 +453,7 @@ def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: A
 
 @functools.cache
 def _intercept() -> None:
-    """Make flax's two functions ask here first; it happens once in a process."""
+    """Wrap flax's two functions so that they call the listener, if there is one; this runs once in a process."""
     constrain, place = linen._with_sharding_constraint_one_fallback, variables.shard_value
 
     @functools.wraps(constrain)
@@ -484,7 +485,8 @@ def _intercept() -> None:
 def _asked(names: tuple, mapping: Mapping[str, Axes], rules: Sequence[tuple[str, Any]]) -> tuple[Asked, bool]:
     """Return the mesh axes of each dim, and whether some name has no rule.
 
-    The user's rules have flax's order of precedence. Meshkit's have no order: the first dim that wants an axis gets it.
+    The user's rules have flax's order of precedence. Meshkit's rules have no order: an axis goes to the first dim whose
+    rule names it.
     """
     given = () if isinstance(rules, _OurRules) else rules
     by_flax = linen._logical_to_mesh_axes(names, given) if given else [None] * len(names)

@@ -1,10 +1,10 @@
-"""Make a jax mesh of a MeshSpec on a Cluster, on attached devices in the cluster's order or on described ones.
+"""Make a jax mesh from a MeshSpec and a Cluster, of attached devices in the cluster's order or of described devices.
 
-The order is the cluster's GPU index: NVLink domain by domain. The hardware tells which attached GPUs share a domain
-(NVML's fabric identity); it is never guessed from processes.
+The cluster's order is its GPU index, which counts one NVLink domain after another. Which attached GPUs share a domain
+is read from the hardware (NVML's fabric identity), never guessed from processes.
 
-Devices run behind the program, so a step without enough memory raises its error where something waits for its values
-(metrics, a checkpoint, a capture). Whole runs are therefore inside `device_memory`, not single calls.
+Devices run asynchronously, so a step that runs out of memory raises its error later, where the program waits for values
+(metrics, a checkpoint, a capture). Therefore `device_memory` encloses whole runs, not single calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshkit.errors import ConfigError, MeshkitError, RunError, a_type, check_ki
 from meshkit.runs.limits import limits_of_environment
 from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
-_FABRIC_S = 60.0  # Limit for all processes to say where their devices are.
+_FABRIC_S = 60.0  # Time limit for all processes to report the NVLink domains of their devices.
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
 # would kill a healthy run.
 _CPU_FLAGS = {
@@ -47,7 +47,7 @@ _CPU_FLAGS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
     "xla_cpu_collective_timeout_seconds": 1200,
 }
-# Limits on GPUs for a program's execution and for NCCL's rendezvous. Off by default; jaxlib has them from 0.12 on.
+# XLA's time limits on GPUs for a program's execution and NCCL's rendezvous: off by default, in jaxlib from 0.12 on.
 _GPU_FLAGS = ("xla_gpu_execution_terminate_timeout", "xla_gpu_nccl_termination_timeout_seconds")
 _GPU_FLAGS_SINCE = (0, 12)
 _DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
@@ -59,7 +59,7 @@ _UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}  # XLA writes these un
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device of a described cluster, present in no machine, with the fields of a jax device that placement needs."""
+    """A device of a described cluster, which no machine has; its fields are those of a jax device for placement."""
 
     id: int
     """The cluster's GPU index."""
@@ -75,7 +75,7 @@ class DescribedDevice:
 
 
 def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:
-    """Return the devices of a cluster that is not there, by GPU index."""
+    """Return the devices of a cluster that is not attached, by GPU index."""
     check_kinds(describe_devices, cluster=cluster)
     capability = ".".join(map(str, cluster.gpu.compute_capability or ()))
     platform = "cpu" if cluster.is_cpu else "gpu"
@@ -86,12 +86,13 @@ def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:
 
 
 class DescribedMesh(AbstractMesh):
-    """A mesh of absent GPUs: jax traces and lowers with it, and it knows where each device would be.
+    """A mesh of absent GPUs, with which jax traces and lowers.
 
-    An `AbstractMesh` (so `NamedSharding` and `with_sharding_constraint` take it) that also keeps the described devices
-    in `devices`, an object array of the mesh's shape. Two of them are equal only if they are the same object.
+    It is an `AbstractMesh`, so `NamedSharding` and `with_sharding_constraint` accept it. It also has the described
+    devices, with their places, in `devices`, an object array of the mesh's shape. Two described meshes are equal only
+    if they are the same object.
 
-    `jax.set_mesh(mesh)`, as a call or a context, `jax.sharding.use_abstract_mesh` and `with mesh:` take it.
+    `jax.set_mesh(mesh)`, as a call or a context, `jax.sharding.use_abstract_mesh` and `with mesh:` accept it.
     """
 
     _devices: np.ndarray
@@ -123,11 +124,11 @@ class DescribedMesh(AbstractMesh):
         return Placement.of_gpus(self.axis_names, self._devices.shape, gpus, cluster)
 
     def __enter__(self) -> DescribedMesh:
-        # jax.set_mesh does not serve: jax refuses it inside a jitted function, where `with mesh:` may stand.
+        # jax refuses jax.set_mesh inside a jitted function, where `with mesh:` must work.
         context = jax.sharding.use_abstract_mesh(self)
         context.__enter__()
         _entered.stack.append((context, thread_resources.env))
-        # Trainers look the mesh up here, to constrain activations.
+        # Trainers read the mesh from here to constrain activations.
         thread_resources.env = thread_resources.env.with_mesh(cast("Any", self))
         return self
 
@@ -150,8 +151,8 @@ AnyMesh = jax.sharding.Mesh | DescribedMesh
 def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
     """Replace `jax.devices()`, `jax.make_mesh` and the like by the cluster's devices inside a block.
 
-    Code that makes its own mesh then makes one of absent GPUs. Names that it imported from jax before
-    (`from jax import devices`) are jax's own. A mesh that it sets by `jax.set_mesh` is unset after the block.
+    Code that makes its own mesh then makes a mesh of absent GPUs. Names that the code imported from jax before
+    (`from jax import devices`) stay jax's own. A mesh that the code sets by `jax.set_mesh` is unset after the block.
     """
     devices = sorted(devices, key=lambda device: device.id)
     of_jax = jax.sharding.Mesh.__new__
@@ -202,7 +203,7 @@ _entered = _Entered()
 
 @functools.cache
 def _let_jax_set_it() -> None:
-    """Let `jax.set_mesh` take described meshes, also where it was imported before; jax only takes a `Mesh`."""
+    """Let `jax.set_mesh`, which takes only a `Mesh`, also take described meshes, even where it is already imported."""
     of_jax = jax.set_mesh.__init__
 
     def set_mesh(self: Any, mesh: Any) -> None:
@@ -225,10 +226,10 @@ def build_mesh(
 
     Args:
         spec: axes with their NVLink and InfiniBand factors; `"fill"` is resolved here.
-        devices: devices by GPU index. None takes the attached devices, after a check that their NVLink domains are what
-            the cluster says; `describe_devices(cluster)` gives a mesh that is not there; jax devices are taken in the
-            order given.
-        axis_types: the type of all axes, or of some by name, with the others Auto. With
+        devices: devices by GPU index. None takes the attached devices, after a check that their NVLink domains match
+            the cluster. `describe_devices(cluster)` makes a mesh of absent GPUs. jax devices are used in the order
+            given.
+        axis_types: one type for all axes, or a mapping from names to types, in which missing axes are Auto. With
             `jax.sharding.AxisType.Explicit`, shardings are part of the types of arrays, as with `jax.make_mesh`, and
             `constrain` reshards.
 
@@ -253,9 +254,9 @@ def build_mesh(
 
 
 def described(mesh: AnyMesh, cluster: Cluster) -> DescribedMesh:
-    """Return the mesh with the cluster's described GPUs by index in C order; a described mesh comes back as it is.
+    """Return a mesh of the cluster's described GPUs, by index in C order; return a described mesh unchanged.
 
-    Of an attached mesh only the shape counts.
+    The new mesh has the shape and the axes of `mesh`, but not its devices.
 
     Raises:
         ConfigError: the mesh has more or fewer devices than the cluster.
@@ -318,13 +319,16 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
         processes = jax_runtime().num_processes or 1
-        # Alone, a larger number that was asked for before is kept; in a job, each process has its part.
+        # A lone process keeps a larger number that was set before. In a job, each process has a part of the devices.
         least = jax.config.jax_num_cpu_devices if processes == 1 else 1
         jax.config.update("jax_num_cpu_devices", max(least, cluster.num_gpus // processes))
 
 
 def gpu_timeouts() -> dict[str, int | str]:
-    """Return XLA's own limits on GPUs: twice meshkit's for a step, whose message says more; none if that is off."""
+    """Return flags for XLA's own time limits on GPUs; none if meshkit's limit for a step is off.
+
+    They are twice meshkit's limit, so that meshkit's error, which has more details, comes first.
+    """
     limit_s = limits_of_environment().of("step")
     if not math.isfinite(limit_s) or tuple(map(int, version("jaxlib").split(".")[:2])) < _GPU_FLAGS_SINCE:
         return {}
@@ -333,7 +337,7 @@ def gpu_timeouts() -> dict[str, int | str]:
 
 
 def _add_flags(flags: Mapping[str, int | str]) -> set[str]:
-    """Add flags to XLA_FLAGS that are not set yet; return the names that were there before."""
+    """Add the flags that XLA_FLAGS does not set yet; return the names that it set before."""
     words = os.environ.get("XLA_FLAGS", "").split()
     present = {word.removeprefix("--").split("=")[0] for word in words}
     words += [f"--{name}={value}" for name, value in flags.items() if name not in present]
@@ -401,7 +405,7 @@ def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: C
     return tuple(d for m in list(members.values())[:wanted] for d in m[:used])
 
 
-@functools.cache  # A machine does not change, and processes may not all ask equally often.
+@functools.cache  # Domains do not change, and the exchange runs once even if processes call unequally often.
 def _domain_identities(devices: tuple) -> dict[int, str]:
     """Return device id -> domain identity, gathered over all processes through jax's coordination service."""
     probe, visible = LiveProbe(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -421,11 +425,11 @@ def _backend_started() -> bool:
 
 @contextmanager
 def device_memory(cluster: Cluster, train: TrainTable, file: str, *, hint: str | None = None) -> Iterator[None]:
-    """Run programs on devices in a block, and raise an error with remedies where one has too little memory.
+    """Run the programs of a block, and raise an error with remedies if a device runs out of memory.
 
     Args:
         train: settings that could reduce the memory.
-        hint: remedies; None for plan's.
+        hint: remedies; None suggests `meshkit plan`.
 
     Raises:
         RunError: jax ran out of a device's memory, wherever in the block its error appeared.
@@ -461,9 +465,9 @@ def too_little_memory(
 
     Args:
         said: XLA's error.
-        stats: the device allocator's statistics; without them, its pool follows from `train.memory_fraction`.
-        at: place in a file; default the file.
-        hint: remedies; default plan's.
+        stats: the device allocator's statistics; without them, its pool is computed from `train.memory_fraction`.
+        at: place in a file, by default the file itself.
+        hint: remedies; None suggests `meshkit plan`.
     """
     stats = stats or {}
     asked, program = _ASKED.search(said), _PROGRAM.search(said)

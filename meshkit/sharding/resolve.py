@@ -1,7 +1,7 @@
 """Resolve sharding rules on a pytree to NamedShardings.
 
-Names of dims come from the tree itself: nnx variables (`out_sharding` metadata), linen boxes (`nn.Partitioned`,
-`nn.LogicallyPartitioned`). Path overrides come first and need no names, so any pytree can be sharded.
+Names of dims come from the tree itself: from nnx variables (`out_sharding` metadata) and linen boxes (`nn.Partitioned`,
+`nn.LogicallyPartitioned`). Path overrides have priority and need no names, so any pytree can be sharded.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Placed(Sharded):
     spec: tuple[tuple[str, ...], ...]
     """Mesh axes per dim."""
     rule: str
-    """`override`, `logical`, `auto`, or `none` (replicated for want of a rule)."""
+    """`override`, `logical`, `auto`, or `none` (replicated, since no rule applies)."""
     model_path: str = ""
-    """The path within the model, where the tree has more than the model; overrides match either."""
+    """The path within the model, if the tree holds more than the model; overrides match either path."""
 
     def shards(self, mesh: AnyMesh) -> int:
         """Return the number of distinct pieces over the mesh."""
@@ -59,13 +59,13 @@ class Placed(Sharded):
 def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> Any:
     """Return the tree with a NamedSharding in place of each array.
 
-    It works on abstract and concrete leaves alike. nnx variables stay variables (so the result fits `jit`'s shardings
-    of the same state); a linen box becomes one sharding.
+    Leaves may be abstract or concrete. An nnx variable stays a variable, so `jit` takes the result as shardings of the
+    same state. A linen box becomes one sharding.
 
     Args:
         tree: nnx state or module state, linen variables (boxed or not), or plain containers of arrays.
-        rules: logical axes and path overrides. Where the tree holds a model among other things, as `(model, optimizer)`
-            does, an override may name a parameter by its path within the model, and then also places its moments.
+        rules: logical axes and path overrides. If the tree holds more than a model, such as `(model, optimizer)`, an
+            override may name a parameter by its path within the model, and then also places the parameter's moments.
         kind: `parameters`, `gradients`, `optimizer` or `compute`: which mapping of the rules applies.
 
     Raises:
@@ -77,13 +77,13 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
 
 
 def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
-    """Return what a function would make, as ShapeDtypeStructs on the shardings of the rules.
+    """Return the abstract result of a function, as ShapeDtypeStructs with the shardings of the rules.
 
     Modules stay modules and boxes stay boxes, so `mk.plan(step, (*mk.abstract(make, mesh, rules), batch), ...)` takes
     them.
 
     Args:
-        make: makes nnx modules and optimizers, linen variables or any other pytree of arrays.
+        make: a function that makes nnx modules and optimizers, linen variables or any other pytree of arrays.
 
     Raises:
         ConfigError: as `shardings` does; or `make` is a model and not a function that makes it.
@@ -96,7 +96,7 @@ def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> An
 
 
 def _with_layout(tree: Any, layout: Any) -> Any:
-    """Return the tree with abstract arrays on their shardings; other leaves stay."""
+    """Return the tree with ShapeDtypeStructs, which have shardings, in place of arrays; other leaves stay."""
 
     def place(leaf: Any, sharding: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
@@ -150,7 +150,7 @@ def placements(
 
     Args:
         tree, mesh, rules, kind: as `shardings` takes them.
-        within: path -> path within the model, where the tree is a part of a larger one that shows it.
+        within: path -> path within the model, known from a larger tree of which this tree is a part.
     """
     rules.check(mesh.axis_names)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
@@ -173,11 +173,11 @@ def placements_by_state(
 
 
 def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
-    """Run a function that makes a model so that each device makes only its own shards, and return the model.
+    """Make a model so that each device makes only its own shards, and return the model.
 
     Args:
-        make_model: makes an nnx module, `lambda: MyModel(rngs=nnx.Rngs(0))`, a tuple of modules and optimizers, linen
-            variables, or any other pytree of arrays.
+        make_model: a function that makes an nnx module, `lambda: MyModel(rngs=nnx.Rngs(0))`, a tuple of modules and
+            optimizers, linen variables, or any other pytree of arrays.
 
     Raises:
         ConfigError: as `abstract` does.
@@ -196,9 +196,10 @@ def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRul
 
 
 def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a step that changes nnx modules: after each call they lie where the rules put them.
+    """Return a decorator for a step that changes nnx modules: after each call they have the shardings of the rules.
 
-    Without it XLA chooses the shardings of changed arrays, and the second call gets other shardings than the first.
+    Without the decorator XLA chooses the shardings of changed arrays, so the second call gets other shardings than the
+    first.
 
         @functools.partial(nnx.jit, donate_argnums=(0, 1))
         @mk.keep_shardings(mesh, rules)
@@ -223,7 +224,7 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
                     hint="jax.jit(step, out_shardings=(meshkit.shardings(state, mesh, rules), None))",
                 )
             returned = step(*args, **kwargs)
-            if AxisType.Explicit not in mesh.axis_types:  # With explicit types, arrays stay where their types say.
+            if AxisType.Explicit not in mesh.axis_types:  # Explicit types already fix the shardings.
                 state = nnx.state(modules)
                 layout = _shardings(state, mesh, rules, "parameters", stacklevel=4)
                 nnx.update(modules, jax.lax.with_sharding_constraint(state, layout))
@@ -235,11 +236,11 @@ def keep_shardings(mesh: AnyMesh, rules: ShardingRules) -> Callable[[Callable[..
 
 
 def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return `_graph_and_tree` of a function's result, without making it; raise unless it holds arrays alone."""
+    """Return `_graph_and_tree` of a function's abstract result; raise an error if it holds more than arrays."""
     try:
         if not callable(make):
             raise TypeError("it cannot be called")
-        if inspect.isclass(make):  # The signature of flax's classes accepts anything.
+        if inspect.isclass(make):  # The signature of flax's classes accepts any arguments.
             inspect.signature(make.__init__).bind(None)
         else:
             inspect.signature(make).bind()
@@ -262,7 +263,7 @@ def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def _graph_and_tree(made: Any) -> tuple[Any, Any]:
-    """Return the graph and the state of modules; None and the tree itself if there are none in it."""
+    """Return the graph and the state of the modules; None and the tree itself if it has no modules."""
     is_module = nnx.graphlib.is_graph_node
     modules = any(is_module(leaf) for leaf in jax.tree.leaves(made, is_leaf=is_module))
     return nnx.split(made) if modules else (None, made)
@@ -272,7 +273,9 @@ def kept_spec(spec: Sequence[tuple[str, ...]], whole: Sequence[int], shape: Sequ
     """Return the mesh axes of a statistic that keeps some dims of a parameter, such as a factored optimizer's rows.
 
     Args:
-        shape: the statistic's shape. A dim that may be one of several is sharded as all of these are, else whole.
+        spec, whole: mesh axes per dim, and shape, of the parameter.
+        shape: shape of the statistic. A dim that may be any of several dims of the parameter is sharded only if all of
+            these are sharded alike.
     """
     fits = [dims for dims in combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == (*shape,)]
     choices = [{tuple(spec[dims[i]]) for dims in fits} for i in range(len(shape))]
@@ -288,7 +291,7 @@ def path_name(path: tuple) -> str:
 
 
 def is_named(leaf: Any) -> bool:
-    """Return whether a leaf is a variable or a box, which may name the dims of what is in it."""
+    """Return whether a leaf is a variable or a box, which may have names for the dims of its array."""
     return isinstance(leaf, nnx.Variable | meta.AxisMetadata)
 
 
@@ -301,7 +304,7 @@ def _names_of(leaf: Any) -> tuple[str | None, ...] | None:
 
 
 def array_of(leaf: Any) -> Any:
-    """Return the array in a variable or a box; anything else as it is."""
+    """Return the array in a variable or a box; return any other leaf unchanged."""
     if isinstance(leaf, nnx.Variable):
         return leaf.get_raw_value()
     if isinstance(leaf, meta.Partitioned):
@@ -316,11 +319,11 @@ def _place_all(
     kind: str,
     within: Mapping[str, str] | None = None,
 ) -> list[Placed | None]:
-    """Return the placement of every leaf, None for one that is no array; find paths within the model if not given."""
+    """Return the placement of every leaf, None if it is no array. `within` gives paths within the model, if known."""
     shapes = [(path_name(path).split("/"), tuple(getattr(array_of(leaf), "shape", ()))) for path, leaf in leaves]
 
     def whole_of(path: str, rank: int) -> tuple[int, ...]:
-        """Return the shape of the parameter that a statistic belongs to: the one whose path ends most like its path."""
+        """Return the shape of a statistic's parameter, which shares the longest end with the statistic's path."""
         segments = path.split("/")
         alike = [(_common_end(segments, other), shape) for other, shape in shapes if len(shape) == rank]
         longest = max((length for length, _ in alike), default=0)
@@ -338,10 +341,10 @@ def _place_all(
 def _overridden_paths(
     leaves: Sequence[tuple[tuple, Any]], names: Sequence[str], rules: ShardingRules, kind: str
 ) -> list[str]:
-    """Return the paths within the model; a statistic that no override names has the path of its parameter.
+    """Return the paths within the model; a statistic that no override names gets the path of its parameter.
 
-    So `params/wi` also places the moments of a TrainState. Where several parameters have one path within the model, a
-    statistic belongs to the nearest.
+    So an override for `params/wi` also places the moments in a TrainState. If several parameters have the same path
+    within the model, a statistic belongs to the one whose full path begins most like its own.
     """
     parameters: dict[str, list[str]] = {}
     for (path, leaf), name in zip(leaves, names):
@@ -359,11 +362,11 @@ def _overridden_paths(
 
 
 def paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str = "parameters") -> list[str]:
-    """Return the path of every leaf within the model that it belongs to; its own path where the tree is the model.
+    """Return the path of every leaf within its model; if the tree is the model, that is the leaf's own path.
 
-    Positions in tuples at the start of a path do not belong to the model. An optimizer in the tree shows what else is
-    not: `optimizer/opt_state/0/mu/wi` ends with the path of its parameter within the model, and so does `model/wi`.
-    What an optimizer has no statistic of, as of frozen parameters, lies in the model that others show.
+    Positions in tuples at the start of a path do not belong to the model. An optimizer in the tree shows which other
+    segments do not: `optimizer/opt_state/0/mu/wi` and `model/wi` both end with the path within the model, `wi`.
+    Parameters without a statistic, such as frozen ones, belong to the model that the other parameters show.
     """
     paths = [tuple(path_name(path).split("/")) for path, _ in leaves]
     statistics = [is_statistic(path, leaf, kind) for path, leaf in leaves]
@@ -407,9 +410,9 @@ def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
     """Return whether a leaf belongs to an optimizer's state, whose arrays may have other shapes than the parameters.
 
     Args:
-        key_path: jax's path to the leaf. On the way to a parameter, its innermost attribute (not key), if any, is
-            `params`, or a key before the first attribute is.
-        kind: the mapping of the rules that is asked for; with `optimizer`, every leaf is a statistic.
+        key_path: jax's path to the leaf. In the path to a parameter, the innermost attribute (not key), if any, is
+            `params`, or a key before the first attribute is `params`.
+        kind: the mapping of the rules that applies; with `optimizer`, every leaf is a statistic.
     """
     # Attributes of optax's named tuples, or of a TrainState.
     fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]
@@ -450,7 +453,7 @@ def _place(
 
 
 def _not_divided(placed: Placed, dim: int, pieces: int, mesh: AnyMesh, rules: ShardingRules, kind: str) -> ConfigError:
-    """Return an error at the rule that the user wrote, or at the mesh axis if a preset has the rule."""
+    """Return an error that points at the user's rule, or at the mesh axis if the rule is a preset's."""
     path, size, axes = placed.path, placed.shape[dim], placed.spec[dim]
     name = (placed.logical_axes or {dim: None})[dim]
     if placed.rule == "override":
@@ -496,7 +499,7 @@ def _wrong_rank(
 def _automatic(array: Any, mesh: AnyMesh, rules: ShardingRules) -> tuple[tuple[tuple[str, ...], ...], str]:
     """Return the spec of an array without names: the automatic rule shards its largest dim that the axes divide.
 
-    Of equal dims the last wins: it is the contiguous one, so each shard of a matrix stays one block of columns.
+    Of equally large dims the last is sharded: it is contiguous, so each shard of a matrix stays one block of columns.
     """
     whole = ((),) * len(array.shape)
     auto = rules.auto

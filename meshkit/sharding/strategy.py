@@ -1,11 +1,11 @@
-"""Derive what each mesh axis is for, and the communication that a strategy allows: one term per reason.
+"""Derive the purpose of each mesh axis, and the communication that a strategy allows, as one term per reason.
 
     rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `linting.examine` checks programs against
 
-Each term has a closed form. It says which collective over which mesh axes it explains, how many elements one of them
-may move (those of a weight or an activation, sharded as declared), and how many bytes a step all of them may move
-together. Elements decide, not bytes: a dtype may differ (a norm is gathered in fp32), but not the elements of a
-4096 x 14336 kernel.
+Each term has a closed form. It gives the collectives and mesh axes that it explains, how many elements one collective
+may move (those of a weight or an activation, sharded as declared), and how many bytes a step all its collectives may
+move together. Collectives are matched by elements, not bytes: the dtype may differ (a norm is gathered in fp32), but a
+4096 x 14336 kernel always has the same number of elements.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshkit.sharding.resolve import STATES, Placed
 
 # A collective of at most this payload is a scalar, a count or a norm, which no strategy names.
 SCALAR_BYTES = 4096
-# Forward, recomputed forward, backward: how often a step may gather the weights of a layer.
+# How often a step may gather the weights of a layer: in the forward, the recomputed forward and the backward pass.
 GATHERS_A_STEP = 3
-# Gradients up to this size are all-reduced although they are kept in shards: XLA combines them with other sums.
+# Gradients up to this size may be all-reduced, although they are kept in shards: XLA combines them with other sums.
 _SMALL_BYTES = 2**20
-# XLA may put as many elements of the sums of the loss and of metrics into one flat array with the gradients.
+# XLA may flatten up to this many elements, sums of the loss and of metrics, into one array with the gradients.
 _SCALARS = SCALAR_BYTES // 4
 _LONGEST_TOP_K = 16
 
@@ -33,7 +33,7 @@ ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-sca
 ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
 
 Axes = frozenset[str]
-# Bytes of an element that is computed or sent in a precision.
+# Precision -> bytes of an element that is computed or sent in it.
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "int8": 1}
 # Logical axes whose mesh axes are tensor or expert parallelism.
 _TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
@@ -50,10 +50,10 @@ class AxisRoles:
     length: frozenset[str]
     """Axes that shard `act_length`."""
     residual: frozenset[str]
-    """Axes that shard `act_residual_length` alone (sequence parallelism)."""
+    """Axes that shard `act_residual_length` but not `act_length` (sequence parallelism)."""
     tensor: frozenset[str]
-    """Axes that shard heads, mlp or vocab of activations, or parameters but not the batch. A pipeline's axis, which
-    shards layers and may shard the vocabulary, is not one."""
+    """Axes that shard heads, mlp or vocab of activations, or of parameters if they do not shard the batch. A pipeline's
+    axis, which shards layers and may shard the vocabulary, is not included."""
     expert: frozenset[str]
     """Axes that shard experts."""
 
@@ -96,7 +96,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Payload:
-    """One array of a collective: elements and bytes on one GPU (of an all-gather those of the result), and its op."""
+    """One array of a collective, with its elements and bytes on one GPU (of an all-gather, those of its result)."""
 
     collective: str
     dtype: str
@@ -118,35 +118,36 @@ class Term:
     kinds: frozenset[str]
     """HLO opcodes that it explains."""
     fits: Callable[[Payload], bool]
-    """Tells whether an array may be the subject of this term."""
+    """Returns whether this term may explain an array."""
     bound_bytes: float | None = None
-    """Bytes that it may move in a step; None where there is no closed form."""
+    """Bytes that its collectives may move in a step; None if there is no closed form."""
 
 
 @dataclass(frozen=True)
 class StageRuns:
-    """How often a step runs what is in, and what is around, the stages of a pipeline."""
+    """How often a step runs the stages of a pipeline, and the embedding and head around them."""
 
     axis: str
     """The mesh axis that shards the layers."""
     microbatches: int
     ticks: int
-    """Ticks in which one chunk goes forward, and as many in which one goes backward: M v + S - 1."""
+    """Forward ticks, in each of which a stage runs one chunk: M v + S - 1, for M microbatches, S stages and v chunks a
+    stage. There are as many backward ticks."""
     outer_ticks: int
-    """Ticks in which the embedding, or the head, may run, at most."""
+    """Most ticks in which the embedding, or the head, may run."""
     chunk_layers: int
     """Layers of one chunk, padding included."""
     layers: int
 
     @property
     def layer_runs(self) -> float:
-        """Runs of layers on one GPU and in one direction, over the layers of the model."""
+        """Layers that one GPU runs in one direction, divided by the layers of the model."""
         return self.ticks * self.chunk_layers / self.layers
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """The properties of a step from which its allowed communication follows; see the module."""
+    """The properties of a step from which its allowed communication follows; see the module's docstring."""
 
     sizes: Mapping[str, int]
     roles: AxisRoles
@@ -165,17 +166,17 @@ class Strategy:
     reduce_bytes: int = 4
     """Bytes of a gradient's element on the wire."""
     block: int = 0
-    """Elements of a weight that share a scale, which is gathered, too; 0 without scales."""
+    """Elements of a weight that share one scale; scales are gathered too. 0 means no scales."""
     local_sgd: str | None = None
-    """The axis of local SGD; None where it is off."""
+    """The axis of local SGD; None if it is off."""
     compression: str | None = None
-    """The axis whose gradients are compressed; None where it is off."""
+    """The axis over which gradients are compressed; None if none are."""
     compressed_bytes: int = 1
     """Bytes of an element of a compressed gradient."""
     orthogonalizes: str | None = None
-    """The scope of an optimizer that multiplies matrices (Muon); None for others."""
+    """The name scope of an optimizer that multiplies matrices (Muon); None for other optimizers."""
     stages: StageRuns | None = None
-    """Runs of the pipeline's stages; None without one. Activations then are those of one microbatch."""
+    """Runs of a pipeline's stages, with which activations are those of one microbatch; None without a pipeline."""
 
     def terms(self, over: Axes) -> Iterator[Term]:
         """Yield every reason to communicate over these axes, the most specific first."""
@@ -203,11 +204,11 @@ class Strategy:
             yield self._rows_for_columns(over)
 
     def weight_of(self, part: Payload, over: Axes) -> Weight | None:
-        """Return a weight whose elements, whole over these axes, are those of the part.
+        """Return a weight that, whole over these axes, has as many elements as the part.
 
         Returns:
-            The first that has so many elements, all its layers or one, as some state cuts it but for these axes; else
-            the first that has them uncut; else None.
+            The first weight with so many elements, in all layers or one, in some state without its cuts over these
+            axes. If there is none, the first weight with so many elements uncut. Otherwise None.
         """
         whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
         exact = (w for w in self.weights if part.elements in self._whole(w, over))
@@ -220,7 +221,7 @@ class Strategy:
     # -- weights and gradients
 
     def _gathers(self, over: Axes) -> Iterator[Term]:
-        """Yield weights stored in pieces and used whole: once a step, in both passes, or after the optimizer."""
+        """Yield the gathers of weights stored in pieces: once a step, in both passes, or after the optimizer."""
         of = [w for w in self.weights if over <= w.everywhere - w.stays - self._pipeline]
         if not of:
             return
@@ -239,7 +240,7 @@ class Strategy:
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:
-        """Yield the gradients, summed over axes of the batch or its length as often as the step reduces them."""
+        """Yield the sums of gradients over axes of the batch or the length, as often as the step reduces them."""
         summed = self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert | self._pipeline
         if not over <= summed or (self.local_sgd and over == {self.local_sgd}):
             return
@@ -248,8 +249,8 @@ class Strategy:
         ]
         once = self.deferred | self._pipeline
         uses = 1 if over <= once else self.accumulate
-        # Other axes are reduced over before the deferred ones, in accumulators that those do not shard. Inside stages
-        # each run of a layer adds its part, so that the pipeline's axis shards none of them.
+        # Reductions over other axes come before the deferred ones, in accumulators that the deferred axes do not shard.
+        # Inside stages each run of a layer adds its part, so the pipeline's axis does not shard accumulators either.
         whole = over if over <= once else over | once
         each = [self._elements(w, whole, "gradients") for w in of]
         item = [max(self.reduce_bytes, 4 if "vocab" in w.names or len(w.shape) <= 2 else 0) for w in of]
@@ -271,7 +272,7 @@ class Strategy:
     def _outer_step(self, over: Axes) -> Term:
         total = sum(self._elements(w, over, "parameters") for w in self.weights)
         words = f"local SGD: weights averaged over {_names(over)} by the outer step"
-        # The fp32 differences, once an outer step.
+        # The fp32 differences move once an outer step.
         return Term(words, frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
                     lambda p: p.is_float and p.elements <= total + _SCALARS,
                     4 * total / self.steps_per_call)  # fmt: skip
@@ -279,7 +280,7 @@ class Strategy:
     def _compressed(self, over: Axes) -> Term:
         total = sum(self._elements(w, over, "gradients") for w in self.weights)
         words = f"compressed gradients over {_names(over)}: chunks exchanged, their sums gathered"
-        # Each of the two moves every element once, and fp32 scales of blocks (at most one for 16 elements).
+        # Each of the two collectives moves every element once, and fp32 scales (at most one for 16 elements).
         bound = total * (self.compressed_bytes + 0.25)
         return Term(words, frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE}), lambda p: p.elements <= 2 * total, bound)
 
@@ -300,13 +301,13 @@ class Strategy:
     # -- activations
 
     def _tensor(self, over: Axes) -> Iterator[Term]:
-        """Yield the sums of sharded matmuls' outputs, and what sequence parallelism moves around them."""
+        """Yield the sums of sharded matmuls' outputs, and the collectives of sequence parallelism around them."""
         whole = self._largest(over, lambda a: over.isdisjoint(a.axes))
         limit = max(whole, self._largest(over, lambda a: bool(over & a.axes)))
         kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
-        # A sharded kernel needs one sum: a row-parallel one of its output (once more where that is recomputed), a
-        # column-parallel one of its input's gradient. With sequence parallelism a gather goes with each scatter, in
-        # fp32 where XLA gathers before it casts.
+        # A sharded kernel needs one sum: of its output if it is row-parallel (again if that is recomputed), of its
+        # input's gradient if it is column-parallel. With sequence parallelism a gather comes with each scatter, in fp32
+        # where XLA gathers before it casts.
         moved = 2 * self.accumulate * kernels * whole
         bound = moved * self.compute_bytes if math.isfinite(moved) else None
         bound_fp32 = moved * 4 if math.isfinite(moved) else None
@@ -337,7 +338,7 @@ class Strategy:
             )
 
     def _pipeline_terms(self, over: Axes) -> Iterator[Term]:
-        """Yield the activations that a pipeline passes on, and the embedding and head that all stages share."""
+        """Yield the transfers between stages, and the collectives of the embedding and head that all stages share."""
         assert self.stages is not None
         names, axis, inside = _names(over), self.stages.axis, over - {self.stages.axis}
         rows = self._largest(self._stage_axes, lambda a: "act_embed" in a.logical_axes)
@@ -350,20 +351,20 @@ class Strategy:
         sums = 4 * self.tokens / self.stages.microbatches / self._ways(self.roles.batch)
         yield Term(f"vocabulary over {names}: maximum, sum and target of the logits", frozenset({ALL_REDUCE}),
                    lambda p: p.is_float and p.elements <= sums)  # fmt: skip
-        # Each way once: rows that a stage looked up, and what leaves the last stage, to and from all of them.
+        # Rows of the embedding and outputs of the last stage each go once to all stages, their gradients once back.
         shared = 4 * self.stages.outer_ticks * stream * self.compute_bytes if math.isfinite(rows) else None
         yield Term(f"embedding and head of all stages over {names}: rows of the table, activations of the last stage",
                    frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
                    lambda p: p.is_float and p.elements <= rows * self._combined(p), shared)  # fmt: skip
 
     def _context(self, over: Axes) -> Iterator[Term]:
-        """Yield attention over a sharded sequence: keys gathered, blocks around a ring, or heads for positions."""
+        """Yield attention over a sharded sequence: gathered keys, blocks around a ring, or exchanged heads."""
         keys = self._largest(over, lambda a: "act_kv_heads" in a.logical_axes)
         queries = max(keys, self._largest(over, lambda a: "act_heads" in a.logical_axes))
         rows = max(queries, self._largest(over, lambda a: "act_embed" in a.logical_axes))
         keys, pieces, names = keys or queries, self._ways(over), _names(over)
-        # Keys and values travel in one array. A ring or an exchange moves one GPU's block of it, backward with its fp32
-        # gradient as 16-bit words.
+        # Keys and values travel in one array. A ring or an exchange moves one GPU's block of it; the backward pass adds
+        # the block's fp32 gradient as 16-bit words.
         yield Term(f"keys and values over {names}", frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE}),
                    lambda p: p.is_float and p.elements <= 2 * keys)  # fmt: skip
         yield Term(f"ring attention over {names}: blocks passed on, and exchanged for causal balance",
@@ -380,7 +381,7 @@ class Strategy:
                    lambda p: p.elements <= (held if p.is_float else _LONGEST_TOP_K * self.tokens))  # fmt: skip
 
     def _rows_for_columns(self, over: Axes, where: str = "") -> Term:
-        """Return the term of a table's gradient; `where` must be in the op's path if another op may look the same."""
+        """Return the term of a table's gradient; the op's path must contain `where`, which excludes similar ops."""
         named = any("act_embed" in a.logical_axes for a in self.activations)
         rows = self._largest(frozenset(), lambda a: not named or "act_embed" in a.logical_axes)
         words = f"gradient of the embedding over {_names(over)}: its rows exchanged for columns"
@@ -392,7 +393,10 @@ class Strategy:
                     lambda p: not p.is_float and p.elements <= 2 * self.tokens)  # fmt: skip
 
     def _largest(self, over: Axes, wanted: Callable[[Activation], bool], *, default: float | None = None) -> float:
-        """Return the elements of the largest wanted activation on one GPU, whole over some axes; infinite for none."""
+        """Return the elements of the largest wanted activation on one GPU, whole over some axes.
+
+        If no activation is wanted, return the default, or else 0; return infinity if none is known at all.
+        """
         found = [math.prod(a.shape) / self._ways(a.axes - over) for a in self.activations if wanted(a)]
         if not found:
             return default if default is not None else 0 if self.activations else math.inf
@@ -407,11 +411,11 @@ class Strategy:
         return self.roles.tensor | self.roles.residual
 
     def _combined(self, p: Payload) -> int:
-        """Return how many arrays XLA may combine in one: it flattens the sums around the layers of a tick."""
+        """Return how many arrays XLA may combine: in a pipeline it flattens the sums around the layers of a tick."""
         return 4 if self.stages and p.rank == 1 else 1
 
     def _runs(self, w: Weight) -> float:
-        """Return how often a pass over one micro-batch (with a pipeline, over all) runs a weight, or a mean layer."""
+        """Return how often a pass over one micro-batch (in a pipeline, over all) uses a weight; a mean over layers."""
         if self.stages is None:
             return 1
         return self.stages.layer_runs if w.stack > 1 else self.stages.outer_ticks
