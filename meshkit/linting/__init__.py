@@ -1,4 +1,4 @@
-"""Lint what is legal and probably not intended: rules against arrays, the strategy against compiled collectives.
+"""Find what is legal but probably not intended: check rules against arrays, and collectives against the strategy.
 
 Enters: an experiment, its step, its compiled program. Leaves: findings.
 May be imported by the verbs.

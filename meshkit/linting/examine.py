@@ -1,9 +1,9 @@
 """Lint an experiment in two passes: placements before the compiler, collectives after it.
 
-`explain`, `plan` and `train` all call `examine`; `plan` and `explain` then check the compiled program against it. Each
-collective needs a reason in the strategy. One without a reason, or with more bytes than its reason allows, is a
-finding: most often XLA reshards an activation that nobody constrained. XLA's own "involuntary full rematerialization"
-is one, too.
+`explain`, `plan` and `train` call `examine`. `plan` and `explain` then check the compiled program against its result.
+Each collective needs a reason in the strategy. A collective without a reason, or with more bytes than its reason
+allows, is a finding: most often XLA reshards an activation that no code constrains. XLA's own "involuntary full
+rematerialization" is a finding too.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ SCALARS = "scalars and norms, up to 4 KiB each"
 WITHIN = "copied by a GPU to itself, so nothing leaves a GPU"
 TAKEN_APART = "token dispatch and combine, a ragged all-to-all that XLA takes apart: rows between NVLink domains"
 CODES = ("unexplained_collective", "involuntary_rematerialization", "state_drifts", WAY, FAILS)
-# XLA combines small sums with large ones and pads: this margin is less than any array that is worth a finding.
+# Margin for XLA's padding and combined small sums; it is smaller than any array that is worth a finding.
 _SLACK, _SLACK_BYTES = 1.05, 2**20
-_LONGEST, _PLACES = 100, 4  # A finding shows so many characters of a path, and so many places of a combined collective.
+_LONGEST, _PLACES = 100, 4  # Most characters of a path, and most places of a combined collective, in a finding.
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 
 @dataclass
 class Explained:
-    """Collectives of one kind over the same axes for the same reason, in one step on one GPU."""
+    """All collectives of one kind over the same axes for the same reason, in one step on one GPU."""
 
     collective: str
     axes: tuple[str, ...]
     explanation: str | None
-    """The reason; None if nothing explains them."""
+    """The reason; None if no term of the strategy explains them."""
     bound_bytes: float | None = None
-    """Bytes that the reason allows; None where it has no closed form."""
+    """Bytes that the reason allows; None if it has no closed form."""
     count: float = 0
-    """Number of collectives; a combined one counts at its largest array."""
+    """Number of collectives; a combined collective counts once, in the row of its largest array."""
     payload_bytes: float = 0
     sources: dict[str, float] = field(default_factory=dict)
-    """The op_name paths -> bytes, the most first."""
+    """op_name path -> bytes."""
     cause: str = ""
-    """The likely cause, where there is no explanation."""
+    """The likely cause, if there is no explanation."""
 
     @property
     def path(self) -> str:
@@ -83,9 +83,9 @@ class Explained:
 
 
 def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explained]:
-    """Return every collective of a step with its reason, the most bytes first.
+    """Return every collective of a step with its reason, those with the most bytes first.
 
-    The strategy's `steps_per_call` divides counts and bytes.
+    Counts and bytes of the program are divided by the strategy's `steps_per_call`.
     """
     rows: dict[tuple, Explained] = {}
     apart = apart_axes(i.collective for i, _ in schedule.walk() if i.collective is not None)
@@ -110,7 +110,7 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
 
 
 def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> list[Finding]:
-    """Return findings on collectives without a reason or with too many bytes; hints `of_file` may name its tables."""
+    """Return findings on collectives without a reason or with too many bytes; `of_file` lets hints name its tables."""
     found = []
     for row in rows:
         if row.explanation is not None and not row.exceeds:
@@ -131,7 +131,7 @@ def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> l
 
 
 def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
-    """Return the findings about arrays that XLA replicates because it knows no way between two shardings."""
+    """Return the findings about arrays that XLA replicates, since it cannot convert one sharding into another."""
     return [
         Finding(
             code="involuntary_rematerialization",
@@ -146,7 +146,7 @@ def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
 
 
 def drift_findings(compiled: CompiledProgram, state: Mapping[int, str]) -> list[Finding]:
-    """Return a finding where a step gives back arrays of its state (argument's number -> path) with other shards."""
+    """Return a finding if a step returns arrays of its state (argument number -> path) with another sharding."""
     entry = compiled.hlo.entry
     given = {i.parameter_number: i.shape for i in entry.order if i.opcode == "parameter"}
     outputs = entry.root.shape.parts or (entry.root.shape,)
@@ -176,7 +176,7 @@ def _parts(c: Collective) -> list[tuple[Payload, float]]:
     shapes = [(dtype, [int(d) for d in dims.split(",") if d]) for dtype, dims in _SHAPE.findall(c.key.split("|")[3])]
     if c.collective == "ragged-all-to-all":
         shapes = shapes[:1]
-    if c.collective == "all-to-all" and len(shapes) > 1:  # It has one piece for each GPU of the group.
+    if c.collective == "all-to-all" and len(shapes) > 1:  # The shapes are pieces, one for each GPU of the group.
         total = sum(math.prod(dims) for _, dims in shapes)
         return [(Payload(c.collective, shapes[0][0], total, 1, c.payload_bytes, c.source), c.payload_bytes)]
     parts = []
@@ -201,7 +201,7 @@ def _reason(part: Payload, c: Collective, axes: Axes, strategy: Strategy) -> tup
 
 
 def _guess(part: Payload, c: Collective, axes: Axes, s: Strategy) -> str:
-    """Return the likely cause of a collective that nothing explains."""
+    """Return the likely cause of a collective that no term explains."""
     names = " x ".join(c.axes)
     weight = s.weight_of(part, axes)
     if c.collective == "all-reduce" and weight and s.gathers_whole(part, axes):
@@ -234,7 +234,7 @@ def _places(row: Explained) -> str:
 
 
 def _short(source: str) -> str:
-    """Return an op_name path without the parts that every path of a step has; for a combined collective, the ends."""
+    """Return an op_name path without the parts common to all paths; for a combined collective, the paths' ends."""
     path = re.sub(r"jit\(train_step\)/|while/body/|eval_jaxpr/|checkpoint/|rematted_computation/", "", source)
     if ":" in path:
         ends = dict.fromkeys("/".join(p.strip("()").rsplit("/", 3)[-3:]) for p in path.split(":"))
@@ -250,16 +250,16 @@ class Lint:
     """The findings of a lint."""
 
     findings: list[Finding]
-    """Findings that nobody allowed, errors first."""
+    """Findings that the allow list does not silence, errors first."""
     allowed: list[Finding]
     """Findings that the experiment's allow list silences, each with its reason."""
     collectives: list[Explained] | None = None
-    """Collectives of the compiled step with their reasons; None where nothing was compiled."""
+    """Collectives of the compiled step with their reasons; None if nothing was compiled."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """An experiment's step as the lint sees it before the compiler."""
+    """The facts about a step that the lint checks, collected before the compiler runs."""
 
     subject: Subject
     strategy: Strategy
@@ -267,7 +267,7 @@ class Examined:
     more: tuple[Finding, ...] = ()
     """Findings about the arguments of a user's own step."""
     parameters_bytes: int = 0
-    """Bytes of those arguments on one GPU."""
+    """Bytes on one GPU of the arguments that are parameters; known for a user's own step."""
     optimizer_bytes: int = 0
 
     def lint(self) -> Lint:
@@ -275,7 +275,7 @@ class Examined:
         return Lint(summarize_unmatched(kept, self.subject), allowed)
 
     def lint_compiled(self, compiled: CompiledProgram, also: Sequence[Finding] = ()) -> Lint:
-        """Return the findings of `lint`, of the compiled step's collectives, and `also` those on drifts and ways."""
+        """Return the findings of `lint`, those about the compiled step, and `also` given ones (drifts, ways)."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),
@@ -299,9 +299,9 @@ def examine(
     """Trace a training step once for its activations, and resolve its rules for every state of the parameters.
 
     Args:
-        program: the step; on a described mesh it is traced as for the cluster's GPU.
+        program: the training step; on a described mesh it is traced for the cluster's GPU.
         allow: `[[lint.allow]]`, the findings that are intended.
-        written: the `[rules]` of the file, if there is one.
+        written: `[rules]` as in the experiment's file, if there is a file.
     """
     model, mesh, rules, how = program.model, program.mesh, program.rules, program.spec
     target = lowering_for(cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
@@ -391,7 +391,7 @@ def lint_step(
 ) -> tuple[Finding, ...]:
     """Return the findings about the rules, parameters and activations of any step.
 
-    Nothing is compiled; `mk.explain` also checks collectives, and documents which arguments count as parameters.
+    Nothing is compiled. `mk.explain` also checks collectives; its docstring lists which arguments count as parameters.
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
@@ -419,13 +419,13 @@ def examine_step(
 ) -> Examined:
     """Return the examination of any step that can be planned; see `examine`.
 
-    The step is taken to compute in the widest type of its parameters and activations. That type bounds what it keeps
-    and gathers; reductions are bounded in fp32.
+    The step is assumed to compute in the widest dtype of its parameters and activations, which gives the bound on
+    gathered bytes. The bound on reduced bytes assumes fp32.
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
         rules: the rules that placed the arguments; None: their present placement is the intended one.
-        accumulate: micro-batches of a step, which multiply the bytes that it may move.
+        accumulate: micro-batches of a step, which multiply the bytes that the step may move.
         names: roles of the arguments, as in `mk.Program`.
         allow: `[[lint.allow]]`, the findings that are intended.
         memory_fraction: share of the GPU's memory that the client may take.
@@ -437,9 +437,9 @@ def examine_step(
     absent = described(mesh, cluster)
     pure, arrays, _ = traceable(step, args, mesh, absent)
     found = group_arguments(args, names)
-    within = found.within if rules else {}  # Rules that follow from placements apply to whole paths.
+    within = found.within if rules else {}  # Rules derived from placements name full paths.
     rules = rules or _rules_as_placed(found)
-    # The step is traced anew: a trace that jax remembers, of a plan say, would record no constraints.
+    # The metadata forces a new trace: a cached trace, such as a plan's, would record no constraints.
     anew = set_xla_metadata(meshkit_trace=uuid.uuid4().hex)
     activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster), anew)
     placed = placements_by_state(found.parameters, absent, rules, within=within)
@@ -470,7 +470,7 @@ def examine_step(
 
 
 def _rules_as_placed(groups: Groups) -> ShardingRules:
-    """Return rules that put every array where it is, and the batch over the axes that shard its first dim."""
+    """Return rules that keep the placement of every array, and map `act_batch` to the axes that shard the batch."""
     arrays = {**groups.parameters, **groups.others}
     batch: tuple[str, ...] = ()
     for spec in map(_spec, groups.batch.values()):

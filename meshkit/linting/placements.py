@@ -1,7 +1,7 @@
-"""Lint placements: find what is legal and probably not intended, and silence what the allow list allows.
+"""Find placements that are legal but probably not intended, and silence findings that the allow list allows.
 
-It reads where the rules put parameters and activations. `meshkit.linting.examine` finds what only the compiled program
-shows, in the same form.
+The input is where the rules put parameters and activations. `meshkit.linting.examine` adds findings that only the
+compiled program shows.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from meshkit.units import format_bytes
 
 Severity = Literal["error", "warning", "note"]
 SEVERITY_COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-# A parameter of this many bytes that no axis cuts is worth a finding: below it, gathering costs more than it saves
-# (one NCCL ring step's latency buys about 1 MB at NVLink speed: 3.4 us x 360 GB/s).
+# A replicated parameter of at least this many bytes is worth a finding. For a smaller one, gathering costs more than
+# sharding saves (in the latency of one NCCL ring step, NVLink moves about 1 MB: 3.4 us x 360 GB/s).
 SMALL_BYTES = 2**20
-# Its share of all parameters on a GPU must be this large, too: norms of a large model are replicated on purpose.
+# The parameter must also be this share of all parameters on a GPU: norms of a large model are replicated on purpose.
 _WORTH = 1e-3
-_MOST_ALIKE = 3  # More findings of one kind are summarized.
+_MOST_ALIKE = 3  # More findings of one kind become a single finding.
 
 
 class Finding(Part):
-    """Something that is legal and probably not intended."""
+    """Something that is legal but probably not intended."""
 
     code: str
     """The class of the finding, such as `idle_axis`."""
     severity: Severity
-    """`error` stops, `warning` stops `explain --strict`, `note` only tells."""
+    """`error` stops the command, `warning` fails `explain --strict`, `note` only informs."""
     path: str
     """The subject: a parameter's path, a logical or mesh axis, or `collective/<kind>/<axes>`."""
     message: str
-    """One sentence with the numbers."""
+    """One sentence, with numbers."""
     hint: str | None = None
     """The remedy, where possible a line of TOML."""
     allowed: bool = False
     """Whether the experiment's allow list silences it."""
     reason: str | None = None
-    """Why it is allowed."""
+    """Why the allow list allows it."""
     seconds: float | None = None
-    """Seconds of a step that it concerns, if known."""
+    """Seconds of a step that the finding concerns, if known."""
 
     def __str__(self) -> str:
         what = f"{self.severity} {self.code} at {self.path}: {self.message}"
@@ -75,7 +75,7 @@ def apply_allow_list(
 
     Args:
         allow: `[[lint.allow]]` of the experiment; `path` is a glob as in `[[rules.override]]`.
-        unchecked: codes that nobody checked, so that an entry about them may silence nothing.
+        unchecked: codes that were not checked; an entry for such a code is no finding if it silences nothing.
     """
     kept, allowed, used = [], [], set()
     for f in findings:
@@ -100,7 +100,7 @@ def apply_allow_list(
 
 
 def check_strict(findings: Iterable[Finding]) -> None:
-    """Raise a `ConditionError` that counts and names the findings if any is more severe than a note."""
+    """Raise a `ConditionError` that counts and lists findings, if one is more severe than a note."""
     failing = [f for f in findings if f.severity != "note"]
     if failing:
         codes = ", ".join(dict.fromkeys(f.code for f in failing))
@@ -124,21 +124,21 @@ class Subject:
 
     parameters: Sequence[Placed]
     activations: Sequence[Activation]
-    """Activations as the model constrained them, each once."""
+    """Activations as the model constrains them, without repetitions."""
     rules: ShardingRules
     spec: MeshSpec
     others: Sequence[Placed] = ()
     """The model's other arrays (batch statistics and the like); overrides may name them."""
     deferred: frozenset[str] = frozenset()
-    """Axes of the batch that the step, or types, shard already."""
+    """Mesh axes over which the step itself, or explicit axis types, shard already."""
     state_bytes: int = 0
     """Bytes of parameters, optimizer state and everything else that a step carries, on one GPU."""
     pool_bytes: int | None = None
-    """Bytes that a program may take of a GPU's memory; None where there are no GPUs."""
+    """Bytes that a program may take of a GPU's memory; None without GPUs."""
     written: Mapping[str, Any] | None = field(default=None, repr=False)
-    """The `[rules]` table of the file, which tells them from a preset's; None without one."""
+    """The `[rules]` table of the file, which distinguishes its rules from a preset's; None without a file."""
     of_file: bool = True
-    """Whether hints name tables of an experiment file; else those of `ShardingRules`."""
+    """Whether hints name tables of an experiment file; otherwise they name arguments of `ShardingRules`."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -171,7 +171,7 @@ def lint(subject: Subject) -> list[Finding]:
 
 
 def _too_large(s: Subject) -> Iterator[Finding]:
-    """Yield an error for a state with which no step can run, before anything is compiled."""
+    """Yield an error if the state alone does not fit into the memory of a GPU."""
     if s.pool_bytes is None or s.state_bytes <= s.pool_bytes:
         return
     free = [a for a, size in s.sizes.items() if size > 1 and a not in s.cut_by]
@@ -187,7 +187,7 @@ def _too_large(s: Subject) -> Iterator[Finding]:
 
 
 def _unmatched(s: Subject) -> Iterator[Finding]:
-    """Yield the arrays without dim names that no override and no automatic rule names."""
+    """Yield the arrays without dim names to which no override and no automatic rule applies."""
     if math.prod(s.spec.shape) == 1:
         return
     for p in s.parameters:
@@ -204,7 +204,7 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
 
 
 def summarize_unmatched(findings: Sequence[Finding], s: Subject) -> list[Finding]:
-    """Return the findings that nobody allowed, with more than three `unmatched_parameter` as one finding."""
+    """Return the findings; more than three `unmatched_parameter` are joined into one finding."""
     many = [f for f in findings if f.code == "unmatched_parameter"]
     if len(many) <= _MOST_ALIKE:
         return list(findings)
@@ -227,14 +227,14 @@ def summarize_unmatched(findings: Sequence[Finding], s: Subject) -> list[Finding
 
 
 def _replicated(s: Subject) -> Iterator[Finding]:
-    """Yield the large parameters that some axis replicates, although it shards others."""
+    """Yield the large parameters that an axis replicates, although the axis shards other parameters."""
     held = sum(s.bytes_per_gpu(p) for p in s.parameters)
     for p in s.parameters:
         own = p.axes
         each = s.bytes_per_gpu(p)
         if p.rule == "none" or each < max(SMALL_BYTES, _WORTH * held):
             continue
-        # An axis of the batch replicates a parameter for nothing; tensor and expert axes shard only some of them.
+        # A batch axis never needs to replicate a parameter. Tensor and expert axes shard only some parameters.
         missing = {a for a in s.cut_by - own if s.sizes[a] > 1}
         if own - s.roles.expert:
             missing &= s.roles.batch - s.roles.expert
@@ -322,7 +322,7 @@ def _never_used(s: Subject) -> Iterator[Finding]:
 
 
 def _duplicates(s: Subject) -> Iterator[Finding]:
-    """Yield the rules that repeat another one, or that can never be reached."""
+    """Yield the rules that repeat another rule, or that never apply."""
     arrays = [*s.parameters, *s.others]
     taken: dict[str, str] = {}
     for pattern, _ in s.rules.overrides:
@@ -339,7 +339,7 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
             )
         for path in matched:
             taken.setdefault(path, pattern)
-    for kind in ("compute", "optimizer"):  # In [rules.gradients] a row says when to reduce, also if it is equal.
+    for kind in ("compute", "optimizer"):  # In [rules.gradients] an equal row matters: it sets when to reduce.
         for name, axes in getattr(s.rules, kind).items():
             if name in s.rules.logical and axes == s.rules.logical[name]:
                 yield Finding(
@@ -352,7 +352,7 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
 
 
 def _crossing(s: Subject) -> Iterator[Finding]:
-    """Yield the axes that communicate in every layer and leave the NVLink domain."""
+    """Yield the axes that communicate in every layer, across NVLink domains."""
     domain = math.prod(axis.number("nvlink") for axis in s.spec.axes)
     for axis in s.spec.axes:
         across = axis.number("infiniband")
@@ -381,7 +381,7 @@ def _idle(s: Subject) -> Iterator[Finding]:
     }  # fmt: skip
     cut = s.cut_by | states | frozenset().union(*(a.axes for a in s.activations))
     cut = cut | s.deferred
-    if not s.activations:  # The step shards the batch without being asked.
+    if not s.activations:  # The step shards the batch even without a constraint.
         cut = cut | s.roles.batch
     idle = [axis for axis, size in s.sizes.items() if size > 1 and axis not in cut]
     batch = [a for a in s.spec.axis_names if a in s.roles.batch or a in idle]
@@ -394,7 +394,7 @@ def _idle(s: Subject) -> Iterator[Finding]:
 
 
 def _unconstrained(s: Subject) -> Iterator[Finding]:
-    """Yield the propagation trap: the partitioner has to guess every activation from the weights' shards."""
+    """Yield a finding if the model never constrains the batch: the partitioner then infers activations from weights."""
     batch = [a for a in s.spec.axis_names if a in s.roles.batch - s.deferred and s.sizes[a] > 1]
     if not batch or any(a.axes.issuperset(batch) for a in s.activations):
         return
@@ -416,7 +416,7 @@ def _unconstrained(s: Subject) -> Iterator[Finding]:
 
 
 def _best_cut(s: Subject, p: Placed, axes: Sequence[str]) -> tuple[str, int] | None:
-    """Return a mesh axis and the largest dim of p that it can still shard."""
+    """Return the first of the axes that can still shard a dim of p, and the largest such dim."""
     for axis in axes:
         own = [s.pieces(cuts) for cuts in p.spec]
         fits = [d for d, n in enumerate(p.shape) if n % (own[d] * s.sizes[axis]) == 0]
@@ -426,9 +426,9 @@ def _best_cut(s: Subject, p: Placed, axes: Sequence[str]) -> tuple[str, int] | N
 
 
 def _override_hint(s: Subject, p: Placed) -> str | None:
-    """Return an override that shards p, ready to be put below [rules]."""
+    """Return an override that shards p, in a form that can be pasted below [rules]."""
     candidates = [a for a in s.spec.axis_names if s.sizes[a] > 1 and a not in p.axes]
-    # An axis that shards other parameters is gathered anyway; else one that shards the batch will do.
+    # Axes that shard other parameters come first, since these are gathered anyway; tensor axes come last.
     ranked = sorted(candidates, key=lambda a: (a in s.roles.tensor, a not in s.cut_by, -s.sizes[a]))
     best = _best_cut(s, p, ranked)
     if best is None:

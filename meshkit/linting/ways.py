@@ -81,7 +81,7 @@ def way_findings(
 
 
 def apart_axes(collectives: Iterator[Collective]) -> frozenset[tuple[str, ...]]:
-    """Return the axes whose ragged all-to-alls XLA split, so that the groups that are left cover only a part of them."""
+    """Return the axes whose ragged all-to-alls XLA split, so that the remaining groups cover only a part of them."""
     return frozenset(c.axes for c in collectives if c.collective == RAGGED and c.axes and not c.axes_complete)
 
 

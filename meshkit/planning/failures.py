@@ -1,4 +1,4 @@
-"""Predict a planned training's goodput under failures, its best intervals between saves and the use of spare hosts.
+"""Predict a planned training's goodput under failures, the best intervals between saves, and the use of spare hosts.
 
 Report, StepFacts, Cluster, [failures] -> Costs -> closed form, simulator -> FailuresPart
 """
@@ -31,12 +31,12 @@ from meshkit.runs.snapshots import snapshots_held
 from meshkit.step.program import StepFacts
 
 _SEED = 20261127
-_PLAYED = 4000  # Goodput is then off by at most 1 / sqrt(4000) of what it lacks.
-_MOST_SPARES, _ENOUGH = 16, 1e-3  # The rows of spares end where goodput lacks less than a tenth of a point.
+_PLAYED = 4000  # Failures to simulate: the lost share is then off by at most 1 / sqrt(4000) of itself.
+_MOST_SPARES, _ENOUGH = 16, 1e-3  # Rows of spares end within a tenth of a point of the best.
 
 
 class _Known(NamedTuple):
-    """Values of `[failures]`; the catalog fills in what the table leaves out. The failure rate is handled apart."""
+    """Values of `[failures]`, with the catalog's defaults. The failure rate is not included."""
 
     host_share: float
     detection_s: float
@@ -50,14 +50,14 @@ class _Known(NamedTuple):
 
 
 def _hosts(cluster: Cluster) -> int:
-    """Return the number of hosts with a GPU that trains; in a domain that spans hosts these are the first ones."""
+    """Return the number of hosts with a GPU that trains. A domain that spans hosts uses its first hosts."""
     if cluster.nvlink_domain_size < cluster.gpus_per_host:
         return cluster.hosts
     return cluster.num_nvlink_domains * math.ceil(cluster.gpus_used_per_domain / cluster.gpus_per_host)
 
 
 def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | ProgramExperiment) -> FailuresPart:
-    """Return the goodput that failures leave of the planned training, and where the rest of the time goes.
+    """Return the planned training's goodput under failures, and the shares of time that are lost.
 
     Raises:
         ConfigError: the plan predicts no step time, or does not know how large the state is.
@@ -111,8 +111,8 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
 def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float) -> tuple[Costs, float]:
     """Return the costs of checkpoints on disk, and the storage's bandwidth in bytes per second.
 
-    A save blocks the steps while every GPU copies its shards to its host, all GPUs at once. A cluster file without a
-    storage bandwidth is taken to have as much for each GPU as Llama 3's.
+    A save blocks the steps while all GPUs copy their shards to their hosts at once. If the cluster file has no storage
+    bandwidth, each GPU is assumed to have that of Llama 3's cluster.
     """
     assert facts.state_bytes is not None
     storage = cluster.checkpoint_bytes_per_s or cluster.num_gpus * catalog.failures()["storage_bytes_per_gpu_s"]
@@ -123,10 +123,10 @@ def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float
 
 
 def _memory_costs(disk: Costs, cluster: Cluster, state_bytes: float, hosts: int) -> tuple[Costs, float]:
-    """Return the costs of snapshots in host memory with a copy on another host, and the bytes that they take of a host.
+    """Return the costs of snapshots in host memory with a copy on another host, and their bytes on each host.
 
-    A snapshot blocks as a checkpoint does, since the next step may change the state. The copy to the other host crosses
-    the scale-out fabric during the following steps, and a lost host's share comes back the same way.
+    A snapshot blocks the steps as a checkpoint does, since the next step may change the state. The copy to the other
+    host crosses the scale-out fabric during the following steps. A lost host's share is restored over the same fabric.
     """
     share = state_bytes / hosts
     link = cluster.link("infiniband")
@@ -136,9 +136,9 @@ def _memory_costs(disk: Costs, cluster: Cluster, state_bytes: float, hosts: int)
 
 
 def _spares(costs: Costs, every: int, between_s: float, known: _Known, cluster: Cluster) -> Iterator[SparesPart]:
-    """Yield the goodput with 0, 1, ... spare hosts, until another one gives nothing.
+    """Yield the goodput with 0, 1, ... spare hosts, until another spare host gains nothing.
 
-    Only a host of the same NVLink domain can replace a host of a domain that spans hosts, so each domain has its own.
+    If NVLink domains span hosts, only a host of the same domain can replace a host, so each domain has its own spares.
     """
     in_domain = cluster.nvlink_domain_size > cluster.gpus_per_host
     pools = cluster.num_nvlink_domains if in_domain else 1

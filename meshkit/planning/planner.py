@@ -55,7 +55,7 @@ from meshkit.timeline import Timeline
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and what it was made from."""
+    """A report, and the results from which it was made."""
 
     report: Report
     timeline: Timeline
@@ -65,7 +65,7 @@ class Plan:
     facts: StepFacts
     planned: Planned
     examined: Examined | None = None
-    """The examined step; None where nothing was examined before the compiler."""
+    """The lint's examination of the step; None if nothing was examined before the compiler."""
     lint: Lint | None = None
 
 
@@ -80,19 +80,19 @@ def plan(
     options: Mapping[str, object] | None = None,
     memory_fraction: float = 0.92,
 ) -> Report:
-    """Return the predicted report of any jitted function or closure on a cluster that is not there.
+    """Return the predicted report of any jitted function or closure on a cluster that is not attached.
 
     It needs no GPU, and works in a process that has already used jax.
 
     Args:
-        step: under `jax.jit` or `nnx.jit`, or plain; or an `mk.Program`, which brings its arguments. What one that is
-            not under `jax.jit` changes in its modules is an output, as what it returns is.
-        args: abstract or concrete arguments, nnx modules and optimizers among them. NamedShardings on a mesh with these
-            axis names are kept; of an array without one XLA chooses the layout, as it does under `jit`.
-        mesh: from `build_mesh(spec, cluster, devices=describe_devices(cluster))`; of a mesh of attached devices only
-            the shape counts.
+        step: a function, plain or under `jax.jit` or `nnx.jit`, or an `mk.Program`, which includes its arguments. If
+            the function is not under `jax.jit`, changes in its modules are outputs, in addition to its results.
+        args: abstract or concrete arguments, which may be nnx modules and optimizers. NamedShardings on a mesh with
+            these axis names are kept. XLA chooses the layout of an array without a NamedSharding, as under `jit`.
+        mesh: from `build_mesh(spec, cluster, devices=describe_devices(cluster))`. A mesh of attached devices only
+            gives the shape and the axes.
         cluster: the GPUs and links.
-        model_flops, tokens: as `mk.Program` has them.
+        model_flops, tokens: as in `mk.Program`.
         options: XLA compiler options beyond meshkit's own.
         memory_fraction: share of the GPU's memory that the client may take.
 
@@ -120,9 +120,9 @@ def plan_program(
     training_steps: int | None = None,
     imbalance: float = 1.0,
 ) -> Plan:
-    """Return the plan of a step that the caller brings.
+    """Return the plan of a user's own step.
 
-    The roles of its arguments, its tokens and its model FLOP are inferred where the program does not state them.
+    The roles of its arguments, its tokens and its model FLOP are inferred if the program does not state them.
 
     Args:
         program, mesh, cluster, choices, examined, imbalance: as `plan` and `make_plan` take them.
@@ -146,17 +146,17 @@ def plan_program(
 
 
 def mesh_of_arguments[T](groups: Groups, kind: type[T]) -> T | None:
-    """Return the mesh of type `kind` on which a program's arguments lie, if any; a trainer may have made it itself."""
+    """Return the mesh of type `kind` that shards a program's arguments, if any; a trainer may have made that mesh."""
     arrays = map(array_of, (*groups.of_state, *groups.batch.values()))
     meshes = (getattr(getattr(array, "sharding", None), "mesh", None) for array in arrays)
     return next((mesh for mesh in meshes if isinstance(mesh, kind)), None)
 
 
 def plan_experiment(experiment: Experiment | ProgramExperiment, *, imbalance: float = 1.0) -> Plan:
-    """Return the plan of an experiment's training step: the one that `train` runs, or that its `[program]` makes.
+    """Return the plan of an experiment's training step: the step that `train` runs, or that its `[program]` makes.
 
     Args:
-        experiment: an experiment whose cluster has GPUs; none of them need be attached.
+        experiment: an experiment whose cluster has GPUs, which need not be attached.
         imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
 
     Raises:
@@ -171,7 +171,7 @@ def plan_experiment(experiment: Experiment | ProgramExperiment, *, imbalance: fl
 
 
 def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: float) -> Plan:
-    """Run `plan_experiment` on a stack of its own, without a frame of its caller below it."""
+    """Do the work of `plan_experiment`, which calls this on a stack of its own, without the caller's frames."""
     check_has_gpus(experiment.cluster)
     if isinstance(experiment, ProgramExperiment):
         return _plan_users_program(experiment, imbalance)
@@ -188,7 +188,7 @@ def _plan_experiment(experiment: Experiment | ProgramExperiment, imbalance: floa
     )
     if not experiment.checkpoint.snapshot_every:
         return made
-    leaves = jax.tree.leaves(program.abstract_state)  # A snapshot holds all of them, wherever they lie.
+    leaves = jax.tree.leaves(program.abstract_state)  # A snapshot holds all leaves, also those in host memory.
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     told = snapshot_warnings(held, made.compiled, experiment.cluster)
     return replace(made, report=made.report.model_copy(update={"warnings": (*made.report.warnings, *told)}))
@@ -209,7 +209,7 @@ def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan
 
 
 def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
-    """Return the steps of the whole training, by its total tokens and those of a step, else as stated; None if not."""
+    """Return the steps of the whole training, from total tokens over a step's, or as stated; None if unknown."""
     train = experiment.train
     if train.tokens_total and tokens:
         return math.ceil(train.tokens_total / tokens)
@@ -219,7 +219,7 @@ def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
 def choices_of(experiment: ProgramExperiment) -> CompileChoices:
     """Return the compiler options of a `[program]`: its `[xla]`, `train.memory_fraction` and `train.pgle`.
 
-    meshkit derives no options for it, since the step is the user's.
+    meshkit derives no options of its own for a user's step.
 
     Raises:
         ConfigError: an option of XLA names a file that cannot be read.
@@ -231,7 +231,7 @@ def choices_of(experiment: ProgramExperiment) -> CompileChoices:
 
 @contextmanager
 def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, DescribedMesh]]:
-    """Give the program that `program.make` builds for absent GPUs, and their mesh.
+    """Yield the program that `program.make` builds for absent GPUs, and their mesh.
 
     Inside the block, jax's devices are the absent GPUs.
 
@@ -258,7 +258,7 @@ def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, Des
 def absent_step(experiment: Experiment) -> TrainProgram:
     """Return the experiment's own training step for the GPUs that its cluster describes.
 
-    Its `mesh` is a described one. If jax has not started, tracing and lowering use the CPU alone.
+    Its `mesh` is a described mesh. If jax has not started, tracing and lowering use only the CPU.
 
     Raises:
         ConfigError: a model or loss cannot be imported or does not take its options, or the rules do not fit the model.
@@ -280,14 +280,14 @@ def make_plan(
     groups: Groups | None = None,
     imbalance: float = 1.0,
 ) -> Plan:
-    """Compile, simulate and summarize a step, and check the compiled step against what was examined before.
+    """Compile, simulate and summarize a step, and lint the compiled step against its earlier examination.
 
     Args:
         step, args, mesh, cluster: as `plan` takes them.
-        facts: facts of one step; the report leaves out what they leave out (FLOP, tokens, bytes of the state).
-        choices: compiler options; their `memory_fraction` is that of the report's pool.
+        facts: facts of one step (FLOP, tokens, bytes of the state); missing facts are missing in the report.
+        choices: compiler options; their `memory_fraction` gives the size of the report's pool.
         examined: the lint's examination before the compiler; without it, findings come from the compiled step alone.
-        groups: roles of the arguments; given for a step whose facts are read from the traced and compiled program.
+        groups: roles of the arguments; if given, missing facts are read from the traced and the compiled step.
         imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
 
     Raises:
@@ -333,9 +333,9 @@ def make_plan(
 
 
 def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> StepFacts:
-    """Return the facts completed by the traced and the compiled step: model FLOP, and bytes of the arguments.
+    """Return the facts with model FLOP from the traced step, and bytes of the arguments from the compiled step.
 
-    The compiled step knows where XLA put an argument that had no sharding of its own.
+    Only the compiled step shows how XLA sharded an argument that had no sharding.
     """
     known: dict[str, Any] = {}
     if facts.model_flops is not None:
@@ -353,9 +353,9 @@ def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled:
 
 
 def _paths_of_state(groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> dict[int, str]:
-    """Return number -> path of the placed arrays that a training step takes and gives back.
+    """Return argument number -> path of the sharded arrays that a training step takes and returns.
 
-    A step counts as training if it gives back an optimizer's state, or an array that it may overwrite.
+    A step counts as training if it returns an optimizer's state, or an array in the place of a donated argument.
     """
     state = {id(array_of(leaf)): path for path, leaf in {**groups.parameters, **groups.others}.items()}
     moments = {id(array_of(leaf)): path for path, leaf in groups.optimizer.items()}
@@ -384,9 +384,9 @@ def memory_part(
     memory_fraction: float,
     facts: StepFacts = NO_FACTS,
 ) -> MemoryPart:
-    """Return whether a program fits into the GPU's memory, and what its peak consists of.
+    """Return whether a program fits into the GPU's memory, and the parts of its peak.
 
-    The parts of a training step add up to the peak, and whatever belongs to none of them is temporary.
+    The parts of a training step add up to the peak; memory that belongs to no other part is temporary.
 
     Args:
         memory_fraction: share of the GPU's memory that the client may take.
@@ -396,14 +396,14 @@ def memory_part(
     pool = int(capacity * memory_fraction)
     reserved = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
     outside = reserved.outside_pool + compiled.symmetric_bytes
-    # Where memory_fraction leaves too little outside, the plan counts with one that leaves enough: most of what lies
-    # there is NCCL's, whose count is an upper bound. `outside_warning` says so.
+    # If memory_fraction leaves too little outside the pool, the plan assumes a fraction that leaves enough: most of the
+    # memory outside is NCCL's, for which the plan has an upper bound. `outside_warning` reports it.
     margin = min(pool, capacity - outside) - compiled.peak_bytes - reserved.inside_pool
     parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
     gradients, activations = _split(compiled, facts.gradients_bytes)
     named = sum(part or 0 for part in (gradients, activations))
     temporary = compiled.memory["temp"] - compiled.symmetric_bytes - named
-    if parameters_bytes is not None:  # The batch is an argument, too, and has no part of its own.
+    if parameters_bytes is not None:  # The batch, an argument without a part of its own, is included.
         temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
     return MemoryPart(
         capacity_bytes=capacity,
@@ -428,9 +428,9 @@ def memory_part(
 def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None, int | None]:
     """Return the bytes of gradients and of activations among the temporaries at the peak.
 
-    The operation that made a live buffer tells what it is. Activations are what the forward pass keeps for the backward
-    pass. Loops carry the gradients, so that neither pass made them by itself; they count where their closed form fits
-    into the rest. What was recomputed or gathered, and what packing loses, stays temporary.
+    A live buffer is classified by the operation that made it. Activations are the buffers that the forward pass keeps
+    for the backward pass. Gradients are carried by loops, so their buffers belong to neither pass: they count by their
+    closed form, up to the size of such buffers. Recomputed or gathered arrays and losses by packing stay temporary.
     """
     temp, live = compiled.memory["temp"], compiled.live
     if live is None:
@@ -441,7 +441,7 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
 
 
 def check_has_gpus(cluster: Cluster, verb: str = "plan") -> None:
-    """Raise a `ConfigError` that names the command `verb` where the cluster has no GPUs to predict."""
+    """Raise a `ConfigError` that names the command `verb` if the cluster has no GPUs to predict."""
     if cluster.is_cpu:
         raise ConfigError(
             f"cluster '{cluster.name}' has no GPUs, and {verb} only predicts GPUs.",

@@ -1,8 +1,8 @@
-"""Look up the user's code that an Experiment names, once, for all that is below.
+"""Import the user's code that an Experiment names, once for all lower layers.
 
     Experiment -> resolve -> StepSpec -> build_train_step -> TrainProgram
 
-What only a run calls (tokenizer, metrics) the run looks up: a plan needs neither, nor the packages that they import.
+The tokenizer and metrics are only imported by a run: a plan needs neither them nor the packages that they import.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make_program(experiment: ProgramExperiment, mesh: AnyMesh) -> Program:
 
 
 def find_tokenizer(experiment: Experiment) -> UserCode | None:
-    """Return the function that `data.tokenizer` names; None without one.
+    """Return the function that `data.tokenizer` names; None without a tokenizer.
 
     Raises:
         ConfigError: it does not exist, or its module cannot be imported.
@@ -77,7 +77,7 @@ def find_tokenizer(experiment: Experiment) -> UserCode | None:
 
 
 def find_sinks(experiment: Experiment) -> SinkCode:
-    """Return the functions that receive metrics, by `train.metrics` and `train.tensorboard`.
+    """Return the functions that receive metrics, as set by `train.metrics` and `train.tensorboard`.
 
     Raises:
         ConfigError: a function does not exist, or TensorBoard is asked for and not installed.
@@ -90,7 +90,7 @@ def find_sinks(experiment: Experiment) -> SinkCode:
 
 
 def functions_by_command(experiment: ExperimentFile) -> list[str]:
-    """Return the user's functions that the command line set as overrides for `load`: `data.tokenizer="pkg.mod:fn"`."""
+    """Return the user's functions set on the command line, as overrides for `load`: `data.tokenizer="pkg.mod:fn"`."""
     document, table = experiment.document, experiment.to_dict()
     keys = [split_key(key) for key in FUNCTIONS]
     by_command = [key for key in keys if document is not None and document.is_overridden(key)]
@@ -119,7 +119,7 @@ def examine_experiment(experiment: Experiment, program: TrainProgram) -> Examine
 def examine_program(experiment: ProgramExperiment, program: Program, mesh: AnyMesh) -> Examined:
     """Return the lint's examination of a user's own step before it is compiled.
 
-    Without `[rules]`, the placement that the arguments have counts as intended.
+    Without `[rules]`, the arguments' own placement counts as intended.
     """
     rules = experiment.rules if experiment.has_rules else None
     return examine_step(

@@ -23,7 +23,7 @@ from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
 HOST_MEMORY_EXCEEDED = "host_memory_exceeded"
-# A share of the step below which the least time of a kernel changes no number that anybody acts on.
+# A smaller share of the step, or of its FLOP, is not worth a warning.
 _NOTABLE = 0.05
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
@@ -46,7 +46,7 @@ def plan_warnings(
     findings: Sequence[Finding],
     facts: StepFacts = NO_FACTS,
 ) -> list[Warning_]:
-    """Return all warnings of a plan, those that change the meaning of every number first.
+    """Return all warnings of a plan; those that change the meaning of every number come first.
 
     Args:
         facts: precision of a training step, and training steps in one call of the program.
@@ -75,7 +75,7 @@ def _finding_warning(finding: Finding) -> Warning_:
 
 
 def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_]:
-    """Warn that the GPU does not multiply in the precision that was asked for."""
+    """Warn if the GPU does not multiply in the requested precision."""
     if precision is None or cluster.gpu.compute_capability is None:
         return []
     runs_as = precision_of(cluster.gpu, COMPUTE_DTYPE[precision])
@@ -96,7 +96,7 @@ def _block_scaling_warning(compiled: CompiledProgram, schedule: Schedule, cluste
 
 
 def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
-    """Warn that the step drops the parameters that it computes, so that half of it is not planned."""
+    """Warn if the step drops the parameters that it computes, so that its update is not in the plan."""
     dead = compiled.dead_updates
     if not dead:
         return []
@@ -110,7 +110,7 @@ def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
 
 
 def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Warning_]:
-    """Warn that the model FLOP that a program states differ from those of its traced step, whole or causal."""
+    """Warn if the model FLOP that a program states differ from its traced step's, with whole and causal attention."""
     traced, given = compiled.traced_flops, facts.model_flops
     if facts.flops_source != "given" or not given or traced is None or traced.model <= 0:
         return []
@@ -126,7 +126,7 @@ def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Wa
 def _flop_warning(
     compiled: CompiledProgram, schedule: Schedule, simulation: Simulation, cluster: Cluster, steps: int
 ) -> list[Warning_]:
-    """Warn that the compiled program does other work than the traced one, and say how long the extra work takes."""
+    """Warn if the compiled program has other FLOP than the traced program, with the time of the extra work."""
     start, end = simulation.timeline.steps[0].window
     note = coverage.flop_note(
         schedule,
@@ -146,7 +146,7 @@ def _flop_warning(
 def _rematerialization_warning(
     compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, steps: int
 ) -> list[Warning_]:
-    """Warn of what XLA computes twice because it counts more memory than the step may take, and say what to try."""
+    """Warn of kernels that XLA recomputes because it expects more memory than the step may take; suggest a remedy."""
     found = coverage.rematerialized(simulation, compiled.log)
     if not found.kernels:
         return []
@@ -165,7 +165,7 @@ def _rematerialization_warning(
 
 
 def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
-    """Warn of memory outside the pool that collectives take, or for which `memory_fraction` leaves too little."""
+    """Warn if collectives take symmetric memory outside the pool, or if `memory_fraction` leaves too little outside."""
     capacity, context, nccl = memory.capacity_bytes or 0, memory.context_bytes or 0, memory.nccl_bytes or 0
     outside, left = context + nccl + symmetric, capacity - (memory.pool_bytes or 0)
     if not symmetric and outside <= left:
@@ -182,7 +182,7 @@ def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
 
 
 def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, steps: int) -> list[Warning_]:
-    """Return the warning of what an uneven load of the experts changes, where one was asked for."""
+    """Return a warning with the effects of an uneven load of the experts, if one is assumed."""
     factor = assumptions.imbalance
     if factor == 1.0:
         return []
@@ -208,7 +208,7 @@ def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumpt
 
 
 def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
-    """Warn that the step consists mostly of kernels that are too small for their price to hold."""
+    """Warn if many kernels are priced below the least time that a kernel takes."""
     found = coverage.short_kernels(simulation)
     start, end = simulation.timeline.steps[0].window
     if found.seconds < _NOTABLE * (end - start):
@@ -222,10 +222,10 @@ def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
 
 
 def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Cluster) -> list[Warning_]:
-    """Return the warnings of the host memory that snapshots take, in addition to the offloaded arrays of the step.
+    """Return the warnings about the host memory of snapshots, which comes on top of the step's offloaded arrays.
 
     Args:
-        state_bytes: state on one GPU; its process keeps snapshots of it, without what its other GPUs hold as well.
+        state_bytes: bytes of the state on one GPU; a snapshot holds replicated arrays only once for each process.
     """
     each = cluster.num_gpus / cluster.hosts
     held = snapshots_held(cluster.hosts) * state_bytes
@@ -261,7 +261,7 @@ def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cl
 
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
-    """Return the warnings of assumptions about instructions, of the compiler, and of a step that does not fit."""
+    """Return the warnings about assumed prices of instructions, from the compiler, and for a step that does not fit."""
     seconds = coverage.unpriced_seconds(simulation, steps=each)
     found = [
         Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
