@@ -1,6 +1,6 @@
 """meshkit: declarative meshes, sharding rules and truthful communication reports for JAX on NVIDIA GPU clusters.
 
-Everything public is here, and imported only when it is used: `import meshkit` costs no jax.
+All public names are here, and each is imported on first use: `import meshkit` does not import jax.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ __all__ = [
 
 def __getattr__(name: str):
     if name == "__version__":
-        from importlib import metadata  # takes longer than all else here
+        from importlib import metadata  # its import takes longer than the rest of this module
 
         return metadata.version("meshkit")
     if name not in _PUBLIC:

@@ -1,16 +1,16 @@
-"""Processes of Python that work for this one, and temporary folders: neither outlives who made it, however that ends.
+"""Child processes of Python, and temporary folders. Neither outlives the process that made it, however that ends.
 
     Child(module).ask(request)  -- a line of JSON on stdin ->  serve(answer), in `python -P -m module PARENT`
                                <- a line of JSON on stdout --
 
     <temporary folder>/meshkit-scratch-<random>    marked as ours, locked (flock) as long as a process works in it
 
-What is too large for a line lies in the child's folder. XLA aborts its process on some programs, and a machine can run
-out of memory: then the child dies, its request is lost, and nothing else is.
+Data that is too large for a line is in files in the child's folder. XLA aborts its process on some programs, and a
+machine can run out of memory: then only the child dies, and only its request is lost.
 
-An end of any kind that Python hears ends the processes with what these have started (XLA's `ptxas`), then removes the
-folders. After SIGKILL the kernel ends the processes (on Linux) and lets go of the locks, and whoever makes a folder
-next removes those that nobody holds.
+If this process ends in a way that Python can handle, Python kills the children and the processes that they started
+(XLA's `ptxas`), then removes the folders. After SIGKILL the kernel kills the children (on Linux) and releases the
+locks. The next process that makes a folder removes all folders without a lock.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from meshkit.private import MARK
 
 PREFIX = "meshkit-scratch-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_REMOVE_S = 5.0  # Killed processes have so long to end; what is left then goes at the next start.
-_LAST_S = 1.0  # From the end of a child's answers to its own end.
-_KEPT_S = 60.0  # A child waits so long for its next request.
-_KEPT_BYTES = 2 * 2**30  # A process that has used more memory is replaced, which returns it.
-_FIRST_OF_ALL = "1000"  # A value of oom_score_adj, see proc(5).
+_REMOVE_S = 5.0  # Time for killed processes to end; folders that are left go at the next start.
+_LAST_S = 1.0  # Time from the end of a child's answers to its exit.
+_KEPT_S = 60.0  # How long a child waits for its next request.
+_KEPT_BYTES = 2 * 2**30  # A child that has used more memory is ended, which frees the memory.
+_FIRST_OF_ALL = "1000"  # The oom_score_adj of the process to kill first, see proc(5).
 
 
 class ChildFailed(Exception):
-    """A child's own exception, as `Type: text`; of an error of meshkit its message."""
+    """An exception in a child, as `Type: text`; for an error of meshkit, as its message."""
 
 
 class ChildDied(ChildFailed):
@@ -62,23 +62,23 @@ class ChildDied(ChildFailed):
 
 
 class Child:
-    """A process of a module of ours, which calls `serve`; ended with the block, also in the middle of a request.
+    """A process that runs a module of meshkit, which calls `serve`; the end of the block kills it, even in a request.
 
-    It imports what this process does, ends with the thread that starts it (on Linux), and of all processes is the one
-    that the kernel ends first where memory runs out.
+    It has this process's import path, and ends with the thread that started it (on Linux). If memory runs out, it is
+    the first process that the kernel kills.
 
     Args:
-        environment: of the process; PYTHONPATH and TMPDIR are set for it.
-        log: a file to which all is added that it prints; None: one in its folder.
+        environment: environment of the process, in which PYTHONPATH and TMPDIR are replaced.
+        log: a file to which the process's output is appended; None takes a file in its folder.
 
     Raises:
         OSError: it cannot be started; ProcessLookupError where this process is ending.
     """
 
     folder: Path
-    """For files beside requests and answers; removed with the process."""
+    """Folder for files that belong to requests and answers; it is removed with the process."""
     cpu_s: float = 0.0
-    """CPU seconds of the last request; those of starting are of the first."""
+    """CPU seconds of the last request; the first request includes those of the start."""
     peak_rss_bytes: int = 0
 
     def __init__(self, module: str, environment: Mapping[str, str] = os.environ, log: Path | None = None):
@@ -89,7 +89,7 @@ class Child:
         own = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "TMPDIR": str(self.folder)}
         try:
             with _changing, self._log.open("ab") as stderr:
-                # Nothing starts once `_remove` has ended this folder's processes.
+                # No process starts after `_remove` has ended this folder's process.
                 if self._scratch.folder not in _made:
                     raise ProcessLookupError("this process is ending")
                 self._scratch.process = self._process = subprocess.Popen(
@@ -130,7 +130,7 @@ class Child:
             self._process.stdin.flush()
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the answer to what was sent; see `ask`."""
+        """Return the answer to the request that was sent; see `ask`."""
         assert self._process.stdout is not None
         self.cpu_s, line = 0.0, ""
         try:
@@ -154,7 +154,7 @@ class Child:
         return said["answer"]
 
     def log(self) -> str:
-        """Return what it has printed; nothing once it is closed, where its log lay in its folder."""
+        """Return what the process has printed; after `close`, nothing if the log was in its folder."""
         try:
             return self._log.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -174,7 +174,7 @@ class Child:
         os.truncate(self._log, 0)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable once there is an answer, or the process is dead."""
+        """Return a descriptor that becomes readable when there is an answer, or when the process is dead."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -182,29 +182,29 @@ class Child:
         """End the process, whatever it is doing, and remove its folder."""
         _remove(self._scratch)
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # Nobody may be left to read the last request.
+            with suppress(OSError):  # The process may have died before it read the last request.
                 if pipe is not None:
                     pipe.close()
 
 
 class KeptChild:
-    """A child that stays for the next request, since starting Python and jax takes longer than many a request.
+    """A child that is kept for the next request, since starting Python and jax takes longer than many requests.
 
-    `deciding` gives the variables of an environment that decide what it does: others need another child.
+    `deciding` returns the environment variables that affect the child: if they change, a new child is started.
     """
 
     def __init__(self, module: str, deciding: Callable[[Mapping[str, str]], Mapping[str, str]] = dict):
         self._module, self._deciding, self._using = module, deciding, threading.Lock()
         self._child: Child | None = None
-        self._like: tuple[Any, ...] = ()  # What it was started with, the process first.
+        self._like: tuple[Any, ...] = ()  # The settings of the child's start; the first is this process's id.
         self._starter: ThreadPoolExecutor | None = None
         self._idle: threading.Timer | None = None
 
     @contextmanager
     def use(self, environment: Mapping[str, str]) -> Iterator[Child]:
-        """Lend the child for one request, with an empty log; start a new one where none has this environment.
+        """Provide the child for one request, with an empty log; start a new child if none has this environment.
 
-        Whoever comes while it is lent gets one of his own. An exception in the block ends it.
+        A caller that comes while the child is in use gets a temporary child. An exception in the block ends the child.
         """
         if not self._using.acquire(blocking=False):
             with Child(self._module, environment) as child:
@@ -234,7 +234,7 @@ class KeptChild:
         if self._child is None or self._like != like or self._child.ended():
             self._end()
             if self._starter is None or like[:1] != self._like[:1]:
-                # Linux ends a child with the thread that started it: this one stays.
+                # Linux ends a child with the thread that started it, so this thread stays.
                 self._starter = ThreadPoolExecutor(1, "meshkit-children")
             self._child, self._like = self._starter.submit(Child, self._module, environment).result(), like
         return self._child
@@ -251,7 +251,7 @@ class KeptChild:
 
 
 def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:
-    """Return those whose `receive` need not wait, once there is one; none where that takes longer than the timeout."""
+    """Wait until some child's `receive` would not block, and return all such children; none after the timeout."""
     # epoll forgets a descriptor that another thread closes, and would wait forever.
     with selectors.PollSelector() as selector:
         for child in children:
@@ -262,11 +262,11 @@ def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Chi
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answer the requests of the parent process until there are no more, or the parent is gone.
 
-    What `answer` raises is the answer, too. All that anything prints meanwhile goes to stderr.
+    An exception in `answer` is sent to the parent too. Everything printed meanwhile goes to stderr.
     """
     _die_with_parent()
     _serving.set()
-    for number in (signal.SIGINT, signal.SIGTERM):  # The parent gets these signals, and decides.
+    for number in (signal.SIGINT, signal.SIGTERM):  # The parent also gets these signals, and decides.
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):  # Only Linux has this file.
         Path("/proc/self/oom_score_adj").write_text(_FIRST_OF_ALL)
@@ -293,7 +293,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
 def peak_rss_bytes() -> int:
     """Return the most memory that this process has held, in bytes.
 
-    On Linux `ru_maxrss` of getrusage(2) starts at the peak of whoever started the process; VmHWM of proc(5) does not.
+    On Linux `ru_maxrss` of getrusage(2) starts at the peak of the parent process; VmHWM of proc(5) does not.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -303,7 +303,7 @@ def peak_rss_bytes() -> int:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to end this process with the one that started it, which is the last argument; now if it is gone."""
+    """Ask Linux to end this process with its parent, whose id is the last argument; end now if the parent is gone."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # From linux/prctl.h.
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -317,16 +317,16 @@ class _Scratch:
 
     folder: Path
     lock: int
-    """A descriptor that the process working in the folder holds too."""
+    """The descriptor of the lock, which the process that works in the folder also holds."""
     process: subprocess.Popen | None = None
     maker: int = field(default_factory=os.getpid)
-    """A fork of this process removes nothing."""
+    """Id of the process that made the folder; forks of it must not remove the folder."""
 
 
 _made: dict[Path, _Scratch] = {}
 _changing = threading.Lock()
-_ends = threading.Event()  # The interpreter ends.
-_serving = threading.Event()  # This process is a child itself; what it starts is in its group and ends with it.
+_ends = threading.Event()  # Set when the interpreter ends.
+_serving = threading.Event()  # Set in a child: processes that it starts are in its group, and end with it.
 
 
 @contextmanager
@@ -345,7 +345,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove the scratch folders of this user that no living process holds; one without our mark is not ours."""
+    """Remove the scratch folders of this user that no living process holds; skip folders without meshkit's mark."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # It is held, belongs to another user, or is gone by now.
             lock = os.open(path, _FOLDER)
@@ -358,7 +358,7 @@ def sweep() -> None:
 
 
 def _make() -> _Scratch:
-    """Make a folder, lock it, then mark it: what has the mark and is not locked is left over."""
+    """Make a folder, lock it, then mark it: a folder with the mark but without a lock is left over."""
     with _changing:  # Finish before the interpreter ends.
         if _ends.is_set():
             raise ProcessLookupError("this process is ending")
@@ -372,7 +372,7 @@ def _make() -> _Scratch:
 
 
 def _remove(scratch: _Scratch) -> None:
-    """End the process that works in a folder, then remove the folder; do nothing the second time."""
+    """End the process that works in a folder, then remove the folder; a second call does nothing."""
     with _changing:
         if _made.pop(scratch.folder, None) is None:
             return
@@ -381,7 +381,7 @@ def _remove(scratch: _Scratch) -> None:
         _kill(scratch.process)
         with suppress(subprocess.TimeoutExpired):
             scratch.process.wait(_REMOVE_S)
-    while scratch.folder.exists() and time.monotonic() < ends:  # Its own children may write for a moment.
+    while scratch.folder.exists() and time.monotonic() < ends:  # The process's own children may write for a moment.
         shutil.rmtree(scratch.folder, ignore_errors=True)
         if scratch.folder.exists():
             time.sleep(0.02)
@@ -398,7 +398,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 @atexit.register
 def end_all() -> None:
-    """End all processes and remove all folders, for a block whose thread nobody waits for."""
+    """End all processes and remove all folders, also for blocks in threads that the interpreter does not wait for."""
     with _changing:
         _ends.set()
     for scratch in list(_made.values()):

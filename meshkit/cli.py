@@ -1,4 +1,4 @@
-"""The command line: one function per verb. Exit codes: see `main`."""
+"""The command line, with one function per verb. `main` has the exit codes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_GRACE_S = 1.0  # An interrupted verb has so long to stop by itself.
+_GRACE_S = 1.0  # Time that an interrupted verb has to stop by itself.
 _interrupted, _ending = threading.Event(), threading.Lock()
-# Of the machine, and not of what was asked for: a full disk, quota or table of open files, or a device that failed.
+# Errors of the machine, not of the user's input: a full disk, quota or table of open files, or a failed device.
 _OUT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-_FEW_ADDRESSES = 8 * 2**30  # A step on eight CPU devices takes 4 GB of addresses, one on GPUs more than their memory.
+_FEW_ADDRESSES = 8 * 2**30  # A step on eight CPU devices takes 4 GB of addresses; on GPUs, more than their memory.
 
 app.add_typer(launch_app, name="launch")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -108,15 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hear_interrupts() -> None:
-    """Exit with 130 within two seconds of Ctrl-C, whatever code runs; verbs that stop in order handle it themselves.
+    """Exit with 130 within two seconds of Ctrl-C, whatever code runs; verbs with an orderly stop handle it themselves.
 
-    Python raises KeyboardInterrupt in whatever runs. Some callbacks of C++ swallow it, and an interpreter that is torn
-    down under a thread of XLA's crashes.
+    Python raises KeyboardInterrupt in the code that runs, but some C++ callbacks swallow it. Tearing down the
+    interpreter while a thread of XLA runs would crash.
     """
 
     def interrupted(number: int, frame: Any) -> None:
         _interrupted.set()
-        sys.unraisablehook = lambda _: None  # Errors in destructors would print where the exception was swallowed.
+        sys.unraisablehook = lambda _: None  # A swallowed exception would print errors of destructors.
         late = threading.Timer(_GRACE_S, _end_at_once)
         late.daemon = True
         late.start()
@@ -140,9 +140,9 @@ def _end_at_once() -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
+    # XLA's C++ library reads this when it loads; at INFO it would log that it found no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    if sys.stdout is None or sys.stderr is None:  # The next opened file would get the output.
+    if sys.stdout is None or sys.stderr is None:  # The next opened file would take the free descriptor.
         _tell(f"standard {'output' if sys.stdout is None else 'error'} is closed.\n  try /dev/null in its place")
         return USER_ERROR
     redact_streams()
@@ -197,7 +197,7 @@ def _run_verb(argv: Sequence[str] | None) -> int:
 
 
 def _tell(text: str) -> None:
-    """Say an error where anybody may hear it; the exit code says the rest. Nothing after Ctrl-C, which causes some."""
+    """Print an error on stderr if that is possible; print nothing after Ctrl-C, which causes errors itself."""
     if _interrupted.is_set():
         return
     with suppress(OSError):
@@ -205,7 +205,7 @@ def _tell(text: str) -> None:
 
 
 def _fails(stream: TextIO) -> bool:
-    """Return whether a stream takes nothing more; what waits is dropped, or Python would exit with its own code."""
+    """Return whether a stream, other than a closed pipe, fails; drop its buffer, or Python would set its own exit code."""
     try:
         stream.flush()
     except OSError as e:
@@ -216,7 +216,7 @@ def _fails(stream: TextIO) -> bool:
 
 
 def _warn_of_limits() -> None:
-    """Warn of limits on threads or memory, because XLA would abort without a message of ours."""
+    """Warn of a limit on virtual memory, because XLA would abort without a message of ours."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < _FEW_ADDRESSES:
         _tell(

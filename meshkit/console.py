@@ -1,4 +1,4 @@
-"""The terminal for every verb: where text goes, how wide it is, and run folders."""
+"""Terminal output of every verb: its stream and its width. `run_folder` checks the output folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_TEXT = 2**13  # A longer cell of a table or paragraph is cut; documents
 
 
 def run_folder(folder: Path) -> Path:
-    """Return the folder, made if need be, before anything expensive begins.
+    """Make the folder if it is missing, check that it can be written, and return it.
 
     Raises:
         ConfigError: it cannot be made or written to.
@@ -41,19 +41,19 @@ def run_folder(folder: Path) -> Path:
 
 
 def width() -> int | None:
-    """Return the width; 80 columns where the output is not a terminal, so that logs read the same everywhere."""
+    """Return None for a terminal, which has its own width; otherwise 80 columns, so that logs look alike everywhere."""
     return None if sys.stdout.isatty() else 80
 
 
 @functools.cache
 def _console_type() -> type[Console]:
-    """Return the console of all that is printed; rich takes as long to import as the rest of the command line."""
+    """Return the class of all consoles. It imports rich, which takes as long as the rest of the command line."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
 
     class Printable(Console):
-        """A console whose only escapes are its own, and that cuts a name of pages, which it would wrap for ever."""
+        """A console that escapes control characters in text, and cuts long text, which would take too long to wrap."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             if isinstance(renderable, Text) and len(renderable) > _LONGEST_TEXT:
@@ -62,7 +62,7 @@ def _console_type() -> type[Console]:
                 yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
         def print(self, *objects: Any, **options: Any) -> None:
-            """Print; no line of a file or a pipe ends in blanks."""
+            """Print; lines of a file or a pipe get no trailing blanks."""
             if self.is_terminal or self.record:
                 super().print(*objects, **options)
                 return
@@ -82,7 +82,7 @@ def _cut(text: str) -> str:
 
 
 def stdout() -> Console:
-    """Return a console for what a verb is asked for. Text is no markup: a name from a file may look like it."""
+    """Return a console for the results of a verb. Markup is off, since a name from a file may look like markup."""
     return _console_type()(width=width(), markup=False)
 
 
@@ -92,14 +92,14 @@ def stderr() -> Console:
 
 
 def status(text: str) -> Any:
-    """Return a spinner with text while the block runs; nothing where there is no terminal."""
+    """Return a context that shows a spinner with text; without a terminal it shows nothing."""
     from rich.text import Text
 
     return stderr().status(Text(text))
 
 
 def notebook_line() -> Callable[[str], None]:
-    """Return a function that shows a text in a notebook, in place of the one before; elsewhere it does nothing."""
+    """Return a function that shows a text in a notebook and replaces the last text; elsewhere it does nothing."""
     ipython = sys.modules.get("IPython")
     if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return lambda text: None
@@ -119,7 +119,7 @@ def notebook_line() -> Callable[[str], None]:
 def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:
     """Return what a terminal of that width would show, as plain text or as HTML with its colours."""
     file = io.StringIO()
-    # a kernel would be shown it at once
+    # without force_jupyter=False a notebook would show the text at once
     console = _console_type()(
         file=file, width=width, markup=False, record=html, force_terminal=False, force_jupyter=False
     )
@@ -145,12 +145,12 @@ class Printed:
 
     @abstractmethod
     def __rich__(self) -> RenderableType:
-        """Return what rich draws of it."""
+        """Return the object that rich prints for this result."""
 
 
 @dataclass(frozen=True, repr=False)
 class Rendered(Printed):
-    """A drawing for a terminal; rich prints it, and so does Python."""
+    """A rich renderable that Python prints as rich does."""
 
     drawn: RenderableType
 
@@ -164,5 +164,5 @@ def say(text: str) -> None:
 
 
 def output(text: str, *, end: str = "\n") -> None:
-    """Print a document (JSON, a script, TOML) on stdout: as it is, but printable for a terminal."""
+    """Print a document (JSON, a script, TOML) on stdout; on a terminal, control characters are escaped."""
     print(printable(text) if sys.stdout.isatty() else text, end=end)

@@ -7,7 +7,7 @@
     ├── ConditionError    a condition the user asked for is not met (--require-fit, --fail-if)    (exit code 3)
     └── RunError          a run that failed and may be restarted                                  (exit code 4)
 
-A message is one sentence with the numbers, then where (file, line, key), then what to try.
+A message is one sentence with the numbers, then the place (file, line, key), then what to try.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Callable
 from meshkit.redaction import printable, redact
 
 DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
-"""The exit codes of meshkit; with 75 a checkpoint is saved."""
+"""The exit codes of meshkit; 75 means that a checkpoint was saved."""
 
 
 class MeshkitError(Exception):
-    """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line; safe to show.
+    """Root of the tree. It prints `message`, `at WHERE` and `try HINT` on separate lines, without secrets.
 
     Args:
         message: one sentence that says what is wrong, with the numbers.
-        at: where: `file:line: key = value`, or a path.
+        at: place of the error: `file:line: key = value`, or a path.
         hint: what to do about it, an imperative without the leading "try".
     """
 
@@ -68,7 +68,7 @@ class ConditionError(MeshkitError):
 
 
 class RunError(MeshkitError):
-    """A run failed for a reason that a restart may mend."""
+    """A run failed for a reason that a restart may fix."""
 
     exit_code = RUN_FAILED
 
@@ -83,10 +83,10 @@ _MADE_BY = {
 
 
 def check_kinds(function: Callable[..., object], **given: object) -> None:
-    """Refuse arguments of a public function that are of other classes than its signature says, as swapped ones are.
+    """Refuse arguments of a public function, such as swapped ones, whose classes differ from its annotations.
 
     Args:
-        function: whose annotations of these arguments are classes, or unions of them.
+        function: the function, which annotates these arguments with classes or unions of classes.
 
     Raises:
         ConfigError: one is of another class.

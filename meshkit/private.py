@@ -1,10 +1,10 @@
-"""Folders that are meshkit's own: made and marked by it, and closed to everybody but their user.
+"""Folders of meshkit's own, which meshkit makes and marks, and which no other user may enter.
 
-    private_folder(path) -> made with mode 0700 and the mark, or checked: a folder, of this user, closed, marked
-    open_own, write_whole -> the files in it, each of this user alone
+    private_folder(path) -> a new folder with mode 0700 and the mark, or an old one: owner, mode and mark are checked
+    open_own, write_whole -> read or write a file in it, which only this user may write
 
-One policy for all that is run, trusted or removed without a question: compiled programs, executables, certificates. A
-folder without the mark is somebody's: nothing in it is removed, and no mode of it is changed.
+This is the one policy for all files that meshkit runs, trusts or removes without asking: compiled programs,
+executables, certificates. In a folder without the mark, meshkit removes nothing and changes no mode.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MARK = ".meshkit"  # An empty file.
 
 
 class NotPrivate(Exception):
-    """Why a folder or file is not this user's alone, for people."""
+    """The reason why a folder or file is not private to this user, as text for a message."""
 
 
 def private_folder(folder: Path) -> Path:
-    """Return a folder of meshkit's own, without links in its path; it and those above it are made where missing.
+    """Return the real path of a folder of meshkit's own; make it and its parents if they are missing.
 
-    An empty one that is private is taken, and marked.
+    An existing folder that is private and empty is marked.
 
     Raises:
         NotPrivate: `check_private` says why; or there are files in it, and no mark.
@@ -36,7 +36,7 @@ def private_folder(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        # Asked twice: another process may mark it, then write, in between.
+        # The mark is checked twice: between the checks another process may mark the folder, then write.
         if not mark.exists() and os.listdir(folder) and not mark.exists():
             raise NotPrivate("there are files in it, and meshkit did not make it")
         check_private(folder)
@@ -47,7 +47,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Stop at a folder that others may enter.
+    """Refuse a folder that other users may enter.
 
     Raises:
         NotPrivate: it is a link or no folder, belongs to another user, others may enter it, or it cannot be written.
@@ -70,7 +70,7 @@ def check_private(folder: Path) -> None:
 
 
 def open_own(path: Path) -> int:
-    """Return a descriptor of a file to read: a regular one of this user, which others cannot write.
+    """Return a descriptor to read a file, which must be a regular file of this user that others cannot write.
 
     Raises:
         OSError: there is none, it cannot be read, or it is another kind of thing (a link, of another user, ...).
@@ -90,7 +90,7 @@ def open_own(path: Path) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that this user alone can read, whole or not at all.
+    """Write a file that only this user can read, completely or not at all.
 
     Raises:
         OSError: it cannot be written.

@@ -1,13 +1,13 @@
-"""Secrets and terminal escapes taken out of what meshkit says and writes. Imports nothing of meshkit.
+"""Remove secrets and terminal escapes from what meshkit prints and writes. This module imports nothing of meshkit.
 
-    text -> redact -> text | redact_streams: what this process writes to sys.stdout and sys.stderr
-    text of a file -> printable -> text that moves no cursor
+    text -> redact -> text without secrets | redact_streams does the same for sys.stdout and sys.stderr
+    text of a file -> printable -> text without control characters
 
-A secret is the value of an environment variable whose name says so (`TOKEN`, `*_PAT`, `*_KEY`, `*SECRET*`, ...), also
-as repr, JSON, a URL or a shell would write it, and the user and password in a URL, wherever it stands. Of the
-environment itself only `RECORDED` is ever written down. What a process prints may be a line of megabytes, and a secret
-a file of thousands of lines: one pattern of six sets of characters finds where any of them may begin, a table of their
-first six characters where one does, and a binary search which.
+A secret is the value of an environment variable with a name such as `TOKEN`, `*_PAT`, `*_KEY` or `*SECRET*`, also in
+the forms of repr, JSON, URLs and shells. The user and password in any URL are secrets too. Of the environment itself,
+only the variables in `RECORDED` are ever written. A printed line may have megabytes, and a secret thousands of lines,
+so the search has three steps: one pattern of six sets of characters finds places where a secret may begin, a table of
+first six characters confirms them, and a binary search finds the secret.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _SECRET_NAME = re.compile(
 )
 # Linear: a match begins at `://`, and no part of it crosses a slash, so that no two attempts read the same text.
 _URL = re.compile(r"://(?P<user>[^\s/@:'\"<>]*+):(?P<password>[^\s/@'\"<>]*+)@")
-# Linear: a name is tried from its first letter only, and gives nothing back.
+# Linear: a name is tried from its first letter only, and does not backtrack.
 _ASSIGNED = re.compile(r"(?<![A-Za-z0-9_])(?P<name>[A-Za-z_][A-Za-z0-9_]*+)(?P<sign>['\"]?[ \t]{0,8}[=:][ \t]{0,8})")
 _VALUE = re.compile(r"""'(?:[^'\\\n]|\\.)*+'?|"(?:[^"\\\n]|\\.)*+"?|[^\s'",;]++""")
-# Control characters but tabs and line ends, marks that turn the direction of text around, halves of characters.
+# Control characters except tabs and line ends, marks that change the direction of text, and surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# A shorter value, or a number, stands in many other places: masking it would garble what is said, and break JSON.
+# A shorter value, or a number, occurs in many other places: masking it would garble messages, and break JSON.
 _SHORTEST = 6
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of a variable or a key says that its value is a secret."""
+    """Return whether the name of a variable or a key implies that its value is a secret."""
     return bool(_SECRET_NAME.search(name))
 
 
@@ -52,10 +52,10 @@ def has_credentials(text: str) -> bool:
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return a message without secrets: those of the environment, in URLs, and what stands after `a_token =`.
+    """Return a message without secrets: those of the environment, those in URLs, and values after `a_token =`.
 
     Args:
-        environment: whose secrets are taken out; this process's by default.
+        environment: environment with the secrets, by default this process's.
     """
     text = redact_values(text, environment)
     said, done = [], 0
@@ -70,7 +70,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_values(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return a document without secrets of the environment and in URLs. JSON stays JSON."""
+    """Return a document without secrets of the environment and secrets in URLs. JSON stays valid."""
     if secrets := _secrets(tuple((os.environ if environment is None else environment).items())):
         text = secrets.masked(text)
     if "://" in text:
@@ -79,18 +79,18 @@ def redact_values(text: str, environment: Mapping[str, str] | None = None) -> st
 
 
 def printable(text: str) -> str:
-    """Return a text of several lines with what a terminal would obey written out: `\\x1b` for an escape character."""
+    """Return text with control characters written out, such as `\\x1b` for an escape character; line ends stay."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def recorded_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the part of the environment that may be written down."""
+    """Return the part of the environment that may be written to a file."""
     env = os.environ if environment is None else environment
     return {name: redact(env[name], env) for name in RECORDED if name in env}
 
 
 def redact_streams() -> None:
-    """Mask secrets of the environment in sys.stdout and sys.stderr from here on; do nothing where there are none."""
+    """Mask secrets of the environment in sys.stdout and sys.stderr from here on; do nothing if there are none."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Redacted) and _secrets(tuple(os.environ.items())):
@@ -98,23 +98,23 @@ def redact_streams() -> None:
 
 
 def _is_assignment(name: str, sign: str) -> bool:
-    """Return whether a secret follows; `unexpected token: x` is prose."""
+    """Return whether a secret follows the name and the sign; `unexpected token: x` is prose."""
     return is_secret_name(name) and (name.lower() != "token" or name.isupper() or ":" not in sign)
 
 
 @dataclass(frozen=True)
 class _Secrets:
-    """The values to take out, in every form that they are written in."""
+    """The values to mask, in every form in which they may be written."""
 
     forms: Sequence[str]
     inner: Sequence[int]
-    """For each form the index of the longest other form that it begins with; -1 where none."""
+    """For each form the index of the longest other form that it begins with; -1 if there is none."""
     longest: int
     """Length of the longest form in characters."""
     anchors: Collection[str]
     """The first six characters of each form."""
     begins: re.Pattern[str]
-    """Matches the first of six characters that each occur in their place in one of the anchors."""
+    """Matches the first of six characters, each of which is at the same place in some anchor."""
 
     @classmethod
     def from_values(cls, values: Iterable[str]) -> _Secrets:
@@ -144,9 +144,9 @@ class _Secrets:
         return "".join([*said, text[done:]]) if said else text
 
     def _length(self, text: str) -> int:
-        """Return the length of the longest form that a text begins with; 0 where there is none.
+        """Return the length of the longest form that a text begins with; 0 if there is none.
 
-        The last form that is not behind the text in order is it, or begins with it.
+        The last form that does not sort after the text is that form, or begins with that form.
         """
         at = bisect.bisect_right(self.forms, text) - 1
         while at >= 0 and not text.startswith(self.forms[at]):
@@ -181,9 +181,9 @@ def _written(value: str) -> Iterator[str]:
 
 
 class _Redacted:
-    """A text stream that masks what is written to it; in all else the stream it is around.
+    """A text stream that masks secrets in what is written to it; all else is passed on to the wrapped stream.
 
-    A secret that is written in two pieces, as no print does, would pass.
+    A secret written in two pieces would not be masked, but print writes a text in one piece.
     """
 
     def __init__(self, stream: TextIO):
@@ -209,7 +209,7 @@ class _Redacted:
 
 
 class _RedactedBytes:
-    """The stream of bytes below a text stream, masked likewise; bytes that are no text pass as they are."""
+    """The byte stream of a text stream, with the same masking; bytes that are not text pass unchanged."""
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream

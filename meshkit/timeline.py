@@ -1,7 +1,7 @@
 """Spans of work on devices, and the sweep that splits a step into overlapped and exposed parts.
 
-plan simulates a Timeline, and profile reads one. All times are seconds on one clock; a span is a row `(start_s, end_s)`
-of a float64 array of shape [n, 2].
+`plan` simulates a Timeline, and `profile` reads one from a trace. All times are seconds on one clock. A span is a row
+`(start_s, end_s)` of a float64 array of shape [n, 2].
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class DeviceStep:
     copies: np.ndarray
     """[k, 2] spans of memory copies."""
     transfer_s: np.ndarray | None = None
-    """[m] seconds for which each moved data; None if waiting is unknown."""
+    """[m] seconds in which each collective moved data; None if the waiting time is unknown."""
     input_end_s: float | None = None
-    """End of the last copy from the host, in the step's window; None without any."""
+    """End of the last copy from the host in the step's window; None without such a copy."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,12 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The totals of one device step, and the part of each collective in them.
+    """The totals of one device step, and the part of each collective in the totals.
 
-    The arrays have one entry per collective of the timeline, and a last one for unmapped communication. `share_s` and
-    `exposed_share_s` divide every instant equally among the rows active in it, and a row's part equally among its
-    instances, so they add up to `total.communication_s` and `total.exposed_s`. `busy_s` does not add up.
+    The arrays have one entry per collective of the timeline, and a last one for unmapped communication. A row is a
+    group of collectives, see `sweep`. `share_s` and `exposed_share_s` divide every instant equally among its active
+    rows, and a row's part equally among its instances. So they add up to `total.communication_s` and `total.exposed_s`;
+    `busy_s` does not add up.
     """
 
     total: Overlap
@@ -96,7 +97,7 @@ class Sweep:
     """Idle time after the last operation, until the next step's input has come from the host."""
 
     def mean_over(self, steps: int) -> Sweep:
-        """Return the mean of the training steps that one execution of a program makes."""
+        """Return the mean over the training steps in one execution of a program."""
 
         def share(value: Any) -> Any:
             return None if value is None else value / steps
@@ -114,7 +115,7 @@ def overlap(compute, communication, window, *, copies=None) -> Overlap:
     Args:
         compute: float array [n, 2] of (start_s, end_s).
         communication: the same for collectives.
-        window: (start_s, end_s); what lies outside is cut off.
+        window: (start_s, end_s), to which all spans are cut.
         copies: the same for memory copies, if they are known.
 
     Raises:
@@ -132,8 +133,8 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
     """Split one device step, in O(n log n) over its spans.
 
     Args:
-        rows: [num_collectives + 1] row that each collective (last: unmapped communication) belongs to when an instant
-            is shared; None makes each its own row.
+        rows: [num_collectives + 1] the row of each collective (last: of unmapped communication). Active rows share an
+            instant equally. None gives each collective a row of its own.
     """
     compute, communication, copies = (
         _clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window)
@@ -178,7 +179,7 @@ def exposed_waits(
 
     Args:
         communication: [m, 2] spans.
-        transfer_s: [m] seconds for which each moved data; NaN if unknown, which counts as all of it.
+        transfer_s: [m] seconds in which each collective moved data; NaN if unknown, which counts as no waiting.
         row: [m] row of each, as in `sweep`.
         exposed: [n, 2] intervals in which a collective runs and nothing computes, from `exposed_spans`.
     """
@@ -186,7 +187,7 @@ def exposed_waits(
     begins = np.where(np.isnan(begins), communication[:, 0], begins)
     parts = np.concatenate([np.stack([communication[:, 0], begins], 1), np.stack([begins, communication[:, 1]], 1)])
     segments = _Segments(parts, np.tile(row, 2), _Cover(exposed))
-    segments.exposed = segments.seconds - segments.exposed  # The cover is what is exposed, not what computes.
+    segments.exposed = segments.seconds - segments.exposed  # Here the cover is the exposed time, not compute.
     return segments.instance_shares()[1][: len(row)]
 
 
@@ -200,7 +201,7 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
     i = np.searchsorted(communication.starts, edges, "right")
     edges = edges[edges <= _led(-np.inf, communication.ends)[i]]  # Spans outside communication cut nothing.
     cuts = np.unique(np.concatenate([edges, communication.starts, communication.ends]))
-    # Between two cuts everything or nothing is covered: half of it tells them apart, however the running sums round.
+    # Between two cuts everything or nothing is covered; comparing with half is safe against rounding of running sums.
     half = 0.5 * np.diff(cuts)
     covered, communicating = np.diff(compute.until(cuts)) > half, np.diff(communication.until(cuts)) > half
     exposed = np.r_[False, communicating & ~covered, False]
@@ -209,7 +210,7 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
 
 
 def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
-    """Return [num_ops] seconds of compute by operation in the window; each of k at once gets 1/k of the time."""
+    """Return [num_ops] seconds of compute by operation in the window; k operations at once get 1/k each."""
     spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
     if (spans[1:, 0] >= spans[:-1, 1]).all():  # On one stream, a share is a duration.
         return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
@@ -222,7 +223,7 @@ class KernelTotals:
     """The time of each operation that computes, indexed as `Timeline.op_names`."""
 
     time_s: np.ndarray
-    """Its part of the union of compute; each of k that run at once gets 1/k. The parts add up to `compute_s`."""
+    """Part of the union of compute; k operations at once get 1/k each. The parts add up to `compute_s`."""
     busy_s: np.ndarray
     count: np.ndarray
 
@@ -231,12 +232,12 @@ class KernelTotals:
         seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
         busy_s, count = (np.bincount(step.compute_op, weights=w, minlength=num_ops) for w in (seconds, None))
         time_s = shares_by_op(step, num_ops)
-        same = np.array_equal(time_s, busy_s)  # With one stream they are kept once, since every step has such an array.
+        same = np.array_equal(time_s, busy_s)  # With one stream both are the same array, to save memory.
         return cls(busy_s if same else time_s, busy_s, count.astype(np.int32))
 
     @classmethod
     def sum(cls, parts: Iterable[KernelTotals]) -> KernelTotals:
-        """Return all parts together; one may lack the operations that were first seen after it."""
+        """Return the sum of all parts; a part may lack operations that were first seen after it."""
         listed = list(parts)
         totals = np.zeros((3, max((len(part.count) for part in listed), default=0)))
         for part in listed:
@@ -244,7 +245,7 @@ class KernelTotals:
         return cls(*totals)
 
     def mean_over(self, steps: int) -> KernelTotals:
-        """Return the mean of so many steps."""
+        """Return the mean over a number of steps."""
         return KernelTotals(self.time_s / steps, self.busy_s / steps, self.count / steps)
 
 
@@ -284,7 +285,7 @@ class _Cover:
 
 
 def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: float) -> Overlap:
-    """Return the window split by what ran; its parts add up."""
+    """Return the window split by what ran; the parts add up to its length."""
     overlapped = compute.common_s(communication)
     busy = _Cover(np.concatenate([compute.spans(), communication.spans()]))
     other = max(0.0, copies.seconds - copies.common_s(busy))
@@ -306,7 +307,7 @@ def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: 
 class _Segments:
     """Time split at every boundary of a communication span [m, 2], so that the active rows are constant in each part.
 
-    Seconds are from the window's start; `compute` can hide communication.
+    Seconds are from the window's start. `compute` is the time that hides communication.
     """
 
     def __init__(self, communication: np.ndarray, row: np.ndarray, compute: _Cover):
@@ -343,8 +344,9 @@ class _Segments:
     def _integral(self, row_seconds: np.ndarray) -> np.ndarray:
         """Return [m] the part of each span in `row_seconds` (per segment), which a row's instances share equally.
 
-        Two running sums do it. One over segments gives the seconds between neighbouring boundaries of a row. One over
-        those, each divided by its active instances, gives a span's part as a difference of two values.
+        Two running sums compute it. The first, over segments, gives the seconds between neighbouring boundaries of a
+        row. The second, over these seconds divided by the active instances, gives a part as the difference of two
+        values.
         """
         until = _led(0.0, np.cumsum(row_seconds))[self.boundary]
         between = np.diff(until, append=until[-1:])
@@ -372,10 +374,10 @@ def _checked_spans(spans, name: str) -> np.ndarray:
 
 
 def _led(first: float, rest: np.ndarray) -> np.ndarray:
-    """Return [n + 1] a value and the values behind it; `np.r_` would take ten times as long."""
+    """Return [n + 1] values: the first, then the rest; `np.r_` would take ten times as long."""
     return np.concatenate(([first], rest))
 
 
 def _clipped(spans: np.ndarray, window) -> np.ndarray:
-    """Return the spans clipped to the window, in seconds from its start, so that an epoch costs no precision."""
+    """Return the spans clipped to the window, in seconds from its start: seconds from an epoch would lose precision."""
     return np.clip(spans - window[0], 0.0, window[1] - window[0])

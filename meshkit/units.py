@@ -6,7 +6,7 @@ import math
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 _DECIMAL = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
-_ROUNDS_UP = 0.9995  # Fraction of a unit that three digits round up to the next.
+_ROUNDS_UP = 0.9995  # From this fraction of a unit on, three digits round up to one unit.
 
 
 def format_bytes(n: float | None) -> str:
@@ -20,7 +20,7 @@ def format_bytes(n: float | None) -> str:
 
 
 def format_seconds(t: float | None) -> str:
-    """Return a duration with three significant digits in s, ms or us; longer ones as `3h 12m`."""
+    """Return a duration with three significant digits in s, ms or us; longer durations as `3h 12m`."""
     if t is None:
         return "-"
     if abs(t) >= 3600:
@@ -48,7 +48,7 @@ def format_flops(flops: float | None) -> str:
 
 
 def format_count(n: float | None) -> str:
-    """Return a number with a decimal suffix and a trailing space or suffix: `8.03 G`, `512 `."""
+    """Return a number with a decimal suffix, or with a trailing space if it needs none: `8.03 G`, `512 `."""
     if n is None:
         return "-"
     for size, unit in _DECIMAL:

@@ -1,5 +1,5 @@
-"""Other people's trainers as programs: thin, imported only where they are asked for, each tested with the real package.
+"""Thin adapters that make programs of other trainers; each is imported only on use, and tested with the real package.
 
-Enters: a mesh, and settings as the trainer calls them. Leaves: an `mk.Program`. May be imported by the verbs, and named
-by `program.make`.
+Enters: a mesh, and settings by the trainer's own names. Leaves: an `mk.Program`. May be imported by the verbs, and
+named by `program.make`.
 """

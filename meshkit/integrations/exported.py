@@ -1,12 +1,12 @@
-"""A program from a file, as `jax.export` or `JAX_DUMP_IR_TO` leaves it behind, planned without the code that made it.
+"""Make a program from a file of `jax.export` or `JAX_DUMP_IR_TO`, to plan it without the code that made it.
 
     meshkit plan step.bin --cluster dgx_h100 --mesh '{ fsdp = 8 }'
     [program]
     make = "meshkit.integrations.exported:make"
     options = { file = "step.bin" }
 
-The file is parsed, never unpickled. Which arrays are parameters is told by their names (`state.params['w']`), and what
-else is overwritten is taken for the optimizer's.
+The file is parsed, never unpickled. Parameters are recognized by their names (`state.params['w']`). Other arrays that the
+step overwrites count as optimizer state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CALLBACK = re.compile(r"callback|python", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class _Argument:
-    """One argument of a program: what its file says of it."""
+    """One argument of a program, as its file describes it."""
 
     name: str
     spec: PartitionSpec | None
@@ -56,13 +56,14 @@ class _Argument:
 
 
 def make(mesh: AnyMesh, file: str, names: Mapping[str, Any] | None = None) -> Program:
-    """Return the program of a file, for a mesh with the axes that it was lowered for.
+    """Return the program of a file, for a mesh with the axes that the program was lowered for.
 
     Args:
-        mesh: of the axes and sizes that the file says.
-        file: what `jax.export.export(...).serialize()` returned; `.mlir`, StableHLO as `JAX_DUMP_IR_TO` writes it; or
-            `.pb`, what `--xla_dump_to` with `--xla_dump_hlo_as_proto` leaves of the program before optimizations.
-        names: as `mk.Program` has them, of paths such as `state/params/w`.
+        mesh: a mesh with the axes and sizes of the file's mesh.
+        file: the result of `jax.export.export(...).serialize()`; or a `.mlir` file, StableHLO as `JAX_DUMP_IR_TO`
+            writes it; or a `.pb` file, the program before optimizations, as written by `--xla_dump_to` with
+            `--xla_dump_hlo_as_proto`.
+        names: as in `mk.Program`, for paths such as `state/params/w`.
 
     Raises:
         ConfigError: the file is no such program, or is for other GPUs than the mesh has.
@@ -91,7 +92,7 @@ def _deserialized(data: bytes, file: str) -> tuple[export.Exported, str]:
     try:
         found = export.deserialize(bytearray(data))
         return found, found.mlir_module()
-    except Exception as e:  # jax raises several types, depending on the byte that it cannot read.
+    except Exception as e:  # jax raises several types of errors for invalid bytes.
         first = (str(e).splitlines() or [type(e).__name__])[0][:200]
         raise ConfigError(
             f"{file} is no program that jax.export serialized: {first}.", hint="a file of .mlir"
@@ -106,7 +107,7 @@ def _module(data: bytes | str, file: str) -> Any:
 
 
 def _from_hlo(data: bytes, file: str) -> str:
-    """Return HLO as the StableHLO that jax hands over, with its shardings as Shardy has them."""
+    """Return HLO as StableHLO in the form that jax writes, with Shardy's shardings."""
     instead = "the .mlir that JAX_DUMP_IR_TO=DIR writes, or jax.export.export(step)(*args).serialize()"
     try:
         inner = read_fields(data).get(1, [b""])[0]

@@ -1,11 +1,11 @@
-"""MaxText's own training step as a program, unedited: its configuration, its model, its `train_step`.
+"""Make a program of MaxText's own unedited training step: its configuration, its model and its `train_step`.
 
     [program]
     make = "meshkit.integrations.maxtext:make"
     options = { model_name = "llama3-8b", per_device_batch_size = 2, attention = "cudnn_flash_jax" }
 
-The mesh of the experiment has MaxText's names for its axes (`data`, `fsdp`, `tensor`, `expert`, ...); those that it
-leaves out have size 1. `make check-maxtext` tries it with the MaxText of `meshkit[maxtext]`.
+The axes of the experiment's mesh have MaxText's names (`data`, `fsdp`, `tensor`, `expert`, ...); MaxText's other axes
+have size 1. `make check-maxtext` tests this module with the MaxText of `meshkit[maxtext]`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from meshkit.errors import ConfigError, a_type
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, absent_devices
 from meshkit.step.given import Program
 
-# Names of its mesh axes, outermost first.
+# Names of MaxText's mesh axes, outermost first.
 AXES = ("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses", "context_autoregressive",
         "tensor", "tensor_sequence", "expert", "autoregressive")  # fmt: skip
-# MaxText writes what a run needs and a plan does not: checkpoints, data, a run's folder.
+# These settings turn off what only a run needs: checkpoints, data and a run's folder.
 _OF_A_PLAN = {
     "hardware": "gpu",
     "run_name": "plan",
@@ -39,15 +39,15 @@ _OF_A_PLAN = {
 
 
 def make(mesh: AnyMesh, config: str | None = None, **overrides: Any) -> Program:
-    """Return MaxText's training step for a mesh, of absent GPUs or of attached ones.
+    """Return MaxText's training step for a mesh of absent or attached GPUs.
 
     Args:
-        mesh: with names of MaxText's axes.
+        mesh: a mesh whose axes have MaxText's names.
         config: a MaxText configuration file; None is MaxText's own `base.yml`.
-        overrides: of its keys, as on MaxText's command line.
+        overrides: values of the configuration's keys, as on MaxText's command line.
 
     Returns:
-        Its mesh has every axis of MaxText's, its tokens and model FLOP are MaxText's own.
+        A program on a mesh with all of MaxText's axes; MaxText itself computes its tokens and model FLOP.
 
     Raises:
         ConfigError: MaxText is not installed, or an axis is none of MaxText's.
@@ -101,7 +101,7 @@ def _base_file() -> str:
 def _parallelism(mesh: AnyMesh) -> dict[str, int]:
     """Return MaxText's keys for the sizes of a mesh.
 
-    All are `ici`, where MaxText looks for no slices: the mesh itself says what lies inside an NVLink domain.
+    All sizes are `ici`, for which MaxText looks for no slices: the mesh already places axes inside NVLink domains.
     """
     ones = {f"{link}_{key}_parallelism": 1 for link in ("ici", "dcn") for key in map(_key, AXES)}
     return ones | {f"ici_{_key(name)}_parallelism": size for name, size in mesh.shape.items()}
@@ -112,11 +112,13 @@ def _key(axis: str) -> str:
 
 
 def experiment_table(config: str | None, settings: Sequence[str], cluster: Cluster) -> dict[str, Any]:
-    """Return an experiment for a configuration of MaxText's, whose mesh follows from its `ici` and `dcn` integers.
+    """Return an experiment for a configuration of MaxText's, whose `ici` and `dcn` integers give the mesh.
 
     Args:
         config: a MaxText configuration file; None is MaxText's own `base.yml`.
-        cluster: `ici` integers are of an NVLink domain of it, `dcn` integers over its domains; one of each may be -1.
+        settings: overrides of the configuration, each `key=value`.
+        cluster: `ici` integers divide each of its NVLink domains, `dcn` integers its number of domains; one of each may
+            be -1.
 
     Raises:
         ConfigError: a file that is no such configuration, or sizes that are not the cluster's.
@@ -145,7 +147,7 @@ def experiment_table(config: str | None, settings: Sequence[str], cluster: Clust
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the keys of a MaxText configuration, those of the files that it is based on beside it included."""
+    """Return the keys of a MaxText configuration, including those of its base files in the same folder."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
@@ -167,7 +169,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _whole_mesh(mesh: AnyMesh, names: list[str]) -> AnyMesh:
-    """Return the mesh with every axis of MaxText's, in MaxText's order; ConfigError where it has another axis."""
+    """Return the mesh with all of MaxText's axes, in MaxText's order; raise ConfigError for any other axis."""
     if other := [name for name in mesh.axis_names if name not in names]:
         raise ConfigError(f"MaxText has no mesh axis '{other[0]}'.", hint=", ".join(names))
     order = sorted(range(len(mesh.axis_names)), key=lambda n: names.index(mesh.axis_names[n]))

@@ -1,5 +1,5 @@
-"""Weights of a model in and out of safetensors files, through a layout of names and dims.
+"""Read and write the weights of a model as safetensors files, through a layout of names and dims.
 
-Enters: files and a layout. Leaves: arrays born sharded, or files that others read.
+Enters: files or arrays, and a layout. Leaves: sharded arrays, or files that other programs read.
 May be imported by checkpoints, train and models (`meshkit.weights.layout`).
 """

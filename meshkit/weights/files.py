@@ -1,15 +1,15 @@
-"""Weights of a model in and out of safetensors, through a `Layout`.
+"""Read and write the weights of a model as safetensors, through a `Layout`.
 
-    folder -> every file and config.json checked -> arrays born sharded, each device's part read from the memory map
-    arrays -> a tensor at a time, one layer of a stack -> shards of at most `max_shard_bytes`, index, config.json
+    folder -> check of every file and config.json -> sharded arrays, each device's part read from the memory map
+    arrays -> one tensor (one layer of a stack) at a time -> shards of at most `max_shard_bytes`, index, config.json
 
-No host holds a whole model: reading takes what the host's own devices hold of one array, writing takes one shard.
+No host holds a whole model: reading needs memory for the host's own part of one array, writing for one shard.
 
-The library `safetensors` checks a header and reads slices of a memory map. What it has no notion of stands here:
-shards, links, pickles, names that stand twice. Files come from anywhere, so nothing in them is trusted. What cannot be
-seen is a flipped bit inside a tensor: the format has no checksums.
+The library `safetensors` checks a header and reads slices of a memory map. This module adds the checks that the library
+lacks: of shards, links, pickles and duplicate names. Files may come from anywhere, so nothing in them is trusted. A
+flipped bit inside a tensor cannot be detected: the format has no checksums.
 
-`first_state` is the first state of a new run, with the weights of `checkpoint.initial` in place of random ones.
+`first_state` makes the first state of a new run, with the weights of `checkpoint.initial` if it is set.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from meshkit.weights.quantized import FP8, dequantized, fp8_values
 MAX_SHARD_BYTES = 5_000_000_000
 _WRITTEN = {"fp32": "F32", "bf16": "BF16"}
 _TORCH_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
-_ROWS = 4096  # Rows compared at a time.
+_ROWS = 4096  # Number of rows that are compared at a time.
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _LONGEST_INDEX, _LONGEST_CONFIG = 100_000_000, 10_000_000  # The largest index and config.json that are read, in bytes.
@@ -57,22 +57,22 @@ _AGAIN = "the download or copy once more: the file is damaged, or it is no safet
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file; what it is indexed with, slices of step 1, is read from a memory map."""
+    """One tensor of a file; indexing `values` with slices of step 1 reads that part from a memory map."""
 
     path: Path
     """File that holds it."""
     dtype: str
-    """As the format spells it."""
+    """The format's name for it, such as `F32`."""
     shape: tuple[int, ...]
     values: Any
-    """The library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays."""
+    """The library's lazy slice of the tensor, which returns numpy arrays for the dtypes in `DTYPES`."""
 
 
 Files = Mapping[str, Tensor]
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """Map the names of one file to its tensors.
+    """Map the tensor names of one file to its tensors.
 
     Raises:
         ConfigError: it cannot be opened, or is not exactly what its header says.
@@ -100,7 +100,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
-    """Map the names in a folder with `model.safetensors`, or shards and their index, to tensors.
+    """Map the tensor names of a folder, which has `model.safetensors` or shards and their index, to tensors.
 
     Raises:
         ConfigError: no such files, only pickles, an index that does not match its shards or points out of the folder.
@@ -138,7 +138,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value out of an untrusted file, printable and not long."""
+    """Return a value from an untrusted file as printable text of limited length."""
     text = value if isinstance(value, str) else repr(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
@@ -172,7 +172,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _open_shards(folder: Path, index: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of all shards, where index and shards agree on every name."""
+    """Return the tensors of all shards; refuse an index and shards that disagree on a name."""
     at = str(folder / INDEX)
     shards = {}
     for name in sorted(set(index.values())):
@@ -199,9 +199,9 @@ def _open_shards(folder: Path, index: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder, unless it is no regular file or a link that leads elsewhere.
+    """Return the path of a file in the folder; refuse a link out of the folder, or a file that is not regular.
 
-    A link into the `blobs` of the same repository is what the cache of huggingface_hub is made of.
+    A link into the `blobs` of the same repository is allowed: the cache of huggingface_hub consists of such links.
     """
     path, home = folder / name, folder.resolve()
     target = path.resolve()
@@ -221,7 +221,7 @@ def _read_json(path: Path, longest: int) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object whose keys differ: parsers disagree on which of two equal ones counts."""
+    """Return a JSON object; refuse duplicate keys, since parsers disagree on which of them counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -233,15 +233,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_weights(folder: str | os.PathLike[str], layout: Layout, abstract: Any) -> Any:
     """Return the parameters that a folder of safetensors holds, as sharded arrays.
 
-    Each process reads what its own devices hold, an array at a time, and casts it to the parameter's dtype.
+    Each process reads what its own devices hold, one array at a time, and casts it to the parameter's dtype.
 
     Args:
-        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
-        layout: how its tensors correspond to the parameters.
-        abstract: nested dict of ShapeDtypeStructs with NamedShardings, as `TrainProgram.abstract_state.params`.
+        folder: a folder with config.json and model.safetensors, or with shards and model.safetensors.index.json.
+        layout: how the tensors correspond to the parameters.
+        abstract: nested dict of ShapeDtypeStructs with NamedShardings, such as `TrainProgram.abstract_state.params`.
 
     Returns:
-        The nested dict with a jax.Array for each of `abstract`.
+        The nested dict with a jax.Array in place of each ShapeDtypeStruct.
 
     Raises:
         ConfigError: config.json describes another model, or a tensor is missing, surplus, of another shape or dtype, or
@@ -267,16 +267,16 @@ def write_weights(
     dtype: str = "fp32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the parameters as a folder of safetensors with its config.json, which exists as a whole or not at all.
+    """Write the parameters as a folder of safetensors with config.json. The folder appears complete or not at all.
 
-    All processes of a job call it; the first one writes.
+    All processes of a job must call this function; the first process writes.
 
     Args:
         params: nested dict of arrays, sharded in any way.
-        folder: must not exist yet, or be empty.
+        folder: a folder that does not exist yet, or is empty.
         layout: how the parameters correspond to tensors.
         dtype: `fp32`, which keeps every bit of fp32 parameters, or `bf16`, which rounds to nearest even.
-        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+        max_shard_bytes: most bytes of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
         ConfigError: parameters that are not those of the layout, another dtype, or a folder that is not empty.
@@ -288,7 +288,7 @@ def write_weights(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
     _check_free(folder)
-    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # The first part brings the others.
+    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # The first part's row writes all parts.
     rows += layout.repeated
     tensors = [(row, index, name) for row in rows for index, name in row.names(layout.sizes)]
     written = DTYPES[_WRITTEN[dtype]]
@@ -308,7 +308,7 @@ def write_weights(
 
 
 def _whole(layout: Layout, row: Row, arrays: Mapping[str, jax.Array], index: tuple[int, ...]) -> np.ndarray:
-    """Return the source of one tensor: a parameter at an index of its placeholders, or the stack of all its parts."""
+    """Return the values of one tensor: the parameter at an index of its placeholders, or all parts stacked."""
     if row.part is None:
         return fetch(arrays[row.path], index)
     parts = [r for r in layout.rows if r.name == row.name and r.every == row.every]
@@ -326,7 +326,7 @@ def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _check_config(folder: Path, layout: Layout) -> None:
-    """Refuse a config.json whose options differ from the model's: sizes, and values without a shape (rope_theta)."""
+    """Refuse a config.json whose options differ from the model's: sizes, and values not seen in shapes (rope_theta)."""
     at = str(folder / CONFIG)
     try:
         theirs = layout.read_config(read_config(folder))
@@ -377,7 +377,7 @@ def _check_tensor(tensor: Tensor, name: str, row: Row, shape: tuple[int, ...]) -
 
 
 def _check_copy(files: Files, name: str, original: str) -> None:
-    """Refuse a tensor that should repeat another, such as the head of a tied model, and differs."""
+    """Refuse a tensor that differs from the tensor that it must repeat, such as the head of a tied model."""
     first, second = files[original], files[name]
     if (first.dtype, first.shape) != (second.dtype, second.shape) or not _equal_bytes(first, second):
         message = f"{name} must repeat {original}, since the model has one parameter for both, but differs from it."
@@ -390,7 +390,7 @@ def _equal_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _read_array(row: Row, sizes: Mapping[str, int], files: Files, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return one parameter; replicas on this host share what is read."""
+    """Return one parameter; each part is read once for all its replicas on this host."""
     pieces: dict[tuple[range, ...], np.ndarray] = {}
 
     def piece(index: Any) -> np.ndarray:
@@ -409,8 +409,8 @@ def read_slice(
     """Return a block of a parameter, read from the tensors it touches and from no others.
 
     Args:
-        ranges: of indices, one per dim of the parameter.
-        dtype: of the result.
+        ranges: ranges of indices, one for each dim of the parameter.
+        dtype: dtype of the result.
     """
     out = np.empty([len(r) for r in ranges], dtype)
     stacked = len(row.stacked)
@@ -422,7 +422,7 @@ def read_slice(
 
 
 def _check_free(folder: Path) -> None:
-    """Stop every process where the first one sees something in the way."""
+    """Raise ConfigError on every process if the first process finds that the folder is not free."""
     taken = jax.process_index() == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir())))
     if jax.process_count() > 1:
         taken = bool(multihost_utils.broadcast_one_to_all(taken))
@@ -438,7 +438,7 @@ def _write_folder(
     itemsize: int,
     max_shard_bytes: int,
 ) -> None:
-    """Write under another name, a file at a time, then renames."""
+    """Write under a temporary name, one file at a time, then rename the folder."""
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -493,7 +493,7 @@ def _take(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
 
 
 def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
-    """Return x[index] on the host; an array that spans processes comes to every host."""
+    """Return x[index] on the host; an array that spans processes is gathered on every host."""
     if isinstance(x, np.ndarray):
         return x[index]
     piece = _take(x, index) if index else x
@@ -503,13 +503,12 @@ def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
 
 
 def first_state(program: TrainProgram, initial: str | None) -> TrainState:
-    """Return the state before the first step, on the program's shardings: initialized, or as `checkpoint.initial` has
-    it.
+    """Return the state before the first step, on the program's shardings, with initial weights from a folder if given.
 
-    Only the parameters come from the folder. Optimizer state starts at zero either way, and does not depend on them.
+    Only the parameters come from the folder. Optimizer state starts at zero in both cases.
 
     Args:
-        program: its arrangement, if it has one, moves the layers that were read.
+        program: the training program; its arrangement, if it has one, reorders the layers that were read.
         initial: `checkpoint.initial`, the folder; None for random weights.
 
     Raises:
@@ -519,7 +518,7 @@ def first_state(program: TrainProgram, initial: str | None) -> TrainState:
     if initial is None:
         return state
     layout = layout_of(program.spec)
-    state = replace(state, params=None)  # The random weights are freed before others take their place.
+    state = replace(state, params=None)  # The random weights are freed before others are read.
     arrangement, wanted = program.arrangement, program.abstract_state.params
     params = read_weights(Path(initial), layout, arrangement.saved.params if arrangement else wanted)
     params = arrangement.params_from_saved(params) if arrangement else params
@@ -532,7 +531,7 @@ def first_state(program: TrainProgram, initial: str | None) -> TrainState:
 
 
 def layout_of(spec: StepSpec) -> Layout:
-    """Return what the model of a spec answers to `hf_layout()`.
+    """Return the layout that `hf_layout()` of the spec's model gives.
 
     Raises:
         ConfigError: it has no such method.

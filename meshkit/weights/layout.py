@@ -1,12 +1,12 @@
-"""How a model's parameters correspond to the tensors of a file: names, and how dims are split, merged and turned.
+"""How a model's parameters correspond to the tensors of a file: names, and how dims are split, merged and transposed.
 
-A layout is a table of rows that can be read in both directions. A row's dims carry names, so that what has to be done
-is not written down but follows:
+A layout is a table of rows, each of which works in both directions. A row names the dims on both sides, from which the
+reshape and the transpose follow:
 
     Row("layers/attention/query/kernel", "model.layers.{layers}.self_attn.q_proj.weight",
         file="(heads head_dim) embed", ours="layers embed heads head_dim")
 
-says that each layer has a tensor of its own, that its first dim is to be split in two, and that `embed` goes first.
+This row says that each layer has its own tensor, whose first dim is split in two, and that `embed` goes first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Row:
     path: str
     """Path of the parameter."""
     name: str
-    """Name of the tensors, with a placeholder for each dim that is taken apart into tensors of their own."""
+    """Name of the tensors, with a placeholder for each dim whose indices have tensors of their own."""
     file: str
-    """Dims of such a tensor, those that are one dim there in parentheses."""
+    """Dims of one tensor; dims in parentheses are merged into one dim of the file."""
     ours: str
-    """Dims of the parameter, those of the placeholders first."""
+    """Dims of the parameter; the placeholders come first."""
     part: tuple[int, int] | None = None
     """(i, n): the file's dim `part` has n entries, of which the parameter is the i-th."""
     every: tuple[int, int] = (0, 1)
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def groups(self) -> list[list[str]]:
-        """Return the file's dims, each a list of named ones."""
+        """Return the file's dims, each as the list of named dims that it merges."""
         return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", self.file)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Row:
         """Return the tensor's name at some indices of the placeholders.
 
         Args:
-            index: one for each of `stacked`, in its order.
+            index: one index for each dim in `stacked`, in that order.
 
         Raises:
             ValueError: more or fewer.
@@ -75,13 +75,13 @@ class Row:
         return self.name.format(**dict(zip(self.stacked, numbers, strict=True)))
 
     def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
-        """Return a block of a tensor with the parameter's dims, less those of the placeholders.
+        """Return a block of a tensor with the parameter's dims, without those of the placeholders.
 
         Args:
-            tensor: an array, or what reads the part of one that it is indexed with: no more is asked of it than the
-                block's own share of every dim, or of the outermost one of those that are merged.
-            sizes: of all dims.
-            ranges: of the parameter's dims, those of the placeholders excepted.
+            tensor: an array, or an object that reads the part it is indexed with. The index is the block's range in
+                every dim of the file; in a merged dim, it is the range of the outermost dim.
+            sizes: sizes of all dims.
+            ranges: ranges of the parameter's dims, without those of the placeholders.
         """
         flat, part = self._flat, self.part or (0, 0)
         ranges = {**ranges, "part": range(part[0], part[0] + 1)}
@@ -103,9 +103,9 @@ class Row:
         """Return a whole tensor of the file: the inverse of `to_ours`.
 
         Args:
-            value: the parameter at one index of the placeholders, its other dims as `ours` has them; of a row with
-                `part`, the parameters of all parts, stacked.
-            sizes: of all dims.
+            value: the parameter at one index of the placeholders, with the other dims of `ours`; for a row with
+                `part`, the stacked parameters of all parts.
+            sizes: sizes of all dims.
         """
         dims = ["part", *self._inner] if self.part else self._inner
         return value.transpose([dims.index(dim) for dim in self._flat]).reshape(self.file_shape(sizes))
@@ -127,31 +127,31 @@ class Layout:
     """The weights of one model as another library names them."""
 
     rows: tuple[Row, ...]
-    """One per parameter; what is written, and what is read if the files have these names."""
+    """One row for each parameter, used to write, and to read files that have these names."""
     sizes: Mapping[str, int]
     """Size of each dim that the rows name."""
     config: Mapping[str, Any]
     """Contents of config.json, as written."""
     options: Mapping[str, Any]
-    """The options that a config.json must state for the weights to mean the same, by the model's own names."""
+    """The model's options, by its own names, with which a config.json must agree."""
     read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """Config.json -> options; raises ConfigError for what the model cannot do."""
+    """Config.json -> options; raises ConfigError for features that the model does not have."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Option -> the key of config.json that says it, for messages."""
+    """Option -> its key in config.json, for messages."""
     others: tuple[tuple[Row, ...], ...] = ()
-    """Tables to read by, if the files have no tensor of some row of `rows`."""
+    """Alternative tables to read files that lack a tensor of `rows`."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may be there as well -> the tensor that they must be equal to."""
+    """Tensor that may be in the files too -> the tensor that it must equal."""
     repeated: tuple[Row, ...] = ()
-    """Rows by which a parameter is written once more, under a name in `copies`."""
+    """Rows that write a parameter a second time, under a name in `copies`."""
     computed: str | None = None
-    """Pattern of names that may be there and are not read, since they follow from the config."""
+    """Pattern of tensors that may be in the files and are not read: the model computes them or has no use for them."""
 
     def rows_for(self, names: Mapping[str, Any]) -> tuple[Row, ...]:
-        """Return the table that fits the names of some files best: the first whose tensors are all there, else `rows`.
+        """Return the first table whose tensors are all in the files; `rows` if there is none.
 
         Args:
-            names: whose keys are the names of tensors, as `open_folder` gives them.
+            names: a mapping whose keys are the names of tensors, such as `open_folder` returns.
         """
         for rows in (self.rows, *self.others):
             if all(name in names for row in rows for _, name in row.names(self.sizes)):

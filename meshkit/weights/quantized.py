@@ -1,12 +1,12 @@
-"""Quantized weights, read as the fp32 numbers that they stand for: block-scaled fp8 and MXFP4.
+"""Read quantized weights as fp32 numbers: block-scaled fp8 and MXFP4.
 
-DeepSeek-V3's checkpoint has block-scaled fp8. Beside a matrix NAME of F8_E4M3 lies NAME_scale_inv of F32, which has a
-number for each block of 128 x 128: what the block's entries are multiplied by. Blocks at the ends may be smaller.
+DeepSeek-V3's checkpoint has block-scaled fp8. Each matrix NAME of F8_E4M3 comes with NAME_scale_inv of F32, which has a
+factor for the entries of each block of 128 x 128. Blocks at the ends may be smaller.
 
-GPT-OSS's experts are in MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.3). Along its last dim a tensor is cut
-into blocks of 32 numbers of 4 bits (1 sign, 2 exponent, 1 mantissa), two in a byte, the first in the lower half; each
-block has a scale, a power of two in a byte (E8M0). A file holds both as bytes: NAME_blocks [..., blocks, 16] and
-NAME_scales [..., blocks].
+GPT-OSS's experts are in MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.3). A tensor is cut along its last dim
+into blocks of 32 numbers of 4 bits (1 sign, 2 exponent, 1 mantissa). A byte has two numbers, the first in its lower
+half. Each block has a scale, a power of two in a byte (E8M0). A file holds both as bytes: NAME_blocks [..., blocks, 16]
+and NAME_scales [..., blocks].
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from meshkit.errors import ConfigError
 BLOCK = 128
 FP8 = "F8_E4M3"
 _SCALE = "_scale_inv"
-MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"  # how the names of the two tensors end
+MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"  # suffixes of the two tensors' names
 _MXFP4_BLOCK = 32  # numbers under one scale
-_BIAS = 127  # of a scale's exponent
-_NOT_A_NUMBER = 255  # a scale
+_BIAS = 127  # bias of a scale's exponent
+_NOT_A_NUMBER = 255  # the scale that means NaN
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array((*_POSITIVE, *(-x for x in _POSITIVE)), np.float32)
 
 
 def fp8_values(path: Path, start: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a tensor of FP8 in a file, which is read where it is indexed.
+    """Return a tensor of FP8 in a file, as a memory map.
 
-    numpy has no such type of its own, so that safetensors cannot slice one.
+    safetensors cannot slice such a tensor, since numpy has no FP8 type of its own.
 
     Args:
-        path: of the file, whose header was checked.
+        path: path of the file, whose header was checked.
         start: the tensor's first byte.
-        shape: of the tensor.
+        shape: shape of the tensor.
     """
     if not math.prod(shape):
         return np.empty(shape, ml_dtypes.float8_e4m3fn)
@@ -50,7 +50,7 @@ def fp8_values(path: Path, start: int, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A matrix that multiplies the part that it is indexed with by the scales of its blocks."""
+    """A matrix of block-scaled fp8; indexing it returns a part, multiplied by the scales of its blocks."""
 
     values: Any
     scales: Any
@@ -65,11 +65,11 @@ class BlockScaled:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A tensor that is read in parts, as fp32, from its blocks and scales.
+    """A tensor of MXFP4; indexing it returns a part as fp32.
 
     Attributes:
-        blocks, scales: arrays of bytes, or what reads the part of one that it is indexed with.
-        shape: of the numbers.
+        blocks, scales: arrays of bytes, or objects that read the part they are indexed with.
+        shape: shape of the fp32 tensor.
     """
 
     blocks: Any
@@ -77,7 +77,7 @@ class Mxfp4:
     shape: tuple[int, ...]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Return the numbers of a part; index is one slice of step 1 for each dim, or for the first of them."""
+        """Return the numbers of a part; the index has one slice of step 1 for each dim, or for the first dims."""
         index = index if isinstance(index, tuple) else (index,)
         index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
         *outer, last = index
@@ -93,9 +93,9 @@ class Mxfp4:
 
 
 def dequantized(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of `open_folder`, quantized ones as the numbers that they amount to, without the scales.
+    """Return the tensors of `open_folder` without scales; indexing a quantized tensor returns dequantized numbers.
 
-    Blocks of MXFP4 keep their name.
+    Tensors of MXFP4 keep the names of their blocks.
 
     Args:
         files: name -> Tensor.
@@ -120,7 +120,7 @@ def _mxfp4(name: str, blocks: Any, scales: Any) -> Any:
         raise ConfigError(message, at=str(blocks.path), hint="an intact copy of an MXFP4 checkpoint")
     shape = (*scales.shape[:-1], scales.shape[-1] * _MXFP4_BLOCK)
     values = Mxfp4(blocks.values, scales.values, shape)
-    return replace(blocks, dtype="BF16", shape=shape, values=values)  # BF16 holds all values of the format
+    return replace(blocks, dtype="BF16", shape=shape, values=values)  # BF16 can represent all values of the format
 
 
 def _block_scaled(name: str, tensor: Any, scale: Any) -> Any:
