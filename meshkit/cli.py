@@ -205,7 +205,7 @@ def _tell(text: str) -> None:
 
 
 def _fails(stream: TextIO) -> bool:
-    """Return whether a stream, other than a closed pipe, fails; drop its buffer, or Python would set its own exit code."""
+    """Return whether a stream, other than a closed pipe, fails; drop its buffer, or Python would set the exit code."""
     try:
         stream.flush()
     except OSError as e:

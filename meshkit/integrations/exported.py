@@ -5,8 +5,8 @@
     make = "meshkit.integrations.exported:make"
     options = { file = "step.bin" }
 
-The file is parsed, never unpickled. Parameters are recognized by their names (`state.params['w']`). Other arrays that the
-step overwrites count as optimizer state.
+The file is parsed, never unpickled. Parameters are recognized by their names (`state.params['w']`). Other arrays that
+the step overwrites count as optimizer state.
 """
 
 from __future__ import annotations
