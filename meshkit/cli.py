@@ -116,7 +116,7 @@ def _hear_interrupts() -> None:
 
     def interrupted(number: int, frame: Any) -> None:
         _interrupted.set()
-        sys.unraisablehook = lambda _: None  # A swallowed exception would print errors of destructors.
+        sys.unraisablehook = lambda _: None  # Python would print exceptions that destructors swallow.
         late = threading.Timer(_GRACE_S, _end_at_once)
         late.daemon = True
         late.start()

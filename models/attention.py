@@ -366,8 +366,7 @@ def _spread_heads(x: jax.Array, heads: int) -> jax.Array:
 def _cudnn_takes(q: jax.Array, v: jax.Array) -> bool:
     """Return whether cuDNN's fused attention supports the shape and dtype, and every GPU has equally many heads.
 
-    cuDNN 9.10 supports head sizes up to 128. From Hopper on it also supports DeepSeek's 192 with values of 128. Both
-    hold forward and backward.
+    Both passes of cuDNN 9.10 support head sizes up to 128 and, from Hopper on, DeepSeek's 192 with values of 128.
     """
     scope = current_scope()
     pieces = scope.shard_count("act_heads") if scope else 1

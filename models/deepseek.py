@@ -352,7 +352,7 @@ class DeepSeek(Moe):
         return down + c.heads * (up + c.value_dim * c.embed)
 
     def matmul_parameters(self) -> int:
-        """Return N of the model's 6 N tokens FLOP; the head counts again for each module of multi-token prediction."""
+        """Return N in model FLOP = 6 N tokens; the head counts again for each module of multi-token prediction."""
         c = cast(DeepSeekConfig, self.config)
         module = self.active_parameters() + c.embed * (2 * c.embed + c.vocab)
         return super().matmul_parameters() + c.mtp_depth * module
@@ -362,9 +362,9 @@ class DeepSeek(Moe):
         return deepseek_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T.
+        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T.
 
-        Half of the FLOP are for scores and half for values, so head_dim is the mean of the two head sizes.
+        Half of the FLOP are for scores and half for values, so head_dim is the mean of their two head sizes.
         """
         layers, heads, _ = super().attention_shape()
         c = cast(DeepSeekConfig, self.config)

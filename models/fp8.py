@@ -55,7 +55,7 @@ class Layouts:
     """How activations lie over the mesh, as functions that constrain an array; the default changes nothing.
 
     Attributes:
-        inputs: layout in which the input arrives, and of its gradient.
+        inputs: layout of the input as it arrives, and of the input's gradient.
         multiplied: layout of the input in the matmul; the move from `inputs` to this layout is in fp8.
         outputs: layout of the outputs.
         gradients: layout of the outputs' gradients in the matmul, where the partitioner does not find it by itself.

@@ -156,7 +156,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _attend_kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    # The barrier keeps the mask inside the layer: a scan over layers would store a mask for all layers at full size.
+    # The barrier keeps the mask inside the layer: a scan would otherwise store it, as a loop invariant, at full size.
     made = jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.arange(q.shape[1]), jnp.float32(-jnp.inf)
     scores, place, hidden = jax.lax.optimization_barrier(made)
     scores = scores.astype(jnp.float32) / math.sqrt(q.shape[-1])
@@ -288,11 +288,11 @@ class GPT(nnx.Module):
         )[0]
 
     def matmul_parameters(self) -> int:
-        """Return N of the model's 6 N tokens FLOP: parameters of matmuls, with a tied table once and look-ups not."""
+        """Return N in model FLOP = 6 N tokens: parameters of matmuls, a tied table once and look-ups not at all."""
         c = self.config
         attention = c.embed * c.head_dim * 2 * (c.heads + (c.kv_heads or c.heads))
         return c.layers * (attention + 2 * c.embed * c.mlp) + c.embed * c.vocab
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
+        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T."""
         return self.config.layers, self.config.heads, self.config.head_dim

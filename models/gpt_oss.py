@@ -21,7 +21,7 @@ from models.hf import Layout, gpt_oss_layout
 from models.layers import Projection, depth_scale, parameter, project_each
 from models.moe import Experts, Moe, MoeBlock, MoeConfig, MoeMlp, Router, make_config
 
-ALPHA = 1.702  # of the SwiGLU: x * sigmoid(1.702 x) is close to a GELU
+ALPHA = 1.702  # factor in the SwiGLU: x * sigmoid(1.702 x) is close to a GELU
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GptOssConfig(MoeConfig):
         return self.layers // 2
 
 
-# config.json of openai/gpt-oss-20b and -120b on Hugging Face; a test checks the counts against table 1 of the card.
+# config.json of openai/gpt-oss-20b and -120b on Hugging Face; a test compares counts with table 1 of the model card.
 _SHARED = {"rope_theta": 150_000.0, "experts_per_token": 4}
 PRESETS = {
     "gpt_oss_debug": GptOssConfig(256, 64, 128, 4, 4, 2, 16, window=8, rope_original_length=32, **_SHARED),

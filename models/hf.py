@@ -198,7 +198,7 @@ def moe_layout(config: Any) -> Layout:
     if config.qk_norm:
         common, experts = (*common, *_QK_NORMS), QWEN_EXPERTS
         written |= {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        written |= {"attention_bias": False, "intermediate_size": config.mlp}  # of no layer
+        written |= {"attention_bias": False, "intermediate_size": config.mlp}  # unused
     else:
         written |= {"model_type": "mixtral"}
     return _layout(config, (*common, *experts), written, others=((*common, *FUSED_EXPERTS),))
@@ -270,7 +270,7 @@ def read_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: no config.json, another architecture, or one with a feature that our models do not have.
     """
-    from models import deepseek_hf  # which imports this module
+    from models import deepseek_hf  # imported late, since it imports this module
 
     config = weights.read_config(folder)
     kind = str(config.get("model_type"))

@@ -112,10 +112,10 @@ class Decoder(nn.Module):
         return constrain(logits.astype(jnp.float32), "act_batch", "act_length", "act_vocab")
 
     def matmul_parameters(self) -> int:
-        """Return N of the model's 6 N tokens FLOP: all parameters except the two look-up tables."""
+        """Return N in model FLOP = 6 N tokens: all parameters except the two look-up tables."""
         block = 4 * self.embed * self.heads * self.head_dim + 2 * self.embed * self.mlp
         return self.layers * block + self.embed * self.vocab
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
+        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T."""
         return self.layers, self.heads, self.head_dim

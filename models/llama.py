@@ -284,7 +284,7 @@ class Llama(nnx.Module):
         return layer
 
     def matmul_parameters(self) -> int:
-        """Return N of the model's 6 N tokens FLOP: parameters of matmuls, with a tied table once and look-ups not."""
+        """Return N in model FLOP = 6 N tokens: parameters of matmuls, a tied table once and look-ups not at all."""
         c = self.config
         attention = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
         return c.layers * (attention + 3 * c.embed * c.mlp) + c.embed * c.vocab
@@ -294,7 +294,7 @@ class Llama(nnx.Module):
         return llama_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
+        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T."""
         return self.config.layers, self.config.heads, self.config.head_dim
 
 

@@ -398,7 +398,7 @@ class Moe(nnx.Module):
         return c.load_balance_weight * values["load_balance_loss"] + c.z_loss_weight * values["router_z_loss"]
 
     def matmul_parameters(self) -> int:
-        """Return N of the model's 6 N tokens FLOP: parameters that a token multiplies, of experts only its own."""
+        """Return N in model FLOP = 6 N tokens: parameters that multiply a token, of the experts only its own."""
         c = self.config
         dense = c.dense_layers * (self.attention_parameters() + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
         return c.layers * self.active_parameters() + dense + c.embed * c.vocab
@@ -422,7 +422,7 @@ class Moe(nnx.Module):
         return moe_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
+        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T."""
         c = self.config
         return c.layers + c.dense_layers, c.heads, c.head_dim
 

@@ -14,9 +14,9 @@ A model marks values by `checkpoint_name`. This module turns the names into poli
 | `"offload_dots"`                             |                                | projection outputs  | all else       |
 | `"offload"`                                  |                                | the layer's input   | the layer      |
 
-The results of fused attention (cuDNN's, ring or Ulysses) are its output and log-sum-exp: with both it does not run
-again. The input of a layer is kept on the GPU unless the table says otherwise; `keep` with `offload` moves it to host
-memory by `offload = ["layer_input"]`. Any other string names a policy in `jax.checkpoint_policies` without arguments.
+The results of fused attention (cuDNN's, ring or Ulysses) are its output and log-sum-exp, with which it does not run
+again. The input of a layer is kept on the GPU unless the table says otherwise; `{ offload = ["layer_input"] }` moves it
+to host memory. Any other string names a policy in `jax.checkpoint_policies` without arguments.
 """
 
 from __future__ import annotations

@@ -197,13 +197,13 @@ class ViT(nnx.Module):
         return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
     def matmul_parameters(self) -> int:
-        """Return N of the model's 6 N tokens FLOP; patch projection and head count by the share of tokens they see."""
+        """Return N in model FLOP = 6 N tokens; patch projection and head count by the share of tokens they see."""
         c = self.config
         patches, head = (c.image // c.patch) ** 2 * c.pixels * c.embed, c.embed * c.classes
         return c.layers * (4 * c.embed**2 + 2 * c.embed * c.mlp) + round((patches + head) / c.tokens)
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) of attention's 12 L heads head_dim T tokens FLOP, for length T."""
+        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T."""
         c = self.config
         return c.layers, c.heads, c.embed // c.heads
 

@@ -275,7 +275,7 @@ class Examined:
         return Lint(summarize_unmatched(kept, self.subject), allowed)
 
     def lint_compiled(self, compiled: CompiledProgram, also: Sequence[Finding] = ()) -> Lint:
-        """Return the findings of `lint`, those about the compiled step, and `also` given ones (drifts, ways)."""
+        """Return the findings of `lint`, about the compiled step, and the findings `also` (about drifts and ways)."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),

@@ -130,7 +130,7 @@ class Subject:
     others: Sequence[Placed] = ()
     """The model's other arrays (batch statistics and the like); overrides may name them."""
     deferred: frozenset[str] = frozenset()
-    """Mesh axes over which the step itself, or explicit axis types, shard already."""
+    """Mesh axes over which the step itself, or an explicit axis type, already shards arrays."""
     state_bytes: int = 0
     """Bytes of parameters, optimizer state and everything else that a step carries, on one GPU."""
     pool_bytes: int | None = None

@@ -1,6 +1,6 @@
 """Find ragged all-to-alls that XLA runs by a slow or faulty implementation (a "way"), and price the other ways.
 
-The input is a compiled program, the output are findings with the codes `ragged_way` and `ragged_fails`.
+The input is a compiled program. The output is findings with the codes `ragged_way` and `ragged_fails`.
 """
 
 from __future__ import annotations

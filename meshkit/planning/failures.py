@@ -32,7 +32,7 @@ from meshkit.step.program import StepFacts
 
 _SEED = 20261127
 _PLAYED = 4000  # Failures to simulate: the lost share is then off by at most 1 / sqrt(4000) of itself.
-_MOST_SPARES, _ENOUGH = 16, 1e-3  # Rows of spares end within a tenth of a point of the best.
+_MOST_SPARES, _ENOUGH = 16, 1e-3  # Rows of spare hosts end when goodput is within a tenth of a point of its best.
 
 
 class _Known(NamedTuple):

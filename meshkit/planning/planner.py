@@ -430,7 +430,7 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
 
     A live buffer is classified by the operation that made it. Activations are the buffers that the forward pass keeps
     for the backward pass. Gradients are carried by loops, so their buffers belong to neither pass: they count by their
-    closed form, up to the size of such buffers. Recomputed or gathered arrays and losses by packing stay temporary.
+    closed form, up to the size of such buffers. Recomputed or gathered arrays and space lost to packing stay temporary.
     """
     temp, live = compiled.memory["temp"], compiled.live
     if live is None:

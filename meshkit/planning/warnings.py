@@ -110,7 +110,7 @@ def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
 
 
 def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Warning_]:
-    """Warn if the model FLOP that a program states differ from its traced step's, with whole and causal attention."""
+    """Warn if a program's stated model FLOP are not between its traced step's with causal and with full attention."""
     traced, given = compiled.traced_flops, facts.model_flops
     if facts.flops_source != "given" or not given or traced is None or traced.model <= 0:
         return []

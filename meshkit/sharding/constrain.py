@@ -423,7 +423,7 @@ class _Listener:
 
 
 class _OurRules(tuple):
-    """Meshkit's rules in the form of flax's; the type tells them from the user's rules."""
+    """Meshkit's rules in the form of flax's; the type distinguishes them from the user's rules."""
 
 
 _LISTENER: ContextVar[_Listener | None] = ContextVar("meshkit_flax", default=None)
@@ -431,7 +431,7 @@ _LISTENER: ContextVar[_Listener | None] = ContextVar("meshkit_flax", default=Non
 
 @contextmanager
 def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: Answer) -> Iterator[None]:
-    """Pass flax's constraints on activations to `constrain` and new variables to `place`; without a mapping, neither.
+    """Pass flax's constraints on activations to `constrain` and new variables to `place`; with None, do neither.
 
     Inside the context the mapping is set as flax's rules, unless the user has set rules, so that
     `nn.logical_to_mesh_axes` agrees.

@@ -59,7 +59,7 @@ _UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}  # XLA writes these un
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device of a described cluster, which no machine has; its fields are those of a jax device for placement."""
+    """A device of a described cluster, in no real machine, with the fields of a jax device that placement needs."""
 
     id: int
     """The cluster's GPU index."""

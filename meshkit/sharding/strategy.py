@@ -79,7 +79,7 @@ class Weight:
     cuts: Mapping[str, Axes]
     """Kind of state (`parameters`, `compute`, `gradients`, `optimizer`) -> mesh axes."""
     stays: Axes
-    """Axes over which it is never gathered: tensor axes, and those that shard its experts."""
+    """Axes over which the weight is never gathered: tensor axes, and axes that shard its experts."""
     stack: int
     """Layers in one array, 1 if it is not stacked."""
 
@@ -170,7 +170,7 @@ class Strategy:
     local_sgd: str | None = None
     """The axis of local SGD; None if it is off."""
     compression: str | None = None
-    """The axis over which gradients are compressed; None if none are."""
+    """The axis over which gradients are compressed; None if they are not."""
     compressed_bytes: int = 1
     """Bytes of an element of a compressed gradient."""
     orthogonalizes: str | None = None
@@ -207,8 +207,8 @@ class Strategy:
         """Return a weight that, whole over these axes, has as many elements as the part.
 
         Returns:
-            The first weight with so many elements, in all layers or one, in some state without its cuts over these
-            axes. If there is none, the first weight with so many elements uncut. Otherwise None.
+            The first weight that has so many elements, in all layers or one, in some state without its cuts over these
+            axes. If there is none, the first weight that has so many elements without any cuts. Otherwise None.
         """
         whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
         exact = (w for w in self.weights if part.elements in self._whole(w, over))
@@ -415,7 +415,7 @@ class Strategy:
         return 4 if self.stages and p.rank == 1 else 1
 
     def _runs(self, w: Weight) -> float:
-        """Return how often a pass over one micro-batch (in a pipeline, over all) uses a weight; a mean over layers."""
+        """Return how often a pass over a micro-batch (in a pipeline, over all) uses a weight, as a mean over layers."""
         if self.stages is None:
             return 1
         return self.stages.layer_runs if w.stack > 1 else self.stages.outer_ticks
