@@ -1,11 +1,11 @@
 """Capture real steps: a profiler trace, and the facts that the trace does not have.
 
-    trace/plugins/profile/p0/HOST.xplane.pb   what ran (TensorBoard and XProf open `trace/` as well)
+    trace/plugins/profile/p0/HOST.xplane.pb   the profiler's trace (TensorBoard and XProf open `trace/` as well)
     trace/program-p0.hlo.pb.gz                the compiled program, with each operation's communication
     trace/capture-p0.json                     mesh, devices, links, cluster, steps, work, options, versions, cost
 
-Each process writes its own files; of a large job some processes are enough. The trace itself is not read here:
-`meshkit.verbs.profile.profiler` reads the files, on any machine.
+Each process writes its own files; in a large job, some processes are enough. This module does not read the files:
+`meshkit.verbs.profile.profiler` does, on any machine.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from meshkit.redaction import recorded_environment
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace import captured
 
-_HOST_TRACER_LEVEL = 1  # The lowest level at which XLA:CPU's operations are traced; GPU kernels need none.
+_HOST_TRACER_LEVEL = 1  # The lowest level with XLA:CPU's operations; GPU kernels are traced at any level.
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A compiled step, and the known facts of it."""
+    """A compiled step, and the known facts about it."""
 
     program: Any
     """The compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`."""
@@ -50,8 +50,8 @@ class CapturedStep:
 class Capture:
     """Traces the steps from `first` to `last` of a training loop, both included.
 
-    The loop calls `before(step, state)` and `after(step, outputs)` around every step; all but two of the calls make one
-    comparison only. Before the first step, and after the last, it waits until the device has nothing left to do.
+    The loop calls `before(step, state)` and `after(step, outputs)` around every step. Only the calls before `first` and
+    after `last` take time: they wait until the devices are idle. All others make a comparison.
 
         capture = Capture(run / "trace", CapturedStep(compiled, mesh), steps=(10, 13))
         for step in range(steps):
@@ -62,7 +62,7 @@ class Capture:
     Args:
         folder: the folder for the files; files of an earlier capture of this process are removed.
         steps: (first, last).
-        processes: processes that capture; None for all. In the others nothing happens.
+        processes: processes that capture; None for all. Other processes do nothing.
 
     Raises:
         ConfigError: `last` is before `first`, or the program has no compiled module.
@@ -81,36 +81,36 @@ class Capture:
         self._done = 0
         self._start_s = self._began = 0.0
         self.untraced_step_s: float | None = None
-        """A step's median without a trace, to tell the overhead; set it before the first captured step."""
+        """Median time of a step without a trace, to compute the overhead; set it before the first captured step."""
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
-        """Start the trace if this is the first step to capture, once `pending` arrays (None: all) are ready."""
+        """Start the trace if this is the first step to capture, after `pending` arrays (None: all) are ready."""
         if step == self.first and not self.active:
             self.start(pending)
 
     def after(self, step: int, pending: Any = None) -> None:
-        """Count a step, and stop the trace after the last one, once `pending` arrays (None: all) are ready."""
+        """Count a step; if it is the last one, stop the trace after `pending` arrays (None: all) are ready."""
         if self.active:
             self._done += 1
             if step >= self.last:
                 self.stop(pending)
 
     def start(self, pending: Any = None) -> None:
-        """Start the trace once `pending` arrays (None: all) are ready; do nothing in a process that was not chosen."""
+        """Start the trace after `pending` arrays (None: all) are ready; do nothing in a process that was not chosen."""
         if self._processes is not None and jax.process_index() not in self._processes:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
         began = time.perf_counter()
         clean(self.folder)
-        # The program is recorded apart, in a form that can be read without the trace.
+        # `_write` saves the program in a file of its own, which can be read without the trace.
         start_trace(self.folder, programs=False)
         self.active, self._done = True, 0
         self._began = time.perf_counter()
         self._start_s = self._began - began
 
     def stop(self, pending: Any = None) -> None:
-        """Stop the trace once `pending` arrays are ready (None: all of this process), and write the other files."""
+        """Stop the trace after `pending` arrays (None: all) are ready, and write the other files."""
         if not self.active:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
@@ -126,7 +126,7 @@ class Capture:
         self._write(cost)
 
     def abandon(self) -> None:
-        """Stop the trace and keep nothing, since the steps failed."""
+        """Stop the trace and remove its files, for steps that failed."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()
@@ -173,13 +173,13 @@ class Capture:
             jaxlib=metadata.version("jaxlib"),
             runtime=mesh.devices.flat[0].client.platform_version,
         )
-        # It is written last and at once, so that a reader who finds this file finds the others.
+        # The record is written last, so that a reader who finds it finds the other files too.
         (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
 
 
 @contextlib.contextmanager
 def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Iterator[None]:
-    """Trace a block, with its programs in the trace itself, so that nobody has to know them.
+    """Trace a block; the profiler puts the HLO of the programs into the trace, so that no other file is needed.
 
     Args:
         folder: the folder for the trace; an earlier trace of this process is removed.
@@ -205,8 +205,8 @@ def start_trace(folder: Path, *, programs: bool) -> None:
     """Start the profiler, in a session of this process.
 
     Args:
-        folder: made if needed; the trace goes to `plugins/profile/p<process>/` in it.
-        programs: whether the profiler puts the HLO of what runs into the trace.
+        folder: made if needed; its subfolder `plugins/profile/p<process>/` gets the trace.
+        programs: whether the profiler puts the HLO of the programs that run into the trace.
     """
     folder.mkdir(parents=True, exist_ok=True)
     options = jax.profiler.ProfileOptions()
@@ -226,9 +226,11 @@ def clean(folder: Path) -> None:
 
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
-    """Return the processes that capture: None for all, a number for so many spread over the job, a list for those.
+    """Return the processes that capture, in order; None means all.
 
-    A number larger than the job takes all; the result is in order.
+    Args:
+        choice: a number of processes, which are spread over the job (at most all); a list of processes; or None.
+        processes: number of processes of the job.
 
     Raises:
         ConfigError: the job does not have one of the processes.
@@ -275,17 +277,17 @@ def serialized_module(program: Any) -> bytes:
 
 
 def trace_devices(mesh: jax.sharding.Mesh) -> tuple[captured.CapturedDevice, ...]:
-    """Return this process's devices, as its traces number them."""
+    """Return this process's devices, with their numbers in its traces."""
     return tuple(captured.CapturedDevice(id=id_, ordinal=i) for i, id_ in device_numbers(mesh.local_devices).items())
 
 
 def device_numbers(devices: Sequence[Any]) -> dict[int, int]:
-    """Return number of a device in this process's traces -> the device's id in the job."""
+    """Return a dictionary from a device's number in this process's traces to its id in the job."""
     return {_ordinal(d): d.id for d in devices}
 
 
 def _ordinal(device: Any) -> int:
-    """Return a device's number in traces: XLA:CPU's use global ids, the CUDA profiler numbers a process's devices."""
+    """Return a device's number in traces: the global id on a CPU; on a GPU, the number within the process."""
     if device.platform == "cpu":
         return device.id
     return device.id if device.local_hardware_id is None else device.local_hardware_id
@@ -294,7 +296,7 @@ def _ordinal(device: Any) -> int:
 def captured_memory(
     devices: Any, before_bytes: int | None = None, program_bytes: int | None = None
 ) -> captured.CapturedMemory:
-    """Return the allocator of the fullest of some devices; CPU devices count nothing, and have none."""
+    """Return the allocator statistics of the device with the highest peak; empty for CPU devices, which have none."""
     found = [stats for d in devices if (stats := d.memory_stats())]
     if not found:
         return captured.CapturedMemory()
@@ -308,6 +310,6 @@ def captured_memory(
 
 
 def program_bytes_of(program: Any) -> int | None:
-    """Return XLA's bytes for a compiled program; None if it does not say."""
+    """Return the bytes that XLA reports for a compiled program; None if it reports none."""
     found = memory_of(program) if hasattr(program, "memory_analysis") else None
     return bytes_at_once(found) if found else None

@@ -1,6 +1,6 @@
 """Open the capture of a run folder: check its records, the compiled program and the traces before they are read.
 
-`meshkit.trace.capture` writes the files. Every mix-up, cut or gap in them is found here, before a number is computed.
+`meshkit.trace.capture` writes the files. Files that are mixed up, cut short or missing are reported here.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # A folder inside a run folder.
 _LARGEST_RECORD_BYTES = 16 * 2**20
-LARGEST_PROGRAM_BYTES = 2**30  # Limit of the unpacked file; a proto cannot have more than twice that.
-# Limits on numbers of a sidecar from elsewhere, since arrays and ranges are made of them.
+LARGEST_PROGRAM_BYTES = 2**30  # Limit of the unpacked file; a proto has at most 2 GiB.
+# Limits on the numbers in a sidecar, which may come from elsewhere: arrays and ranges are as long as these numbers say.
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
-_MOST_ENTRIES = 6  # A message names so many files of a folder.
+_MOST_ENTRIES = 6  # The most files of a folder that a message names.
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
-# The parts of a step's facts that a sidecar holds.
+# The fields of `StepFacts` that a sidecar has.
 _WORK = {
     *("model_flops", "model_flops_causal", "hardware_flops_per_gpu", "tokens", "peak_flops_per_gpu", "training_steps"),
     *("steps_per_call", "pipeline"),
@@ -56,12 +56,12 @@ class CapturedMesh(_Record):
     device_ids: tuple[Id, ...]
 
     def placement(self, cluster: Cluster | None, spec: MeshSpec | None) -> Placement:
-        """Return the placement of its devices: as its spec says, else by id, in the order of the cluster's GPU index.
+        """Return the placement of the mesh's devices on GPUs.
 
         Args:
-            cluster: GPUs and links; None, or a cluster of another size without a spec, takes all devices for one
-                domain.
-            spec: the mesh as declared on that cluster; with None, the ids decide.
+            cluster: GPUs and links. With None, or with a cluster of another size and no spec, all devices are in one
+                NVLink domain.
+            spec: the mesh as declared on that cluster; with None, devices are on GPUs in the order of their ids.
         """
         if spec is not None and cluster is not None:
             return spec.resolve(cluster).placement(cluster)
@@ -79,14 +79,14 @@ class CapturedDevice(_Record):
 
 
 class CapturedMemory(_Record):
-    """Allocator of the fullest local device; its peak is that of the whole process and cannot be reset."""
+    """Allocator of the local device with the highest peak; the peak is since the start of the process."""
 
     pool_bytes: int | None = None
     peak_bytes: int | None = None
     before_bytes: int | None = None
-    """That peak before the first step, when compiling tries kernels and the state is made."""
+    """The peak before the first step, when XLA has tried kernels and the state is made."""
     program_bytes: int | None = None
-    """Bytes that XLA counts for the program that was compiled here."""
+    """Bytes that XLA counts for the compiled program."""
 
     @property
     def before_steps(self) -> bool:
@@ -108,13 +108,13 @@ class CapturedCost(_Record):
     start_s: float
     stop_s: float
     traced_step_s: float | None = None
-    """Mean step while it ran."""
+    """Mean time of a step during the capture."""
     untraced_step_s: float | None = None
-    """Median step of the same run before it started; None without any."""
+    """Median time of a step before the capture, in the same run; None if there was no such step."""
 
 
 class CaptureRecord(_Record):
-    """The record of a process about its capture: `capture-pN.json`. Keys may be added, never renamed."""
+    """A process's record of its capture, `capture-pN.json`. Keys may be added, never renamed."""
 
     schema_name: Literal["meshkit.capture/1"] = "meshkit.capture/1"
     process: ProcessId
@@ -152,7 +152,7 @@ class CaptureRecord(_Record):
     @field_validator("cluster")
     @classmethod
     def _names_no_file(cls, table: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse a file in a sidecar's table: it would be read on this machine for whoever wrote the sidecar."""
+        """Refuse the path of a cluster file in a sidecar: its author could make this machine read any file."""
         if table and table.get("file") is not None:
             raise ValueError("holds the machines of the capture, and may not name a file")
         return table and {**table, "calibration": None}
@@ -180,14 +180,14 @@ class Captured:
     placement: Placement
     module: Module
     schedule: Schedule | None
-    """Its schedule; None where this version does not know a form of HLO in it."""
+    """The module's schedule; None if it has a form of HLO that this version cannot read."""
     program: TracedProgram
     broken: dict[int, str]
     """Process -> the reason why its trace file cannot be used."""
 
     @property
     def record(self) -> CaptureRecord:
-        """The first process's record; all records agree on what concerns the whole job."""
+        """The first process's record; the records agree on all facts about the whole job."""
         return self.records[0]
 
     @property
@@ -198,12 +198,12 @@ class Captured:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The processes that should have captured, and left nothing."""
+        """The processes that should have captured, but have no record."""
         return tuple(sorted(set(self.expected) - {r.process for r in self.records}))
 
 
 def open_capture(run: str | Path, *, only_process: int | None = None) -> Captured:
-    """Return the capture of a run folder, checked; with `only_process`, the part of that process alone.
+    """Return the checked capture of a run folder; with `only_process`, that process's part only.
 
     Raises:
         TraceError: there is no capture, its files contradict each other, or none of its traces can be used.
@@ -221,7 +221,7 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
 
 
 def open_program(run: str | Path, *, only_process: int | None = None) -> Captured:
-    """Return the program and the sidecars of a capture, as `open_capture` does; the traces may be elsewhere.
+    """Return the program and the sidecars of a capture, like `open_capture`, but without a check of the traces.
 
     Raises:
         TraceError: there is no capture, or its files contradict each other.
@@ -241,7 +241,7 @@ def open_program(run: str | Path, *, only_process: int | None = None) -> Capture
 
 
 def read_captured(captured: Captured, rows: np.ndarray | None = None, chosen: Container[int] | None = None) -> Trace:
-    """Read the traces of a capture from `open_capture`; `rows` and `chosen` are those of `read_trace`.
+    """Read the traces of a capture from `open_capture`; `rows` and `chosen` are passed to `read_trace`.
 
     Raises:
         TraceError: no trace can be read, or none contains the program.
@@ -266,9 +266,9 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None, chosen: Co
 
 
 def notes_of_capture(captured: Captured) -> Iterator[Note]:
-    """Yield notes on what is known to be missing before a trace is opened."""
+    """Yield notes on problems that are known before a trace is opened."""
     expected, missing, broken = captured.expected, captured.missing, captured.broken
-    if 0 < captured.record.num_steps < 3:  # The last step is never whole.
+    if 0 < captured.record.num_steps < 3:  # The last step of a trace is never whole, and is not counted.
         yield Note(
             "one_step",
             "The trace has one whole step, the first that ran in it, and the first is often the slowest: capture four "
@@ -301,7 +301,7 @@ def notes_of_capture(captured: Captured) -> Iterator[Note]:
 
 
 def read_records(folder: Path) -> list[CaptureRecord]:
-    """Return the sidecars of a capture, by process.
+    """Return the sidecars of a capture, sorted by process.
 
     Raises:
         TraceError: there are none, one is damaged, or they belong to different captures.
@@ -343,10 +343,11 @@ def trace_file(folder: Path, record: CaptureRecord) -> Path:
     """Return the trace of a process.
 
     Args:
-        record: its sidecar; if the file that it names is missing, the only trace of the process's session is taken.
+        record: the process's sidecar. If the trace that it names is missing, the only trace in the process's session
+            folder is returned.
 
     Raises:
-        TraceError: there is none, there are several, or the sidecar names a file outside the folder.
+        TraceError: there is no trace, there are several, or the sidecar names a file outside the folder.
     """
     session = folder / "plugins" / "profile" / f"p{record.process}"
     named = inside(folder, record.trace.file) if record.trace else None
@@ -381,7 +382,7 @@ def _check_trace(folder: Path, record: CaptureRecord) -> None:
 
 
 def has_capture(run: Path) -> bool:
-    """Return whether a folder is a run's with a capture, or the capture itself."""
+    """Return whether a folder is a run folder with a capture, or the `trace/` folder of one."""
     return any(next(folder.glob("capture-p*.json"), None) for folder in (run, run / TRACE_FOLDER))
 
 
@@ -421,16 +422,16 @@ def _read_module(folder: Path, record: CaptureRecord) -> Module:
 
 
 def traced_program(module: Module, read: ReadProgram, device_ids: Sequence[int]) -> TracedProgram:
-    """Return the program's description of the operations in its traces; its partitions run on `device_ids` in order.
+    """Return the facts of a program that are needed to read its traces.
 
     Args:
-        read: the same program, from `read_program`; without a schedule `expected`, `kernels` and `graph_nodes` stay
-            empty.
+        read: the same program, from `read_program`; without a schedule, `expected`, `kernels` and `graph_nodes` of the
+            result stay empty.
         device_ids: [partitions] the global id of each partition's device.
     """
     instructions = module.instructions.values()
     fusions = (i for i in instructions if i.opcode == "fusion" and i.name in read.collectives)
-    # One kernel may compute a matmul and communicate.
+    # A fusion with a matmul and a collective is one kernel that computes and communicates.
     fused = {i.name for i in fusions for c in i.called if {"dot", "convolution"} & {j.opcode for j in c.instructions}}
     expected: dict[str, int] = {}
     if read.schedule is not None:

@@ -1,13 +1,14 @@
 """Find the instructions of kernels inside CUDA graphs.
 
-XLA:GPU replays runs of instructions as CUDA graphs, its command buffers. The profiler then gives each kernel the name
-of its command buffer in place of its instruction's. A graph launches the instructions of one stretch of the program, in
-their order. So the order of its kernels is aligned with that of the program, as in a comparison of two texts:
+XLA:GPU replays sequences of instructions as CUDA graphs, its command buffers. The profiler then labels each kernel with
+its command buffer instead of its instruction. A graph launches consecutive instructions of the program in their order.
+So the sequence of its kernels is aligned with the sequence of instructions, like two texts in a diff. Kernel names tell
+which pairs are possible:
 
-- a fusion's kernel has the fusion's name, or that of an equal fusion which XLA compiled before;
-- a library's kernel tells its work (a matmul, attention, a collective), and a copy or a memset that it is one.
+- a fusion's kernel has the fusion's name, or the name of an equal fusion that XLA compiled before;
+- the name of a library's kernel tells its work (a matmul, attention, a collective), that of a copy or memset its kind.
 
-A kernel that the comparison leaves over gets the instruction of its name, if there is one. All others have none.
+A kernel that the alignment does not pair gets the instruction with its name, if there is one, else none.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ _STEM = re.compile(r"(?:[._]+(?:\d+|clone|remat\d*|peeled|double|buffer))+$")
 _COPY = re.compile(r"^memcpy", re.IGNORECASE)
 _FILL = re.compile(r"^memset", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bprop|bwd|compute_dot_do_o|convert_dq|reduce_head", re.IGNORECASE)
-_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # This kernel adds up the products of the kernel before it.
+_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # Adds up partial results of the matmul kernel before it.
 _NUMBERS = ("partition-id", "replica-id")  # Each is a memset of four bytes.
 _NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # XLA's own kernels, and copies.
 _SLICES = re.compile(r"copy|slice")
-MOST_CELLS = 30_000_000  # Cells of one comparison: a graph of five thousand kernels; 0.3 GB for a second.
-# The worth of a pair of a kernel and an instruction.
+MOST_CELLS = 30_000_000  # Limit on kernels x instructions of an alignment: about 5,000 kernels, 0.3 GB and 1 s.
+# The worth (score) of a pair of a kernel and an instruction; the alignment maximizes the sum.
 _SAME_NAME, _SAME_WORK, _SAME_STEM, _SAME_KIND, _COPIES, _ANY_LIBRARY, _FILLS = 4.0, 3.8, 2.0, 3.0, 2.0, 0.8, 0.5
-_AGAIN = 1.0  # The most for a second kernel of one instruction.
+_AGAIN = 1.0  # The most that a second kernel of one instruction is worth.
 _LEFT_OUT, _UNKNOWN = 0.3, 0.5  # The costs of an instruction without a kernel, and of a kernel without an instruction.
-_TAKEN = 0.7  # The remaining share of a pair's worth if another graph has the instruction.
+_TAKEN = 0.7  # A pair's worth is multiplied by this if another graph has the instruction.
 
 
 def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, ...]:
-    """Return a program's instructions on a GPU in order, bodies of loops and calls in place; none without schedule."""
+    """Return a program's GPU instructions in order, with bodies of loops and calls in place; none without schedule."""
     if schedule is None:
         return ()
     every = (i for i, _ in schedule.walk() if i.kind in ("kernel", "start", "collective") or i.opcode in _NUMBERS)
@@ -58,9 +59,9 @@ def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, .
 
 
 def _node(i: Instruction, module: Module) -> GraphNode:
-    """Return the node of one instruction; for an asynchronous kernel, of the one that it starts."""
+    """Return the node of one instruction; an `async-start` gives the node of the instruction that it starts."""
     if i.collective is not None:
-        name = i.name.rpartition("/")[2]  # The program names several that start together so.
+        name = i.name.rpartition("/")[2]  # The schedule names collectives that start together `START/NAME`.
         return GraphNode(name, "", name, "", i.collective.collective, copies=False, fills=False)
     at = module.instructions[i.name]
     if at.opcode == "async-start":
@@ -80,7 +81,7 @@ def _node(i: Instruction, module: Module) -> GraphNode:
 
 
 def _library(name: str) -> str:
-    """Return the work of a library's kernel or a custom call's target: its kind; for attention, with the direction."""
+    """Return the kind of work of a library's kernel or a custom call's target, e.g. `matmul`, `attention backward`."""
     kind = kind_of_kernel(name)
     return f"{kind} backward" if kind == "attention" and _BACKWARD.search(name) else kind
 
@@ -90,7 +91,7 @@ def _work(at: HloInstruction) -> Hashable:
 
 
 def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
-    """Give operations of a file that ran inside a program's graphs their instructions, in place; "" where unknown."""
+    """Set the instructions of operations that ran inside a program's graphs, in place; "" where unknown."""
     own = program.owns(found.labels)
     hidden = np.array([mine and _is_hidden(label) for label, mine in zip(found.labels, own)], bool)
     if not hidden.any():
@@ -104,7 +105,7 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
             of = int(ops.label[at[0]])
             if (of, name) not in known:
                 new = before[of]._replace(op=name)
-                if found.labels[of] is before[of] and hidden[of]:  # Nobody needs the old label any more.
+                if found.labels[of] is before[of] and hidden[of]:  # The old label is not needed: reuse its place.
                     known[of, name], found.labels[of] = of, new
                 else:
                     known[of, name] = len(found.labels)
@@ -114,14 +115,18 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
 
 
 def _is_hidden(label: Label) -> bool:
-    """Return whether an operation has the name of a command buffer in place of its instruction's."""
+    """Return whether an operation's label has a command buffer (or nothing, or a container) as its instruction."""
     return label.graph and (not label.op or bool(_COMMAND_BUFFER.match(label.op)) or is_container(label))
 
 
 def _named(
     ops: DeviceOperations, rows: np.ndarray, labels: Sequence[Label], names: _Names
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield the operations of one label and node, as indices, with their instruction's name; `rows` are in time."""
+    """Yield indices of the operations with one label and graph node, and their instruction.
+
+    Args:
+        rows: the operations to name, sorted by time.
+    """
     launch, node = ops.nodes[rows].T if ops.nodes is not None else np.full((2, len(rows)), -1)
     label = ops.label[rows]
     number = np.unique(node, return_inverse=True)[1]
@@ -134,10 +139,10 @@ def _named(
     graph = np.array([graphs[key] for key in of_kind])[kind]
     found: dict[int, str] = {}
     for (buffer, number), at in zip(graphs, _parts(graph)):
-        if number < 0:  # Nothing distinguishes the nodes.
+        if number < 0:  # The trace has no node ids.
             continue
         ids, start, count = np.unique(launch[at], return_index=True, return_counts=True)
-        whole = at[launch[at] == ids[np.lexsort((start, -count))[0]]]  # The first launch with the most kernels.
+        whole = at[launch[at] == ids[np.lexsort((start, -count))[0]]]  # The launch with the most kernels.
         once = np.sort(np.unique(kind[whole], return_index=True)[1])
         order = kind[whole[once]].tolist()
         found |= zip(order, names.instructions(buffer, [label_of[k].name for k in order]))
@@ -151,7 +156,7 @@ def _parts(number: np.ndarray) -> list[np.ndarray]:
 
 
 class _Names:
-    """Compares the kernels of graphs with a program's instructions, each order of kernels once."""
+    """Aligns the kernels of graphs with a program's instructions; each sequence of kernels is aligned once."""
 
     def __init__(self, nodes: Sequence[GraphNode]):
         self._nodes = nodes
@@ -171,12 +176,12 @@ class _Names:
         self._more = np.where(self._library != "", np.float32(_ANY_LIBRARY), np.float32(0))
 
     def instruction_named(self, kernel: str) -> str:
-        """Return the instruction whose kernel has a name; "" if there is none."""
+        """Return the instruction whose kernel has this name; "" if there is none."""
         i = self._by_kernel.get(kernel)
         return "" if i is None else self._nodes[i].name
 
     def instructions(self, buffer: str, kernels: Sequence[str]) -> list[str]:
-        """Return the instruction of each kernel of a graph, in the order in which they ran; "" where unknown."""
+        """Return the instruction of each kernel of a graph; "" where unknown. The kernels are in execution order."""
         key = (buffer, *kernels)
         if key not in self._found:
             found = self._compared(buffer, kernels) if self._nodes else [-1] * len(kernels)
@@ -188,7 +193,7 @@ class _Names:
         return self._found[key]
 
     def _worth(self, kernel: str) -> np.ndarray:
-        """Return [instructions] the worth of pairing a kernel with each."""
+        """Return [instructions] the worth of pairing a kernel with each instruction."""
         if kernel in self._rows:
             return self._rows[kernel]
         worth = np.zeros(len(self._nodes), np.float32)
@@ -199,7 +204,7 @@ class _Names:
         elif _COPY.match(kernel):
             worth[self._copies] = _COPIES
         elif _CONTINUES.search(kernel):
-            pass  # No instruction's name begins with it.
+            pass  # It is only ever a further kernel of an instruction, never the first.
         elif _FILL.match(kernel):
             worth[self._library != ""] = _FILLS
             worth[self._fills] = _COPIES
@@ -216,7 +221,7 @@ class _Names:
         return worth
 
     def _compared(self, buffer: str, kernels: Sequence[str]) -> list[int]:
-        """Return the instruction of each kernel, -1 for none, so that pairs in order have the most worth."""
+        """Return the index of each kernel's instruction, -1 for none: the pairs in order with the highest worth."""
         rows = [self._worth(kernel) for kernel in kernels]
         exact = [np.flatnonzero(row >= _SAME_WORK) for row in rows]
         near = np.concatenate(exact) if any(map(len, exact)) else np.arange(len(self._nodes))
@@ -227,20 +232,20 @@ class _Names:
         if count * len(kernels) > MOST_CELLS:
             return [-1] * len(kernels)
         place = np.arange(count, dtype=np.float32) * _LEFT_OUT
-        best = np.zeros(count, np.float32)  # The best sum of pairs whose last pair has this instruction.
-        back = np.full((len(kernels), count), -1, np.int32)  # The instruction of the pair before; -1 for a start.
+        best = np.zeros(count, np.float32)  # The highest sum of an alignment whose last pair has this instruction.
+        back = np.full((len(kernels), count), -1, np.int32)  # The instruction of the previous pair; -1 if none.
         paired = np.zeros((len(kernels), count), bool)
         started = np.zeros(count, bool)
         filled = False
         for j, row in enumerate(rows):
             worth = row[low:high] * np.where(taken, _TAKEN, 1.0)
-            reach = np.where(started, best + place, -np.inf)  # Going from an earlier instruction to the next.
+            reach = np.where(started, best + place, -np.inf)  # Sums to extend, comparable between instructions.
             ahead = np.maximum.accumulate(reach)
             source = np.maximum.accumulate(np.where(reach == ahead, np.arange(count), 0))
             ahead, source = np.roll(ahead, 1), np.roll(source, 1)
             ahead[0] = -np.inf
             value = ahead - place + _LEFT_OUT
-            fresh = value < -_UNKNOWN * j  # Starting here is worth more than anything before.
+            fresh = value < -_UNKNOWN * j  # A new alignment from here has a higher sum than any earlier one.
             new = worth + np.where(fresh, -_UNKNOWN * j, value)
             origin = np.where(fresh, -1, source)
             second = _AGAIN if not _FILL.match(kernels[j]) else 0.2

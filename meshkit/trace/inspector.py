@@ -1,11 +1,11 @@
-"""Read NCCL Inspector's files, which time each collective of a job, into communication rows, without a trace.
+"""Make communication rows from NCCL Inspector's files, which have a time for each collective of a job, without a trace.
 
 HOST-pidN.log of every process (JSON lines, formats v4.0 to v4.3; NVIDIA/nccl plugins/profiler/inspector)
   -> records by communicator, collective and sequence number -> instances: one collective on all its ranks
-  -> counts, bytes, seconds, and the part of them that was waiting for the last rank
+  -> counts, bytes, seconds, and the part of the seconds in which ranks waited for the last rank
 
-Inspector keeps completed operations above a size (8 KiB by default) in a ring that overflows: counts are lower bounds
-where it says that it dropped some.
+Inspector records completed operations above a size (8 KiB by default) in a ring buffer, which can overflow. If it
+reports dropped operations, counts are lower bounds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FORMATS = ("v4.0", "v4.1", "v4.2", "v4.3")
 _SUFFIXES = (".log", ".json", ".jsonl")
 _BODIES = ("coll_perf", "p2p_perf", "proxy_trace", "dump_stats")
 _LONGEST_LINE = 2**20
-_LARGEST, _MOST_RANKS = 2**53, 2**22  # A float holds such numbers exactly; ranks of a communicator.
-# NCCL's name -> HLO's, and whether the payload counts a rank's message or the message of each rank.
+_LARGEST, _MOST_RANKS = 2**53, 2**22  # The largest number that a float holds exactly; the most ranks of a communicator.
+# NCCL's name -> HLO's name, and whether the payload is the message size times the number of ranks.
 _KINDS = {
     "AllReduce": ("all-reduce", False),
     "AllGather": ("all-gather", True),
@@ -47,12 +47,12 @@ _KINDS = {
     "Send": ("send", False),
     "Recv": ("recv", False),
 }
-_MOST_UNSEEN = 0.05  # Waiting needs instances with all ranks for the rest of a row's seconds.
+_MOST_UNSEEN = 0.05  # With a larger share of a row's seconds in instances that lack a rank, waiting is unknown.
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group of ranks, as NCCL has it."""
+    """The size of an NCCL communicator."""
 
     ranks: int
     nodes: int
@@ -60,7 +60,7 @@ class Communicator:
 
 @dataclass
 class _Recording:
-    """The records of all files; values of its dictionaries are numbers in order of first sight."""
+    """The records of all files; its dictionaries number their keys in the order in which they were first read."""
 
     hosts: list[str] = field(default_factory=list)
     communicators: dict[tuple[str, int, int], int] = field(default_factory=dict)
@@ -69,12 +69,12 @@ class _Recording:
     """Keys are (file, communicator, rank)."""
     kinds: dict[str, int] = field(default_factory=dict)
     table: array = field(default_factory=lambda: array("d"))
-    """Place, kind, NCCL's sequence number, bytes of the message and microseconds of each operation on one rank."""
+    """Five numbers per operation on one rank: place, kind, NCCL's sequence number, message bytes, microseconds."""
     dropped: int = 0
     unread: int = 0
-    """Lines that are not a record, or belong to no communicator."""
+    """Number of lines that are not a record, or belong to no communicator."""
     by_cpu: int = 0
-    """Operations timed by the host's clock."""
+    """Number of operations timed by the host's clock."""
 
     @property
     def operations(self) -> int:
@@ -83,7 +83,7 @@ class _Recording:
 
 @dataclass(frozen=True)
 class InspectedRow:
-    """Collectives of one kind in communicators of one shape; sums over all files."""
+    """Collectives of one kind in communicators of one size; all numbers are sums over all files."""
 
     collective: str
     communicator: Communicator
@@ -92,7 +92,7 @@ class InspectedRow:
     payload_bytes: float
     busy_s: float
     wait_s: float | None
-    """None where too many instances lack a rank."""
+    """Seconds of waiting in `busy_s`; None if too many instances lack a rank."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Inspected:
     dropped: int
     rows: tuple[InspectedRow, ...]
     skew: Skew
-    """Skew by file; without stragglers if a process has several GPUs, which the files do not tell apart."""
+    """Skew between files. Without stragglers if a process has several GPUs, since the files do not tell them apart."""
     notes: tuple[Note, ...]
 
 
 def find_inspector_files(path: Path) -> list[Path]:
-    """Return the files that Inspector wrote: the given one, or those in a folder; empty without any."""
+    """Return the files of Inspector: the given file, or all in the given folder; empty if there are none."""
     candidates = [path] if path.is_file() else sorted(path.iterdir(), key=_numbered) if path.is_dir() else []
     return [file for file in candidates if file.suffix in _SUFFIXES and file.is_file() and _is_record(file)]
 
@@ -119,7 +119,7 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
     """Read Inspector's files of one job.
 
     Args:
-        placement: placement of its mesh, which tells how many GPUs a host has.
+        placement: placement of the job's mesh, which limits the number of GPUs; None if unknown.
 
     Raises:
         TraceError: a file has another version, or no file has an operation.
@@ -147,11 +147,12 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
 
 
 def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | None:
-    """Return the groups along mesh axes that have the communicator's ranks and nodes; None for none or several.
+    """Return the shape of the groups along mesh axes with the communicator's size; None if no or several axes fit.
 
     Args:
-        placement: placement of the job's mesh. An axis of size 1 makes no group.
-        communicator: the communicator; its nodes must be the hosts, or the NVLink domains, of the widest group.
+        placement: placement of the job's mesh. Axes of size 1 are ignored.
+        communicator: the communicator. Its nodes are compared with the hosts, and with the NVLink domains, of the group
+            that spans most of them.
     """
     sizes = dict(zip(placement.axis_names, placement.shape))
     real = [name for name, size in sizes.items() if size > 1]
@@ -189,7 +190,7 @@ def _is_record(file: Path) -> bool:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file, line by line; an empty one for a line without any."""
+    """Yield the JSON object of each line of a file; an empty one for a line that has none."""
     with open_regular(file) as opened:
         while line := opened.readline(_LONGEST_LINE):
             if line.isspace():
@@ -202,7 +203,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(file: Path, recording: _Recording) -> None:
-    """Add the records of one file; header and metadata are in each line, or from v4.3 on once before a dump."""
+    """Add the records of one file; each line has header and metadata, or from v4.3 on, one line before a dump."""
     index, host, place, checked = len(recording.hosts), "", None, False
     kinds, places = recording.kinds, recording.places
     for record in _lines(file):
@@ -242,7 +243,7 @@ def _check_version(metadata: Mapping[str, Any], file: Path) -> None:
 
 
 def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int] | None:
-    """Return file, communicator and rank of a header; None for one that names none."""
+    """Return the file, communicator and rank of a header; None if the header is not valid."""
     if not isinstance(header, dict) or not isinstance(header.get("id"), str):
         return None
     rank, ranks, nodes = (_number(header.get(key), _MOST_RANKS) for key in ("rank", "n_ranks", "nnodes"))
@@ -253,7 +254,7 @@ def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int
 
 
 def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool] | None:
-    """Return NCCL's name, number, bytes and microseconds, and whether the host timed it; None for no operation."""
+    """Return an operation's NCCL name, sequence number, bytes, microseconds, and whether the host timed it; or None."""
     body, prefix = record.get("coll_perf"), "coll"
     if body is None:
         body, prefix = record.get("p2p_perf"), "p2p"
@@ -267,15 +268,15 @@ def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool]
 
 
 def _number(value: Any, most: int = _LARGEST) -> int | float | None:
-    """Return a number that is not negative and that sums can hold; None for anything else."""
+    """Return a number from 0 to `most`; None for anything else."""
     return value if type(value) in (int, float) and 0 <= value <= most else None
 
 
 def _devices(recording: _Recording, placement: Placement | None) -> tuple[int, bool]:
     """Return the number of GPUs in the files, and whether each file has only one.
 
-    A process has at least as many GPUs as ranks in one communicator. If its GPUs are in different communicators of
-    one shape, there are as many pairs of communicator and rank as GPUs, or a multiple of that.
+    A process has at least as many GPUs as it has ranks in any one communicator. If its GPUs are in different
+    communicators of one size, it has one (communicator, rank) pair per GPU for each such split of the job.
     """
     shapes = [shape for _, *shape in recording.communicators]
     inside = Counter((file, c) for file, c, _ in recording.places)
@@ -291,7 +292,7 @@ def _devices(recording: _Recording, placement: Placement | None) -> tuple[int, b
 
 
 def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew, float]:
-    """Return the rows, the longest first; the skew; and the share of seconds in instances with all their ranks."""
+    """Return the rows, longest first; the skew; and the share of the seconds in instances with all their ranks."""
     table = np.frombuffer(recording.table).reshape(-1, 5)
     place, kind, number = table[:, :3].astype(np.int64).T
     size, busy_s = table[:, 3], table[:, 4] * 1e-6
@@ -299,7 +300,7 @@ def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew,
     ranks = np.array([ranks for _, ranks, _ in recording.communicators])
     names = list(recording.kinds)
     peer = np.array([name in ("Send", "Recv") for name in names])
-    # An instance has the records of one number in one communicator; the last rank to arrive takes the least time.
+    # An instance is the records with one communicator, kind and sequence number. Its last rank takes the least time.
     order = np.lexsort((busy_s, number, kind, communicator))
     new = np.ones(len(order), bool)
     new[1:] = np.any([np.diff(a[order]) != 0 for a in (communicator, kind, number)], axis=0)

@@ -1,9 +1,9 @@
-"""Find exposed communication and stragglers in a captured step, in a low-priority process beside the training.
+"""Find exposed communication and stragglers in a traced step, in a low-priority process beside the training.
 
-    a process's own trace -> its collectives: when each device came and left -> a table of some kilobytes
+    the trace of one process -> start and end of each collective on each device -> a table of some kilobytes
     the tables of all processes -> clocks aligned by the ends of collectives -> waits -> stragglers
 
-The process has the lowest priority, so that no step waits for a trace to be read.
+The process has the lowest priority, so that it does not slow the training down.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_instances
 from meshkit.trace.skew import Instances, InstanceWaits, instance_waits, stragglers
 
-_MOST_ROWS = 4096  # Rows of a table; of a larger program every second, fourth, ... collective is left out.
+_MOST_ROWS = 4096  # Limit on a table's rows; a larger table has only every second, fourth, ... collective.
 _EVER = 1e9  # Seconds, longer than any step.
-_LEAST = 0.01  # A straggler makes the others wait for this share of the step.
+_LEAST = 0.01  # A device is reported if the others wait for it for at least this share of the step.
 
 
 class Watcher:
     """Reads traces of one program.
 
     Args:
-        axes, shape, device_ids: the mesh that it was compiled for.
+        program: path of the file with the serialized program.
+        axes, shape, device_ids: the mesh that the program was compiled for.
         devices: ordinal in this process's traces -> global device id.
     """
 
@@ -49,11 +50,11 @@ class Watcher:
         self.devices = {int(ordinal): device for ordinal, device in devices.items()}
 
     def table(self, trace: str) -> dict[str, Any]:
-        """Return what the devices of this process did in the step of a trace, as a table."""
+        """Return a table of the collectives that this process's devices ran in the step of a trace."""
         (file,) = Path(trace).rglob("*.xplane.pb")
         found = read_instances(TraceFile(file, self.devices), self.program)
         entry, collective, _, start, end, _ = found.instances.columns()
-        shares = [  # The exposed share of each span, were all of it waiting.
+        shares = [  # The exposed share of each span, as if the whole span were waiting.
             exposed_waits(spans, np.zeros(len(spans)), np.arange(len(spans)), exposed)
             for spans, exposed in zip(found.instances.split_steps(np.stack([start, end], 1)), found.exposed)
         ]
@@ -73,14 +74,16 @@ class Watcher:
         }
 
     def judge(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the stragglers of a step, by the tables of all processes.
+        """Return the stragglers of a step, from the tables of all processes.
 
         Returns:
-            `line` of the step in `metrics.jsonl`: `exposed_share`, a mean over the processes, and, where the others
-            wait for a device for 1 % of the step or more, this `late_device` and `late_share`. And `late`, the process
-            that others wait for most; None where nobody waits or there is only one: its `share` of the step (a mean),
-            its part `of_all` waiting, the `others` that share a collective with it, and how much `longer` its devices
-            compute than the median process's.
+            `line`: keys for the step's line in `metrics.jsonl`. `exposed_share` is exposed time / step time over all
+                processes. If others wait for a device for 1 % of the step or more, `late_device` is its id, and
+                `late_share` the share of the step.
+            `late`: the process that others wait for most, or None if nobody waits or there is one process. It has
+                the waiting that the process causes, as a `share` of the step and as a share `of_all` waiting; the
+                number of `others` in collectives with it; and by which factor less one its devices compute `longer`
+                than the median process's.
         """
         exposed_s, steps_s = (sum(table[name] for table in tables) for name in ("exposed_s", "step_s"))
         line: dict[str, float] = {"exposed_share": exposed_s / steps_s}
@@ -88,7 +91,7 @@ class Watcher:
         if waits is None or not waits.judged.count:
             return {"line": line, "late": None}
         row, number = waits.judged.row, waits.judged.instance
-        open_s = np.minimum(waits.wait_s, open_s)[row]  # Compute that runs during a wait costs nothing.
+        open_s = np.minimum(waits.wait_s, open_s)[row]  # A wait that compute hides costs nothing.
         process, step_s = waits.process[row], float(np.median([t["step_s"] for t in tables]))
         late = stragglers(number, waits.device[row], process, open_s, waits.early[row])[0]
         if late.delay_s >= _LEAST * step_s:
@@ -111,7 +114,7 @@ class Watcher:
         }
 
     def _waits(self, tables: Sequence[Mapping[str, Any]]) -> tuple[InstanceWaits | None, np.ndarray]:
-        """Return the waits of every device in every collective, and [rows] the exposed seconds if all were waiting."""
+        """Return the waits of each device in each collective, and [rows] exposed seconds as if spans only waited."""
         collectives = self.program.distinct_collectives
         index = {c.name: i for i, c in enumerate(collectives)}
         instances, devices, exposed = Instances(), [], [np.zeros(0)]
@@ -143,7 +146,7 @@ def _unpacked(text: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Answer requests: the first makes a `Watcher`, each other one has a `trace` to read or tables to `judge`."""
+    """Answer requests: the first has a `Watcher`'s arguments; each later one has a `trace` or tables to `judge`."""
     watcher: Watcher | None = None
 
     def answer(request: Mapping[str, Any]) -> Any:

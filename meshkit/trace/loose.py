@@ -1,9 +1,9 @@
-"""Find what `reader` needs to measure traces of any JAX job, without a run folder.
+"""Open traces of any JAX job for `reader`, without the records of a run folder.
 
-FILE.xplane.pb[.gz], a folder of them, or plugins/profile/RUN/ as jax.profiler lays it out
+FILE.xplane.pb[.gz], a folder of them, or plugins/profile/RUN/ of jax.profiler
 FILE.sqlite of nsys, a folder of them, the folder of nsys-jax, or a folder of such folders
-  -> devices; the program with most of their time; its HLO, from the trace or from a file beside it
-  -> TracedProgram, and Notes on what is assumed or missing
+  -> devices; the program that ran longest on them; its HLO, from the trace or from a file beside it
+  -> TracedProgram, and Notes on assumptions and missing data
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from meshkit.trace.xspace import Plane, read_xspace
 from meshkit.units import format_percent
 
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
-# Files of meshkit, of XLA's dumps (which nsys-jax packs, by process where they differ), and of XProf.
+# Files with HLO: of meshkit, of XLA's dumps (nsys-jax packs them, in a folder if processes differ), and of XProf.
 _SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo.pb.xz", "*.hlo.pb.xz/*", "*.hlo_proto.pb")
 _DUMPED = re.compile(r"\bmodule_\d+\.")  # The module's name follows.
-# MaxText has RUN/tensorboard, and a folder above it.
+# MaxText writes to BASE/RUN/tensorboard/plugins/profile; the given folder may be BASE, or the one above it.
 _BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))
-_TOGETHER_S = 60.0  # Traces of one profile begin within this time on its hosts.
-_OF_A_PROCESS = re.compile(r"p\d+")  # A session as meshkit names it: one process of a capture.
-_KEPT_EVENTS = 4_000_000  # Events of all files that are not read a second time: 120 MB.
-_MOST_OTHERS = 4  # A note names so many programs beside the steps' program.
-_OF_A_RUN = ("report.json", "plan.json")  # These files name their run folder.
-_MOST_GROUPS = 8  # So many groups of a row are spelled out.
+_TOGETHER_S = 60.0  # The hosts' traces of one profile begin within this time.
+_OF_A_PROCESS = re.compile(r"p\d+")  # The name of a session by meshkit: one process of a capture.
+_KEPT_EVENTS = 4_000_000  # Limit on events of all files that are kept, so that they are read once: 120 MB.
+_MOST_OTHERS = 4  # The most other programs that a note names.
+_OF_A_RUN = ("report.json", "plan.json")  # A path to one of these files means its run folder.
+_MOST_GROUPS = 8  # The most replica groups of a row, and members of a group, that are written out.
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Loose:
 
     files: tuple[TraceFile, ...]
     hosts: Mapping[int, str]
-    """Process -> its host, by the name of its file."""
+    """Process -> its host's name, from the name of its file."""
     program: TracedProgram
     module: Module | None
     """The compiled program; None if it was not found."""
@@ -64,29 +64,30 @@ class Loose:
     """Process -> the reason why its file cannot be used."""
     notes: tuple[Note, ...]
     num_devices: int
-    """Devices that the program runs on, traced or not."""
+    """Number of devices that the program runs on, traced or not."""
     operations: dict[int, Operations]
-    """Process -> operations of its file, for the first files that fit in memory."""
+    """Process -> the operations of its file, for files within the limit `_KEPT_EVENTS`."""
 
 
 def is_loose(path: Path) -> bool:
-    """Return whether a path is a trace, or a folder with traces in it or below, and not a run folder with a capture."""
+    """Return whether a path is a trace, or a folder with traces in or below it, but not a run folder with a capture."""
     if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz", ".sqlite")) and not path.exists()):
         return path.suffix != ".json" or not (path.name in _OF_A_RUN or has_capture(path.parent))
     return path.is_dir() and not has_capture(path) and bool(_sessions(path))
 
 
 def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the traces of one profile, a file's or the newest session's, and the sessions left out, the newest last.
+    """Return the traces of one profile, and the sessions that are left out, the newest last.
 
-    Sessions of other hosts that began within a minute of the newest belong to it, and their traces come after its own.
-    Traces of nsys belong together, whatever their process.
+    The profile is the given file, or the newest session in the given folder. Sessions of other hosts that began within
+    a minute of the newest session belong to the same profile, and their traces come last. So do folders with nsys
+    traces of other processes.
 
     Raises:
         TraceError: there is no trace.
     """
     if path.is_file():
-        host, timeline, _ = path.name.partition(".trace.json")  # jax writes both for a host.
+        host, timeline, _ = path.name.partition(".trace.json")  # jax writes it beside HOST.xplane.pb.
         return [file for file in _jax_traces(path.parent) if timeline and _host_of(file) == host] or [path], []
     sessions = _sessions(path) if path.is_dir() else []
     if not path.exists():
@@ -99,7 +100,7 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
     if all(_OF_A_PROCESS.fullmatch(s.name) for s in sessions):
         return [file for s in sessions for file in _traces(s)], []
     *earlier, newest = sessions
-    if not _jax_traces(newest):  # There is a folder for each process.
+    if not _jax_traces(newest):  # nsys-jax writes a folder for each process.
         near = sorted(s for s in sessions if _began_s(newest) - _began_s(s) <= _TOGETHER_S)
         return [file for s in near for file in _traces(s)], [s for s in earlier if s not in near]
     found, others, hosts = _traces(newest), [], {(newest.parent, file.name) for file in _traces(newest)}
@@ -123,8 +124,11 @@ def open_loose(
     """Find the program and its devices in traces without a run folder.
 
     Args:
-        program: the program whose executions are the steps: its module, or the jitted function's name.
-        devices: for a single trace, the number of each device in it -> its id; None if the numbers are ids.
+        mesh: the mesh of the job; None if unknown.
+        cluster: the job's GPUs and links; None if unknown.
+        program: the program whose executions are the steps, by the name of its module or of the jitted function; None
+            for the program that ran longest.
+        devices: for a single trace, number of a device in the trace -> its id; None if the numbers are the ids.
 
     Raises:
         TraceError: there is no trace, no trace can be read, or none has an operation of a device or of that program.
@@ -136,7 +140,7 @@ def open_loose(
     own = [file for file in found if file.parent == found[0].parent]
     joined = len(own) < len(found) and not (_OF_A_PROCESS.fullmatch(found[0].parent.name) or is_nsys(found[0]))
     if module is not None and joined and len(_assigned(module)) < len(scan.devices):
-        scan = _Scan(own, program)  # The program runs on fewer devices: the others ran another job.
+        scan = _Scan(own, program)  # The program has fewer devices, so the other sessions are of another job.
         module, ids = scan.module(), np.array(scan.devices)
         others += dict.fromkeys(file.parent for file in found[len(own) :])
     if module is not None:
@@ -171,12 +175,12 @@ def open_loose(
 
 
 def _traces(folder: Path) -> list[Path]:
-    """Return the traces in a folder itself; those of nsys only if there are none of jax."""
+    """Return the traces directly in a folder: those of jax, or if there are none, those of nsys."""
     return _jax_traces(folder) or _nsys_traces(folder)
 
 
 def _jax_traces(folder: Path) -> list[Path]:
-    """Return the traces of jax in a folder; of a trace and its packed copy, the first."""
+    """Return the traces of jax in a folder; if a trace also has a `.gz` copy, the unpacked file."""
     files = {file.name.removesuffix(".gz"): file for pattern in reversed(_PATTERNS) for file in folder.glob(pattern)}
     return [files[name] for name in sorted(files)]
 
@@ -191,7 +195,7 @@ def _nsys_traces(folder: Path) -> list[Path]:
 
 
 def _sessions(folder: Path) -> list[Path]:
-    """Return the folders with traces, the newest last: itself, else those in `plugins/profile/`, else those below."""
+    """Return the folders with traces, newest last: `folder`, else those in its `plugins/profile/`, else those below."""
     for traces in (_jax_traces, _nsys_traces):
         if traces(folder):
             return [folder]
@@ -205,13 +209,13 @@ def _sessions(folder: Path) -> list[Path]:
 
 
 def _host_of(trace: Path) -> str:
-    """Return the name that a trace has from its host, its process, or the folder of nsys-jax."""
+    """Return a trace's file name without its suffix, usually its host; for nsys-jax, the name of its folder."""
     name = trace.name.split(".xplane")[0].removesuffix(".sqlite")
     return home(trace).name if name == "trace.parquet" else name
 
 
 def _began_s(session: Path) -> float:
-    """Return when a session began, by jax's name of it, to the second; else when its last trace was written."""
+    """Return when a session began, from its name (jax: to the second), else when its last trace was written."""
     try:
         return time.mktime(time.strptime(session.name, "%Y_%m_%d_%H_%M_%S"))
     except ValueError:
@@ -219,7 +223,7 @@ def _began_s(session: Path) -> float:
 
 
 class _EveryDevice(dict[int, int]):
-    """Each device under the number that the file gives it."""
+    """Maps each device's number in the file to itself, as its id."""
 
     def __contains__(self, ordinal: object) -> bool:
         return True
@@ -229,7 +233,7 @@ class _EveryDevice(dict[int, int]):
 
 
 class _Scan:
-    """A first look at each file: the devices, and how long each program ran on them."""
+    """First pass over the files: finds the devices, and the time of each program on them."""
 
     def __init__(self, found: Sequence[Path], wanted: str | None = None, devices: Mapping[int, int] | None = None):
         self._ids_of = devices
@@ -238,7 +242,7 @@ class _Scan:
         self.damaged: dict[int, str] = {}
         self.versions: dict[str, str] = {}
         self.devices: list[int] = []
-        self.operations: dict[int, Operations] = {}  # Process -> operations of its file, while there is room.
+        self.operations: dict[int, Operations] = {}  # Process -> operations of its file, within `_KEPT_EVENTS`.
         self.kept: dict[tuple[str, int], bytes] = {}  # Programs in the traces.
         self.reason = ""  # The reason why there is no program.
         self._ids: list[set[int]] = []  # Ids of each file's programs.
@@ -290,7 +294,7 @@ class _Scan:
             return
         try:
             self.kept |= space.programs()
-        except TraceError as error:  # The operations can be read all the same.
+        except TraceError as error:  # The operations are usable without the programs.
             self.reason = error.message or ""
         for plane in space.planes:
             if plane.name == "/host:metadata":
@@ -298,7 +302,7 @@ class _Scan:
                 self.versions |= {name: v for name, v in known.items() if isinstance(v, str)}
 
     def _count(self, operations: Operations) -> None:
-        """Add each program's time on the devices; loops count by what is inside."""
+        """Add each program's time on the devices; the time of a loop is that of the operations inside."""
         labels = operations.labels
         self._ids.append({label.program for label in labels})
         busy = np.zeros(len(labels))
@@ -309,7 +313,7 @@ class _Scan:
                 self._busy[label.module, label.program] += int(each)
 
     def module(self) -> Module | None:
-        """Return the compiled program from the trace, else from a file beside it; `reason` says why there is none."""
+        """Return the compiled program from the trace or a file beside it; None, and the `reason`, if there is none."""
         exact = [blob for (name, id_), blob in self.kept.items() if name == self.name and id_ == self.program]
         named = [blob for (name, _), blob in self.kept.items() if name == self.name]
         for blob in exact or named[:1] or list(self._programs_in_files()):
@@ -321,7 +325,7 @@ class _Scan:
         return None
 
     def _programs_in_files(self) -> Iterator[bytes]:
-        """Yield programs of its name in files beside the traces, in `dump` there, or above `plugins/profile/RUN/`."""
+        """Yield programs called `self.name` from files beside the traces, in `dump/` there, or above `plugins/`."""
         numbered = "module_" if self.program is None else f"module_{self.program:04d}."  # XLA's dump names it so.
         for folder in dict.fromkeys(home(f.path) for f in self.files):
             above = [folder.parents[2]] if folder.parts[-3:-1] == ("plugins", "profile") else []
@@ -338,7 +342,7 @@ class _Scan:
                     if text(fields, 1) == self.name or text(message(fields, 1), 1) == self.name:
                         yield content
                 except (OSError, ValueError, MeshkitError):
-                    continue  # Another program has written it.
+                    continue  # It is not a file with HLO.
 
 
 def _dump_name(program: Path) -> str:
@@ -364,23 +368,23 @@ def _loaded(content: bytes) -> Module:
     inner = next((v for v in read_fields(content).get(1, ()) if isinstance(v, bytes)), b"")
     try:
         wrapped = 3 in read_fields(inner)
-    except MeshkitError:  # A module's own field 1 is its name.
+    except MeshkitError:  # Field 1 is a name, so `content` is a plain `HloModuleProto`.
         wrapped = False
     return Module(inner if wrapped else content)
 
 
 def _assigned(module: Module) -> list[int]:
-    """Return the devices of a program's partitions, each with its replicas."""
+    """Return the devices of a program: partition by partition, each with all its replicas."""
     return [device for m in messages(module.device_assignment, 3) for device in ints(m, 1)]
 
 
 def _placed(
     module: Module, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
 ) -> tuple[np.ndarray, Placement]:
-    """Return [partitions] the device of each, and their placement on the mesh, or on one axis of all devices."""
+    """Return [partitions] the device of each, and their placement on the mesh; without a mesh, on a single axis."""
     assigned = _assigned(module)
     ids = np.array(assigned if len(assigned) > 1 else sorted(devices))
-    if not set(ids.tolist()) & set(devices):  # They are numbered in another way.
+    if not set(ids.tolist()) & set(devices):  # The traces number devices in another way than the program.
         ids = np.array(sorted(devices))
     highest = 0
     for i in module.instructions.values():
@@ -409,12 +413,12 @@ def _placed(
 
 
 def _fills(mesh: MeshSpec, cluster: Cluster) -> bool:
-    """Return whether a mesh itself tells which of its factors are inside a domain of the cluster."""
+    """Return whether a mesh declares which of its factors are inside an NVLink domain of the cluster."""
     return int(np.prod([axis.number("nvlink") for axis in mesh.axes])) == cluster.gpus_used_per_domain
 
 
 def _without_unknown(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
-    """Return a program whose collectives have no links, and groups in place of axes, unless these are declared."""
+    """Return a program whose collectives have groups instead of axes unless `axes`, and no links unless `links`."""
 
     def known(c: Collective) -> Collective:
         if not axes:

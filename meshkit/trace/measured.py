@@ -1,8 +1,8 @@
-"""Turn measured costs into inputs of others: a rehearsal's kernels, a plan's calibration, XLA's scheduling profile.
+"""Turn measured costs into inputs of a rehearsal's simulation, of later plans, and of XLA's scheduler.
 
-trace -> seconds of every instruction -> simulation of a rehearsal, whose collectives were disabled in the capture
-      -> pgle.pbtxt                                             XLA's profile-guided latency estimator
-      -> fits of collectives, sustained rates -> calibration.toml    later plans of this cluster
+trace -> seconds of every instruction -> simulation of a rehearsal, whose capture ran without collectives
+      -> pgle.pbtxt                                             input of XLA's profile-guided latency estimator
+      -> fits of collectives, sustained rates -> calibration.toml    input of later plans of this cluster
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from meshkit.trace.captured import Captured
 from meshkit.trace.reader import Trace
 
 PGLE_FILE = "pgle.pbtxt"
-_LEAST_FLOPS = 1e9  # FLOP of one kernel; a smaller one measures its launch and ramp.
+_LEAST_FLOPS = 1e9  # FLOP of one kernel; launch and ramp-up dominate the time of a smaller one.
 _LEAST_BYTES = 16 * 2**20
-# The time of a smaller collective is its latency, so that a bandwidth from it would be wrong.
+# Latency dominates the time of a smaller collective, so it gives no bandwidth.
 _LEAST_MESSAGE_BYTES = 2**20
 
 
 def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
-    """Return instruction -> runs in an execution, as a mean over the captured steps.
+    """Return instruction -> runs in one execution, as a mean over the captured steps.
 
-    A trace counts kernels, and one instruction may be several: cuDNN's attention backward three, a sort some dozens. So
-    the schedule gives the number. Where it does not, or if the trace lost kernels, each kernel is one run.
+    A trace counts kernels, and one instruction may launch several: cuDNN's attention backward three, a sort some
+    dozens. So the number comes from the schedule. If the schedule has none, or a higher one since the trace lost
+    kernels, each kernel counts as one run.
     """
     known = schedule.known_runs() if schedule is not None else {}
     counts = zip(trace.timeline.op_names, trace.kernels.count.tolist())
@@ -56,13 +57,13 @@ def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
 
 
 def kernel_seconds(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
-    """Return instruction -> mean seconds of one run, all its kernels together, over the captured steps."""
+    """Return instruction -> mean seconds of one run over the captured steps; a run is the sum of its kernels."""
     busy = dict(zip(trace.timeline.op_names, trace.kernels.busy_s.tolist()))
     return {name: busy[name] / runs for name, runs in kernel_runs(trace, schedule).items()}
 
 
 class MeasuredKernels:
-    """Seconds of instructions: measured for kernels, modelled for collectives and copies.
+    """Gives the seconds of an instruction: measured for kernels, modelled for collectives and copies.
 
     Args:
         times: instruction -> seconds of one run, from `kernel_seconds`.
@@ -71,7 +72,7 @@ class MeasuredKernels:
     def __init__(self, times: Mapping[str, float], cluster: Cluster):
         self._times, self._model = times, Pricer(cluster, Assumptions(contention=False, slowest=False))
         self.missing: dict[str, float] = {}
-        """Kernels that no step of the trace has -> their seconds by the kernel model."""
+        """Kernels that the trace does not have -> their seconds by the kernel model."""
         self.known_s = 0.0
 
     def __call__(self, i: Instruction) -> float:
@@ -87,7 +88,7 @@ class MeasuredKernels:
 
 
 def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
-    """Return instruction -> seconds of one run, if it ran; a collective has its transfer time, if waiting is known."""
+    """Return instruction -> seconds of one run, for all that ran; of collectives without waiting, if that is known."""
     found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
         found[collective.name] = seconds
@@ -97,8 +98,8 @@ def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, 
 def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
     """Write measured costs as the text form of `tensorflow.profiler.ProfiledInstructionsProto`.
 
-    XLA reads it from `xla_gpu_pgle_profile_file_or_directory_path` (whose name must end in .pbtxt): the latency hiding
-    scheduler then knows how long each collective and each kernel takes.
+    Set XLA's flag `xla_gpu_pgle_profile_file_or_directory_path` to the file, whose name must end in .pbtxt: the latency
+    hiding scheduler then uses these times of collectives and kernels.
 
     Raises:
         TraceError: the file cannot be written.
@@ -113,9 +114,9 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
 
 
 def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Path | None:
-    """Write a run's measurements of its machine for `cluster.calibration`: fits of collectives, rates of kernels.
+    """Write a file for `cluster.calibration` with fits of a run's collectives and rates of its kernels.
 
-    It writes nothing, and returns None, without a cluster or if a run measured neither.
+    Without a cluster, or if the run has neither fits nor rates, nothing is written and the result is None.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -150,16 +151,16 @@ def rates_of(
     busy: float,
     runs: Mapping[str, float] | None = None,
 ) -> Rates:
-    """Return the sustained rates of the kernels by class: the work of all large ones over their time.
+    """Return the sustained rates of the kernels by class: total work / total time of the class's large kernels.
 
-    Matmuls count if they are nothing else, attention by direction; kernels that multiply nothing give the rate of
-    memory. A class without a kernel has no rate. Tensor cores get the rate of a long run, since plans raise it to a
-    step's.
+    The classes are matmuls of one precision, attention forward, attention backward, and memory: kernels without matmul
+    or attention. A class without a kernel has no rate. Rates of matmuls and attention are divided by the gain of this
+    step's clock (`step_gain`), because plans multiply them by the gain of their own step.
 
     Args:
         times: instruction -> seconds of one run.
         busy: share of the step in which tensor cores worked; 0 if they ran at the full clock, see `step_gain`.
-        runs: instruction -> number of its runs, to count only large kernels; None counts each kernel once.
+        runs: instruction -> number of its runs, to count only large kernels; None counts every kernel, once.
     """
     rates, gpu = _sustained(_samples(schedule, times, cluster, runs)), cluster.gpu
     if gpu.compute_capability is None:
@@ -170,9 +171,10 @@ def rates_of(
 
 
 def tensor_share(trace: Trace, schedule: Schedule, gpu: Gpu) -> float:
-    """Return the share (0 to 1) of a step without exposed communication in which tensor cores worked, by power.
+    """Return the share (0 to 1) of a step's time in which tensor cores worked; exposed communication is not counted.
 
-    It is a mean over the device steps, and 1 if nothing but exposed communication was measured.
+    Each kernel's time is weighted with its share of full power (`power_share`). The result is a mean over the device
+    steps, and 1 if the steps have only exposed communication.
     """
     kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel")
     power = {i.name: power_share(i.cost, gpu) for i in kernels if i.cost}
@@ -182,7 +184,7 @@ def tensor_share(trace: Trace, schedule: Schedule, gpu: Gpu) -> float:
     return min(1.0, tensor_s / step_s) if step_s > 0 else 1.0
 
 
-# A kernel's sample: `matmul`, `attention` or `memory`; precision, direction or ""; FLOP or bytes; seconds.
+# (`matmul`, `attention` or `memory`; precision, direction or ""; FLOP or bytes; seconds) of a kernel.
 _Sample = tuple[str, str, float, float]
 
 
@@ -206,7 +208,7 @@ def _sustained(samples: Iterable[_Sample]) -> Rates:
 def _samples(
     schedule: Schedule, times: Mapping[str, float], cluster: Cluster, runs: Mapping[str, float] | None
 ) -> Iterator[_Sample]:
-    """Yield each kernel once; with `runs`, each large enough to sustain a rate, as often as it ran."""
+    """Yield a sample of each kernel; with `runs`, of each kernel large enough to sustain a rate, times its runs."""
     gpu = cluster.gpu
     for i in (i for body in schedule.computations.values() for i in body):
         cost, seconds = i.cost, times.get(i.name)
@@ -232,7 +234,7 @@ def _samples(
 
 
 def _collective_times(trace: Trace) -> list[tuple[Collective, float, float]]:
-    """Return (collective, runs a step, seconds of one) for each that ran."""
+    """Return (collective, runs per step, seconds of one run) of each collective that ran."""
     if not trace.sweeps:
         return []
     count, busy = (np.mean([getattr(s, name) for s in trace.sweeps], axis=0) for name in ("count", "busy_s"))
@@ -247,7 +249,7 @@ def _collective_times(trace: Trace) -> list[tuple[Collective, float, float]]:
 
 
 def _fits(trace: Trace) -> list[Fit]:
-    """Return a fit for each kind of collective and shape of group whose largest message measures a bandwidth."""
+    """Return a fit per kind of collective and shape of group, if the largest message is not dominated by latency."""
     shapes: dict[tuple, list[tuple[float, float, float]]] = {}
     for c, count, seconds in _collective_times(trace):
         if c.group_size < 2 or c.collective not in calibration.COLLECTIVES or not c.axes:
@@ -276,14 +278,14 @@ def _fits(trace: Trace) -> list[Fit]:
 
 
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
-    """Return (latency_s, bytes_per_s, residual_median) of points (wire bytes, seconds, weight); None for no line.
+    """Return (latency_s, bytes_per_s, residual_median) of seconds = latency_s + bytes / bytes_per_s; None if none fits.
 
-    The relative error is the least in squares, so that small messages count as much as large ones. Messages of a single
-    size cannot separate latency from bandwidth: all of their time is then bandwidth.
+    The line has the least squares of the relative error, so that small messages count as much as large ones. Messages
+    of a single size do not separate latency from bandwidth: the latency is then 0. `residual_median` is the median of
+    |line / measured - 1|.
 
     Args:
-        points: [n] wire bytes as in `wire_factor`, nonzero seconds of one run, and runs as the weight; the residual is
-            the median of |line / measured - 1|.
+        points: [n] (wire bytes as in `wire_factor`, nonzero seconds of one run, number of runs as the weight).
     """
     wire, seconds, weight = np.array(points, float).T
     if not (wire > 0).any():

@@ -1,13 +1,13 @@
-"""Read what Nsight Systems recorded into the operations of its GPUs, in the same columns as from an XSpace file.
+"""Read the GPU operations from files of Nsight Systems, into the same columns as from an XSpace file.
 
-    FILE.sqlite    `nsys export --type sqlite`: kernels and copies, CUDA's calls that launched them, NVTX ranges
+    FILE.sqlite    `nsys export --type sqlite`: kernels and copies, the CUDA calls that launched them, NVTX ranges
     trace.parquet  `nsys-jax`, or nsys' recipe nvtx_gpu_proj_trace: XLA's ranges, with the time of their GPU work
 
 XLA opens an NVTX range around the launches of a thunk (`Thunk:#...,hlo_op=OP#`), inside a range around each execution
-of a module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation has the instruction of the innermost thunk
-that launched it, and the module around that thunk. Asynchronous thunks of a recent XLA are outside their module, and
-get the module of the operations before and after them. Neither file holds the program: `loose` looks for XLA's dump
-beside it.
+of a module (`XlaModule:#...,hlo_module=MODULE,program_id=ID#`). An operation gets the instruction of the innermost
+thunk range, and the module of the innermost module range, around the call that launched it. Recent versions of XLA run
+asynchronous thunks outside their module's range; their operations get the module of the operations before and after
+them. Neither file contains the program: `loose` looks for XLA's dump beside it.
 
 Tables and columns are those of nsys' "SQLite Export Schema Reference"
 (docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html).
@@ -49,28 +49,28 @@ _OF_GPU = {  # Column -> its name in an XSpace file.
     "totalMemory": "memory_size",
 }
 _COPY_NAMES = {1: "MemcpyH2D", 2: "MemcpyD2H", 8: "MemcpyD2D", 10: "MemcpyP2P"}  # CUpti_ActivityMemcpyKind
-_THREAD_BITS = 24  # The bits of a globalTid above these are the process.
-_ID_BITS = 40  # The bits of a range's id above these are the report.
+_THREAD_BITS = 24  # The low bits of a globalTid are the thread, the bits above them the process.
+_ID_BITS = 40  # The low bits of a range's id; the bits above them get the rank of its report.
 _WARNING = 2  # The severity of a diagnostic.
 _LONGEST_TEXT = 1 << 20
-# The least bytes of an event and of a text in a file; a file with more of them is damaged.
+# The fewest bytes of an event and of a text in a file; a file that claims more of them than fit is damaged.
 _EVENT_BYTES, _TEXT_BYTES = 24, 4
-_WHOLE_GRAPH = -2  # This stands for a node where nsys traced whole graphs.
-_DEEPEST = 64  # Nested ranges; XLA nests about ten.
-_LATEST_NS = 1 << 53  # 104 days from the start of the session; picoseconds up to it fit into 64 bits.
+_WHOLE_GRAPH = -2  # The node of an operation that is a whole CUDA graph.
+_DEEPEST = 64  # Limit on the depth of nested ranges; XLA nests about ten.
+_LATEST_NS = 1 << 53  # Limit on times: 104 days from the start of the session, which in ps still fits into 64 bits.
 _NEVER = np.iinfo(np.int64).max
 _EXPORT = "nsys export --type sqlite REPORT.nsys-rep"
 _OLDER = ("Projected Start", "Projected Duration", "RangeId", "ParentId")
-_RECENT = ("Start", "End", "Range ID", "Parent ID")  # The recipe has these names since nsys 2024.5.
+_RECENT = ("Start", "End", "Range ID", "Parent ID")  # Column names of the recipe since nsys 2024.5.
 
 _Launchers = dict[int, dict[int, tuple[int, int]]]
-"""Process -> its launching threads -> the local number and the global id of the device that each launches on."""
+"""Process -> launching thread -> (local number, global id) of the device that the thread launches on."""
 
 
 def home(path: Path) -> Path:
-    """Return the folder of a trace; for nsys-jax, the folder that holds nvtx_gpu_proj_trace/trace.parquet and its dump.
+    """Return the folder of a trace; for nsys-jax, the folder above nvtx_gpu_proj_trace/trace.parquet, with XLA's dump.
 
-    Where nsys-jax-combine has merged processes, trace.parquet is a folder with a file for each.
+    If nsys-jax-combine has merged processes, trace.parquet is a folder with a file per process.
     """
     folder = path.absolute().parent
     folder = folder.parent if folder.suffix == ".parquet" else folder
@@ -87,7 +87,7 @@ def is_nsys(path: Path) -> bool:
 
 
 def read_nsys(file: TraceFile) -> Operations:
-    """Return the operations of the GPUs of one export, of all its processes; devices are numbered over all of them.
+    """Return the GPU operations of all processes in one export; devices are numbered across the processes.
 
     Raises:
         TraceError: the file cannot be read, is not an export of nsys, or has no operation of a GPU; or pyarrow is
@@ -126,9 +126,9 @@ class _Names:
 
 @dataclass
 class _Events:
-    """Operations of all devices of a file, in any order, and the tables that their numbers point into.
+    """Operations of all devices of a file, in any order, and the tables that their columns index.
 
-    A number is -1 outside a thunk, a module or a graph; `execution` is the id of the module's range.
+    `op`, `module` and `node` are -1 outside a thunk, module or graph. `execution` is the index of the module's range.
     """
 
     start_ns: np.ndarray
@@ -149,7 +149,7 @@ class _Events:
     found: Operations
 
     def operations(self, file: TraceFile) -> Operations:
-        """Return the operations by device, for the devices that the file names."""
+        """Return the operations by device, for the devices in `file.devices`."""
         found = self.found
         good = (self.end_ns >= self.start_ns) & (self.start_ns >= 0) & (self.end_ns <= _LATEST_NS)
         found.discarded = int((~good).sum())
@@ -178,7 +178,11 @@ class _Events:
         return found
 
     def _place_thunks(self, order: np.ndarray) -> None:
-        """Give thunks outside any module that of the operations around them by start (`order`), where both agree."""
+        """Set the module of operations without one: that of the operations before and after them, if these agree.
+
+        Args:
+            order: rows of operations, sorted by device and start.
+        """
         known = self.module[order] >= 0
         count, at = len(order), np.arange(len(order))
         before = np.maximum.accumulate(np.where(known, at, -1))
@@ -190,7 +194,7 @@ class _Events:
         self.module[rows], self.execution[rows] = self.module[first[same]], self.execution[first[same]]
 
     def _runs(self, order: np.ndarray) -> np.ndarray:
-        """Return [n] the execution of its module on its device that an operation belongs to, from 0; -1 outside one."""
+        """Return [n] the number of each operation's execution, from 0 per device and module; -1 outside a module."""
         run = np.full(len(self.start_ns), -1, np.int64)
         rows = order[self.execution[order] >= 0]
         _, first, inverse = np.unique(self.execution[rows], return_index=True, return_inverse=True)
@@ -209,7 +213,7 @@ class _Events:
 
 
 class _Database:
-    """A file of SQLite, of which plain tables are read, whole and in order."""
+    """A SQLite file, opened read-only; whole plain tables are read, in their stored order."""
 
     def __init__(self, path: Path, size: int):
         self.path, self._size = path, size
@@ -230,7 +234,7 @@ class _Database:
         return {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
 
     def rows(self, table: str, *columns: str, where: str = "TRUE") -> Iterator[tuple]:
-        """Yield the rows of a table where a condition in SQL holds; none for a missing table.
+        """Yield the rows of a table for which an SQL condition holds; none if the table is missing.
 
         Raises:
             TraceError: the table lacks one of the columns, or has more rows than the file has room for.
@@ -242,7 +246,7 @@ class _Database:
         self._check(table, count)
 
     def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
-        """Return the columns as numbers, [rows] each, -1 where there is none."""
+        """Return the columns as whole numbers, [rows] each; -1 where a row has no value."""
         cells = chain.from_iterable(self._select(table, columns, 'CAST(IFNULL("{}", -1) AS INTEGER)'))
         parts: list[tuple[np.ndarray, ...]] = []
         while len(part := np.fromiter(islice(cells, CHUNK * len(columns)), np.int64)):
@@ -308,7 +312,7 @@ def _read_sqlite(path: Path, size: int) -> _Events:
 
 
 def _table(database: _Database, table: str, strings: Mapping[int, Any], names: _Names) -> list[np.ndarray]:
-    """Return start, end, device, process, correlation, name, node and whether it copies, for each row of a table."""
+    """Return columns of a table: start, end, device, process, correlation, name, node, and whether it is a copy."""
     kind = {_KERNEL: "demangledName", _COPY: "copyKind"}.get(table)
     node = "graphNodeId" if "graphNodeId" in database.columns(table) else "correlationId"
     columns = ("start", "end", "deviceId", "globalPid", "correlationId", kind or "start", node)
@@ -333,12 +337,12 @@ def _operation_name(table: str, id_: int, strings: Mapping[int, Any]) -> str:
 
 
 def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] thread and time of the CUDA call that launched each operation, by correlation id; -1 for none."""
+    """Return [n] thread and time of the CUDA call with each operation's correlation id; -1 if there is none."""
     columns = ("start", "globalTid", "correlationId")
     start, thread, ids = database.numbers("CUPTI_ACTIVITY_KIND_RUNTIME", *columns)
     if not len(start):
         return np.full(len(process), -1), np.full(len(process), -1)
-    processes = np.unique(process >> _THREAD_BITS)  # Without its inverse, it hashes and sorts nothing.
+    processes = np.unique(process >> _THREAD_BITS)  # Without return_inverse, np.unique need not sort the events.
 
     def key(process: np.ndarray, id_: np.ndarray) -> np.ndarray:
         return np.searchsorted(processes, process >> _THREAD_BITS) << 32 | id_ & 0xFFFFFFFF
@@ -352,16 +356,16 @@ def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray)
 
 @dataclass
 class _Ranges:
-    """Ranges of one kind; those of a thread are side by side or nested."""
+    """NVTX ranges of one kind; two ranges of a thread are disjoint or nested."""
 
     start: np.ndarray
     end: np.ndarray
     thread: np.ndarray
     meaning: np.ndarray
-    """[n] number of the meaning of each."""
+    """[n] index of each range's instruction or module."""
 
     def innermost(self, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
-        """Return [m] the innermost range around each time on its thread; -1 where there is none."""
+        """Return [m] the innermost range on each thread at each time; -1 where there is none."""
         found, depth = np.full(len(time), -1, np.int64), self._depth()
         for level in np.unique(depth)[:_DEEPEST]:
             rows = np.flatnonzero(depth == level)
@@ -373,7 +377,7 @@ class _Ranges:
         return found
 
     def _depth(self) -> np.ndarray:
-        """Return [n] the number of open ranges on its thread when each begins, itself included."""
+        """Return [n] the number of open ranges on the same thread when each range begins, itself included."""
         step = np.repeat([1, -1], len(self.start))
         order = np.lexsort((step, np.r_[self.start, self.end], np.r_[self.thread, self.thread]))
         depth = np.empty(len(step), np.int64)
@@ -382,7 +386,7 @@ class _Ranges:
 
 
 def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Return [m] the last of the sorted (thread, start) pairs that is not after each (`on`, `time`); -1 for none."""
+    """Return [m] index of the last of the sorted pairs (thread, start) <= each pair (`on`, `time`); -1 for none."""
     asked = np.r_[np.zeros(len(start), bool), np.ones(len(time), bool)]
     order = np.lexsort((asked, np.r_[start, time], np.r_[thread, on]))
     found = np.empty(len(order), np.int64)
@@ -431,16 +435,17 @@ def _launchers(threads: Iterable[tuple[Any, Any]]) -> _Launchers:
 
 
 def _ordinals(devices: Sequence[tuple[int, int]], launchers: _Launchers) -> list[int]:
-    """Return the global id of each (process, local number) if XLA's threads name it, else a count.
+    """Return the global id of each (process, local number) device, from the names of XLA's launching threads.
 
-    A process with one launching thread has one device, whatever its local number is.
+    If these do not name every device once, devices are numbered in order. A process whose launching threads name a
+    single device has only that device, whatever its local number is.
     """
     found = []
     for process, local in devices:
         of = dict(launchers.get(process, {}).values())
         found.append(of.get(local, -1) if len(of) != 1 else next(iter(of.values())))
     if -1 in found or len(set(found)) < len(found):
-        # Processes that see all GPUs of their machine each use different ones.
+        # If the local numbers are distinct, the processes share one machine, and the local number orders the devices.
         by_gpu = len({local for _, local in devices}) == len(devices)
         rank = {device: i for i, device in enumerate(sorted(devices, key=lambda d: d[1] if by_gpu else d))}
         found = [rank[device] for device in devices]
@@ -469,14 +474,14 @@ def _messages(database: _Database) -> list[str]:
 
 
 def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
-    """Return an operation for each innermost thunk (its first to last GPU work), and each NCCL call outside any."""
+    """Return an operation for each innermost thunk, from first to last GPU work, and each NCCL call outside thunks."""
     read = _Columns(path, opened, size)
     recent = "Text" in read.names  # The recipe has these names since nsys 2024.5.
     texts, text = read.texts("Text" if recent else "Name")
     names = (*(_RECENT if recent else _OLDER), "PID", "TID")
     start, end, id_, above, process, thread = (read.numbers(name) for name in names)
     end = end if recent else start + end
-    # A recipe over several reports has ranks.
+    # A recipe over several reports has a rank for each report.
     rank = read.numbers("Rank") if "Rank" in read.names else np.zeros_like(id_)
     id_, above = id_ | rank << _ID_BITS, np.where(above >= 0, above | rank << _ID_BITS, -1)
     thread = thread | (process | rank << _THREAD_BITS) << _THREAD_BITS
@@ -514,7 +519,11 @@ def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
 
 
 class _Columns:
-    """Columns of a Parquet file; a TraceError if pyarrow is missing, or the file is damaged or unpacks to too much."""
+    """Reads columns of a Parquet file.
+
+    Raises:
+        TraceError: pyarrow is missing, or the file is damaged or too large when unpacked.
+    """
 
     def __init__(self, path: Path, opened: BinaryIO, size: int):
         try:
@@ -549,13 +558,13 @@ class _Columns:
         return self._file.read([name])[name]
 
     def numbers(self, name: str) -> np.ndarray:
-        """Return [rows] whole numbers; -1 where a row has none."""
+        """Return [rows] whole numbers; -1 where a row has no value."""
         with self._errors():
             column = self._column(name).fill_null(-1).cast("int64", safe=False)
             return self._whole(column.to_numpy())
 
     def texts(self, name: str) -> tuple[list[str], np.ndarray]:
-        """Return the distinct texts of a column, and [rows] the index of each row's text; a missing text is empty."""
+        """Return the distinct texts of a column, and [rows] the index of each row's text; a missing text is ""."""
         with self._errors():
             column = self._column(name).cast("string").fill_null("").dictionary_encode().combine_chunks()
             return column.dictionary.to_pylist(), self._whole(column.indices.to_numpy())
@@ -567,14 +576,14 @@ class _Columns:
 
 
 def _parents(id_: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Return [n] the row of the range around each; -1 for none."""
+    """Return [n] the row of each range's parent, the range whose id is in `above`; -1 for none."""
     order = np.argsort(id_, kind="stable")
     at = order[np.minimum(np.searchsorted(id_[order], above), len(order) - 1)] if len(order) else order
     return np.where((id_[at] == above) & (above >= 0), at, -1)
 
 
 def _nearest(wanted: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """Return [n] the row of the innermost wanted range around each, itself included; -1 for none."""
+    """Return [n] the row of the innermost wanted range among each range and its ancestors; -1 for none."""
     at = np.arange(len(parent))
     for _ in range(_DEEPEST):
         beside = (at >= 0) & ~wanted[at]
@@ -587,16 +596,17 @@ def _nearest(wanted: np.ndarray, parent: np.ndarray) -> np.ndarray:
 def _devices(
     thread: np.ndarray, module: np.ndarray, modules: Sequence[tuple[str, int]], launchers: _Launchers
 ) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """Return (process, local number) of each device, and [n] the device of each operation, by its launching thread.
+    """Return (process, local number) of each device, and [n] the device of each operation, from its launching thread.
 
-    If nobody names the threads, those that run one program together are taken in their order. Work that another thread
-    launches runs on the first device; outside any module, if there are several devices, on an unknown one (-1).
+    A process without names of launching threads gets one device per thread that runs the same program as another
+    thread, in the order of thread ids. Operations of any other thread belong to the process's first device, or if they
+    are outside modules and the process has several devices, to an unknown device (-1).
     """
     threads, inverse = np.unique(thread, return_inverse=True)
     launching = {t: local for of in launchers.values() for t, (local, _) in of.items()}
     together: dict[tuple[int, int], set[int]] = defaultdict(set)  # (process, program) -> threads that run it.
     for t, m in {*zip(inverse.tolist(), module.tolist())}:
-        if m >= 0 and modules[m][1] >= 0:  # XLA compiles others to compare kernels.
+        if m >= 0 and modules[m][1] >= 0:  # Modules without a program id are XLA's, made to compare kernels.
             together[int(threads[t]) >> _THREAD_BITS, m].add(int(threads[t]))
     several: dict[int, set[int]] = defaultdict(set)
     for (process, _), of in together.items():
@@ -618,9 +628,9 @@ def _devices(
 
 @contextmanager
 def _sidecar(path: Path, name: str) -> Iterator[_Columns | None]:
-    """Give a file that nsys-jax writes beside a trace; None if it is missing."""
+    """Open a file that nsys-jax writes beside a trace; yield None if it is missing."""
     found = home(path) / name
-    if found.is_dir():  # It is a folder for several processes.
+    if found.is_dir():  # nsys-jax-combine writes a folder with a file per process.
         found /= path.name
     if not is_nsys(found):
         yield None
@@ -641,7 +651,7 @@ def _sidecar_hardware(path: Path) -> dict[str, int | float | str]:
     found: dict[str, int | float | str] = {}
     with _sidecar(path, "device-metadata.parquet") as read:
         for column, word in _OF_GPU.items():
-            name = str((_GPU, column))  # pandas writes a column of two levels so.
+            name = str((_GPU, column))  # pandas writes the name of a two-level column as this text.
             if read is not None and name in read.names:
                 texts, text = read.texts(name)
                 for value in [texts[i] for i in text[:1].tolist()]:

@@ -1,9 +1,9 @@
-"""Read one process's trace file into the operations of its devices as columns, with their kinds and executions.
+"""Read one process's trace file into columns of its devices' operations, and find their classes and executions.
 
-Operations with the same kernel name, HLO instruction and module share a `Label`, so that every decision about them by
-name is made once: compute, communication, copies, containers, or compute and communication at once. An operation
-communicates if its HLO instruction does or, where the trace lost the instruction, if its kernel belongs to a
-communication library; never because of the stream that it ran on.
+Operations with the same kernel name, HLO instruction and module share a `Label`, so that each name is classified once:
+compute, communication, copy, container, or compute and communication at once. An operation communicates if its HLO
+instruction communicates or, if the trace lost the instruction, if its kernel belongs to a communication library. The
+stream that it ran on does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshkit.hlo.schedule import Collective
 from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, concatenated, read_xspace
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
-# Bounded, since a message can have any length.
+# The repetitions are bounded, since a message can have any length.
 DROPPED = re.compile(
     r"(?<![0-9])([0-9]{1,15})[^.;\n]{0,80}\bdropped\b|\bdropped\b[^0-9]{0,80}([0-9]{1,15})", re.IGNORECASE
 )
@@ -32,9 +32,9 @@ _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH
 _HARDWARE = ("gpu_device_name", "device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
-_MOST_DECIDED = 1 << 22  # Ids of a plane; others are decided anew in every block.
-BLOCK = 1 << 17  # Events of which all columns are in memory at a time.
-_LONGEST_TRACE_NS = 86_400 * 10**9  # A day; a time further from the start does not belong to this trace.
+_MOST_DECIDED = 1 << 22  # Limit on instruction ids with a stored label; rows with higher ids are labelled per block.
+BLOCK = 1 << 17  # Number of events whose columns are all in memory at a time.
+_LONGEST_TRACE_NS = 86_400 * 10**9  # A day; times further from the start are damaged.
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class TraceFile:
 
     path: Path
     devices: Mapping[int, int]
-    """Ordinal in the file -> global device id; operations of other devices are ignored."""
+    """Device number in the file -> global device id; operations of other devices are ignored."""
     process: int = 0
 
 
 class Label(NamedTuple):
-    """The common properties of operations of one kind; a tuple, since a trace may have a hundred thousand labels."""
+    """The common properties of some operations; a tuple, since a trace may have a hundred thousand labels."""
 
     name: str
     """Name of the kernel, or of the thunk on a CPU."""
@@ -56,15 +56,16 @@ class Label(NamedTuple):
     """The HLO instruction; empty where the trace lost it."""
     module: str
     copy: bool
-    """Whether it is a memory copy or a memset."""
+    """Whether the operation is a memory copy or a memset."""
     graph: bool
+    """Whether the operation ran in a CUDA graph."""
     program: int = -1
     """The runtime's id of the program; -1 where the trace has none."""
 
 
 @dataclass(frozen=True)
 class DeviceOperations:
-    """Operations of one device, sorted by start; [n] each, times in ps on the clock of the process."""
+    """Operations of one device, sorted by start: columns [n], with times in ps on the clock of the process."""
 
     start_ps: np.ndarray
     end_ps: np.ndarray
@@ -73,7 +74,7 @@ class DeviceOperations:
     run: np.ndarray
     """The runtime's id of the execution; -1 where the trace has none."""
     nodes: np.ndarray | None = None
-    """[n, 2] launch and node of a CUDA graph, -1 outside one; None where none ran."""
+    """[n, 2] (launch, node) of a CUDA graph, -1 outside graphs; None if no graph ran."""
 
 
 @dataclass
@@ -83,26 +84,26 @@ class Operations:
     labels: list[Label] = field(default_factory=list)
     devices: dict[int, DeviceOperations] = field(default_factory=dict)
     clock_ns: int | None = None
-    """Time since the epoch at which this process's clock reads zero; None if unknown."""
+    """Time since the epoch at which this process's clock is zero; None if unknown."""
     messages: list[str] = field(default_factory=list)
     dropped: int | None = None
-    """Events that the profiler says it lost; None if it does not say."""
+    """Number of events that the profiler reports as lost; None if it reports none."""
     discarded: int = 0
-    """Events with impossible times, which were left out."""
+    """Number of events that were left out since their times are impossible."""
     cpu: bool = False
     hardware: dict[str, int | float | str] = field(default_factory=dict)
 
     @property
     def events(self) -> int:
-        """Number of operations that were read."""
+        """Number of operations."""
         return sum(len(d.start_ps) for d in self.devices.values())
 
 
 def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
-    """Return the operations of the GPUs of one file, or of XLA:CPU's devices if it has no GPU.
+    """Return the operations of the GPUs in one file, or of XLA:CPU's devices if the file has no GPU.
 
     Args:
-        space: the same file from `read_xspace`, before any of its events was read; None opens it.
+        space: the same file from `read_xspace`, before its events are read; None opens the file.
 
     Raises:
         TraceError: the file cannot be read, is not a trace, or has two planes of one device.
@@ -127,7 +128,7 @@ def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
 
 
 def _duration_ns(space: XSpace, found: Operations) -> int:
-    """Return the duration of the profile, with a second to spare, and note its beginning."""
+    """Return the duration of the profile plus a second of tolerance, and set `clock_ns` to its beginning."""
     for plane in space.planes:
         if plane.name == "Task Environment":
             start, stop = plane.stats.get("profile_start_time"), plane.stats.get("profile_stop_time")
@@ -139,7 +140,7 @@ def _duration_ns(space: XSpace, found: Operations) -> int:
 
 
 class _Reader:
-    """Gathers the operations of planes into one table of labels."""
+    """Adds the operations of planes to `found`, with one table of labels for all planes."""
 
     def __init__(self, found: Operations, duration_ns: int):
         self.found, self.duration_ns = found, duration_ns
@@ -147,7 +148,7 @@ class _Reader:
         self.decided = _Decided()
 
     def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
-        """Add a GPU's stream lines; viewers derive lines such as "XLA Ops", which would count twice."""
+        """Add a GPU's stream lines. Derived lines such as "XLA Ops" have the same events, which would count twice."""
         lines = [line for line in plane.lines if line.name.startswith("Stream #")]
         blocks = self._blocks(space, plane, lines, _GPU_STATS)
         self._add(device, [self._columns(plane, e, start, start + e.duration_ps) for e, start in blocks])
@@ -155,8 +156,8 @@ class _Reader:
     def cpu_plane(self, space: XSpace, plane: Plane, devices: Mapping[int, int]) -> None:
         """Add XLA:CPU's thunks, whatever thread they ran on.
 
-        The event of a thunk that hands its work to a thread pool ends at the hand-over; the `end: ` marker with the
-        same id tells when the work was done.
+        If a thunk passes its work to a thread pool, its event ends at once; the `end: ` marker with the same id has the
+        time at which the work ended.
         """
         is_end = np.array(list(plane.event_names.ids(beginning="end: ")), np.int64)
         parts = []
@@ -175,9 +176,9 @@ class _Reader:
     def _blocks(
         self, space: XSpace, plane: Plane, lines: Sequence[Line], wanted: Sequence[str]
     ) -> Iterator[tuple[Events, np.ndarray]]:
-        """Yield the events of some lines and their starts in ps, in blocks that take little memory."""
+        """Yield the events of some lines and their starts in ps, in blocks of limited memory."""
         parts, count = [], 0
-        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # 64 bits hold this; times beyond are discarded later.
+        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # Clipped to this, times fit into 64 bits; `_columns` discards them.
         for line in lines:
             since = self._since_ns(line) * _PS_PER_NS
             for events in space.events(plane, line, wanted):
@@ -190,14 +191,14 @@ class _Reader:
             yield _joined(parts, wanted)
 
     def _since_ns(self, line: Line) -> int:
-        """Return the time of a line since the profile began; some writers count from the epoch."""
+        """Return a line's time since the profile began; the file may have it since the epoch."""
         since = line.timestamp_ns
         if since > _LONGEST_TRACE_NS and self.found.clock_ns:
             since -= self.found.clock_ns
         return min(max(since, -_LONGEST_TRACE_NS), 2 * _LONGEST_TRACE_NS)
 
     def _columns(self, plane: Plane, events: Events, start, end) -> tuple[np.ndarray, ...]:
-        """Return start, end, label, run, and launch and node of a graph, of the events with possible times."""
+        """Return start, end, label, run, and launch and node of a graph, for the events with possible times."""
         limit = self.duration_ns * _PS_PER_NS
         good = (end >= start) & (start >= -limit) & (end <= limit)
         if not good.all():
@@ -210,7 +211,7 @@ class _Reader:
         launch, node = (events.stats.get(name, none) for name in _GRAPH_STATS)
         nodes = (np.where(node == NO_VALUE, -1, column) for column in (launch, node))
         part = (start, end, label, np.where(run == NO_VALUE, -1, run), *nodes)
-        return tuple(concatenated([part], len(part)))  # Columns without any run or node take no room.
+        return tuple(concatenated([part], len(part)))  # A column that is -1 everywhere takes no memory.
 
     def _add(self, device: int, parts: list[tuple[np.ndarray, ...]]) -> None:
         columns = concatenated(parts, 6)
@@ -262,15 +263,15 @@ class _Reader:
 
 
 class _Decided:
-    """Labels of a plane's rows of ids that were decided before, by the instruction's id."""
+    """Known labels of a plane: for each instruction id, the last row of ids with that instruction, and its label."""
 
     def __init__(self, plane: Plane | None = None):
         self.plane = plane
-        self._columns: list[np.ndarray] = []  # Each has [ids + 2] entries: the last decided row with this instruction.
+        self._columns: list[np.ndarray] = []  # The ids of these rows: columns with [instruction ids + 2] entries.
         self._label = np.zeros(0, np.int32)
 
     def labels(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """Return [n] the index of each row's label; -1 where it was not decided."""
+        """Return [n] the index of each row's label; -1 if it is not known."""
         if not self._columns:
             return np.full(len(columns[0]), -1, np.int32)
         slot = self._slot(columns[0])
@@ -291,7 +292,7 @@ class _Decided:
         self._label[slot] = label
 
     def _slot(self, op: np.ndarray) -> np.ndarray:
-        """Return [n] the slot of a row with this instruction; instructions beyond all decided ones share a slot."""
+        """Return [n] the slot of each instruction id; all ids above the known ones share the last slot."""
         return np.clip(op, -1, len(self._label) - 2) + 1
 
 
@@ -302,7 +303,7 @@ def _joined(parts: list[tuple[Events, np.ndarray]], wanted: Sequence[str]) -> tu
 
 
 def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:
-    """Return [n] the end of each event's work: its end marker with the same id, else its own end."""
+    """Return [n] the end of each event's work: the time of the end marker with its id, else the event's own end."""
     end = start + events.duration_ps
     stats = events.stats
     if not marker.any():
@@ -317,22 +318,22 @@ def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:
 
 
 def _flow(kind: np.ndarray, id_: np.ndarray) -> np.ndarray:
-    """Return a number for a flow: its id, with its kind in the top bits."""
+    """Return [n] one number for each flow (a link between two events): its id, with its kind in the top bits."""
     return id_ ^ (np.where(kind == NO_VALUE, 0, kind) << 58)
 
 
 def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] number of each row among the distinct rows of some columns, and one row of each.
+    """Return [n] each row's index among the distinct rows of some columns, and [distinct] a row with each.
 
-    The first column (the instruction) nearly always determines the others, so rows that agree with the row that was
-    picked for their instruction need no sorting.
+    The first column (the instruction) nearly always determines the others. So one row is picked for each value of the
+    first column, and only rows that differ from their value's row are sorted.
     """
     leader = columns[0]
     if not len(leader):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     code = np.where(leader == NO_VALUE, leader.max(initial=0) + 1, leader)
     code = code - code.min()
-    # The ids are so far apart that a table of them would be larger than the events, or their difference overflows.
+    # If ids are so far apart that a table by id would be larger than the events, or if they overflow, renumber them.
     if code.max() > 4 * len(code) + 1024 or code.min() < 0:
         code = np.unique(code, return_inverse=True)[1]
     pick = np.full(int(code.max()) + 1, -1, np.int64)
@@ -356,10 +357,10 @@ def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 
 COMPUTE, COMMUNICATION, COPY, CONTAINER, FUSED = range(5)
-_MOST_FOUND = 10_000  # Executions in a trace without numbers; real ones have some tens.
+_MOST_FOUND = 10_000  # Limit on executions that are found without the runtime's ids; real traces have some tens.
 
-# ncclKernel (before 2.19), ncclDevKernel, ncclSymk (symmetric memory, 2.27); the other libraries that XLA can call;
-# XLA's own kernels (one-shot and multimem all-reduce, ragged all-to-all, their barrier); DeepEP's dispatch and combine
+# NCCL (ncclKernel before 2.19, ncclDevKernel, ncclSymk for symmetric memory in 2.27); the other libraries that XLA can
+# call; XLA's own kernels (one-shot and multimem all-reduce, ragged all-to-all, barrier); DeepEP's dispatch and combine
 _COMMUNICATION_KERNEL = re.compile(
     r"^(?:void )?(?:nccl|nvshmem|rccl|msccl)|(?:AllReduce|RaggedAllToAll\w{0,40}|MultiGpuBarrier\w{0,20})Kernel"
     r"|(?:one|two)_shot_all_reduce|ragged_all_to_all_\w{0,20}kernel|multi_gpu_barrier"
@@ -367,7 +368,7 @@ _COMMUNICATION_KERNEL = re.compile(
     re.IGNORECASE,
 )
 _COMMUNICATION_OP = re.compile(rf"^(?:{'|'.join(COLLECTIVES)})\b")
-_KERNEL_KINDS = (  # Names of kernels that communicate contain these; the first that fits counts.
+_KERNEL_KINDS = (  # (kind, text in the names of its kernels); the first text that a name contains decides.
     ("ragged-all-to-all", "raggedalltoall"),
     ("all-gather", "allgather"),
     ("all-reduce", "allreduce"),
@@ -378,7 +379,7 @@ _KERNEL_KINDS = (  # Names of kernels that communicate contain these; the first 
     ("send-recv", "sendrecv"),
 )
 KINDS = (*dict.fromkeys(kind for kind, _ in _KERNEL_KINDS), "collective-permute")  # Results of `kind_of_collective`.
-_COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # Names of copies begin so.
+_COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # Prefixes of the names of copies.
 _FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)
 _OVER_HOST = re.compile(rf"{_FROM_HOST.pattern}|d(?:evice)?_?(?:to|2)_?h", re.IGNORECASE)
 _CONTAINER_OP = re.compile(rf"^(?:{'|'.join(CONTROL)})(?:\.\d+)*$")
@@ -389,26 +390,26 @@ _COLLECTIVE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 
 @dataclass(frozen=True)
 class GraphNode:
-    """An instruction as it appears in a CUDA graph."""
+    """An instruction that may run inside a CUDA graph."""
 
     name: str
-    """The name in traces without graphs."""
+    """The instruction's name in traces without graphs."""
     kernel: str
-    """The name of its kernel, if XLA compiles one for it."""
+    """The name of the kernel that XLA compiles for it; "" for a collective."""
     work: Hashable
     """A value that is equal for instructions that may share a kernel."""
     library: str
-    """The work of a library: `matmul`, `attention`, `sort`, ...; "" if XLA compiles its kernel."""
+    """The kind of a library's work: `matmul`, `attention`, `sort`, ...; "" if XLA compiles the kernel."""
     collective: str
-    """The kind of its collective; "" if it does not communicate."""
+    """The kind of collective; "" if it does not communicate."""
     copies: bool
-    """Whether it may be a plain copy."""
+    """Whether the graph may run it as a plain copy."""
     fills: bool
-    """Whether it may be a plain memset."""
+    """Whether the graph may run it as a plain memset."""
 
     @property
     def several(self) -> bool:
-        """Whether it may be more than one kernel."""
+        """Whether the instruction may launch more than one kernel."""
         return bool(self.library or self.collective)
 
 
@@ -420,33 +421,33 @@ class TracedProgram:
     """Name of the HLO module whose executions are the steps."""
     collectives: Mapping[str, Collective] = field(default_factory=dict)
     containers: Set[str] = frozenset()
-    """Loops, calls and conditionals, whose time is that of the operations inside."""
+    """Loops, calls and conditionals: their time is that of the operations inside."""
     fused: Set[str] = frozenset()
     """Instructions that compute and communicate in one kernel."""
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Instruction name -> [groups, members] global device ids, or [pairs, 2] for a collective-permute."""
     expected: Mapping[str, int] = field(default_factory=dict)
-    """Instruction name -> runs in one execution, if the program tells."""
+    """Name of a collective instruction -> runs in one execution, if known from the schedule."""
     program_id: int | None = None
-    """The runtime's id, if several programs have the name; None if unknown."""
+    """The runtime's id of the program, since others may have its name; None if unknown."""
     graph_nodes: Sequence[GraphNode] = ()
-    """Instructions in their order, if the program tells."""
+    """GPU instructions in execution order, if known from the schedule."""
     kernels: Set[str] = frozenset()
-    """Instructions that compute on the GPU itself, including copies."""
+    """Instructions that run as kernels on the GPU, without access to host memory; copies on the GPU are included."""
     found: bool = False
-    """Whether nobody said how often the program ran, or whether the trace begins and ends between steps."""
+    """Whether there is no capture record: the trace may begin or end inside a step; its number of steps is unknown."""
     once: Set[str] = frozenset()
-    """Instructions of a found program that run once an execution, if known."""
+    """Instructions that run once per execution; only set for a `found` program with a schedule."""
     kinds: Mapping[str, Collective] = field(default_factory=dict)
-    """Kind of collective -> a stand-in for all of that kind, if only names of kernels are known."""
+    """Kind of collective -> one entry for all collectives of that kind, if only kernel names are known."""
 
     @property
     def distinct_collectives(self) -> tuple[Collective, ...]:
-        """The distinct collectives, which the indices of a timeline point into."""
+        """The distinct collectives, in the order of `Timeline.collectives`."""
         return tuple(dict.fromkeys((*self.collectives.values(), *self.kinds.values())))
 
     def owns(self, labels: Sequence[Label]) -> np.ndarray:
-        """Return [labels] whether each belongs to the program, by its id, or by name if the ids differ."""
+        """Return [labels] whether each belongs to the program, by its id; if no id is equal, by its module's name."""
         named = np.array([label.module == self.module for label in labels], bool)
         if self.program_id is not None:
             same = named & np.array([label.program == self.program_id for label in labels], bool)
@@ -456,38 +457,39 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class Classes:
-    """The class of each label, [labels]."""
+    """The classes of labels; each array is [labels]."""
 
     kind: np.ndarray
     """COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED."""
     collective: np.ndarray
-    """Index into the timeline's collectives; -1 for none, or for one that maps to no instruction."""
+    """Index into the timeline's collectives; -1 without a collective, or if its instruction is unknown."""
     op: np.ndarray
-    """Index into the timeline's op names of what computes; else -1."""
+    """Index into the timeline's op names for operations that compute; -1 for others."""
     input: np.ndarray
-    """Whether it copies from the host."""
+    """Whether the operation copies from the host."""
     own_copy: np.ndarray
-    """Whether it copies on the GPU, for an instruction of the program."""
+    """Whether the operation is a copy on the GPU by the program."""
     of_program: np.ndarray
     foreign: np.ndarray
+    """Whether the operation belongs to another program."""
     lost: np.ndarray
-    """Whether it ran in a CUDA graph and its instruction is unknown, while that of others is known."""
+    """Whether the operation ran in a CUDA graph and has no instruction, though others have one."""
 
 
 class Classifier:
-    """Decides the classes of operations, the same over all files of a program."""
+    """Finds the classes of operations; indices of collectives and op names are the same in all files of a program."""
 
     def __init__(self, program: TracedProgram):
         self._program = program
         self.collectives = program.distinct_collectives
         self.op_names: dict[str, int] = {}
-        """Name of what computes -> its value in `Classes.op`."""
+        """Name of an operation that computes -> its index in `Classes.op`."""
         self._index = {c: i for i, c in enumerate(self.collectives)}
         self._decided: dict[tuple, tuple[int, Collective | None]] = {}
 
     def classify(self, labels: Sequence[Label]) -> Classes:
         own, decided = self._program.owns(labels), self._decided
-        named = bool(self._program.kinds)  # Only names are known, in graphs and outside.
+        named = bool(self._program.kinds)  # Only kernel names are known, inside and outside of graphs.
         kinds, collectives, ops = [], [], []
         for label, mine in zip(labels, own.tolist()):
             key = (label.name, label.op, label.copy, mine)
@@ -516,12 +518,12 @@ class Classifier:
 
 @lru_cache(maxsize=10_000)
 def is_fused(name: str) -> bool:
-    """Return whether a kernel's name says that it computes and communicates at once."""
+    """Return whether a kernel has the name of one that computes and communicates at once."""
     return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
 
 
 def kind_of_collective(label: Label) -> str:
-    """Return the kind of collective in the name of an operation's instruction, else of its kernel; "" for none."""
+    """Return the kind of collective, from the name of an operation's instruction or else of its kernel; "" for none."""
     if op := _COMMUNICATION_OP.match(label.op):
         return op[0]
     name = label.name.lower().replace("_", "").replace("-", "")
@@ -535,7 +537,7 @@ def is_communication(kernel: str) -> bool:
 
 
 def is_container(label: Label) -> bool:
-    """Return whether an operation is a loop, call or conditional by its name, so that its time is that of its body."""
+    """Return whether an operation has the name of a loop, call or conditional, whose time is that of its body."""
     return bool(_CONTAINER_OP.match(label.op))
 
 
@@ -554,16 +556,16 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
 def step_windows(
     start: np.ndarray, end: np.ndarray, op: np.ndarray, run: np.ndarray, num_steps: int | None = None
 ) -> list[tuple[float, float]]:
-    """Return the windows of the executions, in order; the last one is dropped unless it is the only one.
+    """Return the windows (start, end) of the executions, in order.
 
-    The trace does not show what follows the last execution, so its idle time is unknown: alone, it ends with its last
-    operation.
+    A window ends where the next execution starts. The last execution is dropped, since the trace does not show that
+    time. If it is the only one, its window ends with its last operation.
 
     Args:
         start, end: times of the program's operations on one device, sorted by start.
         op: an id of the instruction of each operation.
-        run: the runtime's id of the execution, negative or positive; -1 everywhere where the trace has none.
-        num_steps: executions in the trace, if known.
+        run: the runtime's id of each operation's execution, which may be negative; all -1 if the trace has none.
+        num_steps: number of executions in the trace, if known.
     """
     first = runs_in_order(start, run)[1] if (run != -1).any() else _starts_by_count(start, op, num_steps)
     if len(first) == 1:
@@ -572,14 +574,19 @@ def step_windows(
 
 
 def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
-    """Return the windows of executions without numbers or a count; the trace may begin and end inside one.
+    """Return the windows of executions whose ids and number are unknown; the trace may begin and end inside one.
 
-    Operations that ran equally often tell where executions begin. These are, if `once` [ids] knows them, most of the
-    operations that run once an execution; else all operations if their counts have a common divisor; else the rarest
-    that make up a quarter of all. More windows than any trace has are not executions: then it is a single window.
+    Operations that ran equally often tell where executions begin. These operations are chosen in one of three ways:
+
+    - with `once`: of the operations in it, those with the most frequent count;
+    - without `once`: all operations, if their counts have a common divisor;
+    - else those whose count is a multiple of c, the smallest count > 1 that divides at least a quarter of all counts.
+
+    If this gives too few or too many windows, the whole trace is a single window.
 
     Args:
-        once: whether one execution runs an operation once, by its id.
+        start, end, op: as in `step_windows`.
+        once: [ids] whether an operation runs once per execution.
     """
     every = np.bincount(op, minlength=len(once))
     ids = np.flatnonzero(every)
@@ -600,26 +607,27 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runtime's ids of the executions and their starts, in time; empty where the trace has none.
+    """Return the runtime's ids of the executions, and their starts, both by start; empty if the trace has no ids.
 
     Args:
         start: times of the program's operations on one device, sorted.
-        run: the runtime's id of the execution of each.
+        run: the runtime's id of each operation's execution.
     """
     numbered = run != -1
-    ids, index = np.unique(run[numbered], return_index=True)  # It is the first of each run, since start is sorted.
+    ids, index = np.unique(run[numbered], return_index=True)  # The index is the earliest of a run: start is sorted.
     starts = start[numbered][index]
     order = np.argsort(starts, kind="stable")
     return ids[order], starts[order]
 
 
 def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -> np.ndarray:
-    """Return the start of each execution without numbers: an op that ran m times per execution opens one every m times.
+    """Return the start of each execution, without the runtime's ids, by counting.
 
-    Ops whose count is not a multiple of the number of executions are left out (conditionals, or events that the
-    profiler dropped).
+    If an op runs m times per execution, every m-th of its runs is in a new execution; the start is the earliest such
+    run of any op. Ops whose count is not a multiple of the number of executions are left out (conditionals, or events
+    that the profiler dropped).
     """
-    # By op, in time; numpy sorts 16-bit numbers by radix, in one pass.
+    # The order is by op, then by time. Ids are made 16-bit if possible, since numpy sorts those in one radix pass.
     count = np.bincount(op)
     begin = np.cumsum(count) - count
     begin, count = begin[count > 0], count[count > 0]
@@ -633,7 +641,7 @@ def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -
 
 
 def _number_of_runs(count: np.ndarray, num_steps: int | None) -> int:
-    """Return the given number if it fits most ops; else the largest number that fits all."""
+    """Return the number of executions: `num_steps` if it divides most ops' counts, else the counts' common divisor."""
     if num_steps and np.mean(count % num_steps == 0) > 0.5:
         return num_steps
     return int(np.gcd.reduce(count))

@@ -1,6 +1,6 @@
-"""Decode the wire format of protocol buffers, over a whole file in memory.
+"""Decode the wire format of protocol buffers, in a whole file in memory.
 
-`Buffer.fields` walks one message in Python; `Buffer.varints` decodes many numbers side by side.
+`Buffer.fields` walks one message in Python; `Buffer.varints` decodes many numbers at once with numpy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from meshkit.config.files import open_regular, unpacked
 
 _LARGEST_UNPACKED_BYTES = 8 * 2**30
-_MOST_TOGETHER_BYTES = 1 << 20  # Strings of so many bytes are decoded at once.
-_PAD = 32  # Bytes behind the data, since a damaged event may point a little beyond its end.
+_MOST_TOGETHER_BYTES = 1 << 20  # Limit on the bytes of strings that are decoded at once.
+_PAD = 32  # Zero bytes after the data, since reads of a damaged event may go a little beyond its end.
 _CONTINUES = np.uint64(0x8080808080808080)
 _PAYLOAD = np.uint64(0x7F7F7F7F7F7F7F7F)
 _VARINT, _FIXED64, _MESSAGE, _FIXED32 = 0, 1, 2, 5
@@ -29,29 +29,33 @@ class WireError(Exception):
 
 
 class Malformed(WireError):
-    """A message of another form than it should have."""
+    """The bytes are a protocol buffer, but not the expected message."""
 
 
 def span_of(value: object) -> tuple[int, int]:
-    """Return the position of a message or string; a `WireError` for a field that holds a number."""
+    """Return (start, end) of a message or string.
+
+    Raises:
+        Malformed: the field has a number.
+    """
     if not isinstance(value, tuple):
         raise Malformed("a number stands where a message belongs")
     return value
 
 
 def _memory(size: int) -> mmap.mmap:
-    """Return room for so many bytes and some zeros behind them, whose pages can be given back one by one."""
+    """Return memory for `size` bytes and zeros after them; single pages of it can be freed."""
     memory = mmap.mmap(-1, size + _PAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Huge pages halve the time to fill it.
-        with suppress(OSError):  # A kernel may not have them.
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Huge pages halve the time to fill the memory.
+        with suppress(OSError):  # The kernel may not support huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def assembled(word: np.ndarray) -> np.ndarray:
-    """Return [n] the number that begins each word of eight bytes: its seven-bit groups, pushed together pairs first."""
+    """Return [n] the varint at the start of each 8-byte word: its 7-bit groups are joined into pairs, fours, eights."""
     stop = ~word & _CONTINUES
-    value = word & (stop ^ (stop - np.uint64(1))) & _PAYLOAD  # Without a stop, every byte belongs to it.
+    value = word & (stop ^ (stop - np.uint64(1))) & _PAYLOAD  # Without a last byte in the word, all eight are used.
     value = (value & np.uint64(0x007F007F007F007F)) | ((value & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
     value = (value & np.uint64(0x00003FFF00003FFF)) | ((value & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
     value = (value & np.uint64(0x000000000FFFFFFF)) | ((value & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
@@ -66,11 +70,11 @@ class Buffer:
     size: int
     memory: mmap.mmap
     data: memoryview
-    """The bytes, to walk through."""
+    """The bytes and the padding, for loops in Python."""
     bytes: np.ndarray
-    """The same with padding, to gather from."""
+    """The same memory as an array."""
     words: np.ndarray
-    """[size + 25] the eight bytes from every position on, little-endian; a view."""
+    """[size + 25] the eight bytes from every position, as a little-endian number; a view."""
 
     @classmethod
     def read(cls, path: Path) -> Buffer:
@@ -78,7 +82,7 @@ class Buffer:
 
         Raises:
             OSError: the file cannot be read.
-            WireError: it is not a whole gzip file, or unpacks to more than 8 GiB or 100 times its size.
+            WireError: the file is not a whole gzip file, or unpacks to more than 8 GiB or 100 times its size.
         """
         if path.suffix == ".gz":
             try:
@@ -94,7 +98,7 @@ class Buffer:
 
     @classmethod
     def from_pieces(cls, path: Path, pieces: list[bytes]) -> Buffer:
-        """Return the buffer of a file that was read already, in pieces, which are taken out of the list."""
+        """Return the buffer of a file from the pieces of its content; the list `pieces` is emptied."""
         size, at = sum(map(len, pieces)), 0
         memory = _memory(size)
         pieces.reverse()
@@ -111,16 +115,16 @@ class Buffer:
         return cls(path, size, memory, data.data, data, words)
 
     def forget(self, start: int, end: int) -> None:
-        """Give back the memory of bytes that nobody reads again; they are zeros from now on."""
+        """Free the memory of bytes that are not needed again; they read as zeros from now on."""
         first, last = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
         if last > first and hasattr(self.memory, "madvise"):
             self.memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
     def varint(self, at: int, end: int) -> tuple[int, int]:
-        """Return a number, and the position behind it.
+        """Return the number at a position, and the position after it.
 
         Raises:
-            WireError: the number has no end.
+            WireError: the number does not end before `end`, or has more than ten bytes.
         """
         if at < end and (value := self.data[at]) < 0x80:
             return value, at + 1
@@ -137,7 +141,7 @@ class Buffer:
         raise WireError(f"a number at byte {at} has no end")
 
     def fields(self, start: int, end: int) -> Iterator[tuple[int, int | bytes | tuple[int, int]]]:
-        """Yield (field number, value) of a message: a signed number, 4 or 8 fixed bytes, or (start, end) of bytes.
+        """Yield (field number, value) of a message: a value is a signed number, 4 or 8 bytes, or (start, end) of bytes.
 
         Raises:
             WireError: the bytes are no message.
@@ -163,10 +167,10 @@ class Buffer:
                 raise WireError(f"a field without a number before byte {at}")
 
     def skip(self, at: int, end: int) -> int:
-        """Return the position behind the field that begins at `at`.
+        """Return the position after the field that begins at `at`.
 
         Raises:
-            WireError: there is no field.
+            WireError: no field begins there.
         """
         key, at = self.varint(at, end)
         kind = key & 7
@@ -183,7 +187,7 @@ class Buffer:
         return str(self.data[start:end], "utf-8", "replace")
 
     def texts(self, start: np.ndarray, end: np.ndarray) -> list[str]:
-        """Return [n] strings, given in their order in the file: many are decoded at once and then split."""
+        """Return [n] strings from positions in ascending order; many are decoded at once and then split."""
         found: list[str] = []
         for i in range(0, len(start), 1024):
             begins, ends = start[i : i + 1024], end[i : i + 1024]
@@ -191,16 +195,16 @@ class Buffer:
             if last - first > _MOST_TOGETHER_BYTES:
                 found += [self.text(a, b) for a, b in zip(begins.tolist(), ends.tolist())]
                 continue
-            every = str(self.data[first:last], "latin-1")  # In latin-1, a letter is a byte.
+            every = str(self.data[first:last], "latin-1")  # In latin-1, each character is one byte.
             cut = [every[a:b] for a, b in zip((begins - first).tolist(), (ends - first).tolist())]
             found += cut if every.isascii() else [t.encode("latin-1").decode("utf-8", "replace") for t in cut]
         return found
 
     def varints(self, at: np.ndarray, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return [n] numbers that begin at each position, and the number of bytes that each takes.
+        """Return [n] the varint at each position, and [n] its length in bytes.
 
-        A number of more than eight bytes has length 0. With `wide`, all ten bytes of negative ones are decoded, and the
-        length must not be used.
+        A varint of more than eight bytes gets length 0. With `wide`, all ten bytes of such a varint (negative numbers
+        have ten) are decoded, and the length must not be used.
         """
         word = self.words[at]
         stop = ~word & _CONTINUES

@@ -1,16 +1,17 @@
 """Read profiler traces (XSpace files of GPU or CPU runs) into a Timeline of measured device steps.
 
-    file -> operations -> classes -> windows of steps -> sweep    (one file at a time: of a step that is swept, only
-    all files -> steps in common -> wait and transfer -> Trace     its collectives' instances have to be remembered)
+    file -> operations -> classes -> windows of steps -> sweep    (one file at a time; after the sweep of a step,
+    all files -> steps in common -> wait and transfer -> Trace     only its collectives have to stay in memory)
 
-A trace names the HLO instruction of every operation. The compiled program, which was recorded with the trace, tells
-what these instructions communicate, and where.
+A trace names the HLO instruction of every operation. The compiled program, which was recorded with the trace, has the
+collective, groups and bytes of each instruction.
 
-Steps are dispatched ahead of time, so a host's annotation does not tell when a device ran one. A step is therefore cut
-on the device: from the first operation of execution k to the first of execution k + 1, idle time included.
+Steps are dispatched ahead of time, so an annotation on the host does not tell when a device ran a step. A step is
+therefore cut on the device: from the first operation of execution k to the first operation of execution k + 1, with the
+idle time between them.
 
-Every loss is reported (`Facts`, and `Note`s of them): events that the profiler dropped, kernels without a name, devices
-and processes without a trace, collectives that ran more or less often than the program says.
+Every loss is counted in `Facts` and reported in a `Note`: events that the profiler dropped, kernels without a name,
+devices and processes without a trace, collectives that ran more or less often than in the program.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from meshkit.trace.skew import Instances, Skew, measure_skew
 from meshkit.units import format_percent, format_seconds
 
 COMMAND_BUFFERS_FLAG = "--xla_gpu_enable_command_buffer="  # An empty value turns CUDA graphs off.
-MOST_UNMAPPED = 0.02  # With a larger share of unmapped communication, numbers by axis are not reported.
-_OUTLIER = 1.5  # An outlier takes this many median steps.
-_WARM_UP = 0.02  # A warm-up step is longer than every later one by this share of the median step.
-_MOST_APART = 3.0  # Windows of one kind of step differ by a smaller factor.
-_KEPT_SPANS = 4_000_000  # Spans of all steps together that are kept for drawing: 100 MB.
+MOST_UNMAPPED = 0.02  # With a larger share of communication without instruction, numbers by axis are not reported.
+_OUTLIER = 1.5  # An outlier takes longer than this multiple of the median step.
+_WARM_UP = 0.02  # A warm-up step is longer than every later usual step by at least this share of the median step.
+_MOST_APART = 3.0  # If step times differ by a larger factor, the steps are not of one kind.
+_KEPT_SPANS = 4_000_000  # Limit on the spans of all steps that are kept for drawing: 100 MB.
 _NO_SPANS = np.zeros((0, 2))
 _NO_INDEX = np.zeros(0, np.int32)
 Apart = Literal["warm-up", "outlier", "not chosen"]
@@ -59,7 +60,7 @@ Apart = Literal["warm-up", "outlier", "not chosen"]
 
 @dataclass(frozen=True)
 class Note:
-    """A caveat of the numbers, for their reader; `seconds` is a mean per device step."""
+    """A caveat for the reader of the report; `seconds` is a mean per device step."""
 
     code: str
     message: str
@@ -68,15 +69,15 @@ class Note:
 
 @dataclass
 class Facts:
-    """Sums over everything that was read; seconds are the operations' own durations, in the steps that count."""
+    """Counts and sums over all files; seconds are sums of the operations' durations in the measured steps."""
 
     device_steps: int = 0
     events: int = 0
     dropped: int | None = None
-    """Operations that the profiler lost; None if it does not say."""
+    """Events that the profiler reports as lost; None if it reports none."""
     discarded: int = 0
     graph_s: float = 0.0
-    """Seconds inside CUDA graphs without a name."""
+    """Seconds of operations inside CUDA graphs whose instruction is unknown."""
     graphs: bool = False
     copies_s: float = 0.0
     own_copies_s: float = 0.0
@@ -88,24 +89,24 @@ class Facts:
     """Seconds in kernels that compute and whose instruction is known."""
     communication_s: float = 0.0
     own_s: float = 0.0
-    """Seconds of communication of the measured program; other programs run between its executions."""
+    """Seconds of communication without that of other programs, which may run between the steps."""
     mapped_s: float = 0.0
     """Seconds of communication whose instruction is known."""
     on_axes_s: float = 0.0
-    """Seconds of communication that also lies on mesh axes."""
+    """Seconds of communication that runs along known mesh axes."""
     partial_steps: int = 0
-    """Executions that were not seen on every device."""
+    """Number of executions that were not seen on every device."""
     missing_devices: list[int] = field(default_factory=list)
     odd_executions: dict[int, int] = field(default_factory=dict)
-    """Device -> number of executions, where it differs from the captured number."""
+    """Device -> number of executions, if it differs from the number in the capture's record."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Name of a collective that ran more or less often than the program says -> (expected, seen)."""
+    """Collective that ran more or less often than in the program -> (expected, seen) runs per step."""
     namesakes: int = 0
-    """Programs in a trace with the name of the measured one, itself included."""
+    """Number of programs in a trace with the name of the measured program, itself included."""
     cpu: bool = False
     hardware: dict[str, int | float | str] = field(default_factory=dict)
     kernels: dict[int, float] = field(default_factory=dict)
-    """Device -> mean operations in a step, without copies."""
+    """Device -> mean number of operations in a step, without copies."""
     step_s: float = 0.0
     """The median device step."""
     damaged: dict[int, str] = field(default_factory=dict)
@@ -114,32 +115,32 @@ class Facts:
 
     @property
     def mapped_share(self) -> float | None:
-        """Share of the program's communication whose instruction is known; None without any."""
+        """Share of the program's communication whose instruction is known; None without communication."""
         return self.mapped_s / self.own_s if self.own_s else None
 
     @property
     def axis_mapped_share(self) -> float | None:
-        """Share of the program's communication that lies on mesh axes; None without any."""
+        """Share of the program's communication that runs along known mesh axes; None without communication."""
         return self.on_axes_s / self.own_s if self.own_s else None
 
     @property
     def kernels_mapped_share(self) -> float | None:
-        """Share of the compute whose instruction is known; None without any."""
+        """Share of the compute whose instruction is known; None without compute."""
         return self.mapped_compute_s / self.compute_s if self.compute_s else None
 
     @property
     def believes_axes(self) -> bool:
-        """Whether enough communication is mapped to report numbers by axis."""
+        """Whether the instructions of enough communication are known to report numbers by axis."""
         share = self.mapped_share
         return not self.hidden and (share is None or 1 - share <= MOST_UNMAPPED)
 
     @property
     def hidden(self) -> list[str]:
-        """Collectives of the program that were not seen because CUDA graphs hide them."""
+        """Collectives of the program that never ran in the trace, probably because CUDA graphs hide them."""
         return [name for name, (_, seen) in self.odd_counts.items() if not seen] if self.graph_s else []
 
     def counts(self, expected: Mapping[str, int], collectives: Sequence[Collective], sweeps: Sequence[Sweep]) -> None:
-        """Record in `odd_counts` the collectives that ran more or less often than `expected` in any of the sweeps."""
+        """Set `odd_counts` to the collectives that ran more or less often than `expected` in any sweep."""
         if not sweeps or not expected:
             return
         seen = np.stack([s.count[:-1] for s in sweeps])
@@ -151,10 +152,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A device step that no other number of a trace includes."""
+    """A device step that is left out of all other numbers of a trace."""
 
     step: DeviceStep
-    """It has no spans."""
+    """The step, without its spans."""
     swept: Sweep
     why: Apart
 
@@ -166,19 +167,23 @@ class Trace:
     timeline: Timeline
     """The steps with their spans; of a large trace, those of the first devices only."""
     steps: Timeline
-    """The usual steps of every device, or the chosen ones; spans are dropped if there are many steps."""
+    """The usual (or chosen) steps of every device; in a large trace, later steps have no spans."""
     sweeps: tuple[Sweep, ...]
     kernels: KernelTotals
     skew: Skew
     facts: Facts
     notes: tuple[Note, ...]
     left_out: tuple[LeftOut, ...] = ()
-    """Warm-up and outliers, or steps that were not chosen."""
+    """Warm-up steps and outliers, or steps that were not chosen."""
     kernel_s: tuple[np.ndarray, ...] = ()
-    """[operations] times of each of `steps`, as in `KernelTotals.time_s`; trailing zeros are left out."""
+    """For each of `steps`, [operations] seconds as in `KernelTotals.time_s`; trailing zeros are left out."""
 
     def incomparable(self, device: str) -> str | None:
-        """Return a sentence on why the steps cannot be compared, `device` being its word for one; None if they can."""
+        """Return a sentence on why the steps cannot be compared, or None if they can.
+
+        Args:
+            device: the word for a device in the sentence.
+        """
         windows = [swept.total.window_s for swept in self.sweeps]
         short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
         if max(windows) > _MOST_APART * min(windows) and not self.facts.cpu:
@@ -212,17 +217,19 @@ def read_trace(
 
     Args:
         files: one per process; they are read one after the other.
-        rows: [collectives + 1] row of the report of each distinct collective in order (last: unmapped), as for `sweep`.
-        first_step: number of the first execution in the trace.
-        num_steps: executions in the trace, if known; it helps if the trace does not number them.
-        steps_per_execution: training steps in each execution, which are numbered one by one.
-        chosen: numbers of the steps to keep; None sets warm-up and outliers apart.
-        operations: process -> operations of its file, if they were read already; each is taken out when its turn comes.
+        rows: [collectives + 1] the report's row of each distinct collective, as for `sweep`; the last is for unmapped
+            communication.
+        first_step: number of the first step in the trace.
+        num_steps: number of executions in the trace, if known; used if the trace has no ids of executions.
+        steps_per_execution: number of training steps in each execution.
+        chosen: numbers of the steps to keep; None keeps all but warm-up and outliers.
+        kept_spans: limit on the spans that are kept for drawing.
+        operations: process -> operations of its file, if they were read already; entries are removed as they are used.
 
     Raises:
         TraceError: the only file cannot be read, or no file has an operation of the program on these devices.
     """
-    # Without process numbers, every file is a process with its own clock.
+    # If files have no process numbers of their own, each file is a process with its own clock.
     if len({file.process for file in files}) < len(files):
         files = [replace(file, process=i) for i, file in enumerate(files)]
     reader = _Reader(program, rows, num_steps, kept_spans)
@@ -246,15 +253,15 @@ class OneStep:
     steps: list[DeviceStep]
     sweeps: list[Sweep]
     exposed: list[np.ndarray]
-    """[n, 2] for each: intervals of a collective without compute."""
+    """For each of `steps`, [n, 2] intervals in which a collective runs and nothing computes."""
     instances: Instances
 
 
 def read_instances(file: TraceFile, program: TracedProgram) -> OneStep:
-    """Return the communication of the one execution of a program that a trace holds.
+    """Return the communication of a trace that has a single execution of a program.
 
     Args:
-        program: the program; without its `groups`, `OneStep.exposed` stays empty.
+        program: the program; without its `groups`, `OneStep.exposed` is empty.
 
     Raises:
         TraceError: the trace cannot be read, or has no execution.
@@ -265,7 +272,7 @@ def read_instances(file: TraceFile, program: TracedProgram) -> OneStep:
 
 
 class _Reader:
-    """Turns files into swept device steps, and remembers what was lost on the way."""
+    """Turns files into swept device steps, and counts lost data in `facts`."""
 
     def __init__(self, program: TracedProgram, rows: np.ndarray | None, num_steps: int | None, kept_spans: int):
         self.program, self.rows, self.num_steps, self.kept_spans = program, rows, num_steps, kept_spans
@@ -275,15 +282,15 @@ class _Reader:
         self.operations: list[int] = []
         self.sweeps: list[Sweep] = []
         self.runs: list[int] = []
-        self.exposed: list[np.ndarray] = []  # Intervals of each device step with a collective and no compute.
+        self.exposed: list[np.ndarray] = []  # Per device step: intervals in which a collective runs without compute.
         self.instances = Instances()
-        self.kernels: dict[int, KernelTotals] = {}  # Sums over devices, by execution.
-        self.kernel_s: list[np.ndarray] = []  # Times of each device step.
-        self.seconds: list[dict[str, float]] = []  # Name of `Facts` -> seconds, for each device step.
+        self.kernels: dict[int, KernelTotals] = {}  # Execution -> sums over devices.
+        self.kernel_s: list[np.ndarray] = []  # Per device step: seconds of each operation.
+        self.seconds: list[dict[str, float]] = []  # Per device step: name of a field of `Facts` -> seconds.
         self.facts = Facts()
 
     def read(self, file: TraceFile, operations: Operations | None = None) -> None:
-        """Add one file, or its operations that were read already; a file that cannot be read adds nothing."""
+        """Add one file, or its `operations` if they were read already; a file that cannot be read adds nothing."""
         operations = operations or (read_nsys(file) if is_nsys(file.path) else read_operations(file))
         name_graph_kernels(operations, self.program)
         facts, labels = self.facts, operations.labels
@@ -315,7 +322,7 @@ class _Reader:
         if not mine.any():
             self.facts.missing_devices.append(device)
             return
-        start, end, label, run = (  # If all belong to the program, nothing is copied.
+        start, end, label, run = (  # If all operations belong to the program, the columns are not copied.
             column if mine.all() else column[mine] for column in (ops.start_ps, ops.end_ps, ops.label, ops.run)
         )
         if self.program.found and (run == -1).all():
@@ -334,7 +341,7 @@ class _Reader:
             self._add(step, int(runs[i]) if len(runs) else -1, own, clock_s + w0 * 1e-12)
 
     def _step(self, device, number, window, ops: DeviceOperations, inside: slice, classes: Classes) -> DeviceStep:
-        """Return one execution on one device as spans, and keep the seconds of its parts."""
+        """Return one execution on one device as spans, and add its seconds for `Facts` to `self.seconds`."""
         label = ops.label[inside]
         begin = int(window[0])
         spans = np.stack([ops.start_ps[inside] - begin, ops.end_ps[inside] - begin], axis=1) * 1e-12
@@ -368,10 +375,10 @@ class _Reader:
         return step
 
     def _add(self, step: DeviceStep, run: int, own: np.ndarray, starts_at_s: float) -> None:
-        """Sweep a device step and keep what all steps need; its spans are kept only while there is room."""
+        """Sweep a device step, and keep the results; its spans are kept only within the limit `kept_spans`."""
         swept = sweep(step, len(self.collectives), self.rows)
         self.instances.add(step, own, starts_at_s)
-        if self.program.groups:  # Without groups nobody asks for them.
+        if self.program.groups:  # Without groups, waiting is unknown and the intervals are not needed.
             self.exposed.append(exposed_spans(step) + starts_at_s)
         self._count_communication(step)
         key = step.step if run == -1 else run
@@ -431,14 +438,18 @@ class _Reader:
         return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes, left_out, kernel_s)
 
     def _left_out(self, numbers: np.ndarray, whole: np.ndarray, chosen: Container[int] | None) -> tuple[LeftOut, ...]:
-        """Return the device steps that are unusual or not chosen; a `TraceError` if these are all."""
+        """Return the device steps that are unusual or not chosen.
+
+        Raises:
+            TraceError: no step remains.
+        """
         windows: dict[int, list[float]] = {}
         for entry in np.flatnonzero(whole).tolist():
             windows.setdefault(int(numbers[entry]), []).append(self.sweeps[entry].total.window_s)
         why: dict[int, Apart] = {}
         if chosen is not None:
             why = {number: "not chosen" for number in windows if number not in chosen}
-        elif not self.facts.cpu:  # Virtual devices take whatever the CPUs leave them.
+        elif not self.facts.cpu:  # Virtual CPU devices share the CPUs, so their step times vary without reason.
             why = unusual({number: sum(of) / len(of) for number, of in windows.items()})
         if len(why) == len(windows):
             raise TraceError(f"no step is chosen of the {len(windows)} in the trace.", hint=f"steps of {some(windows)}")
@@ -449,11 +460,12 @@ class _Reader:
 
 
 def unusual(times_s: Mapping[int, float]) -> dict[int, Apart]:
-    """Return number -> reason of the unusual steps; fewer than three steps have none.
+    """Return number -> reason for the unusual steps; of fewer than three steps, none is unusual.
 
-    An outlier takes more than 1.5 x the median. Warm-up are the first steps, at most half of all, that take longer than
-    every later usual step, by more than these differ. If more than a quarter are outliers, and more than one, nobody
-    knows what is usual, and all steps count as usual.
+    An outlier takes more than 1.5 x the median. Warm-up steps are the first steps, at most half of all, that take
+    longer than the longest later usual step; the difference is at least 2 % of the median, and at least the range of
+    the later usual steps. If more than a quarter of the steps, and more than one, are outliers, the usual time is
+    unknown: then all steps count as usual.
     """
     order = sorted(times_s)
     if len(order) < 3:
@@ -509,7 +521,7 @@ def _bare(step: DeviceStep) -> DeviceStep:
 
 
 def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
-    """Return [entries] the number of each execution on every device: by the runtime's ids if all have one."""
+    """Return [entries] the number of each device step's execution, from the runtime's ids if all steps have one."""
     numbers = np.array([step.step for step in steps], np.int64)
     if -1 in runs:
         return numbers
@@ -521,7 +533,7 @@ def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
 
 
 def _seen_everywhere(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Facts) -> np.ndarray:
-    """Return [entries] whether an execution was seen whole on every device that has any."""
+    """Return [entries] whether each device step's execution was seen whole on every device that has executions."""
     devices = np.array([step.device for step in steps], np.int64)
     seen = Counter(numbers.tolist())
     everywhere = [number for number, count in seen.items() if count == len(set(devices.tolist()))]
@@ -535,7 +547,7 @@ def _seen_everywhere(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Fa
 
 
 def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Yield a note on everything in the facts that is not as it should be."""
+    """Yield a note on each problem in the facts."""
     each = max(1, facts.device_steps)
     if facts.graph_s:
         hidden = ""
@@ -568,11 +580,11 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
 
 
 def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Yield a note on processes that are whole steps apart: clocks differ by less, so their steps must differ."""
+    """Yield a note on processes whose times differ by whole steps: clocks agree better, so they traced other steps."""
     clocks = skew.clocks
     if clocks is None or not clocks.from_epoch or not facts.step_s:
         return
-    usual = np.sort(clocks.offset_s)[(clocks.count - 1) // 2]  # It is one process's offset, not a value between two.
+    usual = np.sort(clocks.offset_s)[(clocks.count - 1) // 2]  # The lower median: the offset of one process.
     steps = (clocks.offset_s - usual) / facts.step_s
     shifted = {int(p): round(k) for p, k in zip(clocks.process, steps.tolist()) if round(k) and abs(k - round(k)) < 0.1}
     if shifted:
@@ -639,6 +651,6 @@ def _executions(facts: Facts) -> Iterator[Note]:
 
 
 def some(values: Iterable[int]) -> str:
-    """Return the first of some numbers, as text."""
+    """Return the eight smallest of some numbers, as text."""
     listed = sorted(values)
     return ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")

@@ -1,17 +1,18 @@
-"""Separate waiting for a late peer from moving data, and name the stragglers.
+"""Separate waiting for a late peer from moving data, and find the stragglers.
 
-An instance is one collective in one step, its k-th time, over one group of devices. All members leave it together, so a
-member that spends more time in it than the fastest one has waited. There are two ways to measure how long:
+An instance is the k-th run of one collective in one step, over one group of devices. All members leave it together, so
+a member that spends more time in it than the fastest member has waited. There are two ways to measure the wait:
 
-    clock-free   wait = duration - the shortest duration of any member              (needs no common clock)
-    clocked      wait = from the own start to the last member's start               (one process, or aligned clocks)
+    clock-free   wait = the member's duration - the shortest duration of any member   (needs no common clock)
+    clocked      wait = the last member's start - the member's start                  (one process, or aligned clocks)
 
-If all members but one are slow, clock-free counts their slowness as waiting. Clocked does not, and is used if the
-clocks are good enough. Of an instance that was not seen on every member, neither is known.
+If all members but one transfer slowly, the clock-free way counts their slowness as waiting. The clocked way does not,
+and is used if the clocks are good enough. If a member of an instance was not seen, its waits are unknown.
 
 The ends of collectives align the clocks of several processes: the members leave together, so their end times differ
-only by their clocks. Each process gets the offset with which its ends agree best with all others' (medians, which a few
-late ends do not move). Groups need not span the job, only connect it. The remaining difference is the residual.
+only by their clocks. Each process gets the offset with which its ends agree best with those of the others; medians
+keep a few late ends from moving it. Groups may be smaller than the job if together they connect all processes. The
+difference that remains is the residual.
 """
 
 from __future__ import annotations
@@ -27,32 +28,33 @@ from meshkit.hlo.schedule import Collective
 from meshkit.timeline import DeviceStep
 
 _PERMUTE = "collective-permute"
-_MOST_RESIDUAL = 0.2  # Aligned clocks may be wrong by this share of the median wait.
-_LEAST_RESIDUAL = 0.01  # They may be wrong by this share of a collective's median duration if nobody waits.
+_MOST_RESIDUAL = 0.2  # The residual of good clocks is at most this share of the median wait, ...
+_LEAST_RESIDUAL = 0.01  # ... or at most this share of the median duration of a collective.
 _PASSES = 12
-_DRIFT_AFTER_S = 10.0  # Over a shorter trace, two crystals drift less than a collective's ends scatter.
+_DRIFT_AFTER_S = 10.0  # In a shorter trace, clock drift is smaller than the scatter of a collective's ends.
 
 
 class Instances:
-    """The communication of every device step in order: the collective, its k-th time, start and end."""
+    """A table of the communication spans of all device steps: collective, occurrence k, start and end."""
 
     def __init__(self) -> None:
-        self.clock_ns: dict[int, int | None] = {}  # Process -> time at which its clock reads zero.
+        self.clock_ns: dict[int, int | None] = {}  # Process -> time since the epoch at which its clock is zero.
         self.process: list[int] = []  # The process of each device step.
         self._columns: list[tuple[np.ndarray, ...]] = []
         self._bounds = [0]
 
     def begin(self, process: int, clock_ns: int | None) -> float:
-        """Begin a process of the job, and return its clock's zero in seconds after the first's; 0 if unknown."""
+        """Begin a process; return the seconds from the zero of the first process's clock to its own; 0 if unknown."""
         self.clock_ns[process] = clock_ns
         first = next(iter(self.clock_ns.values()))
         return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
 
     def add(self, step: DeviceStep, own: np.ndarray, starts_at_s: float) -> None:
-        """Add the communication of the next device step, of the process that was begun last.
+        """Add the communication of the next device step, in the process that was begun last.
 
         Args:
-            own: [m] whether a communication span began in this step, and not in the one before.
+            own: [m] whether each communication span began in this step, and not in the previous step.
+            starts_at_s: start of the step after the zero of the first process's clock.
         """
         start, end = step.communication[:, 0], step.communication[:, 1]
         inside = np.clip(end, *step.window) - np.clip(start, *step.window)
@@ -64,7 +66,10 @@ class Instances:
         self.process.append(next(reversed(self.clock_ns)))
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """Entry, collective, occurrence (-1: none), start_s, end_s, and seconds inside the step's window."""
+        """Return columns: entry (index of the device step), collective, occurrence, start_s, end_s, seconds in step.
+
+        The occurrence is -1 for a span that has no collective, or that began in the previous step.
+        """
         if not self._columns:
             return tuple(np.zeros(0, t) for t in (np.int32, np.int32, np.int32, float, float, float))
         if len(self._columns) > 1:
@@ -78,18 +83,18 @@ class Instances:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A device that others waited for; seconds are sums over all steps."""
+    """The waits that a device caused, and its own; seconds are sums over all steps."""
 
     device: int
     process: int
     caused_wait_s: float
-    """Seconds that the other members of its groups waited for it, all added up."""
+    """Seconds that other devices waited for this device, as a sum over these devices."""
     waited_s: float
-    """Seconds that it waited itself."""
+    """Seconds that this device waited."""
     last_share: float
-    """Share of its instances in which it arrived last."""
+    """Share of its instances in which this device arrived last and others waited."""
     delay_s: float
-    """Seconds that each of the others waited for it, as a mean over the members of each group."""
+    """Seconds that other devices waited for this device, as a mean over the other members of each instance."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +102,18 @@ class Skew:
     """Wait and transfer of every instance whose members were all seen."""
 
     method: str | None = None
-    """How waits were measured, `clocked` or `clock_free`; None if nothing is known."""
+    """How waits were measured, `clocked` or `clock_free`; None if no wait is known."""
     clocks: Clocks | None = None
     instances: int = 0
     median_wait_s: float | None = None
-    """Median over the instances' members that waited, clock-free."""
+    """Median of the clock-free waits above zero."""
     wait_clock_free_s: float | None = None
-    """Sum of all waits."""
+    """Sum of all clock-free waits."""
     wait_clocked_s: float | None = None
+    """Sum of all clocked waits."""
     stragglers: tuple[Straggler, ...] = ()
     transfers: Sequence[np.ndarray] = ()
-    """[m] transfer seconds of each communication span of every device step, NaN if unknown; empty if all are."""
+    """For each device step, [m] transfer seconds of its communication spans, NaN if unknown; empty without waits."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,9 @@ class _Judged:
     """Rows of the instance table that form whole instances."""
 
     row: np.ndarray
-    """[n] rows of the table."""
+    """[n] indices of rows in the table."""
     instance: np.ndarray
-    """[n] instance of each row."""
+    """[n] number of each row's instance, from 0."""
     count: int
 
 
@@ -129,12 +135,13 @@ def measure_skew(
     numbers: np.ndarray,
     keep: np.ndarray,
 ) -> Skew:
-    """Return the wait and transfer of all device steps; without a `method` if no instance was seen on all members.
+    """Return the wait and transfer of all device steps; `method` is None if no instance was seen on all members.
 
     Args:
-        groups: collective's name -> [groups, members] device ids, or [pairs, 2] of a collective-permute.
-        numbers: [entries] execution of each.
-        keep: [entries] whether each takes part.
+        groups: collective's name -> [groups, members] device ids, or [pairs, 2] for a collective-permute.
+        steps: the device steps, which are the entries of `instances`.
+        numbers: [entries] number of the execution of each device step.
+        keep: [entries] whether to use each device step.
     """
     waits = instance_waits(instances, collectives, groups, [step.device for step in steps], numbers, keep)
     if waits is None:
@@ -161,33 +168,33 @@ def measure_skew(
 
 @dataclass(frozen=True)
 class InstanceWaits:
-    """The waits of each row of the instance table; NaN if it belongs to no whole instance."""
+    """The waits of each row of the instance table; NaN for rows that belong to no whole instance."""
 
     judged: _Judged
     permutes: list[tuple[np.ndarray, np.ndarray]]
-    """Rows of each collective-permute, and the set of neighbours of each."""
+    """For each collective-permute: rows of devices with their neighbours, and the number of each row's set."""
     device: np.ndarray
-    """[rows] global id."""
+    """[rows] global device id."""
     process: np.ndarray
     duration_s: np.ndarray
-    """[rows] end less start."""
+    """[rows] end - start."""
     free_s: np.ndarray
-    """[rows] clock-free wait: the row's duration less the shortest of the instance."""
+    """[rows] clock-free wait: the row's duration - the shortest duration in the instance."""
     clocked_s: np.ndarray
-    """[rows] time until the last member began; at most the row's duration."""
+    """[rows] clocked wait: time until the last member's start, at most the row's duration."""
     start_s: np.ndarray
     """[rows] start on the aligned clocks."""
     clocks: Clocks | None
 
     @cached_property
     def median_s(self) -> float:
-        """The median wait of the rows that waited, clock-free."""
+        """The median of the clock-free waits above zero; 0 without any."""
         waits = self.free_s[self.free_s > 0]
         return float(np.median(waits)) if len(waits) else 0.0
 
     @cached_property
     def method(self) -> str:
-        """The better way to measure: `clocked` if the clocks are aligned well enough, else `clock_free`."""
+        """The way to measure waits: `clocked` if the clocks are aligned well enough, else `clock_free`."""
         durations = self.duration_s[~np.isnan(self.free_s)]
         usual_s = float(np.median(durations)) if len(durations) else 0.0
         most = max(_MOST_RESIDUAL * self.median_s, _LEAST_RESIDUAL * usual_s)
@@ -196,12 +203,12 @@ class InstanceWaits:
 
     @property
     def wait_s(self) -> np.ndarray:
-        """[n] waits by that method."""
+        """[rows] waits by `method`."""
         return self.clocked_s if self.method == "clocked" else self.free_s
 
     @property
     def early(self) -> np.ndarray:
-        """[n] values that are larger, the earlier a row's device came."""
+        """[rows] values to compare devices in an instance: a larger value means an earlier arrival."""
         return -self.start_s if self.method == "clocked" else self.duration_s
 
 
@@ -213,13 +220,13 @@ def instance_waits(
     numbers: np.ndarray,
     keep: np.ndarray,
 ) -> InstanceWaits | None:
-    """Return the waits of every device in every instance; None without any.
+    """Return the waits of every device in every instance; None without communication or groups.
 
     Args:
         instances, collectives, groups: as in `measure_skew`.
-        devices: [entries] global id of the device of each device step.
-        numbers: [entries] execution of each.
-        keep: [entries] whether each takes part; the rows of others stay NaN.
+        devices: [entries] global device id of each device step.
+        numbers: [entries] number of the execution of each device step.
+        keep: [entries] whether to use each device step; waits of the others are NaN.
     """
     entry, collective, occurrence, start, end, _ = instances.columns()
     if not len(entry) or not groups:
@@ -238,7 +245,7 @@ def instance_waits(
         n = int(peers.max(initial=-1)) + 1
         shortest = _extreme(np.minimum, duration[rows], peers, n, np.inf)
         last = _extreme(np.maximum, start[rows], peers, n, -np.inf)
-        # An instance of a permute is a device with its neighbours: each device has its own, and is its first member.
+        # In a permute, each device has an instance of its own: the device, as the first member, and its neighbours.
         own = _first_of_each(peers, n) if rows is not judged.row else np.arange(len(rows))
         mine, which = rows[own], peers[own]
         free[mine] = np.maximum(0.0, duration[mine] - shortest[which])
@@ -247,7 +254,7 @@ def instance_waits(
 
 
 def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return [m] how many spans of the same collective began earlier in this step."""
+    """Return [m] the number of spans of the same collective that began earlier in this step."""
     order = np.lexsort((start, collective, ~own))
     sorted_ = collective[order]
     first = np.r_[True, sorted_[1:] != sorted_[:-1]] if len(order) else np.zeros(0, bool)
@@ -260,7 +267,7 @@ def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> n
 def _group(
     collectives: Sequence[Collective], groups: Mapping[str, np.ndarray], collective, device, step, occurrence, usable
 ) -> tuple[_Judged, list[tuple[np.ndarray, np.ndarray]]]:
-    """Return the rows by instance; and of each collective-permute the rows by device, with its neighbours."""
+    """Return the rows of whole instances; and for each collective-permute, the rows and sets from `_neighbours`."""
     rows: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     permutes: list[tuple[np.ndarray, np.ndarray]] = []
@@ -276,7 +283,7 @@ def _group(
             continue
         group = _group_of(members, device[mine])
         mine, group = mine[group >= 0], group[group >= 0]
-        # If a member lost an event, its k-th time is another's k+1-th: no instance of that step can be matched.
+        # If a member lost an event, its k-th run is the others' (k+1)-th: no instance of that step can be matched.
         whole = _complete(step[mine] * len(members) + group, device[mine], occurrence[mine], members.shape[1])
         mine, group = mine[whole], group[whole]
         _, number, size = np.unique(moment[mine] * len(members) + group, return_inverse=True, return_counts=True)
@@ -291,9 +298,12 @@ def _group(
 
 
 def _complete(where: np.ndarray, device: np.ndarray, occurrence: np.ndarray, members: int) -> np.ndarray:
-    """Return [n] whether the devices of a step's group (number `where`) all ran a collective equally often.
+    """Return [n] whether all devices of a row's group ran a collective equally often in its step.
 
-    A group has so many members; with 0, each device is compared with the others.
+    Args:
+        where: [n] number of each row's step and group.
+        members: number of devices of a group. With 0 (a permute), the result is instead whether the row's device ran
+            the collective as often as the device that ran it most.
     """
     if not len(where):
         return np.zeros(0, bool)
@@ -321,9 +331,9 @@ def _group_of(members: np.ndarray, device: np.ndarray) -> np.ndarray:
 
 
 def _neighbours(pairs: np.ndarray, device, moment, rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of each device of a permute and of its partners, and a number for each such set.
+    """Return the rows of each device of a permute together with its neighbours' rows, and the number of each row's set.
 
-    A device's own row is first in its set. A set with a neighbour that was not seen is left out.
+    A device's own row is the first of its set. A set is left out if a neighbour was not seen.
     """
     if not len(rows):
         return rows, rows
@@ -359,13 +369,13 @@ def _extreme(ufunc, values: np.ndarray, number: np.ndarray, n: int, start: float
 def stragglers(
     instance: np.ndarray, device: np.ndarray, process: np.ndarray, wait_s: np.ndarray, early: np.ndarray
 ) -> tuple[Straggler, ...]:
-    """Return the devices by the waits that they cause: each instance's waits count for the member that came last.
+    """Return all devices, sorted by the waits that they caused; the last member of an instance causes all its waits.
 
     Args:
-        instance: [n] number of the instance, with no number left out.
-        device, process: [n] of each row.
+        instance: [n] number of each row's instance, from 0 without gaps.
+        device, process: [n] device and process of each row.
         wait_s: [n] wait of each row.
-        early: [n] values that are larger, the earlier a row came.
+        early: [n] values to compare rows of an instance: a larger value means an earlier arrival.
     """
     if not len(instance):
         return ()
@@ -393,33 +403,35 @@ class Clocks:
     process: np.ndarray
     """[p] numbers of the processes."""
     offset_s: np.ndarray
-    """[p] seconds by which each clock is ahead of the first one that it is connected with."""
+    """[p] seconds by which each clock is ahead of the first process's clock (see `connected`)."""
     drift: np.ndarray
     """[p] seconds per second by which each clock runs fast; zeros in a short trace."""
     middle_s: float
-    """The time at which the offset holds exactly."""
+    """The time for which `offset_s` is exact."""
     residual_s: float | None
     """Median over instances of (last - first) of the aligned ends; None without common instances."""
     connected: bool
+    """Whether common instances connect all processes; if not, offsets are comparable only within a connected part."""
     from_epoch: bool = False
-    """Whether each trace tells when it began, so that offsets are those of the machines."""
+    """Whether each trace has its start since the epoch, so that offsets are those of the machines' clocks."""
 
     @property
     def count(self) -> int:
         return len(self.process)
 
     def ahead_s(self, process: np.ndarray, at_s: np.ndarray) -> np.ndarray:
-        """Return [n] seconds to subtract from times `at_s` on the clocks of some processes; 0 without collectives."""
+        """Return [n] seconds to subtract from times `at_s` on the processes' clocks; 0 if a process has no instance."""
         i = np.minimum(np.searchsorted(self.process, process), len(self.process) - 1)
         ahead = self.offset_s[i] + self.drift[i] * (at_s - self.offset_s[i] - self.middle_s)
         return np.where(self.process[i] == process, ahead, 0.0)
 
 
 def align(instance: np.ndarray, process: np.ndarray, end_s: np.ndarray) -> Clocks | None:
-    """Return the clocks of all processes with ends of instances; None for a single process.
+    """Return the aligned clocks of all processes that have instances; None for a single process.
 
     Args:
-        instance, process, end_s: [n] of each end, on the clock of its process.
+        instance, process: [n] the instance and the process of each row.
+        end_s: [n] end of each row, on the clock of its process.
     """
     known, at = np.unique(process, return_inverse=True)
     if len(known) < 2:
@@ -436,7 +448,7 @@ def align(instance: np.ndarray, process: np.ndarray, end_s: np.ndarray) -> Clock
 
 
 def _ends(instance, process, end_s, processes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return one end for each process of an instance (the mean of its devices'), if several processes share it."""
+    """Return (instance, process, mean end of the process's devices) for instances that several processes share."""
     key, number, size = np.unique(instance * processes + process, return_inverse=True, return_counts=True)
     end = np.bincount(number, weights=end_s) / size
     inst, proc = key // processes, key % processes
@@ -446,7 +458,10 @@ def _ends(instance, process, end_s, processes: int) -> tuple[np.ndarray, np.ndar
 
 
 def _along_tree(inst, proc, end, processes: int) -> tuple[np.ndarray, bool]:
-    """Return first offsets: from process to process, the median difference of their common ends."""
+    """Return first offsets, and whether all processes are connected.
+
+    The offset between two processes is the median difference of their common ends. Offsets are added up along a tree.
+    """
     first = np.r_[True, np.diff(inst) > 0] if len(inst) else np.zeros(0, bool)
     hub = np.flatnonzero(first)[inst] if len(inst) else np.zeros(0, np.int64)
     pair, difference = proc[hub] * processes + proc, end - end[hub]
@@ -472,7 +487,7 @@ def _along_tree(inst, proc, end, processes: int) -> tuple[np.ndarray, bool]:
 
 
 def _correction(inst, proc, end, processes: int) -> np.ndarray:
-    """Return [processes] median of how far each one's ends lie behind the mean end of their instances."""
+    """Return [processes] the median difference between a process's ends and the mean ends of their instances."""
     if not len(inst):
         return np.zeros(processes)
     mean = np.bincount(inst, weights=end) / np.bincount(inst)
@@ -480,7 +495,7 @@ def _correction(inst, proc, end, processes: int) -> np.ndarray:
 
 
 def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
-    """Return [n] the median of the values of each number; 0 for none."""
+    """Return [n] the median of the values with each number; 0 if there are none."""
     order = np.lexsort((values, number))
     count = np.bincount(number, minlength=n)
     begin = np.cumsum(count) - count
@@ -491,7 +506,7 @@ def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
 
 
 def _drift(inst, proc, end, processes: int) -> tuple[np.ndarray, float]:
-    """Return [processes] the rate of each clock, by a line through its ends, and their middle."""
+    """Return [processes] the drift of each clock, as the slope of a line through its ends, and the mean of all ends."""
     drift, middle = np.zeros(processes), float(end.mean()) if len(end) else 0.0
     if not len(end) or np.ptp(end) < _DRIFT_AFTER_S:
         return drift, middle

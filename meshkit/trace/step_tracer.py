@@ -1,6 +1,6 @@
-"""Trace one step of a running job into the folder of a reader process, which reads it while the job goes on.
+"""Trace one step of a running job into the folder of a reader process, which reads the trace while the job continues.
 
-    start -> the step -> stop -> a request with `traces` -> the answer of the reader process -> forget
+    start -> the step runs -> stop -> ask, with the path `traces` -> the reader process answers -> forget
 
 The loop waits only for the profiler to start and stop, never for the trace to be read.
 """
@@ -21,11 +21,11 @@ from meshkit.trace.capture import start_trace
 
 
 class StepTracer:
-    """Traces single steps, and asks a reader process about them.
+    """Traces single steps, and sends requests about them to a reader process.
 
     Args:
-        module: module of the reader process, which calls `meshkit.children.serve`.
-        programs: whether the traces contain the programs that run.
+        module: name of the module that the reader process runs; the module calls `meshkit.children.serve`.
+        programs: whether the traces contain the HLO of the traced programs.
     """
 
     cpu_s: float = 0.0
@@ -38,19 +38,19 @@ class StepTracer:
 
     @property
     def folder(self) -> Path:
-        """The folder of the reader process, for files that it reads; it exists once a step was traced."""
+        """The folder of the reader process, for its input files; it exists after the first call of `start`."""
         assert self._child is not None
         return self._child.folder
 
     @property
     def traces(self) -> Path:
-        """The trace of the step that was traced last, until `forget`."""
+        """The folder with the trace of the last traced step; `forget` removes it."""
         return self.folder / "plugins"
 
     def start(self) -> bool:
-        """Start the trace of a step; return whether its reader process is a new one.
+        """Start the trace of a step; return whether this call started a new reader process.
 
-        The process ends with the thread that calls this first.
+        The reader process ends when the thread that started it ends.
 
         Raises:
             Exception: the profiler or the process does not start, for instance because another profiler runs.
@@ -59,7 +59,7 @@ class StepTracer:
         if new:
             self._end()
             self._child = Child(self._module, {**os.environ, "OMP_NUM_THREADS": "1"})
-        self.tracing = True  # It is set first, so that an interrupt in between finds it.
+        self.tracing = True  # It is set before the trace starts, so that `stop` works after an interrupt in between.
         try:
             start_trace(self.folder, programs=self._programs)
         except Exception:
@@ -78,7 +78,7 @@ class StepTracer:
             jax.profiler.stop_trace()
 
     def ask(self, request: Any) -> Any:
-        """Return the answer to a request.
+        """Return the reader process's answer to a request.
 
         Raises:
             TraceError: the process could not answer, or has ended.

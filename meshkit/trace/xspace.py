@@ -2,9 +2,9 @@
 
     file -> planes -> lines, names, stats;  a line's events -> columns, when requested
 
-Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events, so the beginnings of
-events are found from many places of a line at once, and their fields and stats are decoded side by side. Events whose
-fields have an order that no writer uses are decoded one by one, so that any valid file reads right.
+Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events, so numpy finds the
+beginnings of events from many places of a line at once, and decodes the fields and stats of many events at once. Events
+whose fields are in an unusual order are decoded one by one, so that any valid file gives the right result.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENT = 2, 3, 4
 _EVENT_METADATA, _EVENT_OFFSET_PS, _EVENT_DURATION_PS, _EVENT_STAT = 1, 2, 3, 4
 _STAT_METADATA, _STAT_DOUBLE, _STAT_STRING, _STAT_BYTES, _STAT_REF = 1, 2, 5, 6, 7
 _METADATA_STAT = 5
-_PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)` is a module and the runtime's id of the program.
+_PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # In `jit_f(12)`, 12 is the runtime's id of the program.
 _EVENT_TAG = _LINE_EVENT << 3 | 2
-CHUNK = 1 << 14  # Events decoded at a time: the temporaries stay in the cache, and memory is bounded.
-# An event begins with its length, id and time; a stat in it begins in another way.
+CHUNK = 1 << 14  # Number of events decoded at a time, so that temporary arrays stay in the CPU's cache.
+# The bytes at the beginning of an event: tag, length, id, and the tag of its time. A stat has other bytes.
 _EVENT = re.compile(rb"\x22(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])\x08[\x80-\xff]{0,3}[\x00-\x7f]\x10")
-STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # A longer line is entered at many places.
+STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # See `event_starts`.
 NO_VALUE = np.iinfo(np.int64).min  # The value of a stat that an event does not have.
 _NOTHING = np.zeros(0, np.int64)
-# Limits of a file and of a plane, each of which takes more memory than an event of a file.
+# The most planes of a file and lines of a plane; each takes far more memory than an event.
 _MOST_PLANES, _MOST_LINES = 10_000, 100_000
 
 
@@ -45,12 +45,13 @@ class Line:
     name: str
     """`Stream #...` for a GPU's stream."""
     timestamp_ns: int
-    """Time since the profile began; some writers count from the epoch."""
+    """Time since the profile began, or from some writers, since the epoch."""
     span: tuple[int, int]
+    """(start, end) of its bytes in the file."""
 
 
 class Names:
-    """The names behind ids: a metadata map of a plane, whose entries `{key, value {id, name}}` are at `spans`."""
+    """The names of ids in a plane, from one of its metadata maps; `spans` are its entries `{key, value {id, name}}`."""
 
     def __init__(self, buffer: Buffer, spans: Sequence[tuple[int, int]]):
         self.names: dict[int, str] = {}
@@ -64,11 +65,11 @@ class Names:
             self.names.update([_read_named(buffer, *spans[i])])
 
     def get(self, id_: int) -> str:
-        """Return the name of an id; empty for one that the plane does not name."""
+        """Return the name of an id; "" if the plane has none."""
         return self.names.get(id_, "")
 
     def ids(self, *, of: Sequence[str] = (), beginning: str = "") -> dict[int, str]:
-        """Return the ids of some names, or of all names with a prefix."""
+        """Return id -> name for the names in `of`, or for all names that begin with `beginning`."""
         if (of, beginning) not in self._found:
             some = {i: n for i, n in self.names.items() if n in of or (beginning and n.startswith(beginning))}
             self._found[of, beginning] = some
@@ -77,7 +78,7 @@ class Names:
 
 @dataclass
 class Plane:
-    """One plane: its lines, and the names behind ids in its events."""
+    """One plane: its lines, and the names of the ids in its events."""
 
     name: str
     lines: list[Line]
@@ -86,11 +87,11 @@ class Plane:
     stats: dict[str, int | float | str]
     span: tuple[int, int] = (0, 0)
     strings: list[str] = field(default_factory=list)
-    """The texts that `intern` gave an id, in order."""
+    """The texts with ids from `intern`, in order."""
     _interned: dict[str, int] = field(default_factory=dict)
 
     def text(self, value: int) -> str:
-        """Return the text behind a string stat's value; empty for none, the number itself for a number."""
+        """Return the text for a stat's value in `Events.stats`: "" for `NO_VALUE`, the digits for a plain number."""
         if value >= 0:
             return self.stat_names.get(value) or str(value)
         if value == NO_VALUE:
@@ -98,12 +99,12 @@ class Plane:
         return self.strings[-value - 2] if -value - 2 < len(self.strings) else str(value)
 
     def texts(self, values: Iterable[int]) -> dict[int, str]:
-        """Return the texts behind some string stats' values, see `text`."""
+        """Return value -> its `text`, for some values."""
         names = self.stat_names.names
         return {value: names.get(value) or self.text(value) for value in values}
 
     def intern(self, text: str) -> int:
-        """Return an id for `text`, below -1, if an event carries its string itself."""
+        """Return an id below -1 for a text that an event has as a string of its own."""
         if text not in self._interned:
             self._interned[text] = -2 - len(self.strings)
             self.strings.append(text)
@@ -117,10 +118,10 @@ class Events:
     metadata: np.ndarray
     """[n] ids into the plane's `event_names`."""
     offset_ps: np.ndarray
-    """[n] times from the line's timestamp."""
+    """[n] starts, since the line's timestamp."""
     duration_ps: np.ndarray
     stats: dict[str, np.ndarray]
-    """Wanted stat -> [n] values; `NO_VALUE` if the event has none. Strings are ids for `Plane.text`."""
+    """Wanted stat -> [n] values; `NO_VALUE` if the event has none. `Plane.text` gives the text of a value."""
 
     def rows(self, rows: np.ndarray) -> Events:
         stats = {name: values[rows] for name, values in self.stats.items()}
@@ -128,7 +129,7 @@ class Events:
 
     @classmethod
     def joined(cls, parts: list[Events], wanted: Sequence[str]) -> Events:
-        """Return all events of some parts, which are taken out of the list; each part has the stats `wanted`."""
+        """Return all events of some parts, each with the stats `wanted`; the list `parts` is emptied."""
         columns = [(p.metadata, p.offset_ps, p.duration_ps, *(p.stats[name] for name in wanted)) for p in parts]
         parts.clear()
         metadata, offset_ps, duration_ps, *stats = concatenated(columns, 3 + len(wanted))
@@ -136,9 +137,9 @@ class Events:
 
 
 def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.ndarray]:
-    """Return `count` columns, [sum of n] each, with the parts one after the other; a constant one is a read-only view.
+    """Return `count` columns, [sum of n] each: the parts one after the other. A constant column is a read-only view.
 
-    The parts are taken out of the list a column at a time, so that they are never all in memory twice.
+    The list `parts` is emptied, and columns are freed one by one, so that not all are in memory twice.
     """
     columns = [list(part) for part in parts]
     parts.clear()
@@ -156,17 +157,17 @@ def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.nda
 
 @dataclass
 class XSpace:
-    """One file: its planes in order, and the profiler's messages about itself."""
+    """One file: its planes in order, and the profiler's errors and warnings."""
 
     buffer: Buffer
     planes: list[Plane] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
     def events(self, plane: Plane, line: Line, wanted: Sequence[str]) -> Iterator[Events]:
-        """Yield the events of a line in pieces, with the stats of some names; a line can be read once.
+        """Yield the events of a line in pieces; a line can be read only once, since its memory is freed.
 
         Args:
-            wanted: names of stats, each a column [n] of int64; no other stat is kept.
+            wanted: names of the stats to keep, each as a column [n] of int64.
 
         Raises:
             TraceError: the line is damaged.
@@ -184,7 +185,7 @@ class XSpace:
         """Return (module, the runtime's id) -> serialized `HloProto` of the programs in the file.
 
         Raises:
-            TraceError: the plane of the programs is damaged.
+            TraceError: the plane with the programs is damaged.
         """
         found: dict[tuple[str, int], bytes] = {}
         try:
@@ -220,11 +221,11 @@ _JSON = (
 )
 _ARCHIVE = ("an archive, as nsys-jax writes it", "unpacking it; meshkit profile FOLDER reads what is in it")
 _NSYS = ("a report of Nsight Systems", "nsys export --type sqlite REPORT.nsys-rep; meshkit profile reads its SQLite")
-_LONGEST_SPACE = 64  # Spaces before the brace of JSON.
+_LONGEST_SPACE = 64  # The most white space before the first brace of a JSON file.
 
 
 def read_xspace(path: str | Path) -> XSpace:
-    """Read the outline of a file: planes, lines and names; events are decoded when asked for.
+    """Read the planes, lines and names of a file; events are decoded on request.
 
     Raises:
         TraceError: the file cannot be read, or is not an XSpace.
@@ -262,13 +263,13 @@ def read_xspace(path: str | Path) -> XSpace:
 
 
 def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
-    """Return the lines, names and stats of a plane; an inlined loop walks the names, which are most of a plane."""
+    """Return the lines, names and stats of a plane; most fields are names, so the loop handles them without calls."""
     name, lines = "", []
     spans: dict[int, list[tuple[int, int]]] = {_PLANE_EVENT_METADATA: [], _PLANE_STAT_METADATA: [], _PLANE_STAT: []}
     data, at = buffer.data, start
     while at < end:
         key, length = data[at], data[at + 1]
-        if key in _SHORT and length < 0x80 and at + 2 + length <= end:  # It is a name.
+        if key in _SHORT and length < 0x80 and at + 2 + length <= end:  # The field is a short name.
             spans[key >> 3].append((at + 2, at + 2 + length))
             at += 2 + length
             continue
@@ -293,7 +294,7 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
 
 
 def _read_line(buffer: Buffer, start: int, end: int) -> Line:
-    """Return the name and time of a line; writers put both before its events, else they are looked for behind them."""
+    """Return the name and time of a line; writers put both first, so the search ends at the first event after a name."""
     line = Line("", 0, (start, end))
     for number, value in buffer.fields(start, end):
         if number == _LINE_NAME:
@@ -310,7 +311,7 @@ def _signed(number: int) -> int:
 
 
 def _entries(buffer: Buffer, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return [n] key, position and length of the name, and whether the entry has the fields in this order."""
+    """Return [n] key, position of the name, its length, and whether the entry has its fields in the usual order."""
     data = buffer.bytes
     key, length = buffer.varints(begin + 1)
     plain = (data[begin] == 0x08) & (length > 0)
@@ -329,14 +330,14 @@ def _read_named(buffer: Buffer, start: int, end: int) -> tuple[int, str]:
     for number, value in buffer.fields(start, end):
         if number == 1 and isinstance(value, int):
             key = value
-        elif number == 2:  # Its field 2 is the name; the stats behind it can be long, and are not read.
+        elif number == 2:  # Field 2 of the value is the name; the stats after it can be long, and are not read.
             named = (buffer.text(*span_of(v)) for field, v in buffer.fields(*span_of(value)) if field == 2)
             name = next(named, "")
     return key, name
 
 
 def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | float | str]:
-    """Return the id of a stat's name (-1: none), the field of its value (0: none), and the value."""
+    """Return the id of a stat's name (-1: none), the number of the field with its value (0: none), and the value."""
     id_, kind, found = -1, 0, 0
     for number, value in buffer.fields(start, end):
         if number == _STAT_METADATA and isinstance(value, int):
@@ -366,10 +367,12 @@ def event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarr
 
 
 def event_starts(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
-    """Return the beginnings of some events from `start` on, and of the next; none if this method finds none.
+    """Return the beginnings of some events from `start` on, and the position after these events.
 
-    A line is entered at many places that look like an event; from each, the events are followed to the next place. All
-    events before the first place that was not met are right, since their chain of lengths began at `start`.
+    A line is entered at places, `_LANE_BYTES` apart, that look like the beginning of an event. From all places at once,
+    each event's length leads to the next event, up to the next place. Where the events from one place end exactly at
+    the next place, that place is an event too. So all events before the first place that is missed are right, since the
+    chain begins at `start`. There are none if the line is too short, with fewer than `_FEWEST_LANES` places.
     """
     end = min(end, start + STRETCH_BYTES)
     places = (_EVENT.search(buffer.data, at, min(at + 512, end)) for at in range(start + _LANE_BYTES, end, _LANE_BYTES))
@@ -393,7 +396,7 @@ def event_starts(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]
 
 
 def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
-    """Return the beginnings of some events from `start` on, and the position behind them."""
+    """Return the beginnings of some events from `start` on, and the position after these events."""
     begins: list[int] = []
     data, varint = buffer.data, buffer.varint
     while start < end and data[start] == _EVENT_TAG and len(begins) < CHUNK:
@@ -408,7 +411,7 @@ def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """Return the length before each message, read backwards: only its last byte and the tag are below 128."""
+    """Return the length before each message, read backwards: only its last byte, and the tag before it, are below 128."""
     length = data[begin - 1].astype(np.int64)
     more = data[begin - 2] > 0x7F
     if more.any():
@@ -421,11 +424,11 @@ def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
 
 
 class _Decoder:
-    """Decodes a chunk of events: all at once if they have the form that writers use, else one by one."""
+    """Decodes a chunk of events at once, except for odd events (of an unusual form), which are decoded one by one."""
 
     def __init__(self, buffer: Buffer, plane: Plane, slots: dict[int, int], wanted: Sequence[str]):
         self.buffer, self.plane, self.slots, self.wanted = buffer, plane, slots, wanted
-        # A stat's id has a slot: any id of one byte, and the last slot for those beyond the highest.
+        # Stat id -> index in `wanted`, or -1. Ids of one byte always have an entry; all ids beyond share the last one.
         self.slot_of = np.full(max(0x80, max(slots, default=0) + 2), -1, np.int8)
         for id_, slot in slots.items():
             if 0 <= id_ < len(self.slot_of):
@@ -450,20 +453,20 @@ class _Decoder:
         return events
 
     def _optional(self, at: np.ndarray, end: np.ndarray, tag: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a varint field that may be absent, and the position behind it; mark values beyond 8 bytes as odd."""
+        """Return a varint field that may be absent, and the position after it; mark values beyond 8 bytes as odd."""
         value, length = self.buffer.varints(at + 1)
         present = (self.buffer.bytes[at] == tag) & (at < end)
         self.odd |= present & (length == 0)
         return np.where(present, value, 0), np.where(present, at + 1 + length, at)
 
     def _stats(self, at: np.ndarray, end: np.ndarray) -> None:
-        """Walk the stats of all events side by side: the first of each, the second, ..."""
+        """Read the stats of all events at once: first the first stat of each event, then the second, ..."""
         event = np.flatnonzero((at < end) & ~self.odd)
         at, end = at[event], end[event]
         while len(event):
             word = self.buffer.words[at]
             low = word.astype(np.uint32)
-            # These are the tag of a stat, its length below 128, and the tag of its metadata id.
+            # The form that writers use: the tag of a stat, its length below 128, and the tag of its metadata id.
             plain = (low & 0xFF80FF) == (_EVENT_STAT << 3 | 2) | (_STAT_METADATA << 3) << 16
             if not plain.all():
                 self.odd[event[~plain]] = True
@@ -489,7 +492,7 @@ class _Decoder:
                 event, at, end = event[more], at[more], end[more]
 
     def _values(self, event: np.ndarray, slot: np.ndarray, at: np.ndarray, end: np.ndarray, rest: np.ndarray) -> None:
-        """Read whole numbers and references, whose first bytes are in `rest`; decode other values one by one."""
+        """Read values that are whole numbers or references (`rest` has their first bytes); mark other events as odd."""
         tag, number = rest & 0xFF, (rest >> 8) & 0xFFFFFF
         whole = ((tag == 3 << 3) | (tag == 4 << 3) | (tag == _STAT_REF << 3)) & (at < end)
         short = (~number & 0x808080).all()  # Nearly all numbers have up to three bytes.
