@@ -294,7 +294,7 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
 
 
 def _read_line(buffer: Buffer, start: int, end: int) -> Line:
-    """Return the name and time of a line; writers put both first, so the search ends at the first event after a name."""
+    """Return the name and time of a line; writers put both first, so the search ends at an event after a name."""
     line = Line("", 0, (start, end))
     for number, value in buffer.fields(start, end):
         if number == _LINE_NAME:
@@ -411,7 +411,7 @@ def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """Return the length before each message, read backwards: only its last byte, and the tag before it, are below 128."""
+    """Return the length before each message, read backwards: only its last byte and the tag before it are below 128."""
     length = data[begin - 1].astype(np.int64)
     more = data[begin - 2] > 0x7F
     if more.any():
