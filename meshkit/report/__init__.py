@@ -1,5 +1,5 @@
-"""One report of plan, rehearse and profile: its schema, how it is summed up, its views. Imports no jax.
+"""The report of plan, rehearse and profile: its schema, its computation, its views. Imports no jax.
 
-Enters: a Timeline and what is known of the step. Leaves: report.json, the page, the terminal.
+Enters: a Timeline, and facts about the step. Leaves: report.json, the HTML page, the terminal's text.
 May be imported by the verbs.
 """

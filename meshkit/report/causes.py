@@ -1,10 +1,10 @@
-"""Causes of a slow step, shared by the verdicts of measurements, plans and communication-only reports.
+"""Find causes of a slow step, for the verdicts of measurements, plans and communication-only reports.
 
-report -> a case: a report with what its causes ask of it -> causes -> findings, most seconds first -> verdict
+report -> a case (`ExaminedReport`) -> functions that each look for a cause -> findings, most seconds first -> verdict
 
-The exposed time of a row of communication is divided among its causes: first waiting for peers, then what a faster link
-or fewer messages would save, then the rest. A cause is named only where the data shows it: a plan has no waiting, no
-clocks and no outliers. Those causes are in `verdict.py`.
+The exposed time of a row of communication is divided among its causes: waiting for peers, the time that fewer messages
+would save, the time that a faster link would save, and the rest. A cause is reported only if the data shows it: a plan
+has no waiting, no late devices and no outliers. The causes that only a measurement has are in `verdict.py`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from meshkit.report.schema import (
 )
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
-LEAST, WARNS = 0.005, 0.05  # Shares of the step: a smaller cause is not reported, a larger one is a warning.
-EXPOSED_WARNS = 0.1  # Exposed communication without another fault warns later: some of it is normal.
+LEAST, WARNS = 0.005, 0.05  # Shares of the step from which a cause is reported, and from which it is a warning.
+EXPOSED_WARNS = 0.1  # The same for a warning about exposed communication without another cause: some is normal.
 WAITING = "waiting_for_peers"
-_STEADY = 0.75  # A device that is late in this share of the steps is late all the time.
-_AS_LATE, _MOST_LATE = 0.25, 3  # Devices this close to the latest one are named too, at most so many.
+_STEADY = 0.75  # A device that is late in this share of the steps counts as always late.
+_AS_LATE, _MOST_LATE = 0.25, 3  # Devices with this share of the latest one's delay are named too; at most three.
 _LATE_WORDS = {
     "kernels": "in kernels",
     "clock": "by its clock",
@@ -50,13 +50,12 @@ _LATE_WORDS = {
     "launch_gaps": "idle between kernels",
     "not_known": "not known",
 }
-_SLOW = 1.5  # A collective is slow beyond this multiple of the model's time; the model's own error is smaller.
-# Where a row waits longer than this multiple of its transfer, its rate shows how waits were split off, not how fast the
-# link is.
+_SLOW = 1.5  # A collective is slow if it takes more than this multiple of the model's time, whose error is smaller.
+# If a row waits longer than this multiple of its transfer, its transfer time is too uncertain to judge the link.
 _MOSTLY_WAITS = 4.0
-_SMALL_BYTES, _MANY = 2**20, 8  # Messages below this size are bound by latency; combining pays from so many of them.
+_SMALL_BYTES, _MANY = 2**20, 8  # Latency dominates messages up to this size; combining pays off from this number.
 _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
-# Hints of plans and of measurements.
+# Hints for plans and for measurements.
 _HOST_BUSY = "other processes on its host"
 _LATE_HINTS = {
     "kernels": "its share of the work (padding, experts, repeated tokens), or what autotuning chose in its process",
@@ -69,13 +68,13 @@ _LATE_HINTS = {
     "launch_gaps": _HOST_BUSY,
     "not_known": "its share of the work (padding, experts, stages), what its host does, a capture of more steps",
 }
-_OF_CORES = "what else runs on its cores, or its share of the work"  # Virtual devices share the CPU's cores.
+_OF_CORES = "what else runs on its cores, or its share of the work"  # For virtual CPU devices, which share the cores.
 _FLOATS = re.compile(r"\bb?f\d")  # Matches a float type in an instruction's shapes.
 _SCATTER = "a one-hot matmul in place of the scatter-add, such as an embedding's gradient (openxla/xla#26371, #46225)"
 OVERLAP_MORE = (
     "overlap with micro-batches or layers that need it later, another axis, or a faster link (`meshkit tune`)"
 )
-# The link is memory, so no faster one exists.
+# On virtual CPU devices the link is memory, so there is no faster one.
 OVERLAP_MORE_CPU = "overlap with micro-batches or layers that need it later, or another axis"
 NO_LOOP = (
     "layers without a loop (scan_layers = false in meshkit's models): a loop copies weights, and what train.remat "
@@ -92,33 +91,33 @@ COMBINED = {
 
 @dataclass(frozen=True)
 class Fix:
-    """A change to a replayed step. Collectives are given by their index in the timeline."""
+    """A hypothetical change to a measured step, for a replay. Collectives are indices into the timeline's table."""
 
     hidden: Collection[int] = ()
-    """These collectives run under compute."""
+    """Collectives that compute hides completely."""
     transfer: Mapping[int, float] = field(default_factory=dict)
-    """Each of these collectives takes this multiple of its measured transfer time."""
+    """Collective -> factor on its measured transfer time."""
     evenly: bool = False
-    """No device does more work of its own before a collective than the median device."""
+    """Whether each device has at most the median device's work before each collective."""
 
 
 def rank_findings[C: ExaminedReport](
     case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
 ) -> tuple[FindingPart, ...]:
-    """Return the findings worth a line (LEAST of the step or more), the one that saves the most seconds first."""
+    """Return the findings that cost at least LEAST of the step, most seconds first."""
     every = (found for cause in causes for found in cause(case))
     worth = (f for f in every if (f.seconds or 0.0) >= LEAST * case.time_s)
     return tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
 
 
 class ExaminedReport:
-    """A report with what its causes ask of it; holds nothing about single devices."""
+    """A report with the values that the search for causes needs; subclasses add the source of the report."""
 
-    # The total that waiting is a part of, and the key of the waits.
+    # The name of the total that waiting is a part of, and the key of the waits in a row.
     lost, waited = "exposed communication", "exposed_wait_s"
-    usual, cpu = "", False  # An adjective for the step, and whether its devices are virtual ones.
+    usual, cpu = "", False  # An adjective for the step ("usual "), and whether its devices are virtual CPU devices.
     instructions: Mapping[str, InstructionInfo] = {}
-    """The program's instructions, as far as they are known."""
+    """The known instructions of the program, by name."""
 
     def __init__(self, report: Report, cluster: Cluster | None, collectives: Sequence[Collective] = ()):
         self.report, self.step, self.rows = report, report.step, report.communication
@@ -130,25 +129,25 @@ class ExaminedReport:
         return "device" if self.cpu else "GPU"
 
     def share(self, seconds: float, what: str, *, first: bool) -> str:
-        """Return such as `20.0 % of the step of 1.00 ms is idle.`; only the first sentence gives the step time."""
+        """Return e.g. `20.0 % of the step of 1.00 ms is idle.`; without `first`, the step time is left out."""
         of = f"the {self.usual}step" + (f" of {format_seconds(self.time_s)}" if first else "")
         return f"{format_percent(seconds / self.time_s)} of {of} is {what}."
 
     @cached_property
     def waits_s(self) -> float:
-        """Return the exposed waiting, as far as it is known."""
+        """Return the sum of the known exposed waits."""
         return sum(row.exposed_wait_s or 0.0 for row in self.rows)
 
     @cached_property
     def late_s(self) -> float:
-        """Return how long a device waits on average for the latest one; 0 where waits were measured."""
+        """Return an estimate of a device's mean wait for the latest device; 0 if waits were measured."""
         behind_s = max((late.behind_s for _, late in self.late), default=0.0)
         others = 1 - 1 / max(1, self.report.window.devices)
         return 0.0 if self.waits_s else min(others * behind_s, self.step.exposed_s or 0.0)
 
     @cached_property
     def late(self) -> list[tuple[StragglerPart, LatePart]]:
-        """Return the devices that take longer than the usual one, the latest first; a plan has none."""
+        """Return the devices that take longer than the median device, the latest first; a plan has none."""
         devices = self.report.stragglers.devices if self.report.stragglers else ()
         return sorted(((d, d.late) for d in devices if d.late), key=lambda found: -found[1].behind_s)
 
@@ -158,11 +157,10 @@ class ExaminedReport:
         return {c.name: i for i, c in enumerate(self.collectives)}
 
     def time_with(self, fix: Fix) -> float | None:
-        """Return the seconds of the step after a change; None where there is no measured step to replay."""
+        """Return the seconds of the step with a change; None if there is no measured step to replay."""
         return None
 
     def collectives_of(self, row: CommunicationPart) -> list[Collective]:
-        """Return the collectives of a row."""
         return [self.collectives[i] for i in self.members(row)]
 
     def members(self, row: CommunicationPart) -> list[int]:
@@ -170,7 +168,7 @@ class ExaminedReport:
         return [self.index[op.name] for op in row.ops if op.name in self.index]
 
     def model_s(self, c: Collective, *, count: float = 1.0) -> float | None:
-        """Return the network model's seconds for `count` such collectives sent as one; None without a cluster."""
+        """Return the network model's seconds for `count` such collectives combined into one; None if not modelled."""
         cluster = self.cluster
         if cluster is None or cluster.is_cpu or c.group_size < 2:
             return None
@@ -182,7 +180,7 @@ class ExaminedReport:
 
     @cached_property
     def shares(self) -> dict[int, tuple[float, float, float]]:
-        """Map each row to its exposed transfer seconds: (a faster link saves, combining saves, the rest)."""
+        """Map each row's index to its exposed transfer seconds: (saved by a faster link, saved by combining, rest)."""
         return {i: self._divided(row) for i, row in enumerate(self.rows) if row.exposed_s is not None}
 
     def _divided(self, row: CommunicationPart) -> tuple[float, float, float]:
@@ -205,7 +203,7 @@ class ExaminedReport:
         if row.payload_bytes / row.count > _SMALL_BYTES:
             return 0.0
         whole = self.model_s(ops[0], count=row.payload_bytes / max(1, ops[0].payload_bytes))
-        if whole is None:  # Without a model of the link: one message's latency, and the data at the best rate seen.
+        if whole is None:  # Without a model: the mean time of one message, plus the data at the best rate of any row.
             best = max((r.bus_bandwidth_bytes_per_s or 0.0 for r in self.rows), default=0.0)
             whole = row.transfer_s / row.count + (row.wire_bytes or 0.0) / best if best else row.transfer_s
         return max(0.0, row.transfer_s - whole)
@@ -222,14 +220,14 @@ def finding(
     warns: float = WARNS,
     **more: Any,
 ) -> FindingPart:
-    """Return a finding; it is a warning if it saves enough of the step.
+    """Return a finding; it is a warning if its seconds are at least the share `warns` of the step.
 
     Args:
-        seconds: what the cause costs a step, kept to nine digits. A finding saves at most the difference to `step_s`,
-            because after a fix another collective may wait longer.
+        seconds: cost of the cause per step, rounded to nine digits. The finding has at most `of_s - step_s`, because
+            after a fix another collective may wait longer.
         message: a sentence; its first letter is made a capital.
-        step_s: seconds of the step without the cause; None where unknown.
-        of_s: the step time that `step_s` is compared with; by default the case's own.
+        step_s: seconds of the step without the cause; None if unknown.
+        of_s: seconds of the step with the cause; by default the case's step time.
         warns: share of the step from which the finding is a warning.
         more: `evidence` and `hint` of `FindingPart`.
     """
@@ -239,12 +237,12 @@ def finding(
         step_s = of_s - seconds
     severity = "warning" if seconds >= warns * case.time_s else "note"
     message = message[0].upper() + message[1:]
-    seconds = float(f"{seconds:.9g}")  # Rounding errors of sums would order equal findings.
+    seconds = float(f"{seconds:.9g}")  # Without this, rounding errors would decide the order of equal findings.
     return FindingPart(code=code, severity=severity, message=message, seconds=seconds, step_s=step_s, **more)
 
 
 def waiting(case: ExaminedReport) -> Iterator[FindingPart]:
-    """Find devices that wait for the last one of their group."""
+    """Find the time that devices wait for the last member of their group."""
     seconds = case.waits_s or case.late_s
     if not seconds:
         return
@@ -287,7 +285,11 @@ def waiting(case: ExaminedReport) -> Iterator[FindingPart]:
 
 
 def _behind(late: LatePart, most: int | None = None) -> str:
-    """Return `9.00 ms a step behind the usual one: 8.00 ms by its clock (...), 1.00 ms not known`."""
+    """Return `9.00 ms a step behind the usual one: 8.00 ms by its clock (...), 1.00 ms not known`.
+
+    Args:
+        most: the most causes to list; None for all.
+    """
     said = f"{format_seconds(late.behind_s)} a step behind the usual one"
     if late.late_share < _STEADY:
         said += f", in {format_percent(late.late_share)} of the steps"
@@ -307,11 +309,11 @@ def _behind(late: LatePart, most: int | None = None) -> str:
 
 
 def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
-    """Return what to try for a scatter-add of floats, whose adds to one place are serial; None for other kernels.
+    """Return a hint for a scatter-add of floats, which is slow when many adds go to one place; None for other kernels.
 
     XLA adds bfloat16 by compare-and-swap; jaxlib 0.10.2 to 0.11.0 do so for float32 as well.
 
-    Where `info` is None, the name alone decides.
+    If `info` is None, the name alone decides.
     """
     what = f"{name} {info.source if info else ''}"
     scatters = (
@@ -321,7 +323,7 @@ def scatter_hint(name: str, info: InstructionInfo | None) -> str | None:
 
 
 def slow_link(case: ExaminedReport) -> Iterator[FindingPart]:
-    """Find collectives that move their data more slowly than the model of their links says."""
+    """Find collectives that move their data more slowly than the network model predicts."""
     for i, (seconds, _, _) in case.shares.items():
         row = case.rows[i]
         if not seconds or not row.transfer_s:
@@ -350,7 +352,7 @@ def slow_link(case: ExaminedReport) -> Iterator[FindingPart]:
 
 
 def small_collectives(case: ExaminedReport) -> Iterator[FindingPart]:
-    """Find small messages that would be faster as one."""
+    """Find small messages that would be faster if combined."""
     for i, (_, seconds, _) in case.shares.items():
         row = case.rows[i]
         if not seconds or not row.transfer_s:
@@ -371,7 +373,7 @@ def small_collectives(case: ExaminedReport) -> Iterator[FindingPart]:
 
 
 def recomputes(name: str, info: InstructionInfo | None) -> bool:
-    """Return whether a kernel of the backward pass computes the forward again; without `info`, its name decides."""
+    """Return whether a kernel recomputes the forward pass; if `info` is None, the name alone decides."""
     return bool(_RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)))
 
 
@@ -385,7 +387,7 @@ def describe_row(row: CommunicationPart) -> str:
 
 
 def source_text(row: CommunicationPart) -> str:
-    """Return what caused the row's most exposed operation, as `place_text` writes it."""
+    """Return the place in the model of the row's most exposed operation, as text of `place_text`."""
     return place_text(max(row.ops, key=lambda op: op.exposed_s or 0.0)) if row.ops else ""
 
 
@@ -403,31 +405,31 @@ _HELD = ("parameters", "optimizer", "gradients", "activations", "temporary")
 
 
 class Planned(NamedTuple):
-    """A plan's simulation, program and cluster, which its verdict is made from."""
+    """The simulation, program and cluster of a plan, for its verdict."""
 
     simulation: Simulation
     schedule: Schedule
     instructions: Mapping[str, InstructionInfo]
     cluster: Cluster
     steps: int = 1
-    """Steps that one run of the program makes."""
+    """Training steps per execution of the program."""
 
 
 class Change(NamedTuple):
-    """A change to the experiment that the verdict names."""
+    """A change to the experiment that the verdict recommends."""
 
     said: str
-    """A whole sentence."""
+    """The recommendation, as a whole sentence."""
     mends: str | None = None
-    """Code of the finding that it fixes."""
+    """Code of the finding that the change fixes."""
     hint: str | None = None
 
 
 def add_plan_findings(report: Report, planned: Planned, change: Change | None = None) -> Report:
-    """Return a prediction with its findings and a verdict that says what bounds the step.
+    """Return a prediction with its findings and a verdict on what bounds the step.
 
-    The change becomes the second sentence of the verdict. Where the step has no time or part of the program was not
-    read, there are no findings, and the verdict says at most that the step does not fit.
+    The change is the second sentence of the verdict. If the step has no time, or part of the program has no prediction,
+    there are no findings, and the verdict is at most that the step does not fit.
     """
     memory, time_s = report.memory, report.step.time_s
     said = _too_large(memory) if memory.fits is False else []
@@ -438,7 +440,7 @@ def add_plan_findings(report: Report, planned: Planned, change: Change | None = 
     worst = [case.losses[f.code] for f in findings if f.severity == "warning" and f.code in case.losses][:2]
     named = change.said if change else None
     mended = case.losses.get(change.mends or "") if change else None
-    if change and mended and mended not in worst[:1]:  # The change fixes a cause that is not the first: say which.
+    if change and mended and mended not in worst[:1]:  # If the change fixes another cause than the first, name it.
         worst = [loss for loss in worst if loss is not mended]
         mends = f"{format_percent(mended.seconds / time_s)} is {mended.what}"
         named = f"{mends}, and {change.said[0].lower()}{change.said[1:]}"
@@ -457,18 +459,18 @@ def add_plan_findings(report: Report, planned: Planned, change: Change | None = 
 
 
 class _Loss(NamedTuple):
-    """Time of a planned step that is not new work of the model."""
+    """A part of a planned step's time that is not useful compute."""
 
     seconds: float
     what: str
     evidence: str
     hint: str | None = None
     more: Sequence[str] = ()
-    """Sentences that follow the first."""
+    """Sentences that follow the one with the share of the step."""
 
 
 class _PlanCase(ExaminedReport):
-    """A simulated step. Its transfers wait for nobody, so that a transfer takes its whole busy time."""
+    """A simulated step. It has no waiting for peers, so the transfer time of a row is its busy time."""
 
     def __init__(self, report: Report, planned: Planned):
         rows = tuple(r.model_copy(update={"transfer_s": r.busy_s}) for r in report.communication)
@@ -550,7 +552,7 @@ def _bound(case: _PlanCase) -> str:
 
 
 def _matmul_rate(planned: Planned, time_s: float) -> float:
-    """Return the share of the GPU's peak at which the matmuls run, which take `time_s` of a step."""
+    """Return the rate of the matmuls as a share of the GPU's peak; they take `time_s` of a step."""
     gpu, least_s = planned.cluster.gpu, 0.0
     for i, times in planned.schedule.walk():
         info = planned.instructions.get(i.name)
@@ -559,13 +561,14 @@ def _matmul_rate(planned: Planned, time_s: float) -> float:
     return least_s / planned.steps / time_s
 
 
-# Verdicts of NCCL's own records, which say nothing about compute.
+# Verdicts of reports from NCCL Inspector's files, which have no compute.
 
 
 def add_communication_findings(report: Report, cluster: Cluster | None) -> Report:
-    """Return a report that has no compute, with its findings and its verdict.
+    """Add findings and a verdict to a report without compute, and return it.
 
-    Without the cluster where it ran, nothing is compared with the network model.
+    Args:
+        cluster: the cluster where the job ran; with None, nothing is compared with the network model.
     """
     case = _CommunicationCase(report, cluster)
     if not case.time_s:
@@ -577,7 +580,7 @@ def add_communication_findings(report: Report, cluster: Cluster | None) -> Repor
 
 
 class _CommunicationCase(ExaminedReport):
-    """A report whose communication counts as exposed, since nothing is known about compute."""
+    """A report in which all communication counts as exposed, since compute is unknown."""
 
     lost, waited = "communication", "wait_s"
 
@@ -596,7 +599,7 @@ class _CommunicationCase(ExaminedReport):
         self.told = report
 
     def collectives_of(self, row: CommunicationPart) -> list[Collective]:
-        """Return one collective that has the mean size of the row's."""
+        """Return one collective that stands for the row, with the mean size of the row's collectives."""
         size = int((row.payload_bytes or 0.0) / row.count) if row.count else 0
         return [
             Collective(
@@ -608,7 +611,7 @@ class _CommunicationCase(ExaminedReport):
         ]  # fmt: skip
 
     def model_s(self, c: Collective, *, count: float = 1.0) -> float | None:
-        """Return the model's seconds; None also where the places of the GPUs are not known."""
+        """Return the network model's seconds; None also if the placement of the GPUs is unknown."""
         known = c.gpus_per_domain > 0 and c.collective in RING_TURNS
         return super().model_s(c, count=count) if known else None
 

@@ -1,8 +1,8 @@
-"""Compare two reports: a prediction with its measurement, or one run with an earlier one.
+"""Compare two reports: a prediction with its measurement, or an earlier run with a later one.
 
 Rows of communication are joined by axes, link, collective and dtype, and compute by kind of work. Single operations are
-joined by name where both reports are of one compiled program. Otherwise they are joined by key, which survives a
-recompile. The result says how many seconds could be joined.
+joined by name if both reports are of one compiled program. Otherwise they are joined by key, which survives a
+recompile. The result includes the share of the seconds that could be joined.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from meshkit.report import schema
 from meshkit.report.schema import KernelPart, OpPart, Part, Report
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
-_SAME = 0.01  # Two captures of one run differ by this share of the step.
+_SAME = 0.01  # Step times that differ by less than this share are equal: two captures of one run differ as much.
 _MAX_CAUSES = 4
 _ROW_QUANTITIES = ("count", "payload_bytes", "time_s", "overlapped_s", "exposed_s", "busy_s", "transfer_s")
-_MOST_RATIOS = 10  # Single operations that are listed, the largest ratios first.
-_LEAST_OF_RATIO = 0.001  # An operation that takes a smaller share of the step is not listed.
+_MOST_RATIOS = 10  # The most operations in `worst_ratios`.
+_LEAST_OF_RATIO = 0.001  # An operation with a smaller share of the step is not in `worst_ratios`.
 
 
 class Pair(Part):
-    """One quantity in both reports; `ratio` is b / a, None where either is unknown or a is zero."""
+    """One quantity in both reports; `ratio` is b / a, or None if a value is unknown or a is zero."""
 
     a: float | None = None
     b: float | None = None
@@ -37,7 +37,7 @@ class Pair(Part):
 
     @property
     def difference(self) -> float:
-        """Return b - a, where an unknown value counts as zero."""
+        """Return b - a; an unknown value counts as zero."""
         return (self.b or 0.0) - (self.a or 0.0)
 
 
@@ -49,12 +49,12 @@ class ComparedSide(Part):
 
 
 class ComparedRow(Part):
-    """Communication of one kind over the same axes and link in both reports, None where a report has no such row."""
+    """Communication of one kind over the same axes and link in both reports; None if a report has no such row."""
 
     axes: tuple[str, ...]
     link: schema.LinkName | None
     fabric: str | None = None
-    """The network behind the link; null where the reports differ in it."""
+    """The network of the link; null if the reports differ in it."""
     collective: str | None
     dtype: str | None
     replica_groups: str | None = None
@@ -65,11 +65,11 @@ class ComparedRow(Part):
     exposed_s: Pair
     busy_s: Pair
     transfer_s: Pair
-    """Leaves out waiting for peers, since a prediction has none."""
+    """Seconds without waiting for peers, since a prediction has none."""
 
     @property
     def one_sided(self) -> bool:
-        """Return whether only one report has such communication, which is then zero in the other."""
+        """Return whether only one report has such communication; it is then zero in the other report."""
         return self.count.a is None or self.count.b is None
 
 
@@ -85,7 +85,7 @@ class ComparedOp(Part):
     count: Pair
     busy_s: Pair
     transfer_s: Pair
-    """Leaves out waiting for peers, since a prediction has none."""
+    """Seconds without waiting for peers, since a prediction has none."""
     exposed_s: Pair
 
 
@@ -112,11 +112,11 @@ class ComparedKernel(Part):
 
 
 class ComparedRatio(Part):
-    """One instruction that is in both reports of a program, among those whose seconds differ by the largest factors.
+    """One instruction of a program that is in both reports, among those whose seconds differ by the largest factors.
 
     Attributes:
         kind: the kind of compute, or the collective.
-        seconds: busy seconds; for a collective only those that move data.
+        seconds: busy seconds; for a collective, without waiting for peers.
     """
 
     name: str
@@ -127,11 +127,11 @@ class ComparedRatio(Part):
 
 
 class ComparedPart(Part):
-    """A part of the step in both reports; the differences of all parts add up to that of the step.
+    """A part of the step in both reports; the differences of all parts add up to the difference of the step.
 
     Attributes:
         part: `compute`, `exposed communication`, `memory copies` or `idle`.
-        what: a kind of work, a row of communication, or where the idle time lies; null where no more is known.
+        what: the kind of compute, the row of communication, or the place of the idle time; null if unknown.
         operation: the operation in both reports that differs most, with its source line.
     """
 
@@ -142,7 +142,7 @@ class ComparedPart(Part):
 
 
 class JudgedCondition(Part):
-    """A condition that `--fail-if` asked for: whether b meets it, its value and its limit."""
+    """A condition of `--fail-if`: whether report b meets it, the value in b, the limit, and the value in a if used."""
 
     condition: str
     met: bool
@@ -159,9 +159,9 @@ class Comparison(Part):
         kernels, kernel_ops: compute by kind, and its single instructions.
         joined_by: whether operations were joined by name or by key.
         joined_share: share of the busy seconds of both reports' collectives that could be joined; null without any.
-        kernels_joined_share: the same share for compute, of all of it (a report lists only the longest operations).
+        kernels_joined_share: the same share for all compute (a report lists only the longest operations by name).
         conditions: the conditions of `--fail-if`.
-        verdict: by how much the second step differs, and in which parts; null where a step time is unknown.
+        verdict: by how much the second step differs, and in which parts; null if a step time is unknown.
         parts: the parts of the step, the largest difference first.
         worst_ratios: instructions of one program that take at least 0.1 % of the step, the largest factor first.
     """
@@ -184,7 +184,7 @@ class Comparison(Part):
     worst_ratios: tuple[ComparedRatio, ...] = ()
 
     def __repr__(self) -> str:
-        """Return the verdict in one line; `mk.render` shows the tables."""
+        """Return a line with the verdict; `mk.render` shows the tables."""
         return f"<Comparison: {self.verdict or 'a step has no time'}>"
 
     __str__ = __repr__
@@ -198,7 +198,7 @@ def compare(a: Report, b: Report) -> Comparison:
         b: the measurement, or the later run; ratios are b / a.
 
     Returns:
-        The comparison, with a verdict where both steps have a time.
+        The comparison, with a verdict if both steps have a time.
     """
     check_kinds(compare, a=a, b=b)
     a, b = _moving(a), _moving(b)
@@ -234,7 +234,7 @@ def compare(a: Report, b: Report) -> Comparison:
 
 
 def _moving(report: Report) -> Report:
-    """Return the report with transfer times, which in a prediction are the whole busy time."""
+    """Return the report with transfer times for all collectives; in a prediction they are equal to the busy times."""
     if report.source == "profile":
         return report
     rows = []
@@ -297,7 +297,7 @@ def _placed(op: ComparedOp | ComparedKernel | None) -> str | None:
 
 
 def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
-    """Say how the step time changed and which parts caused it, the largest first."""
+    """Return a sentence on how the step time changed, and which parts changed it most."""
     step = found.step["time_s"]
     if step.a is None or step.b is None or not step.a:
         return None
@@ -324,7 +324,8 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
 def with_predicted(measured: Report, predicted: Report | None) -> Report:
     """Return the measured report with its prediction, and with the warnings of `plan_warnings`.
 
-    A prediction is a plan, or the traced program as it is priced; None leaves the report as it is.
+    Args:
+        predicted: a plan, or the prediction for the traced program; None leaves the report as it is.
     """
     if predicted is None:
         return measured
@@ -359,9 +360,9 @@ def _with_prediction(seconds: Pair, op: ComparedOp | ComparedRatio | None = None
 
 
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
-    """Warn where a plan and a measurement are of different jobs.
+    """Yield a warning, `other_plan`, if a plan and a measurement are of different jobs.
 
-    At most one, `other_plan`: the mesh or the GPUs differ, or two programs have no collective in common.
+    Jobs are different if their mesh or GPUs differ, or if their programs have no collective in common.
     """
     differs = []
     for what in ("mesh", "cluster"):
@@ -401,7 +402,7 @@ def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
 
 
 def total(rows: Sequence[Part] | None, name: str) -> float | None:
-    """Sum a number over parts of a report; None if there are none, or if one is unknown."""
+    """Return the sum of a number over parts of a report; None if there are no parts, or if a number is unknown."""
     values = [getattr(row, name) for row in rows or ()]
     return None if not values or None in values else sum(values)
 
@@ -424,7 +425,11 @@ def _joined_ops(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[ComparedO
 
 
 def _common(a: Mapping[str, tuple], b: Mapping[str, tuple]) -> tuple[list[tuple[tuple, tuple]], float]:
-    """Return what both sides have, in the order of the first, and its busy seconds; values begin with the part."""
+    """Return the pairs of values whose keys are in both, and their busy seconds.
+
+    Args:
+        a, b: key -> a tuple whose first item is the part of the report.
+    """
     found = [(a[key], b[key]) for key in a if key in b]
     return found, sum(side[key][0].busy_s or 0.0 for side in (a, b) for key in a if key in b)
 
@@ -464,7 +469,7 @@ def _joined_kernels(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[Compa
 
 def _kernels(report: Report, by_name: bool) -> Mapping[str, tuple[KernelPart, str]]:
     ops = [(op, c.kind) for c in (report.kernels.classes if report.kernels else ()) for op in c.ops]
-    by_name = by_name or all(op.key is None for op, _ in ops)  # Without a known program kernels have no keys.
+    by_name = by_name or all(op.key is None for op, _ in ops)  # Kernels of an unknown program have no keys.
     return {key: (op, kind) for op, kind in ops if (key := op.name if by_name else op.key)}
 
 
@@ -479,15 +484,15 @@ _EXAMPLES = "exposed_s>1.1x, step.time_s>0.5, communication.fsdp.exposed_s>1.2x 
 
 
 def check_condition(comparison: Comparison, text: str) -> JudgedCondition:
-    """Check a condition such as `exposed_s>1.1x` for b, and return it with its numbers.
+    """Check a condition such as `exposed_s>1.1x` for report b, and return it with its numbers.
 
     Args:
         text: `QUANTITY OP NUMBER`. The quantity is a key of `step` or `memory`, with or without the part's name, or
-            `communication.AXES.KEY`: the sum over the rows of those axes (`communication.data+fsdp.exposed_s`). An
-            `x` after the number makes it a multiple of a's value.
+            `communication.AXES.KEY`: the sum over the rows of these axes (`communication.data+fsdp.exposed_s`). With
+            an `x` after it, the number is a multiple of the value in report a.
 
     Raises:
-        ConfigError: the condition cannot be read, the quantity does not exist, or a report does not know it.
+        ConfigError: the condition cannot be read, the quantity does not exist, or its value is unknown.
     """
     found = _CONDITION.match(text)
     if not found:
@@ -547,7 +552,7 @@ def _quantity(comparison: Comparison, name: str, text: str) -> Pair:
 
 
 def _communication(comparison: Comparison, name: str, text: str) -> Pair:
-    """Sum over the rows of some axes; a report without such a row has 0."""
+    """Return the sum over the rows of the axes in `name`; a report without such a row has 0."""
     _, _, rest = name.partition(".")
     axes, _, key = rest.rpartition(".")
     keys = [key for key, field in ComparedRow.model_fields.items() if field.annotation is Pair]

@@ -1,9 +1,9 @@
-"""Writes and reads the report's files in a run folder.
+"""Write and read the report's files in a run folder.
 
-report.json     the report of the last verb
-report.html     its page, with the prediction where one is known
-trace.json.gz   the steps for Perfetto
-plan.json       the prediction that a measurement is compared with
+report.json     the report of the last command (plan, rehearse or profile)
+report.html     the report as a page; a measurement's page also has the prediction, if there is one
+trace.json.gz   the timeline for Perfetto
+plan.json       the prediction that the measurement is compared with
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshkit.timeline import Timeline
 
 PLAN_FILE = "plan.json"
 PAGE_FILE = "report.html"
-# Limits of a report that is read: a larger file or number is refused.
+# A report with a larger file size or a larger number is refused.
 _LARGEST_BYTES, _LARGEST_NUMBER = 64 * 2**20, 1e40
 
 
@@ -39,15 +39,15 @@ def write_folder(
     predicted: Report | None = None,
     title: str | None = None,
 ) -> Report:
-    """Write a report's files, and return the report as written: with the history and the goodput of the run.
+    """Write a report's files; return the written report, with history, goodput and prediction added to a measurement.
 
     Args:
-        timeline: what the report summarizes, for the page and for Perfetto.
+        timeline: the timeline that the report summarizes, for the page and for Perfetto.
         predicted: the prediction to compare a measurement with; None looks in the folder (see `find_prediction`).
         title: the title of the page; by default the folder's name.
 
     Raises:
-        TraceError: the folder holds a `plan.json` that is not a report.
+        TraceError: the folder has a `plan.json` that is not a report.
         ConfigError: Plotly, which draws the page, is not installed.
         OSError: a file cannot be written.
     """
@@ -89,7 +89,7 @@ def find_prediction(folder: str | Path) -> Report | None:
     folder = Path(folder)
     if (folder / PLAN_FILE).is_file():
         return read_report(folder / PLAN_FILE)
-    with contextlib.suppress(TraceError):  # none, or a damaged one, which will be written anew
+    with contextlib.suppress(TraceError):  # A missing or damaged report.json will be written anew.
         report = read_report(folder / REPORT_FILE)
         return report if report.source == "plan" else None
     return None
@@ -99,7 +99,7 @@ def read_report(path: str | Path) -> Report:
     """Read the report of a run.
 
     Args:
-        path: a run folder that holds `report.json`, or that file.
+        path: a run folder with a `report.json`, or the file itself.
 
     Raises:
         TraceError: the file does not exist, or it is not a report of this version.
@@ -125,7 +125,7 @@ def read_report(path: str | Path) -> Report:
 
 
 def _find_too_large(document: Any) -> str | None:
-    """Return the key of a number so large that sums and ratios of it may overflow."""
+    """Return the key of a number above the limit, since sums and ratios of it may overflow; None if there is none."""
     pending = [("", document)]
     while pending:
         key, value = pending.pop()
@@ -146,9 +146,9 @@ def _first_error(error: ValidationError) -> str:
 
 
 def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
-    """Return what the program was before it was recompiled with measured costs; None if it was not recompiled.
+    """Return the program and the step before a recompile with measured costs; None if the program was not recompiled.
 
-    The compiler's options name a profile in the folder of the run that measured it.
+    The compiler's options name the profile with these costs, which is in the folder of the earlier run.
     """
     named = (options or {}).get(PGLE_OPTION)
     if not named or named == PREDICTED:
@@ -156,7 +156,7 @@ def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
     profile = Path(str(named))
     try:
         before = read_report(profile if profile.is_dir() else profile.parent)
-    except (TraceError, OSError, ValueError):  # no report there, or no path: a sidecar from elsewhere says it
+    except (TraceError, OSError, ValueError):  # There is no report, or the text from a foreign sidecar is no path.
         return FeedbackPart(profile=str(named))
     return FeedbackPart(
         profile=str(named),

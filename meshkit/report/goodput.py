@@ -1,4 +1,4 @@
-"""The wall time of a run as a part of its report, with the names of the trainer's phases."""
+"""Make the `goodput` part of a report from the wall time of a run's phases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from meshkit.report.schema import GoodputPart
 from meshkit.runs.phases import Goodput
 
-# Phase of the trainer -> key of the part, and its label, in the order of a run.
+# Phase of the trainer -> (key in the part without `_s`, label), in the order of a run.
 PHASES = {
     "step": ("step", "steps that count"),
     "data": ("data_wait", "waiting for data"),
@@ -24,7 +24,7 @@ PHASES = {
 
 
 def goodput_part(goodput: Goodput) -> GoodputPart:
-    """Return the goodput of a run as a part of the report; its seconds add up to the wall time."""
+    """Return the goodput of a run as a part of the report; the seconds of its phases add up to the wall time."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, spent in goodput.seconds.items():
         seconds[phase if phase in PHASES else "other"] += spent

@@ -1,10 +1,10 @@
-"""Splits what late devices do longer than the usual one by cause.
+"""Find devices that take longer than the median device, and split their extra time by cause.
 
-trace -> each device's own time (its step without waiting for peers) by part -> what exceeds the median device
+trace -> each device's own time (its step without waiting for peers), by part -> excess over the median device
 
-A part is an instruction, memory copies, moving data, or one of three kinds of idle time. Slower kernels are put down to
-the clock where the compute-bound ones are slower alike, to the memory where only the memory-bound ones are; otherwise
-they are named. What remains is reported as not known.
+A part is an instruction, memory copies, moving data, or one of three kinds of idle time. Slower kernels have one of
+three causes: the clock, if most compute-bound kernels are slower by the same factor; the memory, if only memory-bound
+kernels are slower by the same factor; else single kernels, which are named. The rest is reported as not known.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshkit.report.schema import LateKernelPart, LatePart
 from meshkit.timeline import Sweep
 from meshkit.trace.reader import Trace
 
-_LEAST = 0.01  # A device is late from this share of the step.
-_LEAST_CAUSE = 0.1  # A cause is named from this share of what the device is behind.
-_LEAST_RATIO = 1.01  # Kernels whose seconds are below this multiple of the usual device's take the same time.
-_ALIKE = 0.3  # Slowdowns within this share of each other are alike.
-_MOST_OF = 0.75  # This share of the kernels, by number and by seconds, must be slower alike to blame a clock.
-_FEWEST, _MOST_NAMED = 3, 3  # Kernels that it takes to blame a clock, and kernels that are named.
+_LEAST = 0.01  # A device is late if it is behind by at least this share of the step.
+_LEAST_CAUSE = 0.1  # A cause is reported if it is at least this share of the time that the device is behind.
+_LEAST_RATIO = 1.01  # Kernels are slower if they take at least this multiple of the usual device's time.
+_ALIKE = 0.3  # Kernels are slower alike if their slowdowns differ from the median slowdown by at most this share.
+_MOST_OF = 0.75  # To blame the clock or the memory, this share of kernels (by number and seconds) must be slower alike.
+_FEWEST, _MOST_NAMED = 3, 3  # The fewest kernels to blame the clock or the memory; the most kernels that are named.
 _COMPUTE_BOUND = {"matmul", "attention", "convolution"}
 _MEMORY_BOUND = {"elementwise", "reduction", "data movement"}
 
@@ -31,10 +31,14 @@ _MEMORY_BOUND = {"elementwise", "reduction", "data movement"}
 def late_devices(
     trace: Trace, instructions: Mapping[str, InstructionInfo], steps_per_execution: int = 1
 ) -> dict[int, LatePart]:
-    """Return the devices whose own time exceeds the usual one's by 1 % of the step or more, and why, in seconds a step.
+    """Return the late devices with the causes: those whose own time exceeds the median by at least 1 % of the step.
+
+    Args:
+        instructions: name of an instruction -> its kind and source.
+        steps_per_execution: training steps per execution of the program; seconds in the result are per training step.
 
     Returns:
-        An empty dict where the devices cannot be compared, or there is only one.
+        Device -> why it is late; empty if the devices cannot be compared, or if there is only one.
     """
     entries: dict[int, dict[int, int]] = {}
     for i, step in enumerate(trace.steps.steps):
@@ -56,14 +60,14 @@ def late_devices(
         own = np.array([s.total.window_s - s.between_s for s in sweeps]) - waits
         for name, values in _parts(sweeps, waits).items():
             more = values - _median(values)
-            if name == "host":  # A device that waits for its own host at the end of a step is not early by that.
+            if name == "host":  # Idle time at the end of a step is not in `own`; only more than the usual counts.
                 behind[row] += np.maximum(0.0, more)
             parts[name] = parts.get(name, 0.0) + more
         behind[row] += own - _median(own)
     of_steps = 1 / (len(entries) * steps_per_execution)
     step_s = sum(swept.total.window_s for swept in trace.sweeps) / len(trace.sweeps)
     kinds = [i.kind if (i := instructions.get(n)) else kind_of_kernel(n) for n in trace.steps.op_names]
-    kinds = [""] * ops if trace.facts.cpu else kinds  # Virtual devices have no clock of their own.
+    kinds = [""] * ops if trace.facts.cpu else kinds  # Virtual CPU devices have no clock or memory of their own.
     found = {}
     for d, device in enumerate(devices):
         if behind[:, d].mean() < _LEAST * step_s:
@@ -96,13 +100,13 @@ def late_devices(
 
 
 def _median(values: np.ndarray) -> np.ndarray:
-    """Return the lower median over devices, the first axis, so that of two devices the faster one is usual."""
+    """Return the lower median over devices (the first axis): of two devices, the faster one is the usual one."""
     middle = (len(values) - 1) // 2
     return np.partition(values, middle, axis=0)[middle]
 
 
 def _waited_s(swept: Sweep) -> float:
-    """Return the exposed waiting for peers; where it is not known, all exposed communication."""
+    """Return the exposed waiting for peers; if it is unknown, all exposed communication."""
     return swept.total.exposed_s if swept.exposed_wait_s is None else float(swept.exposed_wait_s.sum())
 
 
@@ -115,11 +119,12 @@ def _parts(sweeps: Sequence[Sweep], waits: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class _Kernels:
-    """Compares the kernels of a device with the usual one's, and finds why they are slower.
+    """Compares the kernels of a late device with those of the usual device, and finds why they are slower.
 
     Args:
         kinds: [ops] the kind of each operation.
-        seconds: [ops] seconds a step on the device; `usual` on the usual one.
+        seconds: [ops] seconds per step on the late device.
+        usual: [ops] seconds per step on the usual device.
         least_s: a kernel with a smaller excess is not named.
     """
 
@@ -130,7 +135,7 @@ class _Kernels:
         self.compute_bound, clock = self._alike(bound == 1)
         self.memory_bound, memory = self._alike(bound == -1)
         shared, self.causes = np.zeros_like(usual), dict[str, float]()
-        if clock and self.compute_bound:  # A slow clock slows other kernels at most as much.
+        if clock and self.compute_bound:  # A slow clock slows other kernels by at most the same factor.
             as_slow = usual * (self.compute_bound - 1)
             near = (bound == 1) & (self.excess <= (1 + _ALIKE) * as_slow)
             shared = np.where(near, self.excess, np.clip(self.excess, 0.0, as_slow))
@@ -143,9 +148,12 @@ class _Kernels:
         self.causes["kernels"] = float(own[self.named].sum())
 
     def _alike(self, which: np.ndarray) -> tuple[float | None, bool]:
-        """Return the median ratio of some kernels by seconds (None without any), and whether most are slower alike."""
+        """Return the median ratio of some kernels, weighted by seconds, and whether most of them are slower alike.
+
+        The ratio is None if there are no such kernels.
+        """
         weight = np.where(which, self.usual, 0.0)
-        which = which & (weight > 0.02 * weight.sum())  # Short kernels say little.
+        which = which & (weight > 0.02 * weight.sum())  # The ratio of a short kernel is noise.
         if not which.any():
             return None, False
         ratio, weight = self.ratio[which], weight[which]

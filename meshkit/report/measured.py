@@ -1,4 +1,4 @@
-"""The parts of a report that only a measurement has: data quality, stragglers, and the history of the run."""
+"""Make the parts of a report that only a measurement has: data quality, stragglers, and the history of the run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ COLUMNS = (
     "exposed_s",
     "overlapped_share",
 )
-_MAX_POINTS = 300  # About one for each pixel column of a small chart.
-_WARM_UP = 0.05  # The trend leaves out this share of the steps, while caches fill and clocks rise.
-_FEWEST_UNTRACED = 3  # It takes so many steps to know the step time without a trace.
-_FEWEST = 9  # A trend needs three steps in each third.
-_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # Below these a busy neighbour or one slow step looks like a trend.
+_MAX_POINTS = 300  # A small chart is about as many pixels wide.
+_WARM_UP = 0.05  # The trend leaves out this share of the steps at the start, while caches fill and clocks rise.
+_FEWEST_UNTRACED = 3  # The fewest steps for a step time without a trace.
+_FEWEST = 9  # The fewest steps for a trend: three in each third.
+_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # A smaller change, or one over fewer steps, may come from a single slow step.
 _MAX_STRAGGLERS = 32
-_OTHER_MEMORY = 0.15  # Drivers and ECC keep less than this share of a GPU's memory.
+_OTHER_MEMORY = 0.15  # Drivers and ECC take a smaller share of a GPU's memory; a larger difference is another GPU.
 _SECONDS = (
     "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "exposed_wait_s", "busy_s", "transfer_s", "wait_s",
     "bus_bandwidth_bytes_per_s",
@@ -51,7 +51,13 @@ _SECONDS = (
 def quality_part(
     trace: Trace, *, missing: Sequence[int] = (), overhead_s: float | None = None, steps_per_execution: int = 1
 ) -> schema.QualityPart:
-    """Return the data quality of a trace; seconds are means per step."""
+    """Return the data quality of a trace; seconds are means per training step.
+
+    Args:
+        missing: processes without a trace.
+        overhead_s: seconds that the capture added to a step, if known.
+        steps_per_execution: training steps per execution of the program.
+    """
     facts, skew = trace.facts, trace.skew
     each = max(1, facts.device_steps) * steps_per_execution
     clocks = skew.clocks
@@ -82,9 +88,13 @@ def stragglers_part(
     steps: int,
     late: Mapping[int, schema.LatePart] | None = None,
 ) -> schema.StragglersPart:
-    """Return the devices that others wait for, the worst first; where waits are not known, the late devices.
+    """Return the devices that others wait for, the worst first, and then the other late devices.
 
-    Hosts are by process; compute seconds a step and what makes a device late are by device.
+    Args:
+        hosts: process -> name of its host.
+        compute_s: device -> seconds of compute per training step.
+        steps: number of training steps over which `skew` sums.
+        late: device -> why it is late, from `late_devices`.
     """
     late = late or {}
     devices = [
@@ -105,11 +115,10 @@ def stragglers_part(
 
 
 def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
-    """Note where the trace was made on other devices than the cluster has.
+    """Yield at most one note, `other_gpu`: the trace is of other devices than the cluster's.
 
-    Yields:
-        At most one note, `other_gpu`: CPUs instead of GPUs, or another name, vendor, compute capability, or
-        memory by more than 15 %.
+    Devices differ if one side has CPUs and the other GPUs, or if their name, vendor or compute capability differs, or
+    if their memory differs by more than 15 %.
     """
     if cluster is None:
         return
@@ -135,7 +144,7 @@ def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None
 
 
 def gpu_of_trace(facts: Facts) -> Cluster | None:
-    """Return one GPU as the trace names it, to price kernels without a cluster; None where it is not known."""
+    """Return a cluster of one GPU of the traced kind, to price kernels; None if the kind is unknown."""
     name = facts.hardware.get("gpu_device_name")
     found = gpu_by_name(name) if isinstance(name, str) else Match()
     if found.key is None or found.stand_in is not None:
@@ -145,7 +154,7 @@ def gpu_of_trace(facts: Facts) -> Cluster | None:
 
 
 def bandwidth_notes(rows: Iterable[CommunicationPart]) -> Iterator[Note]:
-    """Note the rows whose bus bandwidth includes waiting."""
+    """Yield at most one note: for some rows of communication, the bus bandwidth includes waiting."""
     low = [row for row in rows if row.bus_bandwidth_bytes_per_s is not None and row.transfer_s is None]
     if low:
         yield Note(
@@ -161,15 +170,15 @@ def to_warnings(notes: Iterable[Note]) -> list[Warning_]:
 
 
 def captured_program(record: CaptureRecord, schedule: Schedule | None) -> schema.ProgramPart:
-    """Return the program that a process captured."""
+    """Return the captured program as a part of the report."""
     return schema.ProgramPart.from_sources(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
 
 
 def withhold_axes(report: Report, trace: Trace) -> Report:
-    """Return the report without seconds by axis where too little of the communication maps to instructions.
+    """Return the report without seconds by axis, if the instruction of too much communication is unknown.
 
-    All communication is then in one row without axes. The other rows keep counts and bytes, which come from the
-    program; their seconds are null because an unknown part of them is missing.
+    One row without axes then has the seconds of all communication. The other rows keep their counts and bytes, which
+    come from the program. Their seconds are None, because an unknown part of them is missing.
     """
     share, hidden = trace.facts.mapped_share, trace.facts.hidden
     if trace.facts.believes_axes:
@@ -200,12 +209,12 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
 
 
 def read_history(run: str | Path) -> schema.HistoryPart | None:
-    """Return the history of a run folder; None where it has no metrics."""
+    """Return the history of a run folder; None if it has no metrics."""
     return summarize_metrics(read_metrics(Path(run) / METRICS_FILE))
 
 
 def summarize_metrics(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPart | None:
-    """Return a run's metrics as columns, thinned out evenly to 300 points; the trend uses all records."""
+    """Return a run's metrics as columns of at most 300 evenly spaced records, and trends over all records."""
     if not records:
         return None
     present = [c for c in COLUMNS if any(_number(r.get(c)) is not None for r in records)]
@@ -218,9 +227,9 @@ def summarize_metrics(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPar
 
 
 def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> float | None:
-    """Return the median step time before a trace began, in seconds; None where fewer than three steps are known.
+    """Return the median step time before the trace, in seconds; None if fewer than three steps are known.
 
-    The first step is left out because it warms up.
+    Step 1 and earlier are left out, because they warm up.
     """
     if history is None:
         return None
@@ -230,7 +239,7 @@ def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> fl
 
 
 def trend_warnings(history: schema.HistoryPart | None) -> list[Warning_]:
-    """Warn where a run is long enough and its steps got longer by more than a tenth."""
+    """Return a warning if the run is long enough, and its steps got longer by more than 10 %; else no warning."""
     grown = history.trend.get("step_time_s") if history else None
     if history is None or grown is None or grown <= _NOTABLE or len(history.steps) < _FEWEST_TO_WARN:
         return []
@@ -242,13 +251,13 @@ def trend_warnings(history: schema.HistoryPart | None) -> list[Warning_]:
 
 
 def read_goodput_part(run: str | Path) -> schema.GoodputPart | None:
-    """Return the goodput of a run folder; None where it has none."""
+    """Return the goodput of a run folder; None if it has none."""
     found = read_goodput(Path(run))
     return goodput_part(found) if found else None
 
 
 def _trend(values: Sequence[float | None]) -> float | None:
-    """Return the relative change of the median from the first third to the last; None where there are too few."""
+    """Return the relative change of the median from the first third to the last; None if there are too few values."""
     known = [v for v in values[max(1, int(len(values) * _WARM_UP)) :] if v is not None]
     if len(known) < _FEWEST:
         return None

@@ -1,9 +1,9 @@
 """The report of plan, rehearse and profile, as pydantic models.
 
-`report.json` is the source of every view: the terminal and the HTML page are drawn from it by `meshkit.report.views`.
-Values are in SI units. A key without a value is None (`null`), never 0 and never NaN. Keys may be added, never renamed.
-The docstring of a part is its description in the JSON Schema. A part that only some sources know (kernels, data
-quality, single steps) is null elsewhere: a plan has no data quality, and a run without metrics has no history.
+`meshkit.report.views` draws the terminal's text and the HTML page from `report.json`. Values are in SI units. A key
+without a value is None (`null`), never 0 and never NaN. Keys may be added, never renamed. The docstring of a part is
+its description in the JSON Schema. A part without data is null: a plan has no data quality, and a run without metrics
+has no history.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Part(BaseModel):
         serialize_by_alias=True,
         protected_namespaces=(),
         json_schema_serialization_defaults_required=True,
-        defer_build=True,  # A process makes only few of the many parts.
+        defer_build=True,  # Most processes use only a few of the many parts.
     )
 
     @classmethod
     def from_sources(cls, *sources: object, **values: Any) -> Self:
-        """Make the part from the values, and from the first source that has an attribute of a field's name."""
+        """Make the part from `values`; other fields are from the first source with an attribute of that name."""
         for name in cls.model_fields.keys() - values.keys():
             if (source := next((s for s in sources if hasattr(s, name)), None)) is not None:
                 values[name] = getattr(source, name)
         return cls(**values)
 
     def to_json(self) -> str:
-        """Return the text that `--json` prints and that run folders hold."""
+        """Return the JSON text, as `--json` prints it and as it is in run folders."""
         return self.model_dump_json(indent=2)
 
 
@@ -139,8 +139,8 @@ class OpPart(Part):
     """One collective instruction; `key` survives a recompile, `name` does not.
 
     Attributes:
-        transfer_s: the part of `busy_s` that moves data, without waiting for peers; null where that is not known.
-        causes: origin in the model -> bytes of the `arrays` that it caused.
+        transfer_s: the part of `busy_s` that moves data, without waiting for peers; null if unknown.
+        causes: place in the model's code -> bytes of the `arrays` that come from it.
     """
 
     name: str
@@ -158,7 +158,7 @@ class OpPart(Part):
     def combined_text(self, most: int = 3) -> str:
         """Return `24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; empty for a collective of one array.
 
-        An origin that all arrays share stands alone.
+        If all arrays come from one place in the code, return only that place.
         """
         whole = sum(self.causes.values())
         if not whole or self.arrays < 2:
@@ -171,11 +171,11 @@ class OpPart(Part):
 
 
 class CommunicationPart(Part):
-    """Collectives of one kind over the same axes, link, dtype and group shape; `axes == []` maps to no axis.
+    """Collectives of one kind with the same axes, link, dtype and group shape; `axes == []` means no known axis.
 
-    `replica_groups` (`{0,1},{2,3}`) tells rows apart where no mesh is known.
+    `replica_groups` (`{0,1},{2,3}`) distinguishes rows if no mesh is known.
 
-    `bus_bandwidth_peak_bytes_per_s` is what the links of such a group allow; reductions inside switches can exceed it.
+    `bus_bandwidth_peak_bytes_per_s` is the limit of the group's links; reductions inside switches can exceed it.
     """
 
     axes: tuple[str, ...]
@@ -207,13 +207,13 @@ class CommunicationPart(Part):
 
 
 class RemedyPart(Part):
-    """A compiled change to an experiment: one with which a step fits, or another XLA option.
+    """A change to an experiment that was compiled: it makes the step fit, or sets another XLA option.
 
     Attributes:
         settings: values for `--set`.
         what: the change in words.
         time_s: the predicted step time with the change.
-        cost_s: how much longer that is than the step as it is, if that had room; a negative value is a gain.
+        cost_s: `time_s` minus the step time without the change (with enough memory); below 0 it is a gain.
     """
 
     settings: tuple[str, ...]
@@ -225,12 +225,12 @@ class RemedyPart(Part):
 
 
 class CliffPoint(Part):
-    """The step as it is compiled where the client may take `pool_bytes`.
+    """The step, compiled for a memory pool of `pool_bytes`.
 
     Attributes:
-        arena_bytes: temporaries, which a run takes as one contiguous piece.
-        recomputed_kernels: kernels that run twice because XLA saves memory.
-        recomputed_s: seconds of a step for the second runs.
+        arena_bytes: size of all temporaries, which are one contiguous allocation.
+        recomputed_kernels: number of kernels that run twice because XLA saves memory.
+        recomputed_s: seconds of the second runs per step.
     """
 
     pool_bytes: int
@@ -244,12 +244,12 @@ class CliffPoint(Part):
 
 
 class CliffPart(Part):
-    """Where XLA begins to recompute or to serialize to save memory, by compiles with other pools.
+    """The pool size below which XLA recomputes or serializes to save memory, from compiles with other pools.
 
     Attributes:
-        distance_bytes: bytes of the pool that the step does not need; below 0 where XLA saves memory already.
-        before, beyond: the nearest compiles on both sides; null, with the distance, where all are on the same side.
-        points: all of them, most memory first.
+        distance_bytes: bytes from that size to the pool; below 0 if XLA saves memory already.
+        before, beyond: the nearest compiles above and below that size; all three are null if one of them is missing.
+        points: all compiles, most memory first.
     """
 
     distance_bytes: int | None = None
@@ -259,12 +259,12 @@ class CliffPart(Part):
 
 
 class MemoryPart(Part):
-    """Memory of the fullest GPU, against what the client may take.
+    """Memory of the fullest GPU, compared with the client's pool.
 
-    `reserved_bytes` is what the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
-    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` and `cliff` are null unless they were
-    asked for. For a program that ran, `peak_bytes` is the allocator's peak since the process began and `program_bytes`
-    is XLA's count.
+    `reserved_bytes` is memory that the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
+    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` and `cliff` are null unless requested.
+    For a program that ran, `peak_bytes` is the allocator's peak since the process began, and `program_bytes` is XLA's
+    count.
     """
 
     capacity_bytes: int | None = None
@@ -289,7 +289,7 @@ class MemoryPart(Part):
 
 
 class OptionPart(Part):
-    """A compiler option, and why it is set; `[xla]` where the user set it."""
+    """A compiler option; `why` is the reason why it is set, `[xla]` if the user set it."""
 
     name: str
     value: bool | int | float | str
@@ -297,7 +297,7 @@ class OptionPart(Part):
 
 
 class ProgramPart(Part):
-    """The compiled program; `alternatives`, null unless asked for, are other XLA options.
+    """The compiled program; `alternatives` are other XLA options (null unless requested).
 
     `fewer_hosts`, null without `launch.min_hosts`, is the step after the loss of hosts.
     """
@@ -313,7 +313,7 @@ class ProgramPart(Part):
 
 
 class CompilePart(Part):
-    """How long lowering and compiling took."""
+    """Seconds of lowering and compiling."""
 
     lower_s: float | None = None
     compile_s: float | None = None
@@ -321,7 +321,7 @@ class CompilePart(Part):
 
 
 class TrainingPart(Part):
-    """How long the whole training takes and what it costs; `checkpoint_s` is one checkpoint, not part of the steps."""
+    """Duration and cost of the whole training; `checkpoint_s` is one checkpoint, not included in the duration."""
 
     steps: int | None = None
     hours: float | None = None
@@ -331,7 +331,7 @@ class TrainingPart(Part):
 
 
 class Warning_(Part):
-    """A reason to read a number with care; `seconds` of the step that it concerns, if known."""
+    """A reason to read a number with care; `seconds` is the affected time of the step, if known."""
 
     code: str
     message: str
@@ -342,10 +342,10 @@ class FindingPart(Part):
     """A cause of a long step.
 
     Attributes:
-        seconds: what fixing it saves a step.
-        evidence: keys of the report that show it.
-        hint: what to try.
-        step_s: the step time without it.
+        seconds: seconds per step that a fix saves.
+        evidence: keys of the report that show the cause.
+        hint: a fix to try.
+        step_s: the step time without the cause.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -359,19 +359,19 @@ class FindingPart(Part):
 
 
 class PipelinePart(ScheduleCost, Part):
-    """A pipeline's schedule and what it costs; all but the permutes are closed forms of the schedule.
+    """A pipeline's schedule and its cost; all numbers but those of permutes are closed forms of the schedule.
 
     Attributes:
         axis: the mesh axis that splits the layers.
-        schedule, stages, virtual_stages, microbatches: name, S, v, M.
-        layers, padding_layers: the model's layers, and inactive ones that are computed all the same.
-        warmup_ticks, steady_ticks, drain_ticks: ticks in which stages only run forward, both ways, only backward.
-        slots: inputs of chunks that each stage keeps at most.
-        bubble_fraction: share of the layers' work that does nothing useful, padding included.
-        executed_over_useful: ratio of the layers' executed to their useful FLOP.
-        permute_count: messages between stages a step and GPU.
-        permute_s, permute_exposed_s: their time, and the part of it under which nothing computes.
-        picture: by stage and tick `F3`, `B1` or both, `F3.1` with the chunk; null where it would be very large.
+        schedule, stages, virtual_stages, microbatches: the schedule's name, S, v and M.
+        layers, padding_layers: number of the model's layers, and of inactive layers that are computed too.
+        warmup_ticks, steady_ticks, drain_ticks: ticks in which stages run only forward, both ways, only backward.
+        slots: the most inputs of chunks that a stage keeps.
+        bubble_fraction: share of the layers' work that is not useful, padding included.
+        executed_over_useful: executed FLOP of the layers / their useful FLOP.
+        permute_count: messages between stages per step and GPU.
+        permute_s, permute_exposed_s: time of these messages, and the part that no compute hides.
+        picture: for each stage and tick `F3`, `B1` or both, `F3.1` with the chunk; null if it would be very large.
     """
 
     permute_count: int | float | None = None
@@ -381,26 +381,26 @@ class PipelinePart(ScheduleCost, Part):
 
 
 class QualityPart(Part):
-    """How far a measurement can be trusted.
+    """How reliable a measurement is.
 
     Attributes:
-        events: operations of the program that were read, over all processes and steps.
-        dropped_events: events that the profiler says it lost.
+        events: number of operations that were read, over all processes.
+        dropped_events: number of events that the profiler reports as lost.
         mapped_share: share of the communication's busy seconds whose instruction is known.
-        axis_mapped_share: share of them that also lies on mesh axes.
+        axis_mapped_share: share of the communication's busy seconds that runs along known mesh axes.
         kernels_mapped_share: share of the kernels' busy seconds whose instruction is known.
-        graph_s: seconds a step of kernels inside CUDA graphs whose instruction is not known.
-        fused_s: seconds a step in kernels that compute and communicate at once.
-        axes_withheld: whether rows by axis were left out because too much maps to nothing.
-        missing_processes: whose trace is not there.
-        damaged_processes: whose trace ends early or cannot be read.
-        partial_steps: executions at the edges of the trace that were left out.
-        clocks: clocks that the processes' traces were on before they were aligned; 1 needs no alignment.
-        clock_residual_s: median spread of the ends of one collective over its processes, once aligned.
-        clock_offset_s: the largest offset that was taken out.
-        wait_method: how waiting was told from transfer: by start times (`clocked`), or by the shortest instance.
-        overhead_s: seconds that the capture added to a step (traced against untraced median).
-        wait_clock_free_s, wait_clocked_s: waiting a step by either method, where both could be used.
+        graph_s: seconds per step of kernels inside CUDA graphs whose instruction is unknown.
+        fused_s: seconds per step in kernels that compute and communicate at once.
+        axes_withheld: whether seconds by axis are null because too few instructions are known.
+        missing_processes: processes without a trace.
+        damaged_processes: processes whose trace ends early or cannot be read.
+        partial_steps: number of executions that were left out, since not every device has them whole.
+        clocks: number of different clocks in the traces; 1 needs no alignment.
+        clock_residual_s: median spread of the ends of one collective over its processes, after alignment.
+        clock_offset_s: the largest offset between clocks that was corrected.
+        wait_method: how waits were measured: from start times (`clocked`), or from the shortest duration.
+        overhead_s: seconds that the capture added to a step (traced step time - untraced median).
+        wait_clock_free_s, wait_clocked_s: waiting per step by each method; null if it could not be used.
     """
 
     events: int | None = None
@@ -428,7 +428,7 @@ class KernelPart(Part):
 
     Attributes:
         line: source file and line of the model code.
-        busy_s: sum of its instances' own durations (not additive where kernels overlap).
+        busy_s: sum of the durations of its runs (not additive if kernels overlap).
     """
 
     name: str
@@ -440,12 +440,12 @@ class KernelPart(Part):
 
 
 class KernelClassPart(Part):
-    """Compute of one kind a step.
+    """Compute of one kind in a step.
 
     Attributes:
         kind: `matmul`, `attention`, `convolution`, `elementwise`, ..., or `unmapped`.
-        time_s: share (an instant with k operations running gives each 1/k): adds up to `step.compute_s`.
-        busy_s: sum of the instances' own durations.
+        time_s: share of `step.compute_s`; each of k operations that run at once gets 1/k of the time.
+        busy_s: sum of the durations of all runs.
         ops: the instructions with the most busy seconds.
     """
 
@@ -466,8 +466,9 @@ class LateKernelPart(Part):
     """An instruction that takes longer on a late device.
 
     Attributes:
-        excess_s: seconds a step more than `usual_s` on the usual device.
-        least_s, most_s: its shortest and its longest step on the late device.
+        usual_s: seconds per step on the median device.
+        excess_s: seconds per step above `usual_s`.
+        least_s, most_s: its seconds on the late device in the step with the fewest and with the most.
     """
 
     name: str
@@ -479,17 +480,17 @@ class LateKernelPart(Part):
 
 
 class LatePart(Part):
-    """Why a device takes longer than the usual (median) one; means over the steps.
+    """Why a device takes longer than the usual (median) device; means over the steps.
 
     Attributes:
-        behind_s: seconds a step more than the usual device, without waiting for peers.
-        late_share: share of the steps in which it was late.
-        causes: cause -> seconds, the most first: `kernels` (the named ones), `clock` (compute-bound kernels are slower
-            alike), `memory` (only memory-bound ones are), `copies`, `communication` (moving data), `input` (waiting for
-            the next batch), `host` (idle between steps), `launch_gaps` (idle between kernels), `not_known`. What it
-            does faster than the usual device is left out.
+        behind_s: seconds per step above the usual device's time, without waiting for peers.
+        late_share: share of the steps in which the device was late.
+        causes: cause -> seconds, the most first: `kernels` (listed in `kernels`), `clock` (compute-bound kernels are
+            slower by one factor), `memory` (only memory-bound kernels are), `copies`, `communication` (moving data),
+            `input` (waiting for the next batch), `host` (idle between steps), `launch_gaps` (idle between kernels),
+            `not_known`. Parts in which the device is faster are left out.
         compute_bound_ratio, memory_bound_ratio: median ratio of such kernels' seconds to the usual device's.
-        kernels: kernels that are slower by themselves, the slowest first.
+        kernels: kernels that are slower for no common cause, the largest excess first.
     """
 
     behind_s: float
@@ -501,16 +502,16 @@ class LatePart(Part):
 
 
 class StragglerPart(Part):
-    """A device that others waited for.
+    """A device that others waited for, or that is late.
 
     Attributes:
-        device, process, host: where it is.
-        caused_wait_s: seconds a step that all other members of its groups together waited for it.
-        waited_s: seconds a step that it waited itself.
-        last_share: share of its collectives that it was the last to reach.
-        delay_s: mean seconds a step that each of the others waited for it.
-        compute_s: its own compute a step.
-        late: why it takes longer than the usual device; null where that is less than 1 % of the step.
+        device, process, host: the device's id, its process and its host.
+        caused_wait_s: seconds per step that other devices waited for this one, as a sum over these devices.
+        waited_s: seconds per step that this device waited.
+        last_share: share of its collectives that it reached last.
+        delay_s: seconds per step that other devices waited for this one, as a mean over these devices.
+        compute_s: seconds of compute per step.
+        late: why it takes longer than the usual device; null if that is less than 1 % of the step.
     """
 
     device: int
@@ -528,8 +529,8 @@ class StragglersPart(Part):
     """Devices ranked by the wait that they cause, the worst first.
 
     Attributes:
-        method: how waiting was told from transfer.
-        instances: collectives that were compared, because every member of their group was seen.
+        method: how waits were measured, as in `QualityPart.wait_method`.
+        instances: number of collectives that were compared: those with a trace of every member of the group.
     """
 
     method: WaitMethod | None = None
@@ -538,7 +539,7 @@ class StragglersPart(Part):
 
 
 class StepSample(Part):
-    """One captured step: means over its devices, its slowest device, and why it is left out of all other numbers."""
+    """One captured step: means over its devices, the slowest device, and why the step is left out of other numbers."""
 
     step: int
     time_s: float
@@ -554,13 +555,13 @@ class StepSample(Part):
 
 
 class HistoryPart(Part):
-    """The metrics of a run, in columns of equal length that are thinned out evenly where the run is long.
+    """The metrics of a run, in columns of equal length; of a long run, evenly spaced steps.
 
     Attributes:
         steps: step numbers.
-        values: column -> its value at each step, null where it was not recorded.
-        trend: column -> relative change from the first third of the steps to the last (medians); the first steps,
-            which warm up, are left out.
+        values: column -> its value at each step; null if it was not recorded.
+        trend: column -> relative change of the median from the first third of the steps to the last third, without
+            warm-up steps.
     """
 
     steps: tuple[int, ...] = ()
@@ -569,21 +570,21 @@ class HistoryPart(Part):
 
 
 class GoodputPart(Part):
-    """Where a run's wall time went, over all its attempts; the parts add up to `wall_s`.
+    """A run's wall time by activity, over all attempts; the parts add up to `wall_s`.
 
     Attributes:
         share: `step_s` / `wall_s`.
-        wall_s: time of all attempts and of the restarts between them. A pause that a person wanted (after an attempt
-            that finished, was interrupted, or was refused for an error in its experiment) does not count.
-        attempts: how many there were.
-        lost_steps: steps that a later attempt made again, counted each time.
-        step_s: time of steps that count.
-        data_wait_s: the host waited for a batch and the devices had nothing to do.
-        checkpoint_s: a checkpoint blocked the steps.
+        wall_s: time of all attempts and of the restarts between them. Intended pauses do not count: those after an
+            attempt that finished, was interrupted, or was refused for an error in its experiment.
+        attempts: number of attempts.
+        lost_steps: steps that a later attempt repeated, counted each time.
+        step_s: time of the steps that were not lost.
+        data_wait_s: time in which the host waited for a batch and the devices were idle.
+        checkpoint_s: time in which a checkpoint blocked the steps.
         start_s: from the start of the process to the compile: imports, rendezvous, tracing.
-        init_s, restore_s: time to make the state of a new run, and to restore that of a resumed one.
+        init_s, restore_s: time to make the state of a new run, and to restore the state of a resumed run.
         lost_s: time of the lost steps, with their waits for data.
-        restart_s: from the last sign of an attempt to the start of the next.
+        restart_s: from the last recorded activity of an attempt to the start of the next.
         other_s: the rest: starting and ending a capture, comparing replicas, closing files.
     """
 
@@ -611,8 +612,8 @@ class SparesPart(Part):
         hosts: spare hosts of each pool.
         pools: groups of hosts that cannot replace each other: NVLink domains that span hosts; else 1.
         gpus: spare GPUs of all pools.
-        goodput: goodput if a lost host that has no spare is waited for until it is repaired.
-        goodput_of_all: the same, times the share of training GPUs in all GPUs.
+        goodput: goodput, where the job waits for the repair of a lost host if there is no spare host.
+        goodput_of_all: `goodput` x training GPUs / all GPUs.
     """
 
     hosts: int
@@ -626,27 +627,27 @@ class FailuresPart(Part):
     """Goodput of a training under failures, predicted by `meshkit plan --failures`.
 
     Attributes:
-        per_host_day: failures of a host a day.
+        per_host_day: failures per host and day.
         rate_source: source of that rate: `given`, or a study of the catalog.
         hosts: hosts that train.
         between_s: mean time between failures of the whole job.
         host_share: share of failures after which a host is replaced.
         detection_s: from a failure until the last process has ended.
-        restart_s: from then until the next attempt can make a step, without `read_s`.
-        repair_hours: until a lost host is back.
-        storage_bytes_per_s: rate of all hosts together.
-        blocked_s: how long a save blocks the steps.
-        write_s: from then until the checkpoint can be restored.
-        read_s: how long it takes to read the state.
-        every: steps between the experiment's checkpoints; null where it writes none, then goodput is of `best_every`.
-        goodput: share of the time that goes into steps that count, if a spare host is always available.
-        goodput_low, goodput_high: one month (30 days) in ten is lower, one in ten higher.
-        saving_share, lost_share, down_share: the rest: saves, steps that are made again, detection and restarts.
+        restart_s: from `detection_s` until the next attempt can make a step, without `read_s`.
+        repair_hours: hours until a lost host is back.
+        storage_bytes_per_s: storage bandwidth of all hosts together.
+        blocked_s: seconds for which a save blocks the steps.
+        write_s: from the end of `blocked_s` until the checkpoint can be restored.
+        read_s: seconds to read the state.
+        every: steps between the experiment's checkpoints; null if it writes none: goodput is then for `best_every`.
+        goodput: share of the time in steps that are not lost, if a spare host is always available.
+        goodput_low, goodput_high: goodput of one month (30 days) in ten is lower, of one in ten higher.
+        saving_share, lost_share, down_share: shares of saves, of repeated steps, of detection and restarts.
         best_every: steps between checkpoints that give the highest goodput, `best_goodput`.
-        best_snapshot_every, snapshot_goodput: the same for snapshots in host memory, each with a copy on another host,
-            which takes `snapshot_write_s`; they hold `snapshot_host_bytes` of a host's memory.
+        best_snapshot_every, snapshot_goodput: the same for snapshots in host memory. Each is copied to another host in
+            `snapshot_write_s`; they take `snapshot_host_bytes` of a host's memory.
         spares: goodput by number of spare hosts.
-        published: study -> goodput at its rate of failures.
+        published: study -> goodput at the study's failure rate.
     """
 
     per_host_day: float
@@ -679,12 +680,12 @@ class FailuresPart(Part):
 
 
 class FeedbackPart(Part):
-    """The change that a recompile with measured costs made (XLA's profile-guided latency estimator).
+    """The step before a recompile with measured costs (XLA's profile-guided latency estimator).
 
     Attributes:
         profile: the file of measured costs that the program was compiled with.
-        before_fingerprint: the program before.
-        before_time_s, before_exposed_s: its step; `step` holds that of the program after.
+        before_fingerprint: fingerprint of the program before the recompile.
+        before_time_s, before_exposed_s: the step of that program; `step` is of the recompiled program.
     """
 
     profile: str | None = None
@@ -694,13 +695,13 @@ class FeedbackPart(Part):
 
 
 class BesidePart(Part):
-    """Measured and predicted seconds a step of one thing; null where they are not known.
+    """Measured and predicted seconds per step of one item; null if unknown.
 
     Attributes:
         kind: `step`, a kind of compute, or a collective.
-        name, source, line: of a single instruction; null for a whole kind.
-        axes, dtype, replica_groups: those of a row of communication.
-        ratio: measured over predicted.
+        name, source, line: the single instruction; null for a whole kind.
+        axes, dtype, replica_groups: the row of communication.
+        ratio: measured / predicted.
     """
 
     kind: str | None
@@ -716,13 +717,13 @@ class BesidePart(Part):
 
 
 class PredictedPart(Part):
-    """The prediction for the measured step, by a plan or by the price of the traced program.
+    """The prediction for the measured step, from a plan or from the traced program.
 
     Attributes:
         kernels: each kind of compute.
         communication: each row, without waiting for peers.
         collectives: the single instructions of the rows.
-        worst_ratios: single instructions whose seconds differ by the largest factors, for a plan of the same program.
+        worst_ratios: single instructions whose seconds differ by the largest factors, if both programs are the same.
     """
 
     step: BesidePart
@@ -739,7 +740,7 @@ class Report(Part):
     source: Source
     verdict: str | None = None
     change: str | None = None
-    """The sentence of a plan's verdict that names a change."""
+    """The sentence of a plan's verdict that recommends a change."""
     findings: tuple[FindingPart, ...] = ()
     cluster: ClusterPart = ClusterPart()
     mesh: tuple[MeshAxisPart, ...] = ()
@@ -770,7 +771,7 @@ class Report(Part):
 
     @property
     def devices(self) -> str:
-        """Return `16 x h100_sxm`; `16 devices` where the kind is not known."""
+        """Return `16 x h100_sxm`; `16 devices` if the kind is unknown."""
         count = self.cluster.num_gpus or self.window.devices
         if self.cluster.gpu:
             return f"{count} x {self.cluster.gpu}"
@@ -793,7 +794,7 @@ class Report(Part):
         return f"<Report: {', '.join(text for text in said if text)}>"
 
     def __str__(self) -> str:
-        """Return the same line, and below it the verdict."""
+        """Return the line of `repr`, and the verdict below it."""
         return f"{self!r}\n{self.verdict}" if self.verdict else repr(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -804,11 +805,11 @@ class Report(Part):
         return self.model_dump(mode="json")
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of communication as flat dicts, such as pandas takes."""
+        """Return the rows of communication as flat dicts, e.g. for pandas."""
         return [_flat(row.model_dump(mode="json")) for row in self.communication]
 
     def to_row(self) -> dict[str, Any]:
-        """Return the step and its memory as one flat dict: a row of a table of several reports."""
+        """Return the step and its memory as one flat dict, as a row for a table of several reports."""
         memory = _flat(self.memory.model_dump(mode="json"))
         row = {"source": self.source, **_flat(self.step.model_dump(mode="json"))}
         return row | {f"memory_{key}": value for key, value in memory.items()}
@@ -825,7 +826,7 @@ class Report(Part):
 
 
 def _flat(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values of a part. Lists of texts are joined, nested tables left out."""
+    """Return the plain values of a part. Lists of texts are joined, and nested parts are left out."""
     joined = {key: "+".join(map(str, v)) if isinstance(v, list) else v for key, v in part.items()}
     tables = {key for key, v in part.items() if isinstance(v, dict) or (isinstance(v, list) and dict in map(type, v))}
     return {key: v for key, v in joined.items() if key not in tables}

@@ -1,7 +1,7 @@
-"""Summarizes a timeline as a report: means over devices and steps, rows of communication, compute by kind.
+"""Summarize a timeline as a report: means over devices and steps, rows of communication, compute by kind.
 
-plan hands in a simulated timeline, rehearse and profile a measured one; from here on they are treated alike. The
-collectives of one row share axes, link, kind, dtype and group shape.
+plan passes a simulated timeline, profile a measured one, and rehearse a simulation with measured kernels; all are
+summarized in the same way. The collectives of one row have the same axes, link, kind, dtype and group shape.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
     from meshkit.trace.reader import Trace
 
 UNMAPPED = "unmapped"
-# Collectives that agree in these make one row of communication.
+# Collectives with the same values of these attributes are one row of communication.
 _ROW = ("axes", "axes_complete", "link", "fabric", "collective", "dtype", "group_size", "num_groups", "gpus_per_domain",
         "replica_groups")  # fmt: skip
-_MAX_KERNELS = 25  # So many instructions of a kind are kept by name; the rest are only in its sums.
+_MAX_KERNELS = 25  # The most instructions of a kind that are listed by name; the rest are only in its sums.
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
 _MOST_CELLS = 200_000  # A larger picture of a pipeline is left out of report.json.
 _EXPERTS = re.compile(r"\b(experts?|moe|router)\b", re.IGNORECASE)  # Matches the module names of a mixture of experts.
-_TOLERANCE = 1e-6  # Relative: covers the rounding of sums over 1e5 spans, but no wrong union of spans.
+_TOLERANCE = 1e-6  # Relative: more than the rounding of sums over 1e5 spans, less than the error of a wrong union.
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Where a program runs, and how much of it was seen."""
+    """The machines that a program runs on, and the number of processes whose traces were seen."""
 
     placement: Placement | None = None
     cluster: Cluster | None = None
-    """None where the cluster is not described."""
+    """None if no cluster is described."""
     processes_seen: int = 1
     processes_expected: int = 1
 
     @property
     def num_gpus(self) -> int | None:
-        """Return the number of GPUs that share the work."""
+        """The number of GPUs that the program runs on."""
         return self.placement.num_partitions if self.placement else None
 
 
@@ -77,14 +77,14 @@ def summarize(
     The caller adds the parts that do not depend on the timeline (memory, program, compile, quality).
 
     Args:
-        timeline: simulated or measured; without steps, times are None.
-        facts: of the step; what is unknown in them is None in the report.
-        instructions: name of an instruction -> what it is, for compute by kind and for source lines.
-        swept: the trace, which has summed its steps and operations already.
+        timeline: the simulated or measured timeline; without steps, times are None.
+        facts: facts about the step; keys that need an unknown fact are None.
+        instructions: name of an instruction -> its kind and source, for compute by kind and for source lines.
+        swept: the trace of the timeline, whose sums are used; None computes them here.
         step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
 
     Raises:
-        AssertionError: the result breaks an invariant of the report, which is a bug of ours.
+        AssertionError: the result breaks an invariant of the report, which is a bug in meshkit.
     """
     row_of, groups = group_rows(timeline.collectives)
     each, known = facts.steps_per_call, instructions or {}
@@ -121,7 +121,7 @@ def summarize(
     return report
 
 
-# Code of a warning -> why a step with it has no interval: no published run had it.
+# Code of a warning -> the reason why a step with this warning has no interval: no published run is comparable.
 _LONGER = {
     NOT_PREDICTED: "a kernel of the step has no predicted time",
     UNKNOWN_TRIPS: "how often a loop of the step runs is not known",
@@ -141,12 +141,12 @@ def summarize_simulation(
 ) -> Report:
     """Return the report of a simulated step; see `summarize`.
 
-    MFU refers to the peak of the facts' precision, or of the precision in which the program has most of its FLOP.
+    MFU refers to the peak of the facts' precision, or without one, of the precision of most of the program's FLOP.
 
     Args:
         source: only a `plan` gets an interval for its step time.
-        facts: of the model; executed and peak FLOP are filled in here.
-        warnings: warnings of the caller; one by which the step is longer than predicted leaves the interval out.
+        facts: facts about the model; executed and peak FLOP are computed here.
+        warnings: warnings for the report. If one means that the step is longer than predicted, there is no interval.
     """
     each, flops, cluster = facts.steps_per_call, simulation.flops, machines.cluster
     assert cluster is not None
@@ -179,7 +179,11 @@ def summarize_simulation(
 
 
 def check_invariants(report: Report) -> None:
-    """Raise an AssertionError where the parts of the report do not add up, to 1e-6 of the step."""
+    """Check that the parts of the report add up, with a tolerance of 1e-6 of the step.
+
+    Raises:
+        AssertionError: they do not.
+    """
     step, rows = report.step, report.communication
     if step.time_s is None:
         assert all(getattr(step, k) is None for k in _ADDITIVE), "a step without a time has parts"
@@ -203,7 +207,7 @@ def check_invariants(report: Report) -> None:
     ):
         check(f"communication rows' {key}", [getattr(row, key) for row in rows], total)
     for row in rows:
-        if row.time_s is None:  # The seconds were withheld: they are in the row without axes.
+        if row.time_s is None:  # The seconds of this row were withheld, and are in the row without axes.
             continue
         name = f"row {'+'.join(row.axes) or '(no axis)'} {row.collective}"
         check(f"{name} time_s", (row.overlapped_s, row.exposed_s), row.time_s)
@@ -213,11 +217,11 @@ def check_invariants(report: Report) -> None:
 
 
 def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machines) -> schema.TrainingPart:
-    """Return the time and the cost of the whole training; what cannot be known is None.
+    """Return the time and the cost of the whole training; unknown values are None.
 
     Returns:
-        Hours of wall time and of GPUs (None where there are no GPUs), cost in the currency of `price_per_gpu_hour`, and
-        seconds of one checkpoint.
+        Hours of wall time, GPU hours (None on CPUs), cost in the currency of `price_per_gpu_hour`, and seconds of one
+        checkpoint.
     """
     steps, cluster = facts.training_steps, machines.cluster
     checkpoint_s = checkpoint_time_s(facts.state_bytes, cluster) if cluster else None
@@ -232,14 +236,14 @@ def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machine
 
 
 def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> schema.ClusterPart:
-    """Return the cluster as a part of the report; without a description only the number of GPUs."""
+    """Return the cluster as a part of the report; without a described cluster, only the number of GPUs."""
     if cluster is None:
         return schema.ClusterPart(num_gpus=num_gpus)
     return schema.ClusterPart.from_sources(cluster, gpu=cluster.gpu.key)
 
 
 def mesh_part(placement: Placement) -> tuple[schema.MeshAxisPart, ...]:
-    """Return each mesh axis with its factors: the domains that a line along it crosses, and the rest."""
+    """Return each mesh axis with its factors: `infiniband` is the most domains that a line along it crosses."""
     across = placement.domains_along()
     return tuple(
         schema.MeshAxisPart(axis=name, size=size, nvlink=size // across[name], infiniband=across[name])
@@ -248,7 +252,7 @@ def mesh_part(placement: Placement) -> tuple[schema.MeshAxisPart, ...]:
 
 
 def pipeline_part(pipeline: PipelineReport, rows: Iterable[CommunicationPart]) -> schema.PipelinePart:
-    """Return a pipeline's schedule, and how much of the communication its permutes take."""
+    """Return a pipeline's schedule, with the number and the time of its permutes."""
     permutes = [r for r in rows if r.axes == (pipeline.axis,) and r.collective == "collective-permute"]
     time_s, exposed_s = ([getattr(r, key) for r in permutes] for key in ("time_s", "exposed_s"))
     known = pipeline.model_dump(exclude={"useful", "picture"})
@@ -283,16 +287,16 @@ def step_part(
     """Return the step as a mean over device steps, with its rates.
 
     Args:
-        source: a `profile` knows where its idle time lies; any other source knows its bubble, filled in later.
-        sweeps: device steps, each as one training step; without any, all times are None.
-        num_gpus: GPUs that share the work; None leaves out MFU, tokens/s and examples/s.
-        bounds: seconds of the step if all communication hid under compute, and if none did.
+        source: for `profile`, idle time is split by place; for others, the bubble is 0, and the caller may set it.
+        sweeps: device steps, as means per training step; without sweeps, all times are None.
+        num_gpus: number of GPUs of the program; None leaves out MFU, tokens/s and examples/s.
+        bounds: seconds of the step if compute hid all communication, and if it hid none.
     """
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
     means, measured = _means(sweeps), source == "profile"
     time_s = means["time_s"]
-    bubble_s = None if measured else 0.0  # A trace does not show which slots of a pipeline were masked.
+    bubble_s = None if measured else 0.0  # A trace does not show which work of a pipeline was masked.
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(
@@ -312,7 +316,7 @@ def step_part(
 
 
 def _idle_parts(sweeps: Sequence[Sweep], idle_s: float) -> dict[str, float]:
-    """Split the idle time of measured steps by where it lies."""
+    """Split the idle time of measured steps: inside the step, between steps, and before the next input."""
     between_s, input_s = (math.fsum(getattr(s, n) for s in sweeps) / len(sweeps) for n in ("between_s", "input_s"))
     inside_s = max(0.0, idle_s - between_s - input_s)
     return {"idle_inside_s": inside_s, "idle_between_s": between_s, "idle_input_s": input_s}
@@ -349,7 +353,7 @@ def _spreads(timeline: Timeline, sweeps: Sequence[Sweep]) -> schema.SpreadsPart:
 def _step_samples(
     timeline: Timeline, sweeps: Sequence[Sweep], trace: Trace | None, each: int
 ) -> tuple[schema.StepSample, ...]:
-    """Return each captured step as means over its devices, also those that a trace leaves out of all other numbers."""
+    """Return each captured step as means over its devices; steps that are left out of other numbers are included."""
     left_out = trace.left_out if trace else ()
     by_step: dict[int, list[tuple[Sweep, int]]] = {}
     found = [*zip(timeline.steps, sweeps), *((out.step, out.swept.mean_over(each)) for out in left_out)]
@@ -372,7 +376,7 @@ def _step_samples(
 
 
 def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:
-    """Warn of communication on no mesh axis; a group of one GPU does not count."""
+    """Return a warning if communication maps to no mesh axis; groups of one GPU do not count."""
     unmapped = [row for row in rows if not row.axes and row.group_size != 1]
     seconds = math.fsum(row.time_s or 0.0 for row in unmapped)
     if not unmapped:
@@ -386,8 +390,8 @@ def group_rows(collectives: Sequence[Collective]) -> tuple[np.ndarray, list[list
     """Return the row of every collective, and the collectives of every row.
 
     Returns:
-        [n + 1] the row of each collective, the last for communication that maps to no instruction (a row of its own);
-        and for each row its collectives.
+        [n + 1] the row of each collective, where the last entry is the row for communication without an instruction;
+        and for each row, the indices of its collectives.
     """
     rows: dict[tuple, list[int]] = {}
     for i, collective in enumerate(collectives):
@@ -407,7 +411,7 @@ def communication_rows(
     instructions: Mapping[str, InstructionInfo] | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[CommunicationPart, ...]:
-    """Return rows as means over the device steps, the most exposed first, without collectives that never ran."""
+    """Return rows as means over the device steps, the most exposed first; rows that never ran are left out."""
     if not sweeps:
         return ()
     mean = {
@@ -451,13 +455,13 @@ def _row(
 
 
 def wire_numbers(c: Collective, payload: float, moving_s: float | None, cluster: Cluster | None) -> dict[str, Any]:
-    """Return how much of a row's payload one GPU's links carry, and how fast; None where that is unknown.
+    """Return a row's bytes on the links of one GPU, its bus bandwidth and the peak; None for what is unknown.
 
     Args:
-        c: one of the row's collectives; all have its kind, group and link.
-        payload: bytes on one GPU of the whole row, in one step.
-        moving_s: seconds of a step in which they move; where waits are unknown, they are included.
-        cluster: its links; None leaves the peak out.
+        c: one of the row's collectives; all have the same kind, group and link.
+        payload: bytes of the whole row on one GPU, per step.
+        moving_s: seconds per step in which these bytes move; if waits are unknown, they are included.
+        cluster: the cluster, for the peak of its links; None leaves the peak out.
     """
     wire = payload * wire_factor(c.collective, c.group_size)
     across = wire * infiniband_share(c)
@@ -488,7 +492,7 @@ def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
 
 
 def _difference(whole: float, part: float) -> float:
-    """Return whole - part, or 0 where that is only rounding: 1e-18 s is no overlap."""
+    """Return whole - part, or 0 if the difference is only a rounding error."""
     rest = whole - part
     return rest if rest > 1e-9 * whole else 0.0
 
@@ -527,14 +531,16 @@ def kernels_part(
     *,
     steps_per_execution: int = 1,
 ) -> KernelsPart | None:
-    """Return compute by kind, as means over the device steps; None where no kernels are known.
+    """Return compute by kind, as means over the device steps; None if no kernels are known.
 
-    The seconds of a kind are shares, as those of communication rows are: an instant at which k operations run gives 1/k
-    to each, so that they add up to the step's `compute_s`.
+    The seconds of a kind are shares, like those of a communication row: each of k operations that run at once gets 1/k
+    of the time, so that the kinds add up to the step's `compute_s`.
 
     Args:
-        op_names: names of instructions, or of kernels that could not be joined to one.
-        instructions: what they are; without any, names tell the kinds.
+        op_names: names of instructions, or of kernels whose instruction is unknown.
+        totals: times of these operations.
+        instructions: name of an instruction -> its kind and source; if empty, kinds are guessed from kernel names.
+        steps_per_execution: training steps per execution of the program.
     """
     if not op_names:
         return None
@@ -563,7 +569,7 @@ def kernels_part(
 def _kernel_ops(
     op_names: Sequence[str], known: Sequence[InstructionInfo | None], members: np.ndarray, busy_s, count
 ) -> tuple[schema.KernelPart, ...]:
-    """Return the instructions of one kind with the most busy seconds; those of the same name are merged."""
+    """Return the instructions of one kind with the most busy seconds; operations with the same name are merged."""
     chosen: list[int] = members.tolist()
     first = {op_names[i]: i for i in reversed(chosen)}
     number = {name: n for n, name in enumerate(first)}
@@ -579,6 +585,6 @@ def _kernel_ops(
 
 
 def _whole(x: float) -> int | float:
-    """Return an int where the value is one (a count, bytes), so that 3 prints as 3; unequal devices give a float."""
+    """Return an int if the value is whole, so that a count of 3 prints as 3; means of unequal devices stay floats."""
     nearest = round(float(x))
     return nearest if abs(x - nearest) <= 1e-9 * max(1.0, abs(x)) else float(x)

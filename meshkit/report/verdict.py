@@ -1,11 +1,12 @@
-"""Explains a measured step: findings by what fixing them saves, and a verdict of a few sentences.
+"""Explain a measured step: findings, ranked by the seconds that a fix saves, and a verdict of a few sentences.
 
 report, trace, program -> causes, each with its seconds -> findings, most seconds first -> verdict
 
-The reader of the trace has already set warm-up steps and outliers apart. To know what a fix saves, one execution is
-replayed on all of its devices: each goes through its own work and its collectives in order, and a group leaves a
-collective together, once its last member has come and the data has moved. No clocks are needed for that, because the
-last member is the one that did not wait. A device's saving shortens the step only as far as it was exposed.
+The trace reader has already left out warm-up steps and outliers. To compute the saving of a fix, one execution is
+replayed on all of its devices. Each device runs its own work and its collectives in order. The members of a group leave
+a collective together, when the last member has arrived and the data has moved. The replay needs no common clock,
+because the last member is the one that did not wait. If a device arrives earlier at a collective, the step becomes
+shorter only by the time of the collective that was exposed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import Trace
 from meshkit.units import format_bytes, format_percent, format_seconds
 
-_LOW_RATE = 2.0  # A kernel runs at a low rate beyond this multiple of the model's seconds.
-_PART = {  # The part of the step that each cause lengthens.
+_LOW_RATE = 2.0  # A kernel has a low rate if it takes more than this multiple of the model's seconds.
+_PART = {  # Code of a finding -> the part of the step that its cause lengthens.
     **dict.fromkeys(
         (causes.WAITING, "slow_link", "small_collectives", "synchronous_collectives", "serialized_by_xla",
          "exposed_communication"), "exposed communication",
@@ -43,14 +44,14 @@ _PART = {  # The part of the step that each cause lengthens.
 _TILES = "shapes that tile (multiples of 128), and the precision of the operands"
 _FEW_LARGE = "fewer and larger kernels: what is stacked or scanned over, and what keeps XLA from fusing it"
 _LAYOUT = "the layout and precision of what it reads and writes, and what XLA fuses with it"
-_LAUNCH_S = 1e-5  # Kernels with a shorter mean run are mostly launches.
+_LAUNCH_S = 1e-5  # If the mean run of kernels is shorter, launches dominate their time.
 _HIDES = "xla_gpu_enable_latency_hiding_scheduler"
 _ASYNC_OFF = "xla_gpu_disable_async_collectives"
 
 
 @dataclass(frozen=True)
 class Known:
-    """A trace and its program, from which a verdict is made."""
+    """A trace, its program and known facts about the run, as input of a verdict."""
 
     trace: Trace
     program: TracedProgram
@@ -59,17 +60,17 @@ class Known:
     cluster: Cluster | None = None
     options: Mapping[str, Any] | None = None
     untraced_step_s: float | None = None
-    """Step time of the same run without the capture."""
+    """Median step time of the same run without the capture, if known."""
     steps_per_execution: int = 1
     gpu: Cluster | None = None
-    """Without a cluster, one GPU of the traced kind."""
+    """A cluster of one GPU of the traced kind, which is used if `cluster` is None."""
 
 
 def add_findings(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
     """Return the report with its findings and its verdict.
 
-    It stays as it is where the step has no time or the trace no steps. Where the steps cannot be compared, it has no
-    findings and the verdict says why.
+    If the step has no time, or the trace no steps, the report is returned unchanged. If the steps cannot be compared,
+    there are no findings, and the verdict gives the reason.
     """
     if not report.step.time_s or not known.trace.sweeps:
         return report
@@ -81,7 +82,7 @@ def add_findings(report: Report, known: Known, history: HistoryPart | None = Non
 
 
 class _MeasuredCase(ExaminedReport):
-    """The usual steps of a measurement."""
+    """A measured report, its trace and its history; the steps are the usual ones, without warm-up and outliers."""
 
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):
         self.known, self.history = known, history
@@ -96,7 +97,7 @@ class _MeasuredCase(ExaminedReport):
 
     @cached_property
     def _every(self) -> list[Replay]:
-        """Return every step, since a device may be late only in some; empty where they are too large together."""
+        """Replays of all steps, since a device may be late only in some steps; empty if the steps are too large."""
         trace = self.known.trace
         numbers = sorted({step.step for step in trace.timeline.steps})
         small = sum(len(step.communication) for step in trace.timeline.steps) <= _MOST_SPANS
@@ -177,7 +178,7 @@ def _exposed(case: _MeasuredCase) -> Iterator[FindingPart]:
 
 
 def _reason(code: str, what: str, off: Any, row: CommunicationPart) -> tuple[str, str, float]:
-    """Return the message of exposed communication, the hint, and the share from which it warns."""
+    """Return message and hint of a finding about exposed communication, and the share from which it is a warning."""
     if code == "synchronous_collectives":
         said = f" ({_ASYNC_OFF} = {off})" if off else ""
         hint = f"[xla] without {_ASYNC_OFF}" if off else f"[xla] {_HIDES} = true"
@@ -192,10 +193,10 @@ def _reason(code: str, what: str, off: Any, row: CommunicationPart) -> tuple[str
 
 
 def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
-    """Return the names of blocking collectives, and of those that are waited for before any work starts."""
+    """Return the names of synchronous collectives, and of asynchronous ones with no work between start and done."""
     blocking, adjacent = set(), set()
     for body in schedule.computations.values() if schedule else ():
-        open_: dict[str, bool] = {}  # Start of a collective -> whether work came since.
+        open_: dict[str, bool] = {}  # Name of a collective's start -> whether other work was scheduled after it.
         names = {i.name: i.collective.name for i in body if i.collective is not None}
         for i in body:
             if i.kind == "collective" and i.collective is not None:
@@ -214,7 +215,7 @@ def _idle(case: _MeasuredCase) -> Iterator[FindingPart]:
     step = case.step
     input_s, between_s, inside_s = step.idle_input_s or 0.0, step.idle_between_s or 0.0, step.idle_inside_s or 0.0
     waited = [w for w in (case.history.values.get("data_wait_s", ()) if case.history else ()) if w is not None]
-    # The trainer's host measures this wait itself.
+    # The trainer measures on the host how long it waits for data: that part of the idle time is waiting for input.
     known_s = min(between_s, statistics.median(waited)) if waited else 0.0
     input_s, between_s = input_s + known_s, between_s - known_s
     yield finding(
@@ -344,7 +345,7 @@ def _verdict(case: _MeasuredCase, findings: Sequence[FindingPart]) -> str:
             sentences.append(case.share(totals[part], part, first=not sentences))
         sentences += [f.message for f in members[: 2 if len(ranked) == 1 else 1]]
     first = ranked[0][1][0]
-    told = first.code == "capture_overhead"  # That finding gives the step without it in its own message.
+    told = first.code == "capture_overhead"  # The message of this finding already has the step time without it.
     if not told and first.step_s is not None and first.step_s < 0.995 * case.time_s:
         without = (
             f"If no {case.device} were slower than the median," if first.code == causes.WAITING else "Without that,"
@@ -354,22 +355,26 @@ def _verdict(case: _MeasuredCase, findings: Sequence[FindingPart]) -> str:
     return " ".join(sentences)
 
 
-_MOST_SPANS = 50_000  # A replay takes some microseconds for each span of the step.
-_END = (-2, 0)  # Stands for the end of a step in place of (collective, occurrence).
+_MOST_SPANS = 50_000  # Limit on spans of communication in a replay, which takes some microseconds per span.
+_END = (-2, 0)  # The key of the end of a step, where a collective's key is (collective, occurrence).
 
 
 @dataclass(frozen=True)
 class _Member:
     device: int
     before_s: float
-    """Seconds of its own work before it reached the collective."""
+    """Seconds of the device's own work (no exposed communication) before it reached the collective."""
     wait_s: float
     transfer_s: float
     exposed_s: float
 
 
 class Replay:
-    """A step of a trace to be replayed: one that every drawn device has, by default the median one."""
+    """Replays one step of a trace with a change.
+
+    Args:
+        at: number of the step; None takes the median step among those that every device in `trace.timeline` has.
+    """
 
     def __init__(self, trace: Trace, program: TracedProgram, at: int | None = None):
         whole: dict[int, list[DeviceStep]] = {}
@@ -384,9 +389,7 @@ class Replay:
         self._steps = whole[times[(len(times) - 1) // 2][1]] if times else []
         if sum(len(s.communication) for s in self._steps) > _MOST_SPANS:
             self._steps = []
-        self._own_s: dict[
-            int, float
-        ] = {}  # Device -> seconds of its own work, without communication that it waits for.
+        self._own_s: dict[int, float] = {}  # Device -> seconds of its own work, without exposed communication.
         found: dict[tuple[int, int, int], list[_Member]] = {}
         starts: dict[tuple[int, int, int], float] = {}
         names = [c.name for c in trace.timeline.collectives]
@@ -403,7 +406,7 @@ class Replay:
         self._more_s = self._more_than_the_median()
 
     def _members(self, step: DeviceStep):
-        """Yield (collective, occurrence), its start, and the device's part in it, in order of time."""
+        """Yield (collective, occurrence), start and `_Member` of each of a device's collectives, sorted by start."""
         exposed = exposed_spans(step)
         edges = np.r_[0.0, exposed.ravel()]
         seconds = np.r_[0.0, np.stack([np.zeros(len(exposed)), np.diff(exposed, axis=1).ravel()], 1).ravel()].cumsum()
@@ -424,10 +427,10 @@ class Replay:
             yield (c, times[c]), float(start[i]), member
 
     def _more_than_the_median(self) -> dict[tuple[int, int], dict[int, float]]:
-        """Return how many seconds more than the median a device has worked before each collective, and by the end.
+        """Return the seconds by which each device exceeds the median's work, up to each collective and the step's end.
 
-        Stretches between collectives are compared one by one, so that a device that is late now and early then counts
-        as late.
+        The stretches between two collectives are compared one by one, and only excesses are added up: a device that is
+        slower in one stretch and faster in another counts as late.
         """
         came: dict[tuple[int, int], dict[int, float]] = {}
         for key, members in self._instances:
@@ -443,7 +446,7 @@ class Replay:
         return found
 
     def ratio(self, fix: Fix) -> float | None:
-        """Return the changed step over the measured one, as means over devices; None for a step too large to replay."""
+        """Return (step time with the change) / (measured step time), over all devices; None if there is no replay."""
         if not self._steps:
             return None
         saved = dict.fromkeys(self._own_s, 0.0)
@@ -458,8 +461,8 @@ class Replay:
                 continue
             share = fix.transfer.get(collective, 1.0)
             early = {m.device: saved[m.device] + less[m.device] for m in members}
-            alone = len(members) == 1  # Or its peers were not seen.
-            # Time 0 is when the last member came.
+            alone = len(members) == 1  # Either the group has one member, or the other members were not seen.
+            # Times are relative to the arrival of the last member in the measured step.
             ready = max((0.0 if alone else -m.wait_s) - early[m.device] for m in members)
             for m in members:
                 gain = m.transfer_s * (1 - share) - early[m.device] - ready
@@ -470,7 +473,7 @@ class Replay:
 
 
 def _group_of(program: TracedProgram, name: str, device: int) -> int:
-    """Return the group of a collective that a device is in; a group of its own where unknown, or for a permute."""
+    """Return the index of a device's group in a collective; -1 - device if it is unknown, or for a permute."""
     groups = program.groups.get(name)
     if groups is None or program.collectives[name].collective == "collective-permute":
         return -1 - device

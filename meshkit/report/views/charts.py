@@ -1,4 +1,4 @@
-"""The charts of a report, as the dictionaries that Plotly draws."""
+"""Make the charts of a report, as dictionaries for Plotly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshkit.units import GIB, format_bytes, format_seconds
 COLORS = {key: look.color for key, look in words.LOOKS.items()}
 COLORS |= {"overlapped": "#95c5e8", "copies": COLORS["other"]}
 AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
-# Column of a run's metrics -> its label, its scale and its unit.
+# Column of a run's metrics -> (label, scale, unit).
 HISTORY = {
     "step_time_s": ("step time", 1e3, " ms"),
     "exposed_s": ("exposed", 1e3, " ms"),
@@ -29,21 +29,21 @@ HISTORY = {
     "loss": ("loss", 1.0, ""),
 }
 _PARTS = {"overlapped": "overlapped", "exposed": "exposed", "wait": "exposed, waiting"}  # Parts of a row's bar.
-# Labels where compute is not known.
+# Labels of the parts if compute is unknown.
 _HEARD = {"exposed": "in collectives, overlapped or not", "wait": "waiting for peers"}
 _MAX_ROWS = 8
-_VISIBLE = 2e-3  # A smaller share of all communication is narrower than a pixel.
+_VISIBLE = 2e-3  # A bar with a smaller share of all communication is narrower than a pixel.
 GRID = {"gridcolor": "#e6e9ee", "zeroline": False}
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
 # Lanes of the timeline.
 _LANE, _EXPOSED_PART = 0.72, 0.2  # Heights, as shares of the distance between lanes.
-_MAX_SPANS = 1500  # A browser still pans so many spans per lane smoothly.
-_RESOLUTION = 3000  # With too many spans, gaps shorter than 1 / 3000 of the step are closed.
+_MAX_SPANS = 1500  # The most spans of a lane that a browser pans smoothly.
+_RESOLUTION = 3000  # If a lane has more, spans with gaps of at most 1 / 3000 of the step between them are joined.
 _MAX_DEVICES = 8
 # The picture of a pipeline.
 _MASKED = "#d9dde3"
 _FORWARD, _BACKWARD = ("#1f5a8a", "#9cc7e8"), ("#2f7d4f", "#a9dcb8")  # Colours of the first and of the last chunk.
-_READABLE_TICKS = 44  # With so many ticks, a cell is wide enough at 1280 pixels for the number of its microbatch.
+_READABLE_TICKS = 44  # The most ticks with which a cell of a 1280 pixels wide page has room for a microbatch number.
 
 
 def step_chart(reports: Sequence[Report]) -> dict:
@@ -61,20 +61,20 @@ def step_chart(reports: Sequence[Report]) -> dict:
 
 
 def step_parts(reports: Sequence[Report]) -> list[Share]:
-    """Return all parts of the reports' steps, in the order of the bar; values are those of the last report."""
+    """Return all parts of the reports' steps, in the order of the bar; a value is from the last report that has it."""
     found = {share.key: share for r in reports for share in words.report_shares(r)}
     return sorted(found.values(), key=lambda share: list(words.LOOKS).index(share.key) if share.key != "wait" else 1.5)
 
 
 def communication_parts(reports: Sequence[Report]) -> dict[str, str]:
-    """Return the parts of the bars of communication: key of a colour -> label."""
+    """Return the parts of the bars of communication: key in `COLORS` -> label."""
     rows = [row for r in reports for row in r.communication]
     parts, wait = (_PARTS, "exposed_wait_s") if any(r.exposed_s is not None for r in rows) else (_HEARD, "wait_s")
     return {key: label for key, label in parts.items() if key != "wait" or any(getattr(r, wait) for r in rows)}
 
 
 def communication_chart(reports: Sequence[Report]) -> dict:
-    """Draw overlapped and exposed time of each axis, link and collective; two reports have a bar each."""
+    """Draw overlapped and exposed time of each axis, link and collective, with one bar per report."""
     parts = communication_parts(reports)
     found = [_seconds_by_label(report, heard="overlapped" not in parts) for report in reports]
     y, ticks, places = _places(_largest_labels(reports, found), words.names_of([r.source for r in reports]))
@@ -91,7 +91,8 @@ def communication_chart(reports: Sequence[Report]) -> dict:
 def _seconds_by_label(report: Report, *, heard: bool) -> dict[str, np.ndarray]:
     """Map axis, link and collective to [3] seconds: overlapped, exposed transfer, exposed waiting.
 
-    With `heard`, compute is not known: all seconds in collectives count as exposed.
+    Args:
+        heard: whether compute is unknown; all seconds in collectives then count as exposed.
     """
     found: dict[str, np.ndarray] = {}
     for row in report.communication:
@@ -103,7 +104,7 @@ def _seconds_by_label(report: Report, *, heard: bool) -> dict[str, np.ndarray]:
 
 
 def _largest_labels(reports: Sequence[Report], found: Sequence[dict[str, np.ndarray]]) -> list[str]:
-    """Return the labels of all reports in the order of the tables, the most exposed first."""
+    """Return the at most eight labels to draw, the most exposed first; bars too small to see are left out."""
     labels = dict.fromkeys(label for sums in found for label in sums)
     total = {label: sum((sums[label] for sums in found if label in sums), np.zeros(3)) for label in labels}
     shortest_s = _VISIBLE * max(r.step.communication_s or 0.0 for r in reports)
@@ -118,7 +119,7 @@ def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], lis
 
 
 def memory_chart(reports: Sequence[Report]) -> dict:
-    """Draw what the fullest GPU holds, against its capacity and the program's budget."""
+    """Draw the memory of the fullest GPU by its parts, with lines at its capacity and at the program's budget."""
     names = words.names_of([r.source for r in reports])
     data = []
     for part in memory_parts(reports):
@@ -141,7 +142,7 @@ def memory_parts(reports: Sequence[Report]) -> list[Share]:
 
 
 def per_step_chart(report: Report) -> dict | None:
-    """Draw the parts of each captured step; None where there are fewer than two."""
+    """Draw the parts of each captured step; None if there are fewer than two steps."""
     samples = report.per_step or ()
     if len(samples) < 2:
         return None
@@ -156,7 +157,7 @@ def per_step_chart(report: Report) -> dict | None:
 
 
 def kernels_chart(reports: Sequence[Report]) -> dict | None:
-    """Draw compute by kind of work, the longest first; None where no report knows it."""
+    """Draw compute by kind of work, the longest first; None if no report has kernels."""
     names = words.names_of([r.source for r in reports])
     known = [(name, r.kernels.classes) for name, r in zip(names, reports) if r.kernels]
     if not known:
@@ -172,7 +173,7 @@ def kernels_chart(reports: Sequence[Report]) -> dict | None:
 
 
 def history_chart(report: Report) -> dict | None:
-    """Draw the run's metrics over its steps, one line each; None where no metrics are known."""
+    """Draw the run's metrics over its steps, one line each; None without metrics."""
     history = report.history
     shown = [name for name in HISTORY if history and any(v is not None for v in history.values.get(name, ()))]
     if not history or not shown:
@@ -213,7 +214,7 @@ def history_chart(report: Report) -> dict | None:
 
 
 def goodput_chart(part: GoodputPart) -> dict:
-    """Draw the wall time of a run as one bar."""
+    """Draw the wall time of a run as one bar with a part for each activity."""
     wall_s = part.wall_s or 0.0
     scale, unit = (1 / 3600, "h") if wall_s >= 2 * 3600 else unit_of(wall_s)
     data = []
@@ -224,7 +225,7 @@ def goodput_chart(part: GoodputPart) -> dict:
 
 
 def unit_of(longest_s: float) -> tuple[float, str]:
-    """Return the unit in which the longest time reads well, as (units per second, name)."""
+    """Return the largest unit in which the longest time is at least 2, as (units per second, name)."""
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if longest_s * scale >= 2), (1e6, "us"))
 
 
@@ -233,12 +234,12 @@ def _scaled(seconds: Sequence[float | None], scale: float) -> list[float | None]
 
 
 def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bool = True) -> dict:
-    """Return one colour of a chart of horizontal bars.
+    """Return the parts of one colour in a chart of stacked horizontal bars.
 
     Args:
-        x, y: its length on each bar, and the bars' places.
-        texts: written on each bar, and shown under the pointer.
-        inside: False only shows the texts under the pointer.
+        x, y: the length of the part in each bar, and the bars' places on the y axis.
+        texts: a text for each part, drawn on it and shown under the pointer.
+        inside: whether texts are drawn on the parts; if False, they are only shown under the pointer.
     """
     shown = {"text": texts, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0} if inside else {}
     return {
@@ -255,7 +256,7 @@ def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bo
 
 
 def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *, bar_height: int) -> dict:
-    """Return a figure of horizontal bars; on a narrow screen their labels stand above them.
+    """Return a figure of horizontal bars; on a narrow screen, labels are above the bars.
 
     Args:
         y, ticks: places of the bars, from the top, and their labels.
@@ -268,11 +269,12 @@ def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *,
 
 
 def narrow_layout(y: Sequence[str], ticks: Sequence[str], row_height: int, top: int, lift: int = 8) -> dict:
-    """Return the layout changes for a narrow screen, where labels stand above the bars.
+    """Return the layout changes for a narrow screen, where labels are above the bars.
 
     Args:
         y, ticks: places of the bars, and their labels.
-        row_height, top: pixels of a bar with its label, and above the first.
+        row_height: pixels of a bar with its label.
+        top: pixels above the first bar.
         lift: pixels from the middle of a bar to its label.
     """
     above = {"x": 0, "xref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom", "yshift": lift}
@@ -286,7 +288,7 @@ def narrow_layout(y: Sequence[str], ticks: Sequence[str], row_height: int, top: 
 
 
 def frame(height: int, **more: Any) -> dict[str, Any]:
-    """Return the layout that all charts share, with further keys."""
+    """Return the layout that all charts share, with the keys `more`."""
     return {
         "height": height,
         "font": FONT,
@@ -298,7 +300,7 @@ def frame(height: int, **more: Any) -> dict[str, Any]:
 
 
 def legend_frame(height: int) -> dict[str, Any]:
-    """Return the layout of charts with two axes and a legend above."""
+    """Return the layout of charts with two axes and a legend above them."""
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     return frame(height, legend=legend, xaxis={**GRID, "automargin": True}, yaxis={**GRID, "automargin": True})
 
@@ -316,14 +318,14 @@ def layout_of(height: int, unit: str) -> dict[str, Any]:
 
 
 def limit(x: float, dash: str, width: float = 1.5) -> dict:
-    """Return a line across a chart at a limit."""
+    """Return a vertical line across a chart at `x`."""
     style = {"color": "#28323c", "width": width, "dash": dash}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": style}
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Spans that are drawn on one line."""
+    """Spans that are drawn on one line of the timeline."""
 
     name: str
     kind: str
@@ -332,13 +334,13 @@ class Lane:
     """[n, 2] seconds from the start of the step."""
     labels: Sequence[str]
     exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    """[k, 2] the parts of communication under which nothing computes."""
+    """[k, 2] the parts of communication that no compute hides."""
     fill: np.ndarray | None = None
-    """[n] the share of each span in which something runs, where spans were joined to their neighbours."""
+    """[n] the share of each span in which something runs; None if no spans were joined."""
 
 
 def step_to_draw(timeline: Timeline) -> list[DeviceStep]:
-    """Return one step of up to eight devices: the one whose slowest device is the median."""
+    """Return up to eight devices of the median step; the time of a step is that of its slowest device."""
     numbers = sorted({s.step for s in timeline.steps})
     longest = {n: max(s.window[1] - s.window[0] for s in timeline.steps if s.step == n) for n in numbers}
     chosen = sorted(numbers, key=longest.__getitem__)[len(numbers) // 2]
@@ -376,28 +378,30 @@ def _idle_lane(step: DeviceStep) -> Lane:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return [n, 2] spans in which a and b both run; b is sorted and does not overlap itself.
+    """Return [n, 2] spans in which both a and b run.
 
-    Spans of a may overlap each other: they are joined first.
+    Args:
+        a: [n, 2] spans, which may overlap each other.
+        b: [m, 2] spans, sorted and disjoint.
     """
     if not len(a) or not len(b):
         return np.zeros((0, 2))
     joined, _ = _joined(a[np.argsort(a[:, 0], kind="stable")], 0.0)
-    # Every piece of the intersection starts where a span of one starts inside a span of the other.
+    # Each piece of the intersection starts at the start of a span of a or of b.
     starts = np.unique(np.r_[joined[:, 0], b[:, 0]])
     ends = np.minimum(*(_end_of_span_at(spans, starts) for spans in (joined, b)))
     return np.stack([starts, ends], axis=1)[ends > starts]
 
 
 def _joined(spans: np.ndarray, shortest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Join sorted spans across gaps of at most `shortest`; also return the index of the first span in each."""
+    """Join sorted spans across gaps of at most `shortest`; return them, and for each the index of its first span."""
     ended = np.maximum.accumulate(spans[:, 1])
     first = np.flatnonzero(np.r_[True, spans[1:, 0] - ended[:-1] > shortest])
     return np.stack([spans[first, 0], np.r_[ended[first[1:] - 1], ended[-1]]], axis=1), first
 
 
 def _end_of_span_at(spans: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return the end of the span that covers each time (disjoint, sorted), or minus infinity."""
+    """Return the end of the span that covers each time, or minus infinity; the spans are disjoint and sorted."""
     at = np.searchsorted(spans[:, 0], times, "right") - 1
     ends = np.where(at >= 0, spans[np.maximum(at, 0), 1], -np.inf)
     return np.where(ends > times, ends, -np.inf)
@@ -406,7 +410,7 @@ def _end_of_span_at(spans: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _lane(
     name: str, kind: str, spans: np.ndarray, index: np.ndarray | None, names: Sequence[str], step: DeviceStep
 ) -> Lane:
-    """Put spans in time order, and join neighbours where there are too many to draw."""
+    """Return a lane with its spans sorted by start; if there are too many to draw, neighbours are joined."""
     order = np.argsort(spans[:, 0], kind="stable")
     spans = spans[order]
     labels = [name] * len(spans) if index is None or not names else [names[int(i)] for i in index[order]]
@@ -415,7 +419,7 @@ def _lane(
     shortest = (step.window[1] - step.window[0]) / _RESOLUTION
     joined, first = _joined(spans, shortest)
     counts = np.diff(np.r_[first, len(spans)])
-    # The end of all spans before each, so that overlaps count once.
+    # The latest end of all spans before each span, so that overlaps count once.
     ended = np.r_[0.0, np.maximum.accumulate(spans[:, 1])[:-1]]
     filled = np.add.reduceat(np.maximum(0.0, spans[:, 1] - np.maximum(spans[:, 0], ended)), first)
     texts = [labels[i] if n == 1 else f"{labels[i]} and {n - 1} more" for i, n in zip(first, counts)]
@@ -423,7 +427,7 @@ def _lane(
 
 
 def timeline_charts(timeline: Timeline, device: str) -> list[tuple[str, dict]]:
-    """Draw one chart per device of one step, with its name; the page shows one at a time."""
+    """Return (name, chart) for each drawn device of one step; the page shows one chart at a time."""
     drawn = step_to_draw(timeline) if timeline.steps else []
     return [(f"{device} {step.device}, step {step.step}", _timeline_chart(timeline, step)) for step in drawn]
 
@@ -446,7 +450,7 @@ def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
     layout["margin"] = layout["margin"] | {"t": 34}
     layout["modebar"] = {"bgcolor": "rgba(0,0,0,0)", "color": "#a9b4c2", "activecolor": "#28323c"}
     layout["xaxis"] = layout["xaxis"] | {"range": [0, length_s * scale]}
-    # The order of the lanes is fixed, so that hiding one moves no other.
+    # The places of the lanes are fixed, so that hiding one lane does not move the others.
     places = {"categoryorder": "array", "categoryarray": ticks, "range": [len(ticks) - 0.5, -0.5]}
     layout["yaxis"] = layout["yaxis"] | places | {"fixedrange": True}
     return {"data": data, "layout": layout, "narrow": narrow_layout(ticks, ticks, 54, 44, lift=18)}
@@ -475,12 +479,12 @@ def _spans(
 
 
 def _rounded(values) -> list[float]:
-    """Round to six digits, which are finer than a pixel and a third of the bytes."""
+    """Return values with six digits: finer than a pixel, and a third of the bytes of all digits."""
     return [float(f"{v:.6g}") for v in values]
 
 
 def schedule_chart(part: PipelinePart) -> dict | None:
-    """Draw the chunks that run by stage and tick, forward and backward; None where there is no picture."""
+    """Draw the chunk that each stage runs in each tick, forward and backward; None if the part has no picture."""
     if part.picture is None:
         return None
     z, texts = [], []
@@ -523,12 +527,15 @@ def schedule_chart(part: PipelinePart) -> dict | None:
 
 
 def _work(cell: str, letter: str) -> str | None:
-    """Return `F3.1` of `F3.1 B0.0`."""
+    """Return a cell's word for the forward (F) or backward (B) pass: `F3.1` of `F3.1 B0.0`; None without one."""
     return next((word for word in cell.split() if word[0] == letter), None)
 
 
 def _shade(part: PipelinePart, letter: str, tick: int, work: str | None) -> int | None:
-    """Return the index of a colour: 0 masked, then chunks forward, then backward; None where the direction is idle."""
+    """Return the index of a cell's colour; None if no stage runs this direction in the tick.
+
+    The colours are masked (0), the chunks forward, and the chunks backward.
+    """
     if work is not None:
         chunk = int(work.partition(".")[2] or 0)
         return 1 + chunk + (part.virtual_stages if letter == "B" else 0)
@@ -552,7 +559,7 @@ def _shades(ends: tuple[str, str], count: int) -> list[str]:
 
 
 def schedule_legend(part: PipelinePart) -> list[tuple[str, str]]:
-    """Return the labels of the picture's colours."""
+    """Return (label, colour) of the picture's colours."""
     entries = []
     for word, ends in (("forward", _FORWARD), ("backward", _BACKWARD)):
         for chunk, color in enumerate(_shades(ends, part.virtual_stages)):

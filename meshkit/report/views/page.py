@@ -1,10 +1,10 @@
-"""Building blocks of views: tables, declared once for terminal and HTML, and the frame of an HTML page.
+"""Building blocks of views: tables for both terminal and HTML, and the frame of an HTML page.
 
-A cell is a text, a number of a JSON document (`Value`), or the source that caused something (`Source`).
+A table's cell is a text, a number of a JSON document (`Value`), or the model code of an operation (`Source`).
 
-Plotly draws the charts, and its JavaScript is embedded, so that a page needs no network. It is compressed, which makes
-a page 2 MB instead of 5; browsers since 2023 unpack it. Every number on a chart is in a table or a note as well, with
-its place in the JSON.
+Plotly draws the charts. Its JavaScript is embedded, so that a page needs no network, and compressed, so that a page has
+2 MB instead of 5; browsers since 2023 can unpack it. Every number on a chart is also in a table or a note, with its key
+in the JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshkit.hlo.instructions import layer_and_line, layer_of
 class Value:
     """A number of a JSON document: the document, the key, the value, and its text.
 
-    The page carries all four, so that a script can find a number and check it.
+    The HTML has all four, so that a script can find a number and check it.
     """
 
     document: str
@@ -44,10 +44,10 @@ class Value:
     text: str
     css: str = ""
     style: str = ""
-    """The color on a terminal, as rich spells it."""
+    """The style on a terminal, in rich's notation."""
 
     def html(self) -> str:
-        """Return a span with the text, and the rest as its data attributes."""
+        """Return an HTML span with the text, and with document, key and value as data attributes."""
         css = f' class="{self.css}"' if self.css else ""
         value = "" if self.value is None else json.dumps(self.value)
         data = f'data-document="{escape(self.document)}" data-key="{escape(self.key)}" data-value="{value}"'
@@ -55,18 +55,18 @@ class Value:
 
 
 class Numbers:
-    """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum)."""
+    """Gives the number at a path in a JSON document: `step.exposed_s`, or `communication.0+3.exposed_s` (a sum)."""
 
     def __init__(self, name: str, root: Any):
         self.name, self._root = name, root
 
     def __call__(self, key: str, form: Callable[[Any], str], css: str = "") -> Value:
-        """Return the number at a path, written by `form`."""
+        """Return the number at a path, with its text from `form`."""
         value = self.value(key)
         return Value(self.name, key, value, form(value).strip(), css, "red" if css == "exposed" and value else "")
 
     def value(self, key: str) -> Any:
-        """Return the number at a path; a sum of several is None if one of them is."""
+        """Return the number at a path; a sum is None if one of its numbers is None."""
         found = [self._root]
         for part in key.split("."):
             found = [_child(parent, name) for parent in found for name in part.split("+")]
@@ -85,22 +85,22 @@ def _child(parent: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """The model code that caused an operation: its op_name path, and its source line where that is known."""
+    """The model code that caused an operation: its op_name path, and its source line if known."""
 
     path: str | None
     line: str | None
     combined: str = ""
-    """For several arrays that move together, the share of each origin."""
+    """For a collective of several arrays, a text with the share of each place in the code."""
 
     @property
     def text(self) -> str:
-        """Return the end of the layer's path and the line, else the line and the operation, for a terminal."""
+        """The text for a terminal: the end of the layer's path and the line; without a layer, line and operation."""
         if self.combined:
             return self.combined
         return layer_and_line(self.path or "", self.line, 2) or "-"
 
     def html(self) -> str:
-        """Return the layer, the line and the path, shortened where it is very long."""
+        """Return the layer, the line and the path, which is shortened if it is very long."""
         if self.combined:
             return f"<b>{escape(self.combined)}</b>"
         known = (layer_of(self.path or ""), self.line)
@@ -109,7 +109,7 @@ class Source:
 
 
 def short_source(source: str | None) -> str:
-    """Return an op_name path without the prefix that all of them share; a combined operation has each path once."""
+    """Return an op_name path without the parts that all paths have; for a combined operation, each path once."""
     if not source:
         return ""
     text = re.sub(r"^jit\([^)]*\)/", "", source).replace("/eval_jaxpr", "").replace("while/body/", "loop/")
@@ -128,13 +128,13 @@ class Column:
 
     header: str = ""
     words: bool = False
-    """Whether its cells stand to the left, and are folded where a terminal is too narrow."""
+    """Whether its cells are words: aligned to the left, and folded if a terminal is too narrow."""
     unit: str = ""
     short: str = ""
-    """The header on a terminal, where it differs."""
+    """The header on a terminal; "" for the same as `header`."""
     width: int | None = None
     clip: bool = False
-    """Whether a terminal cuts off what is longer than the width, and does not fold it."""
+    """Whether a terminal cuts off a text that is longer than the width, instead of folding it."""
 
 
 def text_columns(*headers: str) -> list[Column]:
@@ -147,20 +147,20 @@ def number_columns(*headers: str) -> list[Column]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under columns, and styles of rows on a terminal."""
+    """Columns, rows of cells, and the style of each row on a terminal."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     styles: Sequence[str] = ()
 
     def pick(self, *columns: Column) -> Table:
-        """Return the cells of the columns with the same headers, in their order."""
+        """Return a table of some columns, which are found by their headers, in the given order."""
         headers = [column.header for column in self.columns]
         places = [headers.index(column.header) for column in columns]
         return Table(columns, [[row[place] for place in places] for row in self.rows], self.styles)
 
     def html(self) -> str:
-        """Return an HTML table that scrolls where it is too wide."""
+        """Return an HTML table that scrolls if it is too wide."""
         heads = (f"{c.header} ({c.unit})" if c.unit else c.header for c in self.columns)
         head = "".join(_cell("th", column, escape(text)) for column, text in zip(self.columns, heads))
         rows = ("".join(_cell("td", column, cell) for column, cell in zip(self.columns, row)) for row in self.rows)
@@ -168,7 +168,11 @@ class Table:
         return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
     def terminal(self, *, gap: int = 2, header: str | None = "bold", title: str | None = None) -> rich.table.Table:
-        """Return a rich table without lines; None as the style of the headers leaves them out."""
+        """Return a rich table without lines.
+
+        Args:
+            header: style of the headers; None leaves the headers out.
+        """
         drawn = rich.table.Table(
             box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=header is not None, header_style=header,
             title=title, title_justify="left", title_style="bold",
@@ -187,7 +191,7 @@ class Table:
 
 
 def below_titles(columns: Sequence[Column], groups: Iterable[tuple[Text, Table]]) -> RenderableType:
-    """Stack tables of the same fixed-width columns on a terminal, each below its title, under one header."""
+    """Return tables with the same fixed-width columns for a terminal, each below its title, with one common header."""
     parts: list[RenderableType] = [Table(columns, ()).terminal(gap=1, header="dim")]
     for title, table in groups:
         indented = [(f"  {row[0]}", *row[1:]) for row in table.rows]
@@ -203,7 +207,7 @@ def _cell(tag: str, column: Column, cell: Cell) -> str:
 
 
 def inline(cell: Cell) -> str:
-    """Return a text, escaped, or a value with its data."""
+    """Return the HTML of a cell; a text is escaped."""
     return cell.html() if isinstance(cell, Value | Source) else escape(str(cell).strip())
 
 
@@ -216,12 +220,12 @@ def _text(cell: Cell) -> Text:
 
 
 def heading(text: str) -> Text:
-    """Return a title on a terminal, below an empty line."""
+    """Return a title for a terminal, after an empty line."""
     return Text.assemble("\n", (text, "bold"))
 
 
 def listed(lines: Iterable[str | Text], mark: str = "-", style: str = "dim") -> list[RenderableType]:
-    """Return lines with a mark before each; further lines of one are indented."""
+    """Return a list for a terminal, with a mark before each text; the further lines of a long text are indented."""
     found = []
     for line in lines:
         grid = rich.table.Table.grid(padding=(0, 1))
@@ -231,7 +235,7 @@ def listed(lines: Iterable[str | Text], mark: str = "-", style: str = "dim") -> 
 
 
 def labelled(rows: Iterable[tuple[str, str | Text]], width: int | None = None) -> RenderableType:
-    """Return a grid of bold labels, each with its text."""
+    """Return a grid of texts with bold labels."""
     grid = rich.table.Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold", max_width=width)
@@ -244,7 +248,7 @@ _FEW_WARNINGS = 2
 
 
 class Page:
-    """An HTML page: a headline, the parts below it, and the figures of their charts."""
+    """An HTML page: a headline, parts of HTML below it, and the figures of the charts in these parts."""
 
     def __init__(self, headline: str, sub: str, verdict: str | None = None):
         self._headline = headline
@@ -257,7 +261,7 @@ class Page:
         self._body += parts
 
     def chart(self, name: str, figure: dict, css: str = "", hidden: bool = False) -> str:
-        """Return a place for a Plotly figure (`data` and `layout`, without NaN), whose id is the name."""
+        """Return the HTML element for a Plotly figure (`data` and `layout`, without NaN); its id is the name."""
         self._figures[name] = figure
         return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
 
@@ -268,7 +272,7 @@ class Page:
             ConfigError: Plotly is not installed.
         """
         frame = Template(resources.files("meshkit.report.views").joinpath("page.html").read_text(encoding="utf-8"))
-        # In JSON, "</script>" would end the element that holds the data, and "<!--<script>" would hide its end.
+        # In the data, "</script>" would end their script element, and "<!--<script>" would hide its end.
         data = json.dumps(self._figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         body = "\n".join(self._body)
         text = frame.substitute(title=escape(self._headline), body=body, figures=data, plotly=_plotly())
@@ -279,30 +283,30 @@ class Page:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return names with their colours, for above a chart: unlike a chart's own legend it wraps on a narrow screen."""
+    """Return a legend in HTML for a chart; unlike Plotly's own legend, it wraps on a narrow screen."""
     items = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in entries)
     return f'<p class="legend">{items}</p>'
 
 
 def section(title: str, note: str, *parts: str) -> str:
-    """Return a panel with a title and a note (plain text, which is escaped) above parts of HTML."""
+    """Return a panel with a title, a note and parts of HTML; title and note are plain text, which is escaped."""
     return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
 
 
 def below(title: str, note: str, *parts: str) -> str:
-    """Return a panel that its title opens and closes. It starts open, so that its charts are drawn."""
+    """Return a panel that a click on its title opens or closes. It starts open, so that its charts are drawn."""
     inside = f'<p class="note">{escape(note)}</p>{"".join(parts)}'
     summary = f'<summary class="title">{escape(title)}</summary>'
     return f"<section><details open data-below>{summary}{inside}</details></section>"
 
 
 def folded(title: str, *parts: str, opened: bool = False) -> str:
-    """Return parts that a click shows or hides."""
+    """Return parts of HTML that a click on the title shows or hides."""
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
 def warning_panel(messages: Sequence[str]) -> str:
-    """Return a panel of warnings, folded where there are many; nothing without any."""
+    """Return a panel of warnings, folded if there are more than two; "" without warnings."""
     if not messages:
         return ""
     listed = f"<ul>{''.join(f'<li>{escape(message)}</li>' for message in messages)}</ul>"
@@ -313,7 +317,12 @@ def warning_panel(messages: Sequence[str]) -> str:
 
 
 def card(label: str, *values: Cell, names: Sequence[str] = (), css: str = "") -> str:
-    """Return a box of the headline: values over a label, each with its report's name where there are several."""
+    """Return a box of the headline: values above a label.
+
+    Args:
+        values: the value of each report.
+        names: the reports' names, if there are several.
+    """
     which = [f'<span class="which">{escape(name)}</span>' for name in names] or [""] * len(values)
     lines = "".join(f"<b>{inline(value)}{name}</b>" for value, name in zip(values, which))
     return f'<div class="card {css}">{lines}<span>{escape(label)}</span></div>'

@@ -1,8 +1,8 @@
-"""Writes a timeline as an annotated trace for Perfetto and chrome://tracing.
+"""Write a timeline as an annotated trace for Perfetto and chrome://tracing.
 
-The file is Chrome's Trace Event Format, compressed with gzip; ui.perfetto.dev opens it as it is. Each GPU is a process.
-Its threads are tracks: the steps, compute, exposed communication, the communication of each axis, copies. A collective
-has its axes, link, group, bytes, and the model code that caused it.
+The file has Chrome's Trace Event Format, compressed with gzip; ui.perfetto.dev opens it directly. Each GPU is a process
+in it, with a thread per track: steps, compute, exposed communication, communication of each axis, copies. A collective
+has its axes, link, group size, bytes, and the model code that caused it.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (the format)
 """
@@ -22,7 +22,7 @@ from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 
 TRACE_FILE = "trace.json.gz"
-MAX_EVENTS = 200_000  # These are 4 MB compressed, written and opened in seconds.
+MAX_EVENTS = 200_000  # As many events take 4 MB compressed, and seconds to write and to open.
 _DETAILS = ("collective", "axes", "link", "fabric", "dtype", "group_size", "payload_bytes", "source")
 _COMPUTE, _EXPOSED = "compute", "exposed communication"
 
@@ -36,14 +36,15 @@ def write_perfetto(
     device: str = "GPU",
     max_events: int = MAX_EVENTS,
 ) -> Path | None:
-    """Write the trace and return its path; None (and no file) for a timeline without steps.
+    """Write the trace and return its path; without steps, write no file and return None.
 
-    The steps of a device follow each other as they were measured, and the first one starts at 0. Beyond `max_events`
-    whole device steps are left out, and the file says how many.
+    The steps of a device are placed one after the other, and the first one starts at 0. Device steps beyond
+    `max_events` are left out, and `otherData` in the file has their number.
 
     Args:
-        path: the file, or the folder for `trace.json.gz`.
+        path: the file (`.gz`), or the folder for `trace.json.gz`.
         sources: name of an instruction -> model code that caused it.
+        device: the word for a device in the names of processes.
     """
     path = Path(path)
     file = path / TRACE_FILE if path.suffix != ".gz" else path
@@ -55,13 +56,13 @@ def write_perfetto(
     other = {"title": title, "tool": "meshkit", "device_steps": len(chosen), "device_steps_left_out": left_out}
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Without a time stamp the same timeline makes the same file.
+    # Without a time stamp, the same timeline gives the same bytes.
     write_file(file, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 6, mtime=0))
     return file
 
 
 def _within(timeline: Timeline, max_events: int) -> list[DeviceStep]:
-    """Return device steps in step order, so that the last steps of all devices are left out first."""
+    """Return the device steps that fit in `max_events`; the last steps of all devices are left out first."""
     chosen, events = [], 0
     for step in sorted(timeline.steps, key=lambda s: (s.step, s.device)):
         events += len(step.compute) + len(step.communication) + len(step.copies)
@@ -126,8 +127,8 @@ def _interval(span: np.ndarray, start_s: float, offset_ns: int) -> tuple[int, in
 class _Tracks:
     """The threads of one process of the trace.
 
-    Events of one thread must not overlap unless one lies inside the other. An event that would overlap goes to a
-    further thread of the same name.
+    The format allows events of one thread to nest, but not to overlap partly. So an event that overlaps another is put
+    on a further thread of the same track.
     """
 
     def __init__(self, device: int, called: str):

@@ -1,4 +1,4 @@
-"""Shows a report as one HTML page that opens offline, and on a terminal of 80 columns without colour."""
+"""Show a report as one HTML page that opens offline, and on a terminal with 80 columns, with or without colour."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
 _MAX_OPS = 40
-_FEW_FINDINGS = 3  # Shown at first, however little they cost.
+_FEW_FINDINGS = 3  # Number of findings that are not folded away, even if they cost little.
 
 
 def write_html(
@@ -57,9 +57,9 @@ def write_html(
     """Write the page of a report, which opens offline, and return the file.
 
     Args:
-        path: the file to write, or an existing folder, in which `report.html` is written.
-        timeline: the timeline that the report summarizes; without it the page shows none.
-        other, other_timeline: a second report to compare with: the measurement, where the first is its prediction.
+        path: the file to write, or an existing folder for `report.html`.
+        timeline: the timeline that the report summarizes; None draws no timeline.
+        other, other_timeline: a second report to compare with, e.g. the measurement if `report` is its prediction.
         trace_file: name of the Perfetto trace in the page's folder, if there is one.
 
     Raises:
@@ -139,7 +139,7 @@ def _cards(shown: Sequence[Shown]) -> str:
 
 
 def _findings_section(shown: Shown) -> str:
-    """Return the findings. Each is a fold, which says what to try and where in report.json its numbers stand."""
+    """Return the findings. A click on a finding shows what to try, and the keys of its numbers in report.json."""
     folds = []
     for i, f in enumerate(shown.report.findings):
         seconds = inline(shown.number(f"findings.{i}.seconds", format_seconds))
@@ -391,17 +391,17 @@ _EXPOSED_COLUMNS = (
 
 
 def render(report: Report | Comparison, *, title: str | None = None) -> Rendered:
-    """Return a report or a comparison as the command line prints it: for `print`, a notebook's cell, `rich.print`.
+    """Return a report or a comparison as the command line prints it, for `print`, a notebook's cell or `rich.print`.
 
     Args:
-        report: from `mk.plan`, `mk.profile` or `mk.read_report`; or a comparison from `mk.compare`.
-        title: name of an experiment or a run.
+        report: a report from `mk.plan`, `mk.profile` or `mk.read_report`, or a comparison from `mk.compare`.
+        title: name of the experiment or the run.
     """
     check_kinds(render, report=report)
     if isinstance(report, Comparison):
         return Rendered(tables.render_comparison(report))
     shown, planned = Shown(report), report.source == "plan"
-    # The page has the whole verdict of a plan.
+    # A plan's verdict is shortened here; the HTML page has the whole verdict.
     said = words.shorten_verdict(report, WIDTH) if planned else report.verdict
     parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
     parts.append(_headline(report, title))
@@ -443,7 +443,7 @@ def _findings(report: Report) -> Iterator[RenderableType]:
 
 
 def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text:
-    """Return a bar of one line. A part that is not zero has at least one cell, at the cost of the largest part.
+    """Return a bar of one line. A part above zero has at least one cell, which is taken from the largest part.
 
     A value of None counts as zero.
     """
@@ -508,7 +508,7 @@ def _communication(shown: Shown) -> RenderableType:
 
 
 def _exposed_ops(shown: Shown) -> RenderableType | None:
-    """Return the single collectives with the most exposed seconds; None where no cause of one is known."""
+    """Return the single collectives with the most exposed seconds; None if the source of none of them is known."""
     rows = tables.ops_table(shown).pick(*_EXPOSED_COLUMNS).rows
     exposed = [row for row in rows if isinstance(row[0], Value) and row[0].value][:_MAX_EXPOSED]
     known = any(isinstance(row[-1], Source) and row[-1].text != "-" for row in exposed)

@@ -1,7 +1,7 @@
-"""The tables of a report and of a comparison. The page shows all columns, a terminal picks some of them.
+"""Make the tables of a report and of a comparison. The HTML page shows all columns, the terminal some of them.
 
-Those of a report are functions of a `Shown` (the report and its name on the page). Every number is a `Value`, which
-knows its place in the JSON. What is unknown everywhere is left out.
+The tables of a report are functions of a `Shown` (the report and its name on the page). Every number is a `Value`,
+which has the number's key in the JSON. Columns and lines without any known number are left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_STRAGGLERS = 16
 _SPARES = (("hosts", str), ("gpus", str), ("goodput", format_percent), ("goodput_of_all", format_percent))
 _SPREAD = ("min", "median", "p90", "max")
 Form = Callable[[Any], str]
-# Each line has a label, a key and a format.
+# Lines of a table: (label, key, format).
 Labelled = Sequence[tuple[str, str, Form]]
 
 
@@ -59,26 +59,26 @@ class Shown:
 
     @cached_property
     def number(self) -> Numbers:
-        """Return the numbers of report.json by path."""
+        """Gives the number at a path in report.json."""
         return Numbers(self.name, self.report)
 
     def numbers(self, at: str, columns: Iterable[tuple[str, Form]]) -> list[Value]:
-        """Return the numbers of some keys below a path; exposed seconds stand out."""
+        """Return the numbers of some keys below a path; exposed seconds are highlighted."""
         return [self.number(f"{at}.{key}", form, "exposed" if key == "exposed_s" else "") for key, form in columns]
 
     def known(self, at: str, lines: Labelled) -> list[tuple[str, Cell]]:
-        """Return the labels and numbers that are known below a path."""
+        """Return (label, number) of the lines whose number is known; the keys are below the path `at`."""
         found = ((label, self.number(f"{at}.{key}", form)) for label, key, form in lines)
         return [(label, number) for label, number in found if number.value is not None]
 
 
 def _count(value: float | None) -> str:
-    """Write a count: `64`, or `1.5` where it is a mean of unequal devices."""
+    """Return a count as text: `64`, or `1.5` for a mean of unequal devices."""
     return "-" if value is None else f"{value:g}"
 
 
 def step_table(shown: Shown) -> Table:
-    """Return the step's parts: mean, share of the step, and their spread over devices and steps."""
+    """Return the step's parts: mean, share of the step, and if measured, the spread over devices and steps."""
     report, step = shown.report, shown.report.step
     lines = [
         ("step", "time_s"),
@@ -111,7 +111,7 @@ def _spread_cells(shown: Shown, key: str) -> list[Cell]:
 
 
 def links_table(shown: Shown) -> Table:
-    """Return communication by mesh axis and link, the most exposed first; kinds of collectives are summed."""
+    """Return communication by mesh axis and link, summed over kinds of collectives, the most exposed first."""
     communication, groups = shown.report.communication, dict[tuple, list[int]]()
     keys = ("wire_bytes_nvlink", "wire_bytes_infiniband")
     crossed = [
@@ -137,7 +137,7 @@ def links_table(shown: Shown) -> Table:
 
 
 def rows_table(shown: Shown) -> Table:
-    """Return every row of communication as in report.json, with waiting and transfer where they are known."""
+    """Return every row of communication as in report.json, with waiting and transfer if they are known."""
     communication = shown.report.communication
     columns: Labelled = (
         ("count", "count", _count),
@@ -152,7 +152,7 @@ def rows_table(shown: Shown) -> Table:
         ("bus bw", "bus_bandwidth_bytes_per_s", format_rate),
         ("its peak", "bus_bandwidth_peak_bytes_per_s", format_rate),
     )
-    if all(row.time_s is None for row in communication):  # Overlap is not known: show durations.
+    if all(row.time_s is None for row in communication):  # Compute is unknown, so show durations instead of shares.
         columns = [("time", "busy_s", format_seconds) if column[0] == "time" else column for column in columns]
     if all(row.wait_s is None for row in communication):
         columns = [column for column in columns if column[0] not in ("transfer", "wait", "of it waiting")]
@@ -174,7 +174,7 @@ def rows_table(shown: Shown) -> Table:
 
 
 def ops_table(shown: Shown) -> Table:
-    """Return single collectives by exposed seconds, with the model code that caused them."""
+    """Return single collectives, the most exposed first, with the model code that caused them."""
     ops = [(i, j, row, op) for i, row in enumerate(shown.report.communication) for j, op in enumerate(row.ops)]
     ops.sort(key=lambda item: (-(item[3].exposed_s or 0), -(item[3].busy_s or 0)))
     keys = (
@@ -203,7 +203,7 @@ def kinds_table(shown: Shown) -> Table:
 
 
 def kernels_table(shown: Shown) -> Table:
-    """Return the instructions that take the most time."""
+    """Return the compute instructions with the most busy seconds."""
     kinds = shown.report.kernels.classes if shown.report.kernels else ()
     ops = [(i, j, op, c.kind) for i, c in enumerate(kinds) for j, op in enumerate(c.ops)]
     ops.sort(key=lambda item: -(item[2].busy_s or 0))
@@ -235,12 +235,12 @@ _MEMORY: Labelled = (
 
 
 def memory_table(shown: Shown) -> Table:
-    """Return the memory of the fullest GPU by its parts."""
+    """Return the parts of the fullest GPU's memory, as far as known."""
     return Table([*text_columns(f"per {shown.report.device}"), Column()], shown.known("memory", _MEMORY))
 
 
 def stragglers_table(shown: Shown) -> Table:
-    """Return devices ranked by the wait that they cause."""
+    """Return the stragglers of the report, with the waits they cause and the causes of their delay."""
     devices = shown.report.stragglers.devices if shown.report.stragglers else ()
     columns: Labelled = (
         ("delays each other by", "delay_s", format_seconds),
@@ -332,7 +332,7 @@ def spares_table(shown: Shown) -> Table:
 
 
 def pipeline_table(shown: Shown) -> Table:
-    """Return what a pipeline costs."""
+    """Return the bubble, the ticks and the permutes of a pipeline."""
     lines: Labelled = (
         ("bubble, inside compute", "step.bubble_s", format_seconds),
         ("bubble, share of the step", "step.bubble_fraction", format_percent),
@@ -352,11 +352,11 @@ def pipeline_table(shown: Shown) -> Table:
 
 
 DOCUMENT = "compare"
-# A label, the key of a pair, a format, and whether a missing value is zero (else it is unknown).
+# (label, key of a `Pair`, format, whether a missing value counts as zero; if not, it is unknown).
 Line = tuple[str, str, Form, bool]
-_OPS_COMPARED = 12  # Rows on a terminal.
+_OPS_COMPARED = 12  # The most rows on a terminal.
 _OPS_COMPARED_OF_PAGE = 30
-_NOTABLE = 0.1  # A ratio further than this from one is printed in bold.
+_NOTABLE = 0.1  # A ratio that differs from 1 by more than this is printed in bold.
 _QUANTITIES: Sequence[Line] = (
     ("step time", "step.time_s", format_seconds, False),
     ("  compute", "step.compute_s", format_seconds, False),
@@ -373,7 +373,7 @@ _QUANTITIES: Sequence[Line] = (
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
-    """Return the whole comparison for `rich.print`; what is unknown in both reports is left out."""
+    """Return the whole comparison for `rich.print`; quantities that are unknown in both reports are left out."""
     kernels = [f"{op.b_name} ({op.kind})" for op in comparison.kernel_ops[:_OPS_COMPARED]]
     ops = [op.b_name for op in comparison.ops[:_OPS_COMPARED]]
     moved = any(op.transfer_s.ratio is not None for op in comparison.ops)
@@ -394,7 +394,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
 
 def compared_section(a: Report, b: Report) -> str:
-    """Return the page's panel: step, rows, kinds of work and single operations, the largest difference first."""
+    """Return the panel of the page that compares two reports: step, rows, kinds of work and single operations."""
     found = compare(a, b)
     sides = _sides(found)
     parts = [_known(found, "per step and device", _QUANTITIES).html()]

@@ -1,4 +1,4 @@
-"""Texts of a report, and their order, that the terminal and the HTML page share."""
+"""Make the texts of a report that both the terminal and the HTML page show."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from meshkit.units import format_bytes, format_count, format_flops, format_perce
 
 
 class Look(NamedTuple):
-    """A mark and a style (as rich spells it) on a terminal, and a colour on the page.
+    """A mark and a style (in rich's notation) for a terminal, and a colour for the page.
 
-    Marks differ as colours do, so that a log file or a colour-blind reader loses nothing.
+    Parts differ in their marks too, for log files and colour-blind readers.
     """
 
     mark: str
@@ -93,7 +93,11 @@ _IDLE = {"idle_between": "idle between steps", "idle_inside": "idle, late host",
 
 
 def step_shares(step: StepPart | StepSample, waits_s: float | None = None) -> list[Share]:
-    """Return the parts of a step's time, which add up to it; `waits_s` is None where it is not known."""
+    """Return the parts of a step's time, which add up to it.
+
+    Args:
+        waits_s: seconds of exposed waiting for peers; None if unknown.
+    """
     exposed = [Share("exposed", "exposed communication", step.exposed_s)]
     if waits_s is not None and step.exposed_s is not None:
         moving = Share("exposed", "exposed transfer", max(0.0, step.exposed_s - waits_s))
@@ -108,14 +112,14 @@ def step_shares(step: StepPart | StepSample, waits_s: float | None = None) -> li
 
 
 def report_shares(report: Report) -> list[Share]:
-    """Return the parts of a report's step; waiting is apart where it is known of all communication."""
+    """Return the parts of a report's step; waiting is a part of its own if it is known for all communication."""
     waits = [row.exposed_wait_s for row in report.communication]
     known = bool(waits) and None not in waits
     return step_shares(report.step, sum(w or 0.0 for w in waits) if known else None)
 
 
 def memory_shares(report: Report) -> list[Share]:
-    """Return what a GPU's memory holds at the peak as far as known, the rest of the peak, and what is reserved."""
+    """Return the known parts of a GPU's memory at the peak, the rest of the peak, and the reserved parts."""
     m = report.memory
     keys = ("parameters", "optimizer", "gradients", "activations", "temporary")
     known = [Share(key, key, value) for key in keys if (value := getattr(m, f"{key}_bytes"))]
@@ -136,12 +140,12 @@ def memory_shares(report: Report) -> list[Share]:
 
 
 def share_text(value: float | None, total: float | None, *, unknown: str = "-") -> str:
-    """Return a part of a total in percent."""
+    """Return `value / total` in percent; `unknown` if it is unknown."""
     return format_percent(value / total) if value is not None and total else unknown
 
 
 def names_of(sources: Sequence[Source]) -> list[str]:
-    """Return the names of reports: `predicted`, `measured`; two of a kind are A and B."""
+    """Return the names of reports: `predicted`, `measured`; two of one source are `measured A` and `measured B`."""
     words = [WORD[source] for source in sources]
     return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 
@@ -162,15 +166,15 @@ def machines(report: Report) -> str:
 
 
 def links(cluster: ClusterPart) -> tuple[str, str]:
-    """Return the links inside and between domains, such as `shared memory` and `ethernet`."""
+    """Return the links inside and between NVLink domains, such as `shared memory` and `ethernet`."""
     inside, across = cluster.scale_up or "nvlink", cluster.fabric or "infiniband"
     return inside.replace("_", " "), across
 
 
 def mesh_text(cluster: ClusterPart, mesh: Sequence[MeshAxisPart]) -> str:
-    """Return `data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size.
+    """Return `data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`.
 
-    Axes of size 1 are left out, unless there are no others.
+    An axis inside a domain has only its size. Axes of size 1 are left out, unless there are no others.
     """
     parts, (inside, between) = [], links(cluster)
     for axis in [axis for axis in mesh if axis.size != 1] or mesh:
@@ -182,7 +186,7 @@ def mesh_text(cluster: ClusterPart, mesh: Sequence[MeshAxisPart]) -> str:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """Return the headline as (label, text), without what is unknown."""
+    """Return the lines of the headline as (label, text); lines without a known value are left out."""
     step, window = report.step, report.window
     found = [
         ("cluster", machines(report)),
@@ -206,7 +210,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def step_text(report: Report) -> str:
-    """Return the step time between its bounds; for a program that was only partly read, a lower bound."""
+    """Return the step time and its bounds; if part of the program has no predicted time, a lower bound."""
     if any(w.code == NOT_PREDICTED for w in report.warnings):
         return f"no prediction (more than {format_seconds(report.step.time_s)}): read the first warnings"
     return format_seconds(report.step.time_s) + _bounds(report)
@@ -245,7 +249,7 @@ def training_text(report: Report) -> str:
 
 
 def link_text(row: CommunicationPart | Collective | ComparedRow) -> str:
-    """Return the link by its fabric: `nvlink`, `infiniband`, `shared memory`, `roce 400`."""
+    """Return the name of a row's link or of its fabric: `nvlink`, `infiniband`, `shared memory`, `roce 400`."""
     if not row.link or not row.fabric or row.fabric.startswith(row.link):
         return row.link or "-"
     return row.fabric.replace("_", " ")
@@ -257,7 +261,7 @@ def axes_text(axes: Sequence[str]) -> str:
 
 
 def group_text(row: CommunicationPart, device: str) -> str:
-    """Return `8 x 16 GPUs, 8 per domain`: eight groups, each with eight GPUs in every NVLink domain it crosses."""
+    """Return `8 x 16 GPUs, 8 per domain`: eight groups of 16 GPUs, with eight GPUs in each NVLink domain they cross."""
     if row.group_size is None:
         return ""
     inside = "" if row.link != "infiniband" else f", {row.gpus_per_domain} per domain"
@@ -277,7 +281,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def shorten_verdict(report: Report, width: int) -> str:
-    """Return the sentences of a verdict that fit on two lines, and the one that names a change."""
+    """Return the sentences of a verdict that fit on two lines, and the sentence that recommends a change."""
     said = ""
     for sentence in split_sentences(report.verdict or ""):
         longer = f"{said} {sentence}".strip()
@@ -286,7 +290,7 @@ def shorten_verdict(report: Report, width: int) -> str:
 
 
 def spread_text(report: Report) -> str:
-    """Say how the step time varies over devices and steps; empty where it does not."""
+    """Return a text on how the step time varies over devices and steps; empty if it is constant or unknown."""
     s = report.spread.time_s
     if s.median is None or s.min == s.max:
         return ""
@@ -295,7 +299,7 @@ def spread_text(report: Report) -> str:
 
 
 def waiting_lines(report: Report) -> list[str]:
-    """Say how much of communication is waiting for peers, and for whom; empty where unknown."""
+    """Return lines on how much of communication is waiting for peers, and for which devices; empty if unknown."""
     rows = [r for r in report.communication if r.wait_s is not None and r.busy_s]
     if not rows:
         return []
@@ -334,7 +338,7 @@ def quality_text(report: Report) -> str:
 
 
 def pipeline_lines(report: Report) -> list[str]:
-    """Say what a pipeline costs, in lines of at most 78 columns; none without one."""
+    """Return lines of at most 78 columns on a pipeline's schedule and its cost; none without a pipeline."""
     p, step = report.pipeline, report.step
     if p is None:
         return []
@@ -369,7 +373,7 @@ def goodput_text(part: GoodputPart) -> str:
 
 
 def failures_lines(report: Report) -> list[str]:
-    """Return sentences on the goodput that failures leave of a training; none where nobody asked."""
+    """Return sentences on the goodput under failures; none if the report has no prediction of it."""
     f, step_s = report.failures, report.step.time_s
     if f is None or not step_s:
         return []
@@ -417,7 +421,7 @@ def _every(steps: int, step_s: float) -> str:
 
 
 def goodput_summary(goodput: Goodput | None) -> str:
-    """Return one line for the end of a training, with every part; empty where nothing is known."""
+    """Return one line for the end of a training, with every part of the wall time; empty if unknown."""
     if goodput is None or not goodput.wall_s:
         return ""
     part = goodput_part(goodput)
@@ -436,7 +440,7 @@ _TREND = {
 
 
 def trend_text(report: Report) -> str:
-    """Return `From the first third of the steps to the last: step time +1.2 %, loss -31.0 %.`; empty where unknown."""
+    """Return `From the first third of the steps to the last: step time +1.2 %, loss -31.0 %.`; empty if unknown."""
     trend = report.history.trend if report.history else {}
     parts = [
         f"{label} {change:+.1%}".replace("%", " %")
@@ -447,7 +451,7 @@ def trend_text(report: Report) -> str:
 
 
 def interval_text(report: Report) -> str:
-    """Return `0.99 to 1.17 s (80 % of comparable runs; how: ...)`, or why there is no interval; empty where unknown."""
+    """Return `0.99 to 1.17 s (80 % of comparable runs; how: ...)`, or why there is no interval; empty if unknown."""
     part, reason = report.step.time_interval, report.step.time_interval_reason
     if part is None:
         return f"no interval: {reason}" if reason else ""
@@ -486,7 +490,7 @@ def _throughput(report: Report) -> str:
 
 
 def rate_of(report: Report) -> tuple[Literal["tokens", "examples"], float | None]:
-    """Return `tokens` or, where a step has none, `examples`, and how many of them a device processes a second."""
+    """Return `tokens`, or `examples` if a step has no tokens, and the number that one device processes per second."""
     step = report.step
     if step.tokens_per_s_per_gpu is None and step.examples_per_s_per_gpu is not None:
         return "examples", step.examples_per_s_per_gpu
