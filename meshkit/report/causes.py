@@ -35,7 +35,7 @@ from meshkit.report.schema import (
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
 LEAST, WARNS = 0.005, 0.05  # Shares of the step from which a cause is reported, and from which it is a warning.
-EXPOSED_WARNS = 0.1  # The same for a warning about exposed communication without another cause: some is normal.
+EXPOSED_WARNS = 0.1  # The share from which exposed communication without another cause is a warning; some is normal.
 WAITING = "waiting_for_peers"
 _STEADY = 0.75  # A device that is late in this share of the steps counts as always late.
 _AS_LATE, _MOST_LATE = 0.25, 3  # Devices with this share of the latest one's delay are named too; at most three.

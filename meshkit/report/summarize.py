@@ -243,7 +243,7 @@ def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> schema
 
 
 def mesh_part(placement: Placement) -> tuple[schema.MeshAxisPart, ...]:
-    """Return each mesh axis with its factors: `infiniband` is the most domains that a line along it crosses."""
+    """Return each mesh axis with its factors: `infiniband` is the largest number of NVLink domains along it."""
     across = placement.domains_along()
     return tuple(
         schema.MeshAxisPart(axis=name, size=size, nvlink=size // across[name], infiniband=across[name])

@@ -51,7 +51,7 @@ class Capture:
     """Traces the steps from `first` to `last` of a training loop, both included.
 
     The loop calls `before(step, state)` and `after(step, outputs)` around every step. Only the calls before `first` and
-    after `last` take time: they wait until the devices are idle. All others make a comparison.
+    after `last` take time: they wait until the devices are idle. The other calls only compare step numbers.
 
         capture = Capture(run / "trace", CapturedStep(compiled, mesh), steps=(10, 13))
         for step in range(steps):
@@ -85,19 +85,19 @@ class Capture:
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
-        """Start the trace if this is the first step to capture, after `pending` arrays (None: all) are ready."""
+        """Call `start` if this is the first step to capture."""
         if step == self.first and not self.active:
             self.start(pending)
 
     def after(self, step: int, pending: Any = None) -> None:
-        """Count a step; if it is the last one, stop the trace after `pending` arrays (None: all) are ready."""
+        """Count a step, and call `stop` if it is the last one."""
         if self.active:
             self._done += 1
             if step >= self.last:
                 self.stop(pending)
 
     def start(self, pending: Any = None) -> None:
-        """Start the trace after `pending` arrays (None: all) are ready; do nothing in a process that was not chosen."""
+        """Wait for the arrays in `pending` (None: all), and start the trace; do nothing in a process not chosen."""
         if self._processes is not None and jax.process_index() not in self._processes:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
@@ -110,7 +110,7 @@ class Capture:
         self._start_s = self._began - began
 
     def stop(self, pending: Any = None) -> None:
-        """Stop the trace after `pending` arrays (None: all) are ready, and write the other files."""
+        """Wait for the arrays in `pending` (None: all), stop the trace, and write the other files."""
         if not self.active:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
@@ -229,7 +229,7 @@ def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tupl
     """Return the processes that capture, in order; None means all.
 
     Args:
-        choice: a number of processes, which are spread over the job (at most all); a list of processes; or None.
+        choice: a number, for that many processes spread over the job (at most all); a list of processes; None for all.
         processes: number of processes of the job.
 
     Raises:

@@ -30,7 +30,7 @@ from meshkit.units import format_bytes
 TRACE_FOLDER = "trace"  # A folder inside a run folder.
 _LARGEST_RECORD_BYTES = 16 * 2**20
 LARGEST_PROGRAM_BYTES = 2**30  # Limit of the unpacked file; a proto has at most 2 GiB.
-# Limits on the numbers in a sidecar, which may come from elsewhere: arrays and ranges are as long as these numbers say.
+# Limits on the numbers in a sidecar, which set the sizes of arrays and ranges, since the sidecar may be malicious.
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
 _MOST_ENTRIES = 6  # The most files of a folder that a message names.

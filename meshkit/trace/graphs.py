@@ -6,7 +6,8 @@ So the sequence of its kernels is aligned with the sequence of instructions, lik
 which pairs are possible:
 
 - a fusion's kernel has the fusion's name, or the name of an equal fusion that XLA compiled before;
-- the name of a library's kernel tells its work (a matmul, attention, a collective), that of a copy or memset its kind.
+- the name of a library's kernel tells its work (a matmul, attention, a collective);
+- copies and memsets have names of their own.
 
 A kernel that the alignment does not pair gets the instruction with its name, if there is one, else none.
 """
@@ -115,7 +116,7 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
 
 
 def _is_hidden(label: Label) -> bool:
-    """Return whether an operation's label has a command buffer (or nothing, or a container) as its instruction."""
+    """Return whether an operation ran in a graph and its instruction is missing, a command buffer or a container."""
     return label.graph and (not label.op or bool(_COMMAND_BUFFER.match(label.op)) or is_container(label))
 
 

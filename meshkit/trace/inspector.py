@@ -1,4 +1,4 @@
-"""Make communication rows from NCCL Inspector's files, which have a time for each collective of a job, without a trace.
+"""Make rows of communication from the files of NCCL Inspector, which times each collective of a job without a trace.
 
 HOST-pidN.log of every process (JSON lines, formats v4.0 to v4.3; NVIDIA/nccl plugins/profiler/inspector)
   -> records by communicator, collective and sequence number -> instances: one collective on all its ranks
@@ -254,7 +254,7 @@ def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int
 
 
 def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool] | None:
-    """Return an operation's NCCL name, sequence number, bytes, microseconds, and whether the host timed it; or None."""
+    """Return an operation's name, number, bytes, microseconds, and whether the host timed it; None if not valid."""
     body, prefix = record.get("coll_perf"), "coll"
     if body is None:
         body, prefix = record.get("p2p_perf"), "p2p"
@@ -276,7 +276,7 @@ def _devices(recording: _Recording, placement: Placement | None) -> tuple[int, b
     """Return the number of GPUs in the files, and whether each file has only one.
 
     A process has at least as many GPUs as it has ranks in any one communicator. If its GPUs are in different
-    communicators of one size, it has one (communicator, rank) pair per GPU for each such split of the job.
+    communicators of one size, the number of its (communicator, rank) pairs of that size is a multiple of its GPUs.
     """
     shapes = [shape for _, *shape in recording.communicators]
     inside = Counter((file, c) for file, c, _ in recording.places)

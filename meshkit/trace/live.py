@@ -54,7 +54,7 @@ class Watcher:
         (file,) = Path(trace).rglob("*.xplane.pb")
         found = read_instances(TraceFile(file, self.devices), self.program)
         entry, collective, _, start, end, _ = found.instances.columns()
-        shares = [  # The exposed share of each span, as if the whole span were waiting.
+        shares = [  # The exposed seconds of each span, computed as its exposed wait without any transfer.
             exposed_waits(spans, np.zeros(len(spans)), np.arange(len(spans)), exposed)
             for spans, exposed in zip(found.instances.split_steps(np.stack([start, end], 1)), found.exposed)
         ]
@@ -82,8 +82,8 @@ class Watcher:
                 `late_share` the share of the step.
             `late`: the process that others wait for most, or None if nobody waits or there is one process. It has
                 the waiting that the process causes, as a `share` of the step and as a share `of_all` waiting; the
-                number of `others` in collectives with it; and by which factor less one its devices compute `longer`
-                than the median process's.
+                number of `others` in collectives with it; and `longer`, the relative excess of its compute time over
+                the median process's.
         """
         exposed_s, steps_s = (sum(table[name] for table in tables) for name in ("exposed_s", "step_s"))
         line: dict[str, float] = {"exposed_share": exposed_s / steps_s}
@@ -114,7 +114,7 @@ class Watcher:
         }
 
     def _waits(self, tables: Sequence[Mapping[str, Any]]) -> tuple[InstanceWaits | None, np.ndarray]:
-        """Return the waits of each device in each collective, and [rows] exposed seconds as if spans only waited."""
+        """Return the waits of each device in each collective, and [rows] the exposed seconds of each span."""
         collectives = self.program.distinct_collectives
         index = {c.name: i for i, c in enumerate(collectives)}
         instances, devices, exposed = Instances(), [], [np.zeros(0)]

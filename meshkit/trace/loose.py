@@ -147,7 +147,7 @@ def open_loose(
         try:
             ids, placement = _placed(module, scan.devices, mesh, cluster)
             read = _without_unknown(read_program(module, placement), axes=mesh is not None, links=cluster is not None)
-        except (ProgramError, UnicodeDecodeError) as error:  # A name is not text.
+        except (ProgramError, UnicodeDecodeError) as error:  # UnicodeDecodeError: a name is not text.
             module, read, placement, scan.reason = None, None, None, str(error)
     if module is not None and read is not None:
         schedule = read.schedule
@@ -326,7 +326,7 @@ class _Scan:
 
     def _programs_in_files(self) -> Iterator[bytes]:
         """Yield programs called `self.name` from files beside the traces, in `dump/` there, or above `plugins/`."""
-        numbered = "module_" if self.program is None else f"module_{self.program:04d}."  # XLA's dump names it so.
+        numbered = "module_" if self.program is None else f"module_{self.program:04d}."  # A prefix in XLA's dump.
         for folder in dict.fromkeys(home(f.path) for f in self.files):
             above = [folder.parents[2]] if folder.parts[-3:-1] == ("plugins", "profile") else []
             found = [p for at in (folder, folder / "dump", *above) for s in _SIDECARS for p in sorted(at.glob(s))]

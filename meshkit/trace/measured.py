@@ -88,7 +88,7 @@ class MeasuredKernels:
 
 
 def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
-    """Return instruction -> seconds of one run, for all that ran; of collectives without waiting, if that is known."""
+    """Return instruction -> seconds of one run, for all that ran; known waiting of collectives is left out."""
     found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
         found[collective.name] = seconds
@@ -278,11 +278,11 @@ def _fits(trace: Trace) -> list[Fit]:
 
 
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
-    """Return (latency_s, bytes_per_s, residual_median) of seconds = latency_s + bytes / bytes_per_s; None if none fits.
+    """Fit seconds = latency_s + bytes / bytes_per_s; return (latency_s, bytes_per_s, residual_median), or None.
 
     The line has the least squares of the relative error, so that small messages count as much as large ones. Messages
     of a single size do not separate latency from bandwidth: the latency is then 0. `residual_median` is the median of
-    |line / measured - 1|.
+    |line / measured - 1|. The result is None if all messages are empty.
 
     Args:
         points: [n] (wire bytes as in `wire_factor`, nonzero seconds of one run, number of runs as the weight).

@@ -2,8 +2,8 @@
 
 Operations with the same kernel name, HLO instruction and module share a `Label`, so that each name is classified once:
 compute, communication, copy, container, or compute and communication at once. An operation communicates if its HLO
-instruction communicates or, if the trace lost the instruction, if its kernel belongs to a communication library. The
-stream that it ran on does not matter.
+instruction is a collective, or if its kernel has the name of one of a communication library. The stream that it ran on
+does not matter.
 """
 
 from __future__ import annotations
@@ -558,8 +558,8 @@ def step_windows(
 ) -> list[tuple[float, float]]:
     """Return the windows (start, end) of the executions, in order.
 
-    A window ends where the next execution starts. The last execution is dropped, since the trace does not show that
-    time. If it is the only one, its window ends with its last operation.
+    A window ends where the next execution starts. The last execution is dropped, since no next one shows its end. If it
+    is the only one, its window ends with its last operation.
 
     Args:
         start, end: times of the program's operations on one device, sorted by start.

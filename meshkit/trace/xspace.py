@@ -104,7 +104,7 @@ class Plane:
         return {value: names.get(value) or self.text(value) for value in values}
 
     def intern(self, text: str) -> int:
-        """Return an id below -1 for a text that an event has as a string of its own."""
+        """Return an id below -1 for a text that is stored in an event itself, not in the plane's names."""
         if text not in self._interned:
             self._interned[text] = -2 - len(self.strings)
             self.strings.append(text)
@@ -294,7 +294,7 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
 
 
 def _read_line(buffer: Buffer, start: int, end: int) -> Line:
-    """Return the name and time of a line; writers put both first, so the search ends at an event after a name."""
+    """Return the name and time of a line; once the name is found, stop at the first event: writers put events last."""
     line = Line("", 0, (start, end))
     for number, value in buffer.fields(start, end):
         if number == _LINE_NAME:
