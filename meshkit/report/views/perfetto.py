@@ -22,7 +22,7 @@ from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 
 TRACE_FILE = "trace.json.gz"
-MAX_EVENTS = 200_000  # As many events take 4 MB compressed, and seconds to write and to open.
+MAX_EVENTS = 200_000  # So many events are a file of 4 MB, which takes seconds to write and to open.
 _DETAILS = ("collective", "axes", "link", "fabric", "dtype", "group_size", "payload_bytes", "source")
 _COMPUTE, _EXPOSED = "compute", "exposed communication"
 

@@ -240,7 +240,7 @@ def memory_table(shown: Shown) -> Table:
 
 
 def stragglers_table(shown: Shown) -> Table:
-    """Return the stragglers of the report, with the waits they cause and the causes of their delay."""
+    """Return the stragglers of the report, with the waits that they cause and the reasons why they are late."""
     devices = shown.report.stragglers.devices if shown.report.stragglers else ()
     columns: Labelled = (
         ("delays each other by", "delay_s", format_seconds),

@@ -140,7 +140,7 @@ def memory_shares(report: Report) -> list[Share]:
 
 
 def share_text(value: float | None, total: float | None, *, unknown: str = "-") -> str:
-    """Return `value / total` in percent; `unknown` if it is unknown."""
+    """Return `value / total` in percent; the text `unknown` if a number is missing or `total` is 0."""
     return format_percent(value / total) if value is not None and total else unknown
 
 
