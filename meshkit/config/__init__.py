@@ -1,5 +1,5 @@
-"""The sections that a user writes: clusters, meshes, rules, experiments. It imports no jax, and this module nothing.
+"""Read and check what a user writes: clusters, meshes, rules and experiments. The package does not import jax.
 
-Enters: TOML files and `--set`. Leaves: frozen values, or one message with file, line, key and a way out.
-May be imported by everything but the base.
+Enters: TOML files and `--set`. Leaves: frozen values, or one error with file, line, key and a hint. May be imported by
+every row of CONTRIBUTING.md above `config`.
 """

@@ -1,11 +1,11 @@
-"""The calibration that `meshkit bench` measured on real devices: a TOML file that a cluster may name.
+"""Read and write the calibration that `meshkit bench` measures on real devices: a TOML file that a cluster may name.
 
-The kernel model takes its rates and the network model its constants. Where a file has no constants (from CPUs, or from
-a trace), the fit of one group of GPUs prices a collective:
+The kernel model uses the rates of the file, and the network model its constants. A file from CPUs or from a trace has
+no constants. Then the fit of one group of GPUs prices a collective:
 
     seconds = latency_s + wire_bytes / bytes_per_s
 
-with `wire_bytes` as nccl-tests counts bus bandwidth. `latency_s` belongs to the group that was measured.
+`wire_bytes` are the bytes that nccl-tests counts for bus bandwidth. `latency_s` holds for the measured group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NotNegative = Annotated[float, Field(ge=0)]
 
 
 def _one_of(*names: str) -> GetPydanticSchema:
-    """Return a text that is checked to be one of these, and is any for the type checker."""
+    """Return an annotation for which pydantic accepts only these strings, and the type checker any string."""
     return GetPydanticSchema(lambda *_: core_schema.literal_schema(list(names)))
 
 
@@ -49,7 +49,7 @@ class Fit(TomlTable):
     """The slowest link that a group crosses."""
     collective: CollectiveName
     gpus_per_domain: _Whole
-    """The group's shape, with `domains`."""
+    """GPUs of the group in each NVLink domain."""
     domains: _Whole
     latency_s: _NotNegative
     bytes_per_s: _Positive
@@ -60,31 +60,31 @@ class Fit(TomlTable):
 
     @property
     def group_size(self) -> int:
-        """Return GPUs of a group."""
+        """Return the number of GPUs in the group."""
         return self.gpus_per_domain * self.domains
 
     def time_s(self, wire_bytes: float) -> float:
-        """Return seconds of one collective that puts `wire_bytes` on the wire per GPU."""
+        """Return the seconds of one collective that puts `wire_bytes` on the wire per GPU."""
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
 class Rates(TomlTable):
-    """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written)."""
+    """Sustained rates of one device: matmuls and attention in FLOP/s, memory in bytes/s (reads plus writes)."""
 
     memory_bytes_per_s: _Positive | None = None
-    """A copy, both directions; None if it was not measured."""
+    """Rate of a copy in device memory, reads plus writes; None if it was not measured."""
     matmul_flops_per_s: dict[Annotated[str, _one_of("fp32", "tf32", "bf16", "fp16", "fp8")], _Positive] = {}
-    """Large matmuls, by precision as in the catalog."""
+    """Precision, as the catalog calls it -> rate of large matmuls."""
     attention_flops_per_s: dict[Annotated[str, _one_of("forward", "backward")], _Positive] = {}
-    """Fused causal attention at 4k tokens, without the masked half."""
+    """Pass -> rate of fused causal attention at 4k tokens; FLOP of the masked half do not count."""
 
 
 class NetworkConstants(TomlTable):
-    """Constants of the network model (`[fitted]` of nccl.toml), and rates of links relative to the catalog's."""
+    """Fitted constants of the network model (`[fitted]` of nccl.toml), and link rates relative to the catalog's."""
 
     constants: dict[str, _Positive]
     points: _Whole
-    """Number of collectives that they are fitted to."""
+    """Number of measured collectives to which the constants are fitted."""
     error_before: _NotNegative
     """Median of |predicted / measured - 1| with the shipped constants."""
     error_after: _NotNegative
@@ -111,17 +111,21 @@ class Calibration:
     measured_on: MeasuredOn | None = None
     rates: Rates = field(default_factory=Rates)
     network: NetworkConstants | None = None
-    """Where it is there, collectives are priced by the network model with it, not by `fits`."""
+    """If present, the network model prices collectives with these constants, and `fits` are not used."""
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
-        """Return the fit of this shape, else of the nearest size by ratio (of two the larger) on the link, or None."""
+        """Return a collective's fit on a link for this shape of group, or for the nearest shape; None without any.
+
+        The nearest group has the most similar size (by ratio), then number of domains; of two such groups the larger
+        counts.
+        """
         same = [fit for fit in self.fits if fit.link == link and fit.collective == collective]
         exact = [fit for fit in same if (fit.gpus_per_domain, fit.domains) == (gpus_per_domain, domains)]
         if exact or not same:
             return exact[0] if exact else None
 
         def distance(fit: Fit) -> tuple[float, float, int]:
-            """Return how far a fit's group is from the one asked for: by size, then by domains, the larger first."""
+            """Return a sort key: distance in size, distance in domains, and the larger group first."""
             size = abs(math.log(fit.group_size / (gpus_per_domain * domains)))
             return round(size, 9), round(abs(math.log(fit.domains / domains)), 9), -fit.group_size
 
@@ -129,7 +133,7 @@ class Calibration:
 
 
 def load(path: str | os.PathLike[str]) -> Calibration:
-    """Read the calibration of a file.
+    """Read a calibration file.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML or not a calibration; the message names file, line and key.
@@ -143,11 +147,11 @@ def load(path: str | os.PathLike[str]) -> Calibration:
 
 
 def load_cached(path: str | os.PathLike[str]) -> Calibration:
-    """Return `load`, which reads a file again only once it has changed."""
+    """Return the calibration as `load` does, but read the file again only after it has changed."""
     try:
         modified_ns = os.stat(path).st_mtime_ns
     except OSError:
-        modified_ns = 0  # Reading the file then says why.
+        modified_ns = 0  # `load` then raises the error.
     return _load(os.fspath(path), modified_ns)
 
 
@@ -157,10 +161,10 @@ def _load(path: str, modified_ns: int) -> Calibration:
 
 
 def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
-    """Write the file that `load` reads back as an equal calibration.
+    """Write a calibration to a file, from which `load` reads an equal calibration.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     table: dict[str, Any] = {"schema": SCHEMA}
     if calibration.measured_on is not None:

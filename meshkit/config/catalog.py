@@ -1,6 +1,7 @@
-"""Gpu and Nic, read from the catalog: data-sheet and measured numbers of hardware.
+"""Read GPUs, NICs and links from the catalog: data-sheet and measured numbers of hardware.
 
-`catalog.toml` in this folder is the only place with numbers of hardware; each has a source there.
+`catalog.toml` in this folder has the hardware numbers, each with its source. The CSV files beside it have tables of
+measured rates.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU (or a virtual CPU device, key `cpu`)."""
+    """One model of GPU, or a virtual CPU device (key `cpu`)."""
 
     key: str
-    """Name in the catalog, `h100_sxm`."""
+    """Name in the catalog, such as `h100_sxm`."""
     name: str
-    """The driver's name."""
+    """Name that the driver reports."""
     compute_capability: tuple[int, int] | None
     """(major, minor); None for the CPU."""
     sms: int
@@ -31,23 +32,23 @@ class Gpu:
     memory_bytes_per_s: float
     l2_bytes: int
     peak_flops: Mapping[str, float]
-    """Dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported."""
+    """Precision (fp32, tf32, bf16, fp16, fp8, mxfp8, nvfp4) -> dense FLOP/s; an absent precision is not supported."""
     achieved: Mapping[str, float]
-    """Sustained fraction of a peak: `matmul` and `attention` (of peak_flops), `memory`, `nvlink`; and
-    `attention_backward`, the rate of a backward pass relative to a forward one."""
+    """Sustained fraction of a peak: `matmul`, `burst` (a short run) and `attention` of peak_flops, `memory`, `nvlink`.
+    `attention_backward` is the rate of a backward pass relative to a forward pass."""
     nvlink_generation: int | None
-    """None where there is no NVLink."""
+    """None without NVLink."""
     nvlink_links: int
-    """Links of one GPU; 0 where it has none."""
+    """NVLinks of one GPU; 0 without NVLink."""
     nvlink_bytes_per_s: float
-    """All links of one GPU, one direction; links x the generation's rate per link."""
+    """Rate of all NVLinks of one GPU, one direction: links x the generation's rate per link."""
     pcie_generation: int
     pcie_bytes_per_s: float
-    """Rate of that slot, one direction."""
+    """Rate of a x16 slot of that generation, one direction."""
     target: Mapping[str, int | float]
-    """Further numbers for the compiler."""
+    """Further numbers that describe the GPU to the compiler."""
     cpu_link: str = "pcie"
-    """Its own link to the CPU, a key of `cpu_links`: `pcie`, `c2c_gh200`, ..."""
+    """The link to the CPU with which the GPU is built: `pcie`, or a key of `cpu_links` such as `c2c_gh200`."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,18 @@ class Nic:
     fabric: str
     """`infiniband`, `roce` or `ethernet`."""
     label: str
-    """The name in reports, `infiniband_ndr`."""
+    """Name in reports, such as `infiniband_ndr`."""
     achieved: float
     """Sustained fraction of the line rate."""
     latency_s: float
-    """One ring step of a large message (NCCL Simple)."""
+    """Latency of one ring step of a large message (NCCL's Simple protocol)."""
     latency_small_s: float
-    """One ring step of a small message (NCCL LL)."""
+    """Latency of one ring step of a small message (NCCL's LL protocol)."""
     pcie_generation: int
-    """The newest that the adapter speaks; the older of this and the host's counts."""
+    """Newest generation that the adapter supports; the older one of adapter and host is used."""
     pcie_lanes: int
     rdma: bool
-    """Whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP."""
+    """Whether the NIC reads and writes memory itself (InfiniBand, RoCE, iWARP) instead of using the kernel's TCP."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,12 @@ class CpuLink:
     key: str
     label: str
     bytes_per_s: float
-    """One GPU, one direction, peak."""
+    """Peak rate of one GPU, one direction."""
     achieved: float
     nvlinks: int
-    """NVLinks of the GPU that it takes, which then lead to no other GPU."""
+    """Number of the GPU's NVLinks that form this link; they connect to no other GPU."""
     host_memory_bytes_per_s: float
-    """The CPU memory behind it, one GPU's part, reads and writes together."""
+    """Bandwidth of the CPU memory behind the link: one GPU's share, reads plus writes."""
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def catalog() -> Mapping[str, Any]:
 
 
 def _inherit(row: dict[str, Any], base: Mapping[str, Any]) -> None:
-    """Add to a row what it does not say itself; its own sources name the numbers that it says."""
+    """Add to a row the numbers of `base` that it lacks, with their sources."""
     said = {number for numbers in row["sources"].values() for number in numbers}
     kept = {source: [n for n in numbers if n not in said] for source, numbers in base["sources"].items()}
     sources = {source: numbers for source, numbers in kept.items() if numbers}
@@ -108,17 +109,17 @@ def _inherit(row: dict[str, Any], base: Mapping[str, Any]) -> None:
 
 
 def gpu_keys() -> tuple[str, ...]:
-    """Return every GPU of the catalog."""
+    """Return the key of every GPU in the catalog."""
     return tuple(catalog()["gpus"])
 
 
 def nic_keys() -> tuple[str, ...]:
-    """Return every NIC of the catalog."""
+    """Return the key of every NIC in the catalog."""
     return tuple(catalog()["nics"])
 
 
 def cpu_link_keys() -> tuple[str, ...]:
-    """Return every link between GPU and CPU: `pcie`, and those of the catalog that are no PCIe."""
+    """Return the key of every link between GPU and CPU: `pcie`, and the catalog's `cpu_links`, which are not PCIe."""
     return ("pcie", *catalog()["cpu_links"])
 
 
@@ -146,7 +147,7 @@ def nic(key: str) -> Nic:
 
 @functools.cache
 def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
-    """Return the link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share.
+    """Return the CPU link of that key; `pcie` is a x16 slot of a host whose GPUs share the host's memory equally.
 
     Raises:
         KeyError: the catalog has no such link or, for `pcie`, no such generation.
@@ -159,44 +160,44 @@ def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
 
 
 def nvlink_bytes_per_s(generation: int) -> float:
-    """Return one NVLink of that generation, one direction."""
+    """Return the rate of one NVLink of that generation, one direction, in bytes/s."""
     return catalog()["nvlink"][str(generation)]["bytes_per_s"]
 
 
 def nvswitch(nvlink_generation: int) -> Mapping[str, Any] | None:
-    """Return the NVSwitch of that NVLink (generation, ports, whether it reduces and multicasts); None before it."""
+    """Return the NVSwitch of an NVLink generation (ports, whether it reduces and multicasts), or None."""
     found = [row for row in catalog()["nvswitch"].values() if row["nvlink_generation"] == nvlink_generation]
     return found[0] if found else None
 
 
 def cube_mesh(nvlink_generation: int) -> list[list[int]] | None:
-    """Return the links between each two GPUs of an 8-GPU host without a switch; None where all are the same."""
+    """Return the NVLinks between each pair of GPUs of an 8-GPU host without a switch; None if all pairs are alike."""
     row = catalog()["cube_mesh"].get(str(nvlink_generation))
     return row["links"] if row else None
 
 
 def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
-    """Return peak bytes/s of a slot with so many of 16 lanes, one direction; KeyError for an unknown generation."""
+    """Return the peak bytes/s of a slot with this many lanes, one direction; KeyError for an unknown generation."""
     return catalog()["pcie_bytes_per_s"][str(generation)] * lanes / 16
 
 
 def host_memory(pcie_generation: int) -> float:
-    """Return bytes per second of a two-socket host's memory by the generation of its slots, read and written."""
+    """Return the bytes/s of host memory in a two-socket host of that PCIe generation, reads plus writes."""
     return catalog()["host_memory_bytes_per_s"][str(pcie_generation)]
 
 
 def reserved() -> Mapping[str, int]:
-    """Return what a GPU's memory holds besides a program, in bytes and channels: context, NCCL, cuDNN, allocator."""
+    """Return the constants of GPU memory besides a program's own (bytes, channels): context, NCCL, cuDNN, allocator."""
     return {name: value for name, value in catalog()["reserved"].items() if name != "sources"}
 
 
 def failures() -> Mapping[str, Any]:
-    """Return how often hosts that train fail, what each failure costs, and how fast storage is where nobody says."""
+    """Return the defaults for failures: how often hosts fail, what a failure costs, and how fast storage is."""
     return {name: value for name, value in catalog()["failures"].items() if name != "sources"}
 
 
 def published_failures_per_gpu_day() -> dict[str, float]:
-    """Return study -> failures a day for each GPU of a host; the first study is the default."""
+    """Return study -> failures per GPU and day; the first study is the default."""
     row = failures()
     return {
         name: found["failures"] / found["hosts"] / row["gpus_per_host"] / (found["hours"] / 24)
@@ -215,11 +216,11 @@ def _numbers(table: str, key: str) -> dict[str, Any]:
 
 @functools.cache
 def measured_table(name: str) -> tuple[Mapping[str, str], ...]:
-    """Return the rows of a table of measured rates beside this module: matmuls.csv, attention_rates.csv"""
+    """Return the rows of a CSV file beside this module: matmuls.csv, attention_rates.csv or intervals.csv."""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
 def kernels() -> Mapping[str, Any]:
-    """Return the numbers of kernels on every GPU: charts of fused attention, NCCL's share, the spread of GPUs."""
+    """Return the kernel model's constants for all GPUs: charts of fused attention, NCCL's share, spread of GPUs."""
     return catalog()["kernels"]

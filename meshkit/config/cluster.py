@@ -1,13 +1,13 @@
-"""Cluster: the machines of an experiment, and the links between their GPUs.
+"""Describe the machines of an experiment, and the links between their GPUs.
 
 The GPUs in use are numbered domain by domain: `gpu_index = domain * gpus_used_per_domain + local`.
 
-A path is as fast as its slowest hop: NIC, the NIC's slot, the GPU's slot, host memory where the path crosses it. Hops
-are compared by sustained rates; the link then has the peak and the sustained share of the slowest.
+A path between GPUs is as fast as its slowest hop: the NIC, the NIC's PCIe slot, the GPU's slot, or host memory if the
+path crosses it. Hops are compared by sustained rate. A `Link` has the peak and the sustained share of its slowest hop.
 """
 
-# A Cluster has a value for each key that a file may leave out or name, so its fields have narrower types.
-# pyright: reportIncompatibleVariableOverride=false
+# A file may omit a key or give a name. A Cluster has the resolved value, so its fields have narrower types. pyright:
+# reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
 
 _SHIPPED = Path(__file__).with_name("clusters")
 _NVSWITCH_GENERATION = 3  # earlier NVLink came without a switch on 8-GPU hosts
-# GPUs that are wired to each other without a switch, from that generation on and before it.
+# Most GPUs that are wired to each other without a switch: from that generation on (True), and before it (False).
 _LARGEST_MESH = {True: 4, False: 8}
 
-# Reads and writes of host memory for each byte that a GPU sends through it: written once and read once. In a
-# collective over a network the GPU also receives at that rate, which doubles both.
+# Passes over host memory for each byte that a GPU sends through it: one write and one read. In a collective over a
+# network the GPU also receives as many bytes, which doubles the passes.
 _PASSES_SCALE_UP = 2
 _PASSES_SCALE_OUT = 4
 
-# A port's protocol -> prefix of the catalog's NICs, and the name of a port that runs in its other mode: a ConnectX
-# speaks InfiniBand and Ethernet.
+# Protocol of a port -> prefix of the catalog's NICs. A ConnectX runs as InfiniBand or as Ethernet: the second table has
+# the label of a port that is not in the mode of its catalog entry.
 _NIC_PREFIX = {"roce": "roce_", "ethernet": "tcp_", "infiniband": "ib_"}
 _OTHER_MODE = {"roce": "roce", "ethernet": "tcp", "infiniband": "infiniband"}
 
@@ -57,30 +57,30 @@ class Link:
     fabric: str
     """The fabric behind it: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ..."""
     bytes_per_s: float
-    """Peak per GPU, one direction: its part of its host's ports after oversubscription."""
+    """Peak rate of one GPU, one direction; between hosts, its share of the host's ports after oversubscription."""
     achieved: float
     latency_s: float
     latency_small_s: float
 
 
 class Cluster(ClusterTable):
-    """The machines of an experiment: the keys of a cluster file, where `load` has filled in what was left out."""
+    """The machines of an experiment: the keys of a cluster file, with defaults filled in for omitted keys."""
 
     name: str = "inline"
     gpu: Gpu
     nvlink_domain_size: int = 1
     gpus_used_per_domain: int = 1
-    """The first of each domain."""
+    """Number of GPUs that the job uses in each domain; they are the first ones."""
     nic: Nic | None = None
-    """None where hosts are not connected."""
+    """None if hosts are not connected."""
     nics_per_host: int = 0
-    """Ports of a host, which its GPUs share, and so the number of rails; 0 without a NIC."""
+    """Network ports of a host, shared by its GPUs, which is also the number of rails; 0 without a NIC."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:
-        """Return a shipped cluster by name, one from a file, or one from a mapping of its keys; further keys override.
+        """Return a cluster from a shipped name, a file or a mapping of its keys; keyword arguments override keys.
 
-        A mapping may hold `name` (of a shipped cluster) or `file`, and keys that override it, or every key itself.
+        A mapping has either `name` (a shipped cluster) or `file`, with keys that override it, or all keys of a cluster.
 
         Args:
             source: a shipped name, a path (text that ends in `.toml` or has a slash, or a Path) or a table.
@@ -98,24 +98,24 @@ class Cluster(ClusterTable):
 
     @property
     def num_nvlink_domains(self) -> int:
-        """Return how many scale-up domains there are."""
+        """Return the number of scale-up domains."""
         return self.hosts * self.gpus_per_host // self.nvlink_domain_size
 
     @property
     def num_gpus(self) -> int:
-        """Return GPUs that the job uses, over all domains."""
+        """Return the number of GPUs that the job uses in all domains."""
         return self.num_nvlink_domains * self.gpus_used_per_domain
 
     def domain_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
-        """Return the scale-up domain of a GPU, or of each of an array."""
+        """Return the scale-up domain of a GPU index, or of each index in an array."""
         return gpu_index // self.gpus_used_per_domain
 
     def host_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
-        """Return the host of a GPU, or of each of an array; the GPUs used are the first of each domain."""
+        """Return the host of a GPU index, or of each index in an array; a job uses the first GPUs of each domain."""
         return self._among_all(gpu_index) // self.gpus_per_host
 
     def rail_of[T: (int, np.ndarray)](self, gpu_index: T) -> T | None:
-        """Return the host's port that a GPU sends through, None without a NIC; GPUs of a rail meet at one switch."""
+        """Return the rail of a GPU, which is the index of the host port through which it sends; None without a NIC."""
         if not self.nics_per_host:
             return None
         return self._among_all(gpu_index) % self.gpus_per_host * self.nics_per_host // self.gpus_per_host
@@ -126,9 +126,9 @@ class Cluster(ClusterTable):
 
     @property
     def has_nvswitch(self) -> bool:
-        """Return whether NVLink goes through switches, so that any group of a domain has all its links' bandwidth.
+        """Return whether NVLink goes through switches, which give any group in a domain the bandwidth of all its links.
 
-        As the file says, else as hosts of that generation and size are built.
+        Without `nvlink_switch` in the file, it is as hosts of that NVLink generation and domain size are built.
         """
         if self.scale_up != "nvlink":
             return False
@@ -139,10 +139,10 @@ class Cluster(ClusterTable):
 
     @property
     def checkpoint_bytes_per_s(self) -> float | None:
-        """Return the rate of a checkpoint over all hosts: the storage's, or that of the GPUs' paths to it.
+        """Return the rate at which all hosts write a checkpoint: the slower of the storage and the GPUs' paths to it.
 
-        None where `storage_bytes_per_s` is. With GPUDirect Storage (as with RDMA: `gpudirect_rdma`) a byte crosses only
-        the GPU's slot; without, it is written to host memory and read again.
+        It is None if `storage_bytes_per_s` is. With GPUDirect Storage (assumed if `gpudirect_rdma`) a byte crosses only
+        the GPU's link to its CPU. Without it, the byte is also written to host memory and read again.
         """
         if self.storage_bytes_per_s is None:
             return None
@@ -158,10 +158,10 @@ class Cluster(ClusterTable):
 
         Args:
             name: `nvlink` (inside a domain) or `infiniband` (between domains).
-            gpus: members of a group inside one domain, neighbours in GPU order. A group larger than a host has the
-                NVLink bandwidth beyond the host (`nvlink_taper`). Without a switch a GPU has only its links to members:
-                with 2, the links of one pair. Default: all links of a GPU, which a ring or a reduction in the switches
-                uses, since little of either leaves a host. `infiniband` does not depend on it.
+            gpus: number of GPUs of a group inside one domain, neighbours in GPU order. A group larger than a host has
+                the tapered NVLink bandwidth (`nvlink_taper`). Without a switch a GPU uses only its links to members:
+                with 2 members, the links of that pair. By default all links of a GPU count without taper, as for a ring
+                or a reduction in the switches, which send little beyond a host. `infiniband` does not depend on it.
 
         Raises:
             ConfigError: there is no such link.
@@ -173,7 +173,7 @@ class Cluster(ClusterTable):
         raise ConfigError(f"there is no link '{name}'.", hint="nvlink or infiniband")
 
     def offload_link(self) -> Link:
-        """Return the link of a GPU to its host's memory (NVLink-C2C, NVLink, PCIe), all GPUs at once, one direction."""
+        """Return the link of a GPU to host memory (NVLink-C2C, NVLink, PCIe) with all GPUs active, one direction."""
         if self.is_cpu:
             return _inside_host(self, "cpu")
         cpu, latency = _cpu_link_of(self), catalog.fabric("pcie")
@@ -181,10 +181,10 @@ class Cluster(ClusterTable):
         return Link("cpu", cpu.label, *_slowest(hops), latency["latency_s"], latency["latency_small_s"])
 
     def mesh_hops(self, gpus: int) -> float:
-        """Return how many NVLinks a byte crosses between two of the first GPUs of a host, on average over all pairs.
+        """Return the mean number of NVLinks that a byte crosses between two of the first `gpus` GPUs of a host.
 
-        It is 1 where any two GPUs meet directly or at a switch. In a cube mesh, a byte for a GPU without a direct link
-        is relayed by one that has links to both (NCCL's NVB paths), which makes two.
+        It is 1 if direct links or a switch connect all pairs. In a cube mesh, bytes between two GPUs without a direct
+        link cross two NVLinks, through a GPU that has links to both (NCCL's NVB paths).
         """
         table = catalog.cube_mesh(self.gpu.nvlink_generation or 0) if self.gpus_per_host == 8 else None
         if self.scale_up != "nvlink" or self.has_nvswitch or table is None or gpus < 2:
@@ -201,7 +201,7 @@ class Cluster(ClusterTable):
 
 @functools.cache
 def shipped_clusters() -> tuple[str, ...]:
-    """Return names of the clusters that come with meshkit."""
+    """Return the names of the clusters that come with meshkit."""
     return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
 
 
@@ -214,7 +214,10 @@ def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
 
 
 def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ()) -> tuple[dict[str, Any], str]:
-    """Return the table over what its `name` or `file` stands for, and the cluster's name; files `inside` led here."""
+    """Return the table merged over the cluster that its `name` or `file` gives, and the cluster's name.
+
+    `inside` has the cluster files that led to this one, to detect a cycle.
+    """
     name, file = table.get("name"), table.pop("file", None)
     if isinstance(table.get("calibration"), str):
         table["calibration"] = _find_calibration(table["calibration"], folder)
@@ -258,7 +261,7 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Pa
         validate(ClusterTable, base, within=("cluster",))
     except SpecError as error:
         raise document.locate(error) from None
-    # A file that extends a shipped cluster is a cluster of its own; its name must not read as the shipped one's.
+    # A file that extends a shipped cluster is another cluster, so it must not have the shipped cluster's name.
     named = "gpu" in document.table and base_name != "inline"
     name = base_name if named else path.stem
     base.pop("name", None)
@@ -285,8 +288,8 @@ def _build(table: ClusterTable, name: str) -> Cluster:
         "fabric": (table.fabric or nic.fabric) if nic else None,
     }
     if gpu.key == "cpu" and "scale_up" not in table.model_fields_set:
-        filled["scale_up"] = "shared_memory"  # CPU devices have no other.
-    cluster = Cluster.model_construct(**(table.model_dump() | filled))  # The table is checked already.
+        filled["scale_up"] = "shared_memory"  # CPU devices have no other fabric.
+    cluster = Cluster.model_construct(**(table.model_dump() | filled))  # The table has been validated.
     _check_domains(cluster)
     _check_scale_up(cluster)
     _check_nvlink_switch(cluster)
@@ -380,7 +383,7 @@ def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
 
 
 def _cpu_link_of(cluster: Cluster) -> CpuLink:
-    """Return the catalog's link between a GPU and its CPU: as the file says, else what comes with the GPU."""
+    """Return the link between a GPU and its CPU: the `cpu_link` of the file, or else that of the GPU."""
     key = cluster.cpu_link or cluster.gpu.cpu_link
     generation = cluster.gpu.pcie_generation
     return catalog.cpu_link(key, pcie_generation=generation, gpus_per_host=cluster.gpus_per_host)
@@ -414,10 +417,11 @@ def _nvlink(cluster: Cluster, gpus: int | None) -> Link:
 
 @functools.cache
 def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> float:
-    """Return the share of a GPU's NVLinks that lead to members of its group, where no switch lends it the others.
+    """Return the share of a GPU's NVLinks that lead to members of its group, on a host without a switch.
 
-    Of m GPUs that are all wired to each other, each link leads to one of m - 1 peers: (g - 1) / (m - 1). A cube mesh
-    has its own table; the group is taken as neighbours in GPU order, and the GPU with the fewest links sets the pace.
+    If all m GPUs of a domain are wired to each other, a group of g uses (g - 1) / (m - 1) of the links. A cube mesh has
+    a table of links. There a group is a block of neighbours in GPU order, and its GPU with the fewest links to members
+    counts.
     """
     if domain == 1:
         return 1.0  # Nothing uses the links.
@@ -431,7 +435,7 @@ def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> 
 
 
 def _inside_host(cluster: Cluster, name: str) -> Link:
-    """Return the link of GPUs of one host without NVLink (over PCIe, or through host memory), or of CPU devices."""
+    """Return the link between GPUs of one host without NVLink (PCIe or host memory), or between CPU devices."""
     if cluster.is_cpu:
         row = catalog.fabric("shared_memory")
         return Link(name, "shared_memory", row["bytes_per_s"], row["achieved"], *_latencies("shared_memory"))
@@ -448,8 +452,8 @@ def _inside_host(cluster: Cluster, name: str) -> Link:
 def _gpu_to_nic(cluster: Cluster, *, direct: bool) -> Iterable[Hop]:
     """Yield the hops between a GPU and its NIC's slot.
 
-    Without GPUDirect a byte goes up to host memory and down to the NIC. GPU and NIC of a server mostly share one PCIe
-    switch, whose uplink then carries what the GPU sends and what the NIC receives: half for each.
+    Without GPUDirect a byte goes to host memory and from there to the NIC. In most servers GPU and NIC share a PCIe
+    switch. Its uplink then carries the bytes that the GPU sends and those that the NIC receives, at half the rate each.
     """
     cpu = _cpu_link_of(cluster)
     yield cpu.bytes_per_s, cpu.achieved
@@ -474,7 +478,7 @@ def _latencies(fabric: str) -> tuple[float, float]:
 
 
 def _as_spoken(nic: Nic, fabric: str | None) -> Nic:
-    """Return the catalog's NIC of the same rate that speaks `fabric`, as a port in its other mode; else the same."""
+    """Return the catalog's NIC for `fabric` at the same rate (a port may run in another mode), or else `nic`."""
     if fabric in (None, nic.fabric):
         return nic
     others = (catalog.nic(key) for key in catalog.nic_keys() if key.startswith(_NIC_PREFIX[fabric]))

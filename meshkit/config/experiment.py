@@ -1,11 +1,11 @@
-"""Experiment: one file with machines, mesh, rules and model, from which every verb starts.
+"""Load an experiment: one file with machines, mesh, rules and model, with which every command starts.
 
-`load()` reads the TOML, lays the overrides over it, validates every table, resolves the mesh on the cluster and checks
-what can be checked without jax: what does not fit the mesh, the rules or another section. An error names file, line and
-key, and what to try.
+`load()` reads the TOML, applies the overrides, validates every table and resolves the mesh on the cluster. Without jax,
+it checks that each section fits the mesh, the rules and the other sections. An error names file, line and key, and what
+to try.
 
-`[pipeline]` implies rules: its axis shards the layers of every stacked parameter, and with `head = "vocab_parallel"`
-the vocabulary as well, outside of the axes that shard it anyway. It may shard nothing else.
+`[pipeline]` implies rules. Its axis shards the layers of every stacked parameter. With `head = "vocab_parallel"` it
+also shards the vocabulary, as the outermost of the vocabulary's axes. It may shard nothing else.
 """
 
 from __future__ import annotations
@@ -89,33 +89,33 @@ class ExperimentFile:
     document: TomlDocument | None = field(default=None, compare=False, repr=False)
 
     def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
-        """Return an error about a key (dotted), pointing at where it was written."""
+        """Return an error about a dotted key, which points at the place where the key was written."""
         return self.places.error(key, message, hint)
 
     def where(self, key: str) -> str:
-        """Return where a key (dotted) was written."""
+        """Return the place where a dotted key was written."""
         return self.places.where(key)
 
     @property
     def file(self) -> str:
-        """Return the name of the experiment for a command line."""
+        """Return the path or name by which a command line names the experiment."""
         return str(self.path or self.name)
 
     @property
     def placement(self) -> Placement:
-        """Return where each partition of its mesh is in its cluster."""
+        """Return the GPU, domain and host of each partition of the mesh."""
         return self.mesh.placement(self.cluster)
 
     @property
     def places(self) -> Places:
-        """Return where its keys were written."""
+        """Return the places where the keys were written."""
         return Places(self.document)
 
     @property
     def search_paths(self) -> list[Path]:
-        """Return the folders of modules: the working directory, the folder of the file, and its parents except `/`.
+        """Return the folders searched for modules: working directory, the file's folder, and its parents except `/`.
 
-        An experiment inside the package has only the working directory.
+        For an experiment inside the package, it is the working directory alone.
         """
         found = [Path.cwd()]
         if self.path is None or Path(__file__).resolve().parents[1] in self.path.resolve().parents:
@@ -129,13 +129,13 @@ class ExperimentFile:
         raise TypeError("a file is an Experiment or a ProgramExperiment")
 
     def to_toml(self) -> str:
-        """Return the resolved file; it loads back to an equal experiment."""
+        """Return the resolved file as TOML, which loads as an equal experiment."""
         return to_toml(self.to_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramExperiment(ExperimentFile):
-    """An experiment whose training step is the user's own; `rules` of a file without `[rules]` are empty."""
+    """An experiment with the user's own training step. If the file has no `[rules]`, `rules` is empty."""
 
     program: ProgramTable
     train: ProgramTrainTable
@@ -158,15 +158,15 @@ class ProgramExperiment(ExperimentFile):
 
     @property
     def has_rules(self) -> bool:
-        """Return whether the file says how its parameters are meant to lie."""
+        """Return whether the file has rules for the sharding of its parameters."""
         return bool(self.rules.logical or self.rules.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ExperimentFile):
-    """An experiment whose training step is meshkit's own.
+    """An experiment with meshkit's own training step.
 
-    A file without `[local_sgd]`, `[compression]` or `[pipeline]` has one whose axis is None.
+    If the file has no `[local_sgd]`, `[compression]` or `[pipeline]`, the axis of that section is None.
     """
 
     model: ModelTable
@@ -200,11 +200,11 @@ class Experiment(ExperimentFile):
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
-    """Return the experiment of a file, or a shipped one by its name, with `key=value` overrides laid over it.
+    """Return the experiment of a file, or a shipped experiment by name, with `key=value` overrides applied.
 
     Raises:
-        ConfigError: what the user wrote is wrong, or the file has a `[program]`; the message names file, line and key,
-            and what to try.
+        ConfigError: the file or an override is wrong, or the file has a `[program]`; the message names file, line and
+            key, and what to try.
     """
     experiment = load_any(path, overrides)
     if isinstance(experiment, ProgramExperiment):
@@ -218,7 +218,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
 
 
 def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment | ProgramExperiment:
-    """Load any experiment: as `load`, but also a file with a `[program]`, or a program that jax or XLA wrote."""
+    """Load any experiment: what `load` accepts, a file with a `[program]`, or a program that jax or XLA wrote."""
     is_program = Path(path).suffix in PROGRAMS
     document = _program_file(Path(path), overrides) if is_program else TomlDocument.read(find_experiment(path))
     try:
@@ -235,7 +235,7 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
 
 
 def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:
-    """Return the experiment that plans a program from a file, on the cluster and the mesh of the overrides."""
+    """Return an experiment for a program from a file, on the cluster and the mesh that the overrides name."""
     if missing := [key for key in ("cluster", "mesh") if not any(text.startswith(key) for text in overrides)]:
         hint = "--cluster dgx_h100 --mesh '{ fsdp = 8 }' of `meshkit plan`, or --set cluster=... --set mesh=..."
         raise ConfigError(f"a program from a file needs a {' and a '.join(missing)}.", at=str(path), hint=hint)
@@ -300,7 +300,7 @@ def _build_rules(
 ) -> ShardingRules:
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
-    known = pipeline and pipeline.axis in mesh.axis_names  # An unknown axis is refused later, by its own key.
+    known = pipeline and pipeline.axis in mesh.axis_names  # An unknown axis is refused later, at its own key.
     staged = pipeline_rules(pipeline, {**logical, **table.logical}) if known else {}
     rules = ShardingRules(
         {**logical, **table.logical, **staged},
@@ -345,7 +345,7 @@ def experiment_json_schema() -> dict[str, Any]:
 
 
 def _cluster_schema() -> dict[str, Any]:
-    """Return the schema of a name, a path, or a table; a table with `name` or `file` needs no further key."""
+    """Return the schema of `cluster`: a name, a path or a table; a table with `name` or `file` needs no other key."""
     table = ClusterTable.model_json_schema()
     properties = table["properties"]
     properties["gpu"]["enum"] = list(catalog.gpu_keys())
@@ -356,12 +356,12 @@ def _cluster_schema() -> dict[str, Any]:
 
 
 def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) -> None:
-    """Refuse a URL with a password, and a text under a key of `[model]` or `[program]` that is named like a secret.
+    """Refuse URLs with a password, and strings of `[model]` or `[program]` under a key that is named like a secret.
 
-    The overrides are laid over the table already, so that a URL in one may look like a path.
+    The overrides have been applied to the table, where a URL may look like a path. So their raw text is checked, too.
 
     Raises:
-        SpecError: which key, without its value.
+        SpecError: a value is refused; the message names the key without its value.
     """
     pending: list[tuple[Key, Any]] = [((), table), *((o.key, o.raw) for o in overrides)]
     while pending:
@@ -382,15 +382,15 @@ def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) 
 
 
 def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rules that a pipeline adds to those of `[rules.logical]`, or puts in their place.
+    """Return the rules that a pipeline adds to `[rules.logical]`, or replaces there.
 
     Returns:
-        `layers` -> mesh axes, and `vocab` where the head is sharded too: the pipeline's axis first, which is the
-        outermost.
+        `layers` -> mesh axes and, if the head is sharded too, `vocab` -> mesh axes. The pipeline's axis is first
+        (outermost).
 
     Raises:
-        ConfigError: `layers` is sharded over something else, or the head's vocabulary over the pipeline although the
-            head is replicated.
+        ConfigError: the rules shard `layers` over another axis, or `vocab` over the pipeline's axis although the head
+            is replicated.
     """
     if table is None:
         return {}
@@ -420,7 +420,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
     """Refuse sections that are wrong for every model.
 
     Raises:
-        SpecError: which key, and what to set.
+        SpecError: a section is wrong; the message names the key and what to set.
     """
     sizes = mesh.sizes
     cut = rules.mapping("activations")
@@ -491,7 +491,7 @@ def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch
 
 
 def _check_rounds(table: ExperimentTable) -> None:
-    """Refuse counts of steps that are not whole rounds of local SGD, between which everything happens."""
+    """Refuse sections that local SGD excludes, and counts of steps that are not whole rounds of local SGD."""
     if table.local_sgd is None:
         return
     every = table.local_sgd.every
@@ -536,7 +536,7 @@ def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
 def _check_pipeline(
     table: ExperimentTable, pipeline: PipelineTable, rules: ShardingRules, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse an unknown or used axis, sizes that no schedule has, and sections that exchange gradients otherwise."""
+    """Refuse an unknown or used axis, sizes that the schedule cannot have, and other ways to exchange gradients."""
     axis, count, accumulate = pipeline.axis or "", pipeline.microbatches, table.train.accumulate
     if axis not in sizes:
         message = f"pipeline.axis names mesh axis '{axis}', but the mesh has {', '.join(sizes)}."
@@ -554,7 +554,7 @@ def _check_pipeline(
 
 
 def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
-    """Refuse rules that shard something else over the pipeline's axis, and sharded accumulators."""
+    """Refuse rules that shard other dims over the pipeline's axis, or gradient accumulators over batch axes."""
     for table in ("logical", "compute", "gradients", "optimizer"):
         for logical, axes in (getattr(rules, table) or {}).items():
             if axis in axes and logical not in ("layers", "vocab"):

@@ -1,4 +1,4 @@
-"""Reads files within bounds, and TOML files with the place where each key was written."""
+"""Read files up to a limit of size, and TOML files with the position of each key."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from meshkit.errors import ConfigError, MeshkitError, TraceError
 
 LARGEST_FILE_BYTES = 4 * 2**20
 PIECE_BYTES = 33 * 2**20
-# Programs and traces unpack to some 5 to 20 times their size; a bomb to 1000 times.
+# Programs and traces unpack to some 5 to 20 times their size, a decompression bomb to 1000 times.
 MOST_TIMES = 100
-LEAST_ROOM_BYTES = 64 * 2**20  # Any file may unpack to so much, however small it is.
+LEAST_ROOM_BYTES = 64 * 2**20  # Any file may unpack to this size, however small it is.
 _XZ_MEMORY_BYTES = 256 * 2**20  # xz -9 takes 65 MiB
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
 DEEPEST_KEY = 32
@@ -48,8 +48,8 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 STDLIB_SOURCE = "python-stdlib"
-# The keys of an experiment that may hold a path. A cluster may also be a name, and a source a function or the standard
-# library.
+# The keys of an experiment whose value may be a path. A cluster may also be a name. A data source may also be a
+# function or `python-stdlib`.
 PATH_KEYS: tuple[Key, ...] = (
     ("cluster",),
     ("cluster", "file"),
@@ -59,17 +59,17 @@ PATH_KEYS: tuple[Key, ...] = (
 )
 _TOML_POSITION = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", re.DOTALL)
 _LONGEST_VALUE = 80
-_LARGEST_DOCUMENT_BYTES = 2**20  # The parser takes some seconds for so much, and no person writes a larger file.
+_LARGEST_DOCUMENT_BYTES = 2**20  # The parser takes seconds for this size; nobody writes more by hand.
 _REMOVED = object()
 _STARTS_A_STRUCTURE = ("[", "{", '"', "'")
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file to read, and refuse a pipe instead of waiting for it.
+    """Open a regular file to read; a pipe raises an error instead of blocking.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
-        ValueError: a NUL byte in the path.
+        OSError: the file cannot be opened, or is not a regular file.
+        ValueError: the path has a NUL byte.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -82,11 +82,11 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES) -> bytes:
-    """Return the bytes of a regular file that is not larger than `largest`; no more than that is ever read.
+    """Return the bytes of a regular file that has at most `largest` bytes; a larger file is never read whole.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
-        ValueError: a NUL byte in the path.
+        OSError: the file cannot be read, is not a regular file, or is larger.
+        ValueError: the path has a NUL byte.
     """
     with open_regular(path) as file:
         data = file.read(largest + 1) if os.fstat(file.fileno()).st_size <= largest else b""
@@ -96,10 +96,10 @@ def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, new or not, and refuse a pipe in its place that nobody reads instead of waiting.
+    """Create or overwrite a file; a pipe that has no reader raises an error instead of blocking.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
@@ -109,7 +109,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def find_deep_key(toml: str) -> int | None:
-    """Return the line of the first dotted key of over 32 parts, which takes memory by its length squared."""
+    """Return the line of the first dotted key with over 32 parts; parsing takes memory quadratic in its length."""
     found = _DEEP_KEY.search(toml)
     return toml.count("\n", 0, found.start()) + 1 if found else None
 
@@ -124,7 +124,7 @@ def read_bounded(
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
-        TraceError: it is too large; or the error `unfit`.
+        TraceError: the file is too large; `unfit` replaces this class of error.
     """
     at = os.fspath(path)
     try:
@@ -145,12 +145,12 @@ def read_bounded(
 
 
 def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceError) -> str:
-    """Decode UTF-8 text, and end its lines with a line feed.
+    """Decode UTF-8 text, and replace CR LF line ends by LF.
 
-    A byte order mark is dropped. `at` is where the error points; the line is added.
+    A byte order mark is dropped. An error points at `at`, followed by the line number.
 
     Raises:
-        TraceError: it is not UTF-8; or the error `unfit`.
+        TraceError: the data is not UTF-8; `unfit` replaces this class of error.
     """
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
@@ -161,13 +161,13 @@ def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceErr
 
 
 def integer(text: str | None) -> int | None:
-    """Return a non-negative integer of plain digits; None for anything else, such as `N/A`, or nothing."""
+    """Return a non-negative integer of at most 12 digits; None for None and for any other text, such as `N/A`."""
     text = (text or "").strip()
     return int(text) if _SHORT_INTEGER.fullmatch(text) else None
 
 
 def short(text: str, length: int = 60) -> str:
-    """Return a piece of a file, printable and on one line, for an error message."""
+    """Return a text as one printable line of limited length, for an error message."""
     line = "".join(char if char.isprintable() else " " for char in text).strip()
     return line if len(line) <= length else line[: length - 3] + "..."
 
@@ -176,8 +176,8 @@ def gunzip(data: bytes, most_bytes: int) -> bytes:
     """Return the content of gzip data (all of its members).
 
     Raises:
-        ValueError: it is damaged or incomplete, has more than `most_bytes`, or more than 64 MiB and 100 times its size;
-            no more than that is ever unpacked.
+        ValueError: the data is damaged or incomplete, or unpacks to more than `most_bytes`, or to more than both 64 MiB
+            and 100 times its size. Unpacking stops at the limit.
     """
     return b"".join(unpacked(io.BytesIO(data), most_bytes))
 
@@ -186,7 +186,7 @@ def unxz(data: bytes, most_bytes: int) -> bytes:
     """Return the content of xz data.
 
     Raises:
-        ValueError: as of `gunzip`.
+        ValueError: as for `gunzip`.
     """
     room = min(most_bytes, max(LEAST_ROOM_BYTES, MOST_TIMES * len(data)))
     reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
@@ -202,10 +202,10 @@ def unxz(data: bytes, most_bytes: int) -> bytes:
 
 
 def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterator[bytes]:
-    """Yield `gunzip` in pieces, each so large that its memory goes back to the system with it.
+    """Yield the content of gzip data in pieces, each so large that the allocator returns its memory to the system.
 
     Raises:
-        ValueError: as of `gunzip`.
+        ValueError: as for `gunzip`.
     """
     size = packed.seek(0, os.SEEK_END)
     packed.seek(0)
@@ -225,7 +225,7 @@ def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterato
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """Return the path of a file that a document in a folder names; None where `..`, `/` or a link leads out of it."""
+    """Return the path of a file that a document in `folder` names; None if `..`, `/` or a link leads out of it."""
     if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
         return None
     path = folder / name
@@ -245,7 +245,7 @@ class Override:
         """Parse an override.
 
         Raises:
-            ConfigError: it is not `key=value`, or has no key.
+            ConfigError: the text is not `key=value`, or has no key.
         """
         key, equals, _ = raw.partition("=")
         hint = "--set mesh.tensor=8"
@@ -264,10 +264,10 @@ class Override:
         return cls(path, raw)
 
     def value(self) -> Any:
-        """Return the value as TOML, or as a string where it is not TOML; `_REMOVED` where there is none.
+        """Return the value parsed as TOML, or as a string if it is not TOML; `_REMOVED` if it is empty.
 
         Raises:
-            ConfigError: it begins like TOML but is not, or it is out of range.
+            ConfigError: the value begins like a string, list or table of TOML but is none, or is out of range.
         """
         text = self.raw.partition("=")[2].strip()
         if not text:
@@ -300,19 +300,19 @@ class TomlDocument:
     display: str
     """The file as the user named it."""
     text: str
-    """Its content, lines ended by a line feed."""
+    """The content of the file, with LF line ends."""
     table: dict[str, Any]
-    """The parsed content, with the overrides laid over it."""
+    """The parsed content, with the overrides applied."""
     root: Key = ()
-    """The prefix of its keys: () for an experiment, ("cluster",) for a cluster file."""
+    """Path of the file's table in an experiment: () for an experiment, ("cluster",) for a cluster file."""
     overrides: tuple[Override, ...] = ()
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> TomlDocument:
-        """Return the file at `path`.
+        """Read and parse the file at `path`.
 
         Raises:
-            ConfigError: it cannot be read, or is not TOML.
+            ConfigError: the file cannot be read, or is not TOML.
         """
         display = os.fspath(path)
         try:
@@ -325,13 +325,13 @@ class TomlDocument:
         return cls(Path(path).resolve(), display, text, _parse(text, display, what), root)
 
     def with_overrides(self, raw: Sequence[str]) -> TomlDocument:
-        """Return the experiment with every `key=value` laid over it, in order, and its paths made absolute.
+        """Return the experiment with every `key=value` applied in order, and its paths made absolute.
 
-        An empty value removes the key. Relative paths in a value are relative to the working directory, unlike those in
-        the file.
+        An empty value removes the key. Relative paths in an override start at the working directory, those in the file
+        at the file's folder.
 
         Raises:
-            ConfigError: no `key=value`, a key that cannot be, or one to remove that is not there.
+            ConfigError: an override is not `key=value`, its key cannot exist, or the key to remove is missing.
         """
         table = copy.deepcopy(absolute_paths((), self.table, self.path.parent))
         overrides = []
@@ -345,13 +345,13 @@ class TomlDocument:
         return replace(self, table=table, overrides=tuple(overrides))
 
     def where(self, key: Sequence[str]) -> str:
-        """Return where a key was written: `file:line: key = value`, `--set key=value`, or the file that lacks it."""
+        """Return the place of a key: `file:line: key = value`, `--set key=value`, or `file: key is not set`."""
         key = tuple(key)
         override = self._override_of(key)
         if override is not None:
             return f"--set {override.raw}"
         path = key[len(self.root) :]
-        for length in range(len(path), 0, -1):  # An unwritten key is looked for in its table.
+        for length in range(len(path), 0, -1):  # The place of an unwritten key is its table.
             position = locate(self.text, path[:length])
             if position is not None:
                 statement = _statement(path[:length], position.value) + self._changes_inside(path, position.value)
@@ -365,13 +365,13 @@ class TomlDocument:
         return any(key[: len(override.key)] == override.key for override in self.overrides)
 
     def locate(self, error: SpecError) -> ConfigError:
-        """Return the error, pointing into this document unless it points elsewhere already."""
+        """Return the error with a place in this document, unless it already has a place."""
         if error.located:
             return ConfigError(error.message, at=error.at, hint=error.hint)
         return ConfigError(error.message, at=self.where(error.key), hint=error.hint)
 
     def _override_of(self, key: Key) -> Override | None:
-        """Return the last override that set the key, a table around it, or, where the file lacks it, one inside."""
+        """Return the last override of the key or a table around it; if the file lacks the key, also of a key in it."""
         for override in reversed(self.overrides):
             if key[: len(override.key)] == override.key:
                 return override
@@ -409,7 +409,7 @@ def _parse(text: str, display: str, what: str) -> dict[str, Any]:
 
 
 def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
-    """Say what is wrong with a text that is not TOML: a key given twice, or tomllib's error and its line."""
+    """Return an error about a text that is not TOML: a key given twice, or tomllib's message with its line."""
     duplicate = find_duplicate(text)
     if duplicate is not None:
         path, first, second = duplicate
@@ -433,7 +433,7 @@ def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
 
 
 def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
-    """Put the value of an override into the table, or removes its key."""
+    """Put the value of an override into the table, or remove its key."""
     *parents, last = override.key
     holder: Any = table
     for depth, part in enumerate(parents):
@@ -475,11 +475,11 @@ def _not_a_table(override: Override, depth: int) -> ConfigError:
 
 
 def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
-    """Return a copy of a key's value with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`.
+    """Return a copy of a key's value, with relative paths (those of `PATH_KEYS`) made absolute from `folder`.
 
     Args:
-        key: path of the key from the root of the experiment; () for the whole of it.
-        value: of TOML; names of clusters, functions and the standard library are no paths and stay.
+        key: path of the key from the root of the experiment; () for the whole experiment.
+        value: a TOML value. Names of clusters and functions, and `python-stdlib`, are not paths and stay unchanged.
     """
     key = tuple(key)
     if isinstance(value, Mapping):
@@ -495,17 +495,17 @@ def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
 
 
 def absolute(path: str, folder: Path) -> str:
-    """Return a path from `folder` without following links; an unknown user's home is a name like any other."""
+    """Return a path made absolute from `folder`, without following links; `~name` of an unknown user stays as it is."""
     return str(folder.absolute() / os.path.expanduser(path))
 
 
 def is_path(text: str) -> bool:
-    """Return whether a bare cluster string is a path instead of a name."""
+    """Return whether the string of a cluster is a path and not a name."""
     return text.endswith(".toml") or "/" in text or "\\" in text
 
 
 def as_table(cluster: Any) -> dict[str, Any]:
-    """Return the table that a cluster's bare name or path stands for, or a copy of a mapping."""
+    """Return a cluster's table: with `name` or `file` for a bare name or path, or a copy of a mapping."""
     if isinstance(cluster, Mapping):
         return dict(cluster)
     if not isinstance(cluster, str | Path):

@@ -1,7 +1,7 @@
-"""MeshSpec: named axes over the links of a cluster, and the order of GPUs that follows from them.
+"""Define a mesh: named axes over the links of a cluster, and the order of GPUs that results from them.
 
-An axis of size `nvlink * infiniband` has index `ib_index * nvlink + nvlink_index`: neighbours share a domain. Axes are
-outermost first, in the same order inside a domain and across domains.
+An axis has size `nvlink * infiniband` and index `ib_index * nvlink + nvlink_index`, so that neighbours along it share
+an NVLink domain. Axes are listed outermost first, in the same order inside a domain and across domains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST_FACTOR = 2**31
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """A mesh axis: its ways inside an NVLink domain times its number of domains; `fill` takes what is left."""
+    """A mesh axis: ways inside an NVLink domain times ways across domains; `fill` takes the rest of a link."""
 
     name: str
     nvlink: Factor = 1
@@ -37,7 +37,7 @@ class MeshAxis:
 
     @property
     def size(self) -> int:
-        """Return ways along the axis.
+        """Return the number of ways along the axis.
 
         Raises:
             ConfigError: a factor is still `fill`.
@@ -45,10 +45,10 @@ class MeshAxis:
         return self.number("nvlink") * self.number("infiniband")
 
     def number(self, link: str) -> int:
-        """Return ways along the axis on one link.
+        """Return the number of ways along the axis on one link.
 
         Raises:
-            ConfigError: it is still `fill`.
+            ConfigError: the factor is still `fill`.
         """
         factor = self.factor(link)
         if isinstance(factor, str):
@@ -58,11 +58,11 @@ class MeshAxis:
         return factor
 
     def factor(self, link: str) -> Factor:
-        """Return ways along the axis on one link, or `fill`."""
+        """Return the number of ways along the axis on one link, or `fill`."""
         return self.nvlink if link == "nvlink" else self.infiniband
 
     def to_plain(self) -> Any:
-        """Return the shortest TOML value that says the same."""
+        """Return the shortest TOML value of the axis."""
         if self.infiniband == 1:
             return self.nvlink
         inside = {} if self.nvlink == 1 else {"nvlink": self.nvlink}
@@ -80,7 +80,7 @@ class MeshSpec:
         """Return the axes of a `[mesh]` table.
 
         Raises:
-            ConfigError: a value is not an axis, two axes `fill` one link, or a name is reserved.
+            ConfigError: a value is not an axis, two axes have `fill` on one link, or a name is reserved.
         """
         if not isinstance(mapping, Mapping):
             raise SpecError(f"[mesh] must be a table, not {kind(mapping)}.", key=("mesh",), value=mapping)
@@ -93,12 +93,12 @@ class MeshSpec:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Return names, outermost first."""
+        """Return the names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return sizes, outermost first."""
+        """Return the sizes of the axes, outermost first."""
         return tuple(axis.size for axis in self.axes)
 
     @property
@@ -108,7 +108,7 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """Return devices in the mesh."""
+        """Return the number of devices in the mesh."""
         return math.prod(self.shape)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,12 +129,12 @@ class MeshSpec:
     def device_order(self, cluster: Cluster) -> np.ndarray:
         """Return the GPU indices of the cluster, in the shape of the mesh.
 
-        With `d` the domain (row-major over the InfiniBand factors) and `l` the place inside it (row-major over the
-        NVLink factors), the GPU is `d * gpus_used_per_domain + l`. So innermost axes stay inside a host where a domain
-        spans several, and GPUs that differ only in the domain have the same `l` and thus the same rail.
+        Let `d` be the domain (row-major over the InfiniBand factors) and `l` the position inside it (row-major over the
+        NVLink factors). The GPU's index is `d * gpus_used_per_domain + l`. So innermost axes stay inside a host if a
+        domain spans several hosts. GPUs that differ only in the domain have the same `l` and thus the same rail.
 
         Returns:
-            Integers, [size of each axis]; each GPU of the cluster once.
+            Integers of shape [size of each axis], with each GPU of the cluster once.
         """
         import numpy as np
 
@@ -165,8 +165,8 @@ class Placement:
     hosts: np.ndarray
     fabric: Mapping[str, str]
     rails: np.ndarray | None = None
-    """[partitions] port of the host that the GPU sends through, the same for a place in every domain of whole hosts;
-    None without ports, or where the cluster is not known."""
+    """[partitions] host port through which the GPU sends. If domains are whole hosts, equal positions in them have the
+    same port. None without ports, or if the cluster is not known."""
 
     @property
     def num_partitions(self) -> int:
@@ -174,7 +174,7 @@ class Placement:
         return math.prod(self.shape)
 
     def domains_along(self) -> dict[str, int]:
-        """Map each axis to the most NVLink domains that a line along it crosses."""
+        """Map each axis to the largest number of NVLink domains on one line of the mesh along it."""
         import numpy as np
 
         ordered = self.domains.reshape(self.shape)
@@ -183,7 +183,7 @@ class Placement:
 
     @classmethod
     def of_gpus(cls, axis_names: Sequence[str], shape: Sequence[int], gpus: np.ndarray, cluster: Cluster) -> Placement:
-        """Return the placement of GPUs [partitions]: indices in the cluster, in row-major order of the mesh."""
+        """Return a placement on `gpus` [partitions]: indices in the cluster, in row-major order of the mesh."""
         links = LINKS if cluster.num_nvlink_domains > 1 else ("nvlink",)
         return cls(
             axis_names=tuple(axis_names),
@@ -199,9 +199,9 @@ class Placement:
     def from_shape(
         cls, axis_names: Sequence[str], shape: Sequence[int], *, gpus_per_domain: int | None = None
     ) -> Placement:
-        """Return devices in order, of unknown fabric: `gpus_per_domain` to a domain, and a domain to a host.
+        """Return a placement of devices in order on an unknown fabric: `gpus_per_domain` per domain, a domain per host.
 
-        The last domain has what is left; None puts all in one.
+        The last domain has the remaining devices. With None, one domain has all devices.
         """
         import numpy as np
 
@@ -262,7 +262,7 @@ def _check_one_fill(spec: MeshSpec, link: str) -> None:
 
 
 def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
-    """Return the factors of one link, in the order of the axes, which multiply to `total`."""
+    """Return the factors of one link, in the order of the axes; their product is `total`."""
     for axis in spec.axes:
         _check_axis_fits(axis, link, total)
     factors = [axis.factor(link) for axis in spec.axes]
@@ -304,7 +304,7 @@ def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecE
 
 
 def _mend(spec: MeshSpec, link: str, total: int) -> str:
-    """Return a change of one axis that makes the product right: the outermost one that can, used axes first."""
+    """Return a change of one axis that corrects the product; axes that use the link come first, then outermost axes."""
     for axis in sorted(spec.axes, key=lambda axis: axis.factor(link) == 1):
         others = [other.factor(link) for other in spec.axes if other is not axis]
         rest = math.prod(factor for factor in others if not isinstance(factor, str))

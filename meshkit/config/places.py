@@ -1,8 +1,8 @@
-"""Locates the keys of an experiment, and the user's code that they name, for messages.
+"""Locate the keys of an experiment, and the user's code that they name, for error messages.
 
-    Experiment -> planning.resolve -> UserCode, Places -> whatever runs the code, which knows no Experiment
+    Experiment -> planning.resolve -> UserCode, Places -> modules that run the code and have no Experiment
 
-The user must fix what their code raises: `UserCode.calling` reports it at the key that names the code.
+`UserCode.calling` reports an exception of the user's code as an error at the key that names the code.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _LONGEST_MESSAGE = 300
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys of a file were written."""
+    """The places where the keys of a file were written."""
 
     document: TomlDocument | None = field(default=None, repr=False)
-    """The file with what was laid over it; None for an experiment made in code, whose keys stand for themselves."""
+    """The file with its overrides; None for an experiment made in code, where the place of a key is the key itself."""
 
     def where(self, key: str) -> str:
-        """Return where a key (dotted) was written."""
+        """Return the place where a dotted key was written."""
         return self.document.where(split_key(key)) if self.document else key
 
     def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
-        """Return an error about a key (dotted), pointing at where it was written."""
+        """Return an error about a dotted key, which points at the place where the key was written."""
         return SpecError(message, key=split_key(key), hint=hint, at=self.where(key))
 
 
@@ -53,22 +53,22 @@ class UserCode:
 
     found: Any
     name: str
-    """As it is written, `package.module:Name`."""
+    """The name as it is written, `package.module:Name`."""
     key: str
-    """The one that names it (dotted), `model.class`."""
+    """The dotted key that names the code, such as `model.class`."""
     places: Places
 
     def error(self, message: str, hint: str | None = None) -> ConfigError:
-        """Return an error about the code, pointing at the key that names it."""
+        """Return an error about the code, which points at the key that names it."""
         return self.places.error(self.key, message, hint)
 
     @contextmanager
     def calling(self, what: str | None = None, hint: str | None = None) -> Iterator[None]:
-        """Turn what the code in this block raises into a ConfigError at the key that names it.
+        """Turn an exception of the code in this block into a ConfigError at the key that names the code.
 
-        Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
+        meshkit's own errors pass unchanged. So do errors of a device or of memory, which the code did not cause.
 
-        `what` is the code, at the beginning of the message, by default its name.
+        The message begins with `what`, which is by default the name of the code.
 
         Raises:
             ConfigError: the block raised another Exception, or a SystemExit.
@@ -85,7 +85,7 @@ class UserCode:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one line: type, first line of its message, and the last line of the user's own code."""
+    """Describe an exception in one line: type, first line of the message, and innermost line of the user's code."""
     if isinstance(error, SyntaxError):
         message, place = error.msg, f"{Path(error.filename or '?').name}:{error.lineno}"
     else:
@@ -98,14 +98,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def raised_by_user(error: BaseException) -> str | None:
-    """Return `file:line` if a `raise` of the user's own code made the error; None for an accident in a library."""
+    """Return the user's innermost `file:line` if a `raise` statement made the error; None for an accidental error."""
     frames = traceback.extract_tb(error.__traceback__)
     refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
     return _user_line(error) if refuses else None
 
 
 def line_within(error: BaseException) -> str | None:
-    """Return `file:line` of the innermost frame of a program, installed or not; None if meshkit's are further in."""
+    """Return the innermost `file:line` outside of Python and `TOOLS`; None if a frame of meshkit is further in."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             return None
@@ -115,7 +115,7 @@ def line_within(error: BaseException) -> str | None:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """Return `file:line` of the innermost frame that is neither meshkit's nor of an installed package."""
+    """Return `file:line` of the innermost frame that is neither in meshkit nor in an installed package."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_OURS, "<", *_INSTALLED)):
             return f"{Path(frame.filename).name}:{frame.lineno}"

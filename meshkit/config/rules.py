@@ -1,12 +1,12 @@
-"""ShardingRules: which mesh axes shard which logical axes.
+"""Define sharding rules: which mesh axes shard which logical axes.
 
-A rule maps a logical axis (a named array dim such as `embed`) to mesh axes; an override maps a parameter's path to mesh
-axes for each of its dims, and wins. A logical axis without a rule is replicated.
+A rule maps a logical axis (a named array dim such as `embed`) to mesh axes. An override maps the path of a parameter to
+mesh axes for each of its dims, and takes precedence over rules. A logical axis without a rule is replicated.
 
-A preset is a named table of rules over the axis names that the shipped configs use. A mesh need not have every axis
-that it names: the missing ones are left out. `meshkit explain E --rules` prints what a preset gives on a mesh. Sources
-of the schemes: ZeRO 1 to 3, Rajbhandari et al. 2020; FSDP and its hybrid form, Zhao et al. 2023; tensor parallelism,
-Shoeybi et al. 2019; sequence parallelism, Korthikanti et al. 2022.
+A preset is a named table of rules over the axis names that the shipped configs use. Axes that a mesh lacks are left out
+of the preset. `meshkit explain E --rules` prints the rules that a preset gives on a mesh. Sources of the schemes: ZeRO
+1 to 3, Rajbhandari et al. 2020; FSDP and its hybrid form, Zhao et al. 2023; tensor parallelism, Shoeybi et al. 2019;
+sequence parallelism, Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FSDP = {"act_batch": _BATCH, "embed": "fsdp"}
 _CONTEXT = {"act_length": "context", "act_residual_length": ("context", "tensor")}
 _EXPERT = {"act_batch": (*_BATCH, "expert"), "experts": "expert", "act_experts": "expert"}
 
-# ZeRO-1 and 2 shard the optimizer's work (fp32 parameters and moments) over `data` and gather the weights once a
-# step, in the compute dtype. They differ in the accumulators of gradients over micro-batches: whole on every GPU
-# and reduced once a step, or sharded and reduced with every micro-batch.
+# ZeRO-1 and 2 shard the optimizer's work (fp32 parameters and moments) over `data` and gather the weights once a step,
+# in the compute dtype. They differ in the accumulators of gradients over micro-batches: ZeRO-1 has whole ones on every
+# GPU and reduces once a step, ZeRO-2 shards them and reduces with every micro-batch.
 _ZERO_1 = {"logical": {"act_batch": "data", "embed": "data"}, "compute": {"embed": "replicated"}}
 _ZERO_2 = {**_ZERO_1, "gradients": {"embed": "data"}}
 
@@ -66,7 +66,7 @@ class AutoRule:
 
     axes: Axes
     min_bytes: int = 2**20
-    """Smaller global arrays stay whole."""
+    """Global arrays with fewer bytes are replicated."""
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,27 @@ class ShardingRules:
     """Rules from logical axes, and parameter paths, to mesh axes."""
 
     logical: Mapping[str, Any] = field(default_factory=dict)
-    """Logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost. Also a list
-    of such pairs, as flax has its rules."""
+    """Logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost. A list of
+    such pairs, as in flax, works too."""
     _: KW_ONLY
     overrides: Sequence[tuple[str, Sequence[Any]]] = ()
-    """(path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins."""
+    """Pairs (path pattern, one entry per dim). `**` matches any depth, `*` one segment. The first match wins."""
     compute: Mapping[str, Any] | None = None
     """Overrides `logical` for the weights as the model computes with them."""
     gradients: Mapping[str, Any] | None = None
-    """Overrides `logical` for the accumulators of gradients over micro-batches. An axis of `act_batch` that is named
-    here reduces every micro-batch; one that is not, once a step."""
+    """Overrides `logical` for the accumulators of gradients over micro-batches. Over an axis of `act_batch` that is
+    named here, gradients are reduced with every micro-batch; over other axes, once a step."""
     optimizer: Mapping[str, Any] | None = None
     """Overrides `logical` for optimizer state."""
     auto: AutoRule | Mapping[str, Any] | None = None
-    """For arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`."""
+    """Rule for arrays without dim names that no override matches: an AutoRule or `{axis, min_bytes}`."""
     strict: bool = False
-    """Raise, where meshkit would warn: of an override that matches no array, and of an axis that does not divide its
+    """Raise an error instead of a warning for an override that matches no array, or an axis that does not divide its
     dim."""
     from_preset: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Logical axes whose rule a preset gave, not the user."""
     where: Callable[[Sequence[str]], str] | None = field(default=None, compare=False, repr=False)
-    """Says where a rule was written, for errors."""
+    """Function that returns the place where a rule was written, for errors."""
 
     def __post_init__(self):
         for name in _TABLES:
@@ -132,7 +132,7 @@ class ShardingRules:
         return {**self.logical, **self._own(kind)}
 
     def written(self, logical: str, kind: str) -> tuple[str, ...] | None:
-        """Return the key of the rule that the user wrote for a logical axis; None where a preset gave it, or none."""
+        """Return the key of the user's rule for a logical axis; None if a preset gave the rule, or if there is none."""
         if logical in self._own(kind):
             return ("rules", kind, logical)
         return ("rules", "logical", logical) if logical in self.explicit else None
@@ -144,7 +144,7 @@ class ShardingRules:
         """Return the mesh axes for each dim of an array; () is replicated.
 
         Args:
-            logical_axes: name of each dim; None for a dim that is replicated. So is one whose name has no rule.
+            logical_axes: name of each dim, or None. A dim without a name, or whose name has no rule, is replicated.
             kind: one of `KINDS`.
 
         Returns:
@@ -162,9 +162,10 @@ class ShardingRules:
         return spec
 
     def override_for(self, *paths: str) -> Spec | None:
-        """Return the mesh axes for each dim of the parameter at a path, `layers/up/kernel`; None without an override.
+        """Return the override for a parameter as mesh axes for each dim; None without an override.
 
-        The paths are of one parameter: in its tree, and within its model where the tree holds more than the model.
+        The paths (such as `layers/up/kernel`) all lead to this parameter: from the root of its tree and, if the tree
+        has more than the model, from the model.
         """
         for pattern, spec in self.overrides:
             if any(path_matches(pattern, path) for path in paths):
@@ -172,11 +173,11 @@ class ShardingRules:
         return None
 
     def place(self, key: Sequence[str]) -> str | None:
-        """Return where a key was written; None of rules that no file holds."""
+        """Return the place where a key was written; None for rules that are in no file."""
         return self.where(key) if self.where else None
 
     def place_of_override(self, *paths: str) -> str | None:
-        """Return where the override was written that `override_for` finds; None of rules that no file holds."""
+        """Return the place of the override that `override_for` finds; None for rules that are in no file."""
         found = (i for i, (pattern, _) in enumerate(self.overrides) if any(path_matches(pattern, p) for p in paths))
         return self.place(("rules", "override", str(next(found)), "spec"))
 
@@ -184,7 +185,7 @@ class ShardingRules:
         """Refuse a rule to an axis that the mesh does not have.
 
         Raises:
-            ConfigError: with the axis that was probably meant.
+            ConfigError: the mesh lacks an axis; the hint is the axis that was probably meant.
         """
         known = tuple(mesh_axis_names)
         for key, axes in self._all_axes():
@@ -211,7 +212,7 @@ class ShardingRules:
         return replace(self, **tables, overrides=overrides, auto=auto)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the `[rules]` table that says the same, without a preset."""
+        """Return an equivalent `[rules]` table without a preset."""
         table: dict[str, Any] = {
             name: {logical: _plain(axes) for logical, axes in getattr(self, name).items()} for name in _TABLES
         }
@@ -247,10 +248,10 @@ class ShardingRules:
 
 
 def from_pairs(table: Any, key: tuple[str, ...]) -> Any:
-    """Return a table of rules from a list of pairs, as flax has them; anything else as it is.
+    """Return a table of rules from a list of pairs, as in flax; any other value is returned unchanged.
 
     Raises:
-        ConfigError: two rules for one name.
+        ConfigError: one name has two different rules.
     """
     pairs = isinstance(table, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in table)
     if not pairs or not all(isinstance(logical, str) for logical, _ in table):
@@ -289,7 +290,7 @@ def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str,
         for logical, value in PRESETS[name].get(table, {}).items():
             axes = _axes(("rules", "preset"), value)
             kept = tuple(axis for axis in axes if present is None or axis in present)
-            if kept or not axes:  # A "replicated" row stays, because it overrides.
+            if kept or not axes:  # A "replicated" rule stays, because it overrides `logical`.
                 tables[table][logical] = kept
     return tables
 
@@ -356,10 +357,10 @@ def _plain(axes: Axes) -> Any:
 
 
 def path_matches(glob: str, path: str) -> bool:
-    """Return whether a path is one of a pattern's: `**` any segments (also none), `*` within a segment.
+    """Return whether a path matches a pattern: `**` matches any segments (also none), `*` any text in a segment.
 
-    Takes time by the product of both lengths at the most, whatever the pattern: it goes from one piece to the next with
-    all the places in the path that the pieces so far can end at.
+    The time is at most proportional to the product of both lengths. For each piece of the pattern in turn, `at` is the
+    set of positions in the path at which a match of the pieces so far can end.
     """
     at, size = {0}, len(path)
     for piece in _pieces(glob):
@@ -385,5 +386,5 @@ def path_matches(glob: str, path: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _pieces(glob: str) -> tuple[str, ...]:
-    """Return a pattern's wildcards, equal ones in a row as one, and what is between them."""
+    """Split a pattern into its wildcards (equal ones in a row are one piece) and the text between them."""
     return tuple(filter(None, re.split(r"((?:\*\*/)+|/\*\*$|(?:\*\*)+(?!/)|\*)", glob)))

@@ -1,7 +1,7 @@
 """The sections of an experiment file and the keys of a cluster file, as frozen pydantic models.
 
-Each key is declared here once: its type, its default, its meaning. The models check files, the rest of meshkit works
-with them, and `meshkit schema experiment` prints them.
+Each key is declared once, here, with its type, default and meaning. The models validate files and hold the values that
+the rest of meshkit uses. `meshkit schema experiment` prints their schema.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshkit.config.toml import (
     unknown_key,
 )
 
-# XLA options that name a profile or a table of collectives to schedule by; `train.pgle` sets them in short.
+# XLA options that give the scheduler a profile or a table of collectives; `train.pgle` is a short form for them.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 TABLE_OPTION = "xla_gpu_experimental_collective_perf_table_path"
 PREDICTED, TABLE = "predicted", "table"
@@ -33,15 +33,15 @@ PREDICTED, TABLE = "predicted", "table"
 
 @dataclass(frozen=True)
 class RematMix:
-    """`train.remat` as a table of names of values that the model marks; no name is in both lists."""
+    """`train.remat` as a table: two lists of names of values that the model marks; no name is in both."""
 
     keep: tuple[str, ...]
-    """Values that wait for the backward pass on the GPU."""
+    """Values that stay on the GPU until the backward pass."""
     offload: tuple[str, ...]
-    """Values that wait in host memory."""
+    """Values that stay in host memory until the backward pass."""
 
     def to_dict(self) -> dict[str, list[str]]:
-        """Return the table as a file has it, and as a model is given it."""
+        """Return the table in the form of a file, which models also take."""
         kept = {"keep": list(self.keep)} if self.keep else {}
         return {**kept, "offload": list(self.offload)}
 
@@ -55,7 +55,7 @@ Function = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Text = Annotated[str, Field(min_length=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-# A file must name the axis of such a section; None stands for a section that a file does not have.
+# A section with this field must name an axis in a file; None means that the file has no such section.
 SectionAxis = Annotated[Name | None, WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
 
 _FACTOR = {"oneOf": [{"type": "integer", "minimum": 1}, {"const": "fill"}]}
@@ -130,7 +130,7 @@ def _mix(value: Mapping[str, Any]) -> RematMix:
 
 
 def plain_value(value: Any) -> Any:
-    """Return the value of a key as TOML has it."""
+    """Return the value of a key as a plain TOML value."""
     if isinstance(value, RematMix):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
@@ -156,7 +156,7 @@ Remat = Annotated[str | tuple[str, ...] | RematMix, PlainValidator(_policy_or_na
 
 
 class ClusterTable(TomlTable):
-    """The machines: every key of a cluster file."""
+    """The machines: all keys of a cluster file."""
 
     name: str | None = Field(
         default=None, examples=["dgx_h100"], description="a shipped cluster that the other keys override, or a label"
@@ -242,14 +242,14 @@ class RulesTable(TomlTable):
 
 
 class AutoTable(TomlTable):
-    """A rule for parameters without dim names: the largest dim that the axes divide is cut, small arrays stay whole."""
+    """A rule for parameters without dim names: it shards the largest dim that the axes divide, not small arrays."""
 
     axis: RuleValue = Field(examples=["fsdp"], description="a mesh axis, or a list of them")
     min_bytes: Natural = Field(default=2**20, description="smaller arrays stay whole; bytes of the global array")
 
 
 class ModelTable(TomlTable):
-    """The model's class and how it is built; keys beyond these two are passed to it."""
+    """The model's class and its arguments; keys other than these two are passed to the class."""
 
     model_config = {**TomlTable.model_config, "extra": "allow"}
     class_path: Function = Field(alias="class", description="import path, pkg.mod:Class")
@@ -261,7 +261,7 @@ class ModelTable(TomlTable):
 
 
 class ProgramTrainTable(TomlTable):
-    """The training around a step of the user's own."""
+    """The training loop around the user's own step."""
 
     steps: Count = Field(default=100, description="how many")
     tokens_total: Annotated[int, Field(gt=0)] | None = Field(
@@ -331,12 +331,12 @@ class TrainTable(ProgramTrainTable):
 
     @property
     def offloads(self) -> bool:
-        """Return whether activations wait for the backward pass in host memory."""
+        """Return whether activations stay in host memory until the backward pass."""
         return isinstance(self.remat, RematMix) or str(self.remat).startswith("offload")
 
 
 class OptimizerTable(TomlTable):
-    """AdamW, Muon, or an optimizer of one's own, and its schedule."""
+    """The optimizer (AdamW, Muon or the user's own) and its schedule."""
 
     class_path: Function | None = Field(
         default=None, alias="class", description="pkg.mod:fn, returns an optax transformation; default AdamW"
@@ -369,7 +369,7 @@ class DataTable(TomlTable):
 
 
 def _verify_of(value: Any) -> Any:
-    """Accept booleans for `verify`, as earlier experiment files have them."""
+    """Accept booleans for `verify`: true means `own`, false means `off`."""
     return {True: "own", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -394,7 +394,7 @@ class CheckpointTable(TomlTable):
 
 
 class FailuresTable(TomlTable):
-    """How hosts fail and what that costs, for `plan --failures`; what is left out is as published (the catalog)."""
+    """How often hosts fail and what it costs, for `plan --failures`; defaults are published values (catalog)."""
 
     per_host_day: Positive | None = Field(
         default=None,
@@ -455,7 +455,7 @@ class ProfileTable(TomlTable):
 
 
 class LocalSgdTable(TomlTable):
-    """Local SGD (DiLoCo): replicas step on their own and meet every few steps through an outer optimizer."""
+    """Local SGD (DiLoCo): replicas step independently and synchronize every few steps by an outer optimizer."""
 
     axis: SectionAxis = Field(examples=["data"], description="the mesh axis whose replicas step on their own")
     every: Count = Field(default=1, description="steps between two meetings")
@@ -468,7 +468,7 @@ class LocalSgdTable(TomlTable):
 
 
 class CompressionTable(TomlTable):
-    """Gradients travel over one axis in fewer bits."""
+    """Compressed gradients: they are reduced over one axis in fewer bits."""
 
     axis: SectionAxis = Field(
         examples=["data"], description="the mesh axis over which gradients are reduced compressed"

@@ -1,4 +1,4 @@
-"""Defines what a site lets experiments name: folders of code and of files, and installed packages.
+"""Read what a site allows experiments to name: folders of code, folders of files, and installed packages.
 
     /etc/meshkit/site.toml, MESHKIT_MODEL_ROOTS, MESHKIT_FILE_ROOTS -> Site -> load_object, check_writers, load
 
@@ -6,9 +6,9 @@
     file_roots  = ["/data"]                                      # files and folders that an experiment may name
     functions   = ["our_text"]    # installed packages whose functions it may name as a loss, a tokenizer and the like
 
-Without the roots an experiment may name any file, and code where `find_folder` finds it. An experiment file has no key
-for them, so it cannot widen what is declared; the variables can only narrow the site's file. This protects whoever runs
-somebody else's experiment. It does not confine code once it runs, nor users who write their own.
+Without roots, an experiment may name any file, and any code that `find_folder` finds. An experiment file has no key for
+roots, so it cannot widen them. The environment variables can only narrow the site's file. The roots protect users who
+run somebody else's experiment. They do not confine code that runs, nor users who write their own code.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _SITE_EXAMPLE = {**dict.fromkeys(_VARIABLES, '["/opt/models"]'), _FUNCTIONS: '["
 
 @dataclass(frozen=True)
 class Site:
-    """The declared folders, resolved; None where any folder is allowed."""
+    """The allowed folders, with links resolved; None allows any folder."""
 
     model_roots: tuple[Path, ...] | None = None
     """Folders that models, losses, data, metrics and hook functions may come from."""
     file_roots: tuple[Path, ...] | None = None
-    """Folders that files and folders named by an experiment may lie in."""
+    """Folders that must contain the files and folders that an experiment names."""
     functions: tuple[str, ...] = ()
-    """Installed packages whose functions a file may name, beside those of `FUNCTIONS`."""
+    """Installed packages whose functions an experiment file may name, in addition to `user_code.FUNCTIONS`."""
 
 
 def read_site() -> Site:
     """Read the site's file and narrow it by the environment variables.
 
     Raises:
-        ConfigError: others can change the file, or it cannot be understood; a root is not absolute, or a variable names
-            one that the file does not allow.
+        ConfigError: users other than root can change the file, the file is not valid, a root is not absolute, or a
+            variable names a root that the file does not allow.
     """
     table = _read_file(SITE_FILE)
     declared = {key: _roots(table[key], str(SITE_FILE)) for key in _VARIABLES if key in table}
@@ -69,7 +69,7 @@ def read_site() -> Site:
 
 
 def is_under(path: str | Path, roots: Sequence[Path]) -> bool:
-    """Return whether a path, with `..` and links resolved, is one of the roots or lies in one."""
+    """Return whether a path, with `..` and links resolved, is one of the roots or inside one."""
     real = Path(os.path.realpath(path))
     return any(real == root or root in real.parents for root in roots)
 
@@ -79,10 +79,10 @@ def listed(roots: Sequence[Path]) -> str:
 
 
 def check_files(table: Mapping[str, Any]) -> None:
-    """Refuse an experiment that names a file outside of the declared folders; its paths are absolute by now.
+    """Refuse an experiment that names a file outside of the allowed folders; its paths must be absolute.
 
     Raises:
-        ConfigError: which key, and where the file may lie.
+        ConfigError: a file is outside; the message names the key and the allowed folders.
     """
     roots = read_site().file_roots
     if roots is None:

@@ -1,14 +1,14 @@
-"""TOML: plain tables as text, the position of each key in a text, and errors of a table in our words.
+"""Write plain tables as TOML, find the position of each key in a TOML text, and turn validation errors into messages.
 
-tomlkit writes documents. The one-line form is our own, since a hint shows any value, even one that is not TOML.
-`None` has no TOML form: a key whose value is None is left out.
+tomlkit writes documents. `inline` writes the one-line form, because hints show any value, even one that TOML does not
+have. TOML has no null, so a key whose value is None is left out.
 
-`tomllib` parses values and gives no positions, so a scanner reads the same text for positions only. It trusts that the
-text is valid TOML (tomllib has checked it); on invalid text it stops quietly. A path is the keys from the root, with
-indices into arrays: `("rules", "override", "0", "path")`.
+`tomllib` parses values without positions, so a scanner reads the same text for positions alone. It assumes that tomllib
+accepts the text, and on invalid text it stops without an error. The path of a key consists of the keys from the root
+and indices into arrays: `("rules", "override", "0", "path")`.
 
-pydantic validates tables strictly. Parsers raise `SpecError` with the key's path; a loader that knows the document
-turns it into a `ConfigError` that points at file and line.
+pydantic validates tables strictly. Parsers raise a `SpecError` with the path of the key. A loader that has the document
+turns it into a `ConfigError` that names file and line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STRINGS = (
     re.compile(r"'[^'\n]*'"),
 )
 _LONGEST_VALUE = 400  # A longer value is cut.
-_DEEPEST_KEY = 64  # Only so many parts of a longer dotted key have positions, because nobody asks for the others.
+_DEEPEST_KEY = 64  # A longer dotted key has positions for this many parts; no caller needs more.
 FUNCTION_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 NAME_PATTERN = r"^[A-Za-z_][\w-]*$"
 _FORMS = {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}
@@ -140,13 +140,13 @@ def _is_array_of_tables(value: Any) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Return a table that reads best on one line, such as `{ nvlink = 2, infiniband = 4 }`."""
+    """Return whether a table fits on one line, such as `{ nvlink = 2, infiniband = 4 }`."""
     nested = (Mapping, list, tuple)
     return isinstance(value, Mapping) and len(value) <= 3 and not any(isinstance(v, nested) for v in value.values())
 
 
 def _tables_at_the_end(table: Mapping[str, Any]) -> list[str]:
-    """Return the keys of tables; none where sections of their own would change the order, which means something."""
+    """Return the keys of tables that can be sections; none if sections would change the order, which has a meaning."""
     keys = [key for key, item in table.items() if isinstance(item, Mapping) or _is_array_of_tables(item)]
     written_last = [key for key in table if table[key] is not None][-len(keys) :] if keys else []
     return keys if keys == written_last else []
@@ -159,7 +159,7 @@ def _sections_of(table: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Position:
-    """The place of a key; of an element of an array, that of its value."""
+    """The position of a key; for an element of an array, the position of its value."""
 
     line: int
     value: str | None
@@ -168,7 +168,7 @@ class Position:
 
 @dataclass(frozen=True)
 class WrittenKey:
-    """A key as it was met in the text; `defines` unless it only passes through (the `a` of `a.b = 1`)."""
+    """A key in the text; `defines` is False if the text only passes through it (the `a` of `a.b = 1`)."""
 
     path: Key
     start: int
@@ -181,7 +181,7 @@ class _Unexpected(Exception):
 
 
 def locate(text: str, key: Key) -> Position | None:
-    """Return the position of a key in a TOML text; None where it is not written."""
+    """Return the position of a key in a TOML text; None if the text does not have it."""
     return _positions(text).get(key)
 
 
@@ -201,7 +201,7 @@ def split_key(text: str) -> Key:
     """Return the parts of a dotted key, which may be quoted: `a."b c".d`.
 
     Raises:
-        ValueError: it is no key.
+        ValueError: the text is not a key.
     """
     scanner = _Scanner(text)
     try:
@@ -214,7 +214,7 @@ def split_key(text: str) -> Key:
 
 
 def entries(text: str) -> Iterator[WrittenKey]:
-    """Yield every key of the text in the order it is written; of a text that is no TOML, those before it goes wrong."""
+    """Yield every key in the order of the text; if the text is not TOML, only the keys before the first error."""
     with contextlib.suppress(_Unexpected, RecursionError):
         yield from _Scanner(text).document()
 
@@ -283,7 +283,7 @@ class _Scanner:
         yield WrittenKey(path, start, None, defines=True)
 
     def _inside_arrays(self, parts: Key) -> Key:
-        """Return the path of a table, with the index of the last table of each array on the way."""
+        """Return the path of a table, with the index of the latest table of each array of tables on the way."""
         path: Key = ()
         for part in parts:
             path = (*path, part)
@@ -319,7 +319,7 @@ class _Scanner:
             self._string()
         else:
             self._skip(_SCALAR)
-        end = min(self.position, begin + _LONGEST_VALUE)  # Each of nested arrays has a value.
+        end = min(self.position, begin + _LONGEST_VALUE)  # Each level of nested arrays copies its text.
         yield WrittenKey(path, start, self.text[begin:end].rstrip(), defines)
         yield from inner
 
@@ -374,11 +374,11 @@ class _Scanner:
 
 
 class SpecError(ConfigError):
-    """A wrong key, by its path; shown as `at key = value` where no document is known.
+    """An error about a key, given by its path; shown as `at key = value` if no document is known.
 
     Args:
         key: path of the key from the root of the experiment, such as `("mesh", "tensor")`.
-        at: where, if the raiser knows better than the loader (a cluster file of its own).
+        at: place of the error, if it is not in the document of the loader but, for example, in a cluster file.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class SpecError(ConfigError):
 
 
 def show(value: Any) -> str:
-    """Return a value as the user would write it in TOML, on one line, cut where it is long."""
+    """Return a value as the user would write it in TOML, on one line, shortened if it is long."""
     text = inline(value)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
@@ -409,7 +409,7 @@ def kind(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> str:
-    """Return a hint: the closest choice in quotes, or `one of: a, b` in alphabetical order where none is close."""
+    """Return a hint: the closest choice in quotes, or `one of: a, b` in alphabetical order if none is close."""
     names = [str(choice) for choice in choices]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not close:  # The usual slips are case and separators.
@@ -419,20 +419,20 @@ def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> 
 
 
 class TomlTable(BaseModel):
-    """Base of every table of a TOML file: strict types, no unknown keys, no inf or nan; never changed."""
+    """Base of every table of a TOML file: immutable, strict types, no unknown keys, no inf or nan."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True, defer_build=True
-    )  # defer_build: a process that reads one kind of file does not wait for the others' checks to be made
+    )  # defer_build: a process that reads one kind of file does not build the validators of other kinds
 
     @classmethod
     def fields_by_key(cls) -> dict[str, FieldInfo]:
-        """Return the fields by what the file calls them."""
+        """Return the fields by their names in the file."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
     def table_at(cls, path: Sequence[str]) -> type[TomlTable]:
-        """Return the table that a path of keys leads to; the one around it where it leads to none."""
+        """Return the class of the table at a path of keys; if there is no table, the class of the table around it."""
         found: type[TomlTable] = cls
         for part in path:
             field = found.fields_by_key().get(part)
@@ -442,7 +442,7 @@ class TomlTable(BaseModel):
 
 
 def check_plain(table: Mapping[str, Any]) -> None:
-    """Refuse what TOML allows and no key of ours does: non-finite numbers, integers beyond 64 bits, deep nesting."""
+    """Refuse values that TOML allows but no key does: non-finite numbers, integers beyond 64 bits, deep nesting."""
     pending: list[tuple[Key, Any]] = [((), table)]
     while pending:  # A loop, because dotted keys can nest deeper than the interpreter's stack.
         path, value = pending.pop()
@@ -463,10 +463,10 @@ def check_plain(table: Mapping[str, Any]) -> None:
 
 
 def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
-    """Return the table as `model`; the first thing that is wrong with it as a SpecError under the path `within`.
+    """Return the table as an instance of `model`; errors have keys under the path `within`.
 
     Raises:
-        SpecError: `table` is no table, or pydantic refuses it; unknown keys are said first.
+        SpecError: `table` is not a table, or pydantic refuses it; unknown keys are reported first.
     """
     if not isinstance(table, Mapping):
         raise SpecError(
@@ -482,7 +482,7 @@ def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] 
 
 
 def _translate(model: type[TomlTable], error: ValidationError, within: Key) -> SpecError:
-    """Translate pydantic's first error; unknown keys come first, often the misspelt form of a missing one."""
+    """Translate pydantic's first error; unknown keys come first, since they are often misspelt missing keys."""
     problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     path = tuple(str(part) for part in problem["loc"])
     owner = model.table_at(path[:-1])
@@ -491,7 +491,7 @@ def _translate(model: type[TomlTable], error: ValidationError, within: Key) -> S
     if problem["type"] == "missing":
         is_table = model.table_at(path) is not owner or path == ("mesh",)
         return _missing(path, within, owner.fields_by_key()[path[-1]], is_table=is_table)
-    while path[-1].isdigit():  # An entry has its example at its list.
+    while path[-1].isdigit():  # The example for an entry is that of its list.
         path = path[:-1]
     field = model.table_at(path[:-1]).fields_by_key().get(path[-1])
     key = (*within, *(str(part) for part in problem["loc"]))
@@ -500,7 +500,7 @@ def _translate(model: type[TomlTable], error: ValidationError, within: Key) -> S
 
 
 def unknown_key(known: Iterable[str], key: Key, value: Any) -> SpecError:
-    """Return an error: a key that its table does not have, with the one that was probably meant."""
+    """Return an error about a key that its table does not have; the hint is the key that was probably meant."""
     return SpecError(
         f"unknown key '{key[-1]}' in {_section(key[:-1])}.",
         key=key,
@@ -573,7 +573,7 @@ def _example_of(schema: Mapping[str, Any]) -> Any:
 
 
 def _of_type(key: Key, wanted: str, given: Any, example: str, field: FieldInfo | None) -> str:
-    """Return a value of the right type: the given one, where only its quotes are wrong."""
+    """Return a hint with a value of the right type: the given value without quotes, if only the quotes are wrong."""
     if isinstance(given, str) and re.fullmatch(_QUOTED.get(wanted, "(?!)"), given):
         with contextlib.suppress(tomllib.TOMLDecodeError, ValidationError):
             bare = tomllib.loads(f"value = {given}")["value"]

@@ -1,16 +1,17 @@
-"""Loads what an experiment names elsewhere: the user's code and what meshkit ships, within what the site allows.
+"""Load the code that an experiment names, the user's or a model that meshkit ships, as far as the site allows it.
 
-Each module comes from the one folder that holds it. A folder on `sys.path` would answer every import with whatever lies
-in it: jax looks for plugins in `jax_plugins`, packages for their entry points. Here a folder answers only for the
-module that an experiment names, and for what the code from there imports itself. Nobody else may be able to change
-these files, and cached byte code is not read.
+Each module is loaded from the one folder that has it. A folder on `sys.path` would serve every import, such as jax's
+search for plugins in `jax_plugins` or a package's search for entry points. Here a folder serves only the module that an
+experiment names, and the imports of the code in that folder. Other users must not be able to change these files, and
+cached byte code is not read.
 
-meshkit ships models (`models.llama:Llama`) and experiments (`llama3_8b`). A clone has them at its top, in `models/` and
-`configs/experiments/`, the wheel below the package. No installed package is called `models`, and a user's own comes
-first.
+meshkit ships models (`models.llama:Llama`) and experiments (`llama3_8b`). In a clone they are in `models/` and
+`configs/experiments/` at the top, in a wheel below the package. No installed package is called `models`, and the user's
+own `models` takes precedence.
 
-A loss, data, tokenizer, metrics function, hook or optimizer must be the user's own code, of `FUNCTIONS`, of the site's
-list, or named on the command line: some installed functions run what they are given.
+A loss, data source, tokenizer, metrics function, hook or optimizer must be the user's own code, or belong to a package
+of `FUNCTIONS` or of the site's list, or be named on the command line. The reason is that some installed functions
+execute their arguments.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ _warned: set[Path] = set()
 def load_object(
     name: str, search_paths: Iterable[Path] = (), *, at: str | None = None, key: str = "", by_command: bool = False
 ) -> Any:
-    """Import what `"pkg.mod:Name"` names, from an installed package or the first of the folders that has it.
+    """Import the object `"pkg.mod:Name"` from an installed package, or from the first of the folders with the module.
 
-    The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
-    site declares roots of models, every module on the way lies in one of them, is a shipped model, or belongs to the
-    installed packages that the key may name.
+    The models that meshkit ships come last. Python's own modules are refused before anything is imported. If the site
+    declares model roots, the module and its parent packages must be in a root, be a shipped model, or belong to an
+    installed package that the key may name.
 
     Args:
-        at: where the name was written, for errors.
-        key: the key that names it: those of `FUNCTIONS` may name few installed packages.
-        by_command: whether the command line names it, whose author may name any.
+        at: place where the name was written, for errors.
+        key: the key that names the object. The keys in `FUNCTIONS` may name only a few installed packages.
+        by_command: whether the command line names the object, which then may be in any installed package.
 
     Raises:
-        ConfigError: the name has another form, or is a module of Python itself, unknown, broken, writable by others, or
-            outside of what is allowed.
+        ConfigError: the name has another form, or its module is Python's own, is unknown, fails to import, is writable
+            by others, or is not allowed.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -122,7 +123,7 @@ def load_object(
 
 
 def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
-    """Import what a key of the experiment names.
+    """Import the object that a key of the experiment names.
 
     Raises:
         ConfigError: at that key; see `load_object`.
@@ -133,10 +134,10 @@ def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places)
 
 
 def load_function(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
-    """Import the function that a key of the experiment names; arguments as of `load_code`.
+    """Import the function that a key of the experiment names; arguments as for `load_code`.
 
     Raises:
-        ConfigError: at that key; see `load_object`, or it is not a function of a module of the user's.
+        ConfigError: at that key; see `load_object` and `check_function`.
     """
     code = load_code(name, search_paths, key, places)
     check_function(code)
@@ -144,10 +145,10 @@ def load_function(name: str, search_paths: Iterable[Path], key: str, places: Pla
 
 
 def check_function(code: UserCode) -> None:
-    """Refuse a key that does not name a function of a module of the user's.
+    """Refuse an object that is not a function, or is a function of Python itself.
 
     Raises:
-        ConfigError: at that key.
+        ConfigError: at the key that names it.
     """
     if not callable(code.found):
         raise code.error(f"{code.name} is {a_type(code.found)}, not a function.")
@@ -170,16 +171,16 @@ def _not_listed(name: str, module_name: str, key: str, packages: Sequence[str], 
 
 
 def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:
-    """Stop where a module is outside of the roots, before its code or that of a package around it runs.
+    """Check that a module and its parent packages are in the roots, each before its code runs.
 
     Raises:
-        ConfigError: it is, or is built into Python.
-        ModuleNotFoundError: there is none.
+        ConfigError: a module is outside of the roots, or has no file.
+        ModuleNotFoundError: there is no such module.
     """
     parts = module_name.split(".")
     for i in range(1, len(parts) + 1):
         part = ".".join(parts[:i])
-        # Finding a module imports the packages around it, which have been checked by then.
+        # `find_spec` imports the parent packages, which have been checked by then.
         spec = importlib.util.find_spec(part)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {part!r}", name=part)
@@ -197,14 +198,14 @@ def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> Non
 
 
 def is_of_python(module_name: str) -> bool:
-    """Return whether a module is Python's own: its standard library, or built in."""
+    """Return whether a module is Python's own: in its standard library, or built in."""
     return module_name.partition(".")[0] in _OF_PYTHON
 
 
 def defined_in(found: Any) -> str | None:
-    """Return the module whose Python code runs when something is called; None where no module's code does.
+    """Return the module whose Python code runs when an object is called; None if no Python code does.
 
-    Partials, decorators and methods are followed to the function that is called in the end.
+    Partials, decorators and methods are followed to the innermost function.
     """
     inner = found
     for _ in range(_MOST_WRAPPERS):
@@ -222,9 +223,9 @@ def defined_in(found: Any) -> str | None:
 
 
 def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
-    """Return the first of the folders that holds a module; None where Python itself finds it, or none of them does.
+    """Return the first of the folders that has a module; None if the module is installed, or no folder has it.
 
-    Installed packages come first, so that no folder can replace one of its name.
+    Installed packages take precedence, so that no folder can replace a package of the same name.
     """
     top, folders = module_name.partition(".")[0], list(folders)
     spec = _installed(top)
@@ -238,7 +239,7 @@ def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
 
 
 def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
-    """Return the Python file of a module that `find_folder` would find; nothing is imported."""
+    """Return the Python file of a module, in the folder that `find_folder` returns; nothing is imported."""
     folders = list(folders)
     found = find_folder(module_name, folders)
     held = [found] if found is not None else [Path(p) for p in _parents(_installed(module_name.partition(".")[0]))]
@@ -247,13 +248,14 @@ def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
 
 
 def check_writers(module_name: str, file: str | Path, folder: Path, at: str | None) -> None:
-    """Refuse a module that others may exchange: its file, or a folder or link on the way; warn where a group may.
+    """Refuse a module whose file, or a folder or link on its path, others can replace; warn if a group can.
 
-    Others are all but the user, root, and the owners of meshkit and of the declared roots. Of the folders above the
-    searched one only the mode counts, by which others could exchange what is in them; above a root, nothing counts.
+    Others are all users except this one, root, and the owners of meshkit and of the declared roots. For the folders
+    above the searched folder only the mode is checked, because it decides who can replace their content. Folders above
+    a root are not checked.
 
     Raises:
-        ConfigError: everybody may write one of them, or it belongs to somebody else.
+        ConfigError: everybody can write a file, folder or link on the path, or it belongs to another user.
     """
     if os.name != "posix":
         return
@@ -306,7 +308,7 @@ def _way(file: str | Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def serve(module_name: str, folder: Path, at: str | None) -> None:
-    """Let importlib find a module in a folder, and what the code from there imports.
+    """Let importlib find a module in a folder, and the modules in the folder that its code imports.
 
     Raises:
         ConfigError: another module of that name is loaded already.
@@ -328,23 +330,23 @@ def serve(module_name: str, folder: Path, at: str | None) -> None:
 
 
 class _Source(SourceFileLoader):
-    """Compiles a module from its source: cached byte code may be of somebody else."""
+    """Compiles a module from its source, because cached byte code may come from another user."""
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
         raise OSError(errno.ENOTSUP, "byte code is neither read nor written", path)
 
 
 class _Finder:
-    """Finds modules in the folders that hold the user's code, for that code alone, where no others may write."""
+    """Finds modules in the folders of the user's code, for imports by that code alone, if no others can write them."""
 
     def __init__(self):
         self.served: dict[str, Path] = {}  # Top-level name -> folder.
-        self.named: dict[Path, str | None] = {}  # Folder -> where an experiment names code from it.
+        self.named: dict[Path, str | None] = {}  # Folder -> place where an experiment names code from it.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a named module, of one in its package, or of one beside it that its code imports."""
+        """Return the spec of a served module, of its submodule, or of a module beside it that its code imports."""
         if is_of_python(name):
             return None
         folder = self.served.get(name.partition(".")[0])
@@ -360,7 +362,7 @@ class _Finder:
             return None
         if path is None:
             self.served[name] = folder
-            if spec.loader is None:  # A namespace package is only this folder, not all folders of its name on sys.path.
+            if spec.loader is None:  # A namespace package is this folder only, not all of its name on sys.path.
                 spec.submodule_search_locations = [str(folder / name)]
         if is_shipped_name(name) and folder == shipped_folder():
             return spec
@@ -388,7 +390,7 @@ def _importer() -> str:
 
 
 def _installed(top: str) -> ModuleSpec | None:
-    """Return the spec of a top-level name without any folder of an experiment; nothing is imported."""
+    """Return the spec of a top-level name, without the folders of experiments; nothing is imported."""
     for finder in sys.meta_path:
         if finder is not FINDER and (spec := finder.find_spec(top, None)) is not None:
             return spec
@@ -416,13 +418,13 @@ def _files(folder: Path, module_name: str, suffixes: Iterable[str]) -> list[Path
 
 
 def _home(module_name: str, folder: Path | None) -> tuple[Path | None, bool]:
-    """Return the folder that holds a module (`find_folder`), and whether it is the user's own or a shipped model."""
+    """Return the folder that has a module, and whether the module is the user's own or a shipped model."""
     top = module_name.partition(".")[0]
     if folder is None:
         spec = _installed(top)
         parents = [Path(parent) for parent in _parents(spec)]
         if not parents:
-            return None, spec is None  # none, which is said later; or one without a file
+            return None, spec is None  # There is no such module (a later error), or it has no file.
         folder = next((parent for parent in parents if _holds(parent, module_name)), parents[0])
     elif is_shipped_name(module_name) and folder == shipped_folder():
         return folder, True
@@ -431,14 +433,14 @@ def _home(module_name: str, folder: Path | None) -> tuple[Path | None, bool]:
 
 
 def _in_packages(file: str | Path) -> bool:
-    """Return whether a file lies where pip installs, whose permissions are those of the installation."""
+    """Return whether a file is in a folder into which pip installs packages; its permissions are not checked."""
     on_path = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     folders = {*site.getsitepackages(), site.getusersitepackages(), *on_path}
     return is_under(file, [Path(os.path.realpath(folder)) for folder in folders])
 
 
 def is_private_group(uid: int, gid: int) -> bool:
-    """Return whether a group is the one that a user has alone, as many systems give every user."""
+    """Return whether a group is a user's private group, which has no other member."""
     import grp
     import pwd
 
@@ -456,7 +458,7 @@ def shipped_folder() -> Path:
 
 
 def is_shipped_name(module_name: str) -> bool:
-    """Return whether a module may be one of the shipped models, by its name."""
+    """Return whether the name of a module is that of a shipped model, `models` or `models.*`."""
     return module_name.partition(".")[0] == MODELS
 
 
@@ -467,10 +469,10 @@ def shipped_experiments() -> dict[str, Path]:
 
 
 def find_experiment(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the file of an experiment: as given, or a shipped one by its name where no such file is.
+    """Return the file of an experiment: the given path or, if there is no such file, the shipped experiment.
 
     Raises:
-        ConfigError: a bare name of which there is neither.
+        ConfigError: a bare name is neither a file nor a shipped experiment.
     """
     name = os.fspath(path)
     if not name or "/" in name or os.sep in name or name.endswith(".toml") or os.path.isfile(name):

@@ -1,7 +1,8 @@
-"""Which options of XLA an experiment file may set in `[xla]`: those that can name no file and start no program.
+"""Check the options of XLA in `[xla]`: an experiment file may set those that cannot name a file or start a program.
 
-XLA takes a flag or a number for an option of that type alone, so only a text can name a path. The options that take a
-text are listed: a test holds the list against the descriptor of `xla.DebugOptions` in the installed jaxlib.
+XLA accepts a boolean or a number only for an option of that type, so only an option with a string value can name a
+path. The allowed options of this kind are listed here. A test compares the list with the descriptor of
+`xla.DebugOptions` in the installed jaxlib.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from meshkit.config.toml import SpecError, inline, key_text
 
-# Enum fields of `xla.DebugOptions` (xla/xla.proto, in jaxlib 0.11.2 and 0.12.0.1), which take names.
+# Enum fields of `xla.DebugOptions` (xla/xla.proto, in jaxlib 0.11.2 and 0.12.0.1); values are names.
 _ENUMS = """
     xla_autotuner_preferred_backend xla_cpu_experimental_onednn_fusion_type xla_cpu_experimental_xnn_fusion_type
     xla_cpu_experimental_xnn_graph_fusion_mode xla_cpu_experimental_ynn_fusion_type xla_cpu_opt_preset
@@ -29,7 +30,7 @@ _ENUMS = """
     xla_partitioning_algorithm xla_step_marker_location
 """
 ENUMS = frozenset(_ENUMS.split())
-# String fields that name no file and reach no program's arguments: passes, an instruction set, times.
+# String fields that name no file and are no argument of a program: passes, an instruction set, timeouts.
 _TEXTS = """
     xla_cpu_max_isa xla_disable_hlo_passes xla_enable_hlo_passes_only xla_gpu_device_execution_terminate_timeout
     xla_gpu_execution_terminate_timeout xla_run_hlo_passes_starting_from
@@ -38,12 +39,12 @@ TEXTS = frozenset(_TEXTS.split())
 
 
 def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = ()) -> None:
-    """Refuse a name that is not an XLA option, and a text in a file that could name a file or a program.
+    """Refuse a name that is not an XLA option, and a string in an experiment file that could name a file or a program.
 
-    `by_command` names options that the command line sets, whose author runs the command.
+    `by_command` has the options that the command line sets. Their strings are not checked, since the user chose them.
 
     Raises:
-        SpecError: which key, and what to set.
+        SpecError: an option is refused; the message names the key and what to set.
     """
     for name, value in options.items():
         key = ("xla", name)
@@ -63,5 +64,5 @@ def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = 
 
 
 def as_overrides(options: Mapping[str, Any]) -> list[str]:
-    """Return the options that passed `check_xla_options`, for `load` in another process: `xla.NAME=VALUE`."""
+    """Return checked options as overrides `xla.NAME=VALUE`, for `load` in another process."""
     return [f"xla.{key_text(name)}={inline(value)}" for name, value in options.items()]
