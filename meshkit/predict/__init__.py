@@ -1,5 +1,6 @@
-"""Seconds: of a kernel, of a collective, of a whole step that is simulated. Imports no jax. See README.md.
+"""Predict the seconds of kernels, collectives and whole simulated steps. Does not import jax. See README.md.
 
-Enters: a Schedule and a cluster. Leaves: a simulated Timeline, and what was assumed.
+Enters: a Schedule and a cluster. Leaves: a simulated Timeline, and its assumptions.
+
 May be imported by compile, trace, report and the verbs.
 """

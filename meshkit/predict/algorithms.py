@@ -1,10 +1,10 @@
-"""Compute the cost of each way to run a collective: latency, time on the wire, and the fill of its pipeline.
+"""Compute the cost of each algorithm of a collective: latency, time on the wire, and time to fill its pipeline.
 
 A ring over k domains with g GPUs each moves `wire_bytes` through every GPU, and `wire_bytes / g` through every GPU's
-share of the NICs; the slower of the two links sets the pace. A message moves in pieces: few large ones fill the
-pipeline late, many small ones each pay the handoff t from one GPU to the next. With the best size of piece, what would
-take w takes w + 2 sqrt(t w) (the least of pieces x t + w / pieces, added to w): that is why bus bandwidth still rises
-at hundreds of MiB. NVLS has pieces of fixed sizes. Constants and their sources are in nccl.toml.
+share of the NICs. The slower of the two links determines the time. A message moves in pieces. Few large pieces fill the
+pipeline late, and many small pieces each pay the handoff time t from one GPU to the next. With p pieces, a message with
+wire time w takes w + p t + w / p, which is w + 2 sqrt(t w) for the best p. So bus bandwidth still rises at hundreds of
+MiB. NVLS (reductions in the NVLink switch) has pieces of fixed sizes. Constants and their sources are in nccl.toml.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshkit.predict.nccl import (
     tree_medium,
 )
 
-CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # NCCL's tuner chooses how to run these.
+CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # NCCL's tuner chooses the algorithm of these.
 COPIED = ("all-gather", "all-to-all")  # NCCL can run these on copy engines, too.
 RAGGED_WAYS = ("one-shot", "device kernel", "send")  # XLA runs ragged all-to-alls in these ways.
 FORCED = (
@@ -41,7 +41,7 @@ def wire_factor(collective: str, n: int) -> float:
 
     Args:
         collective: HLO opcode without `-start`, or nccl-tests' `reduce`, `send`, `recv`; any other counts as a gather.
-        n: GPUs of the group; 1 or less moves nothing.
+        n: GPUs of the group; a group of one moves no bytes.
     """
     if n <= 1:
         return 0.0
@@ -53,30 +53,30 @@ def wire_factor(collective: str, n: int) -> float:
 
 
 class Algorithm(NamedTuple):
-    """One way to run a collective: its latency, its time on each link, and the handoff between two pieces of it."""
+    """The cost of one algorithm: its latency, its time on each link, and the handoff of a piece between GPUs."""
 
     name: str
     latency_s: float
     inside_s: float
-    """Seconds of the link inside a domain."""
+    """Seconds for which the link inside a domain is busy."""
     outside_s: float
-    """Seconds of the GPU's way out of it."""
+    """Seconds for which the GPU's link out of the domain is busy."""
     handoff_s: float
     steps_s: float = 0.0
-    """Latency that the wire may hide."""
+    """Latency of steps, which time on the wire may hide."""
     overlap: float = 1.0
-    """How much it hides: steps and wire add up in this norm; 1 hides nothing."""
+    """Exponent p that combines steps and wire as (steps^p + wire^p)^(1/p); with 1 nothing is hidden."""
     channels_s: float = 0.0
     """Seconds that its channels need for the bytes, however fast the links are."""
 
     @property
     def wire_s(self) -> float:
-        """Time on the wire, of the slowest part."""
+        """Seconds on the wire: those of the slowest link, or of the channels."""
         return max(self.inside_s, self.outside_s, self.channels_s)
 
     @property
     def time_s(self) -> float:
-        """Seconds with the best size of piece."""
+        """Seconds of the collective with the best size of pieces."""
         wire = self.wire_s
         full = wire + 2 * math.sqrt(self.handoff_s * wire)
         if self.overlap == 1.0:
@@ -85,10 +85,10 @@ class Algorithm(NamedTuple):
 
 
 def fastest(collective: str, payload: float, links: Links) -> Algorithm:
-    """Return NCCL's pick: the fastest algorithm by its own tuner's estimates, without the host's overhead.
+    """Return the cost of the algorithm that NCCL chooses by its tuner's estimates, without the host's overhead.
 
     Args:
-        payload: bytes on one GPU: the operand; of an all-gather, the result.
+        payload: bytes on one GPU of the operand or, for an all-gather, of the result.
 
     Raises:
         KeyError: the collective is not in `nccl.RING_TURNS`.
@@ -103,7 +103,7 @@ def fastest(collective: str, payload: float, links: Links) -> Algorithm:
 
 
 def _taken(collective: str, choices: Sequence[Expected], payload: float, links: Links) -> Algorithm:
-    """Return the tuner's pick; over hosts, the fastest of the rings and trees that it considers about as good."""
+    """Return the cost of the tuner's choice; over domains, of the fastest ring or tree with about its estimate."""
     estimates = [choice.seconds(payload) for choice in choices]
     least = min(estimates)
     pick = choices[estimates.index(least)]
@@ -115,23 +115,23 @@ def _taken(collective: str, choices: Sequence[Expected], payload: float, links: 
             found = _priced(collective, choice, payload, links)
             if (seconds := found.time_s) < best_s:
                 best, best_s = found, seconds
-    assert best is not None  # the pick is among them
+    assert best is not None  # The tuner's choice is among them.
     return best
 
 
 def options(collective: str, payload: float, links: Links) -> Iterator[Algorithm]:
-    """Yield everything that NCCL can choose for a reduction or a gather."""
+    """Yield the cost of each algorithm that NCCL can choose for a reduction or a gather."""
     return (_priced(collective, e, payload, links) for e in expected(collective, links))
 
 
 def forced(collective: str, algorithm: str, payload: float, links: Links) -> Algorithm | None:
-    """Return the cost of a family of algorithms, with or without a protocol; None where NCCL or XLA cannot run it.
+    """Return the cost of a given algorithm, with or without a protocol; None if NCCL or XLA cannot run it.
 
-    NCCL chooses what is not given.
+    Without a protocol, NCCL's tuner chooses one.
 
     Args:
-        algorithm: one of `FORCED`; `ll`, `ll128` or `simple` may follow. With `nvls` a gather and a reduce-scatter are
-            rings, an all-reduce over several domains is `nvls tree`.
+        algorithm: one of `FORCED`; a protocol (`ll`, `ll128` or `simple`) may follow. With `nvls`, a gather or a
+            reduce-scatter runs as a ring, and an all-reduce over several domains as `nvls tree`.
         payload: bytes on one GPU, as `fastest` takes it.
     """
     if collective == "ragged-all-to-all":
@@ -159,14 +159,14 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
 
 
 def channels_of(name: str, collective: str, payload: float, links: Links) -> int:
-    """Return the channels of an algorithm: as many blocks, each of which occupies a multiprocessor; 0 for copy engines.
+    """Return the number of channels of an algorithm, each a block that occupies a multiprocessor; 0 for copy engines.
 
-    Rings and trees have what NCCL's log says, over hosts two for each port that they reach. A message to one peer
-    doubles its channels while each would carry too much; over hosts it has two.
+    Rings and trees have the number that NCCL logs; over hosts, two for each port that they reach. A message to one peer
+    doubles its channels until none carries too much; over hosts it has two.
 
     Args:
-        collective: HLO opcode, without `-start`; tells a permute's one peer from an all-to-all's many.
-        payload: bytes on one GPU; it counts for messages to single peers inside a domain alone.
+        collective: HLO opcode, without `-start`. A permute has one peer, an all-to-all many.
+        payload: bytes on one GPU; only messages to single peers inside a domain depend on it.
     """
     constants, most = nccl_constants(), nccl_constants()["p2p"]["channels"]
     inside, across = catalog.kernels()["nccl_channels"]
@@ -200,7 +200,7 @@ def _priced(collective: str, choice: Expected, payload: float, links: Links) -> 
 
 
 def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
-    """Return the latency of a step inside a domain and out of it: measured, or for a tree by NCCL's relation."""
+    """Return the latency of a step (inside a domain, out of it); on NVLink it is fitted, and scaled for a tree."""
     rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, links)
     if links.inside == "nvlink":
         row = rows["nvlink"]
@@ -209,7 +209,7 @@ def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
 
 
 def _first_s(protocol: str, links: Links) -> float:
-    """Return the latency that an operation over hosts has once: a proxy on the CPU takes up its first piece."""
+    """Return the latency that an operation over hosts has once, until a proxy on the CPU handles its first piece."""
     return links.fitted[f"net_{protocol}_s"] if links.k > 1 and links.outside == "net" and protocol != "simple" else 0.0
 
 
@@ -225,16 +225,16 @@ def _share(protocol: str, links: Links) -> float:
 
 
 def _handoff_s(links: Links, *, outside: bool) -> float:
-    """Return the handoff from one GPU to the next: NCCL's latency of an LL step, the shortest there is."""
+    """Return the handoff time from one GPU to the next: NCCL's latency of an LL step, which is its shortest."""
     return nccl_constants()["step_latency_s"][links.outside if outside else links.inside]["ring"]["ll"]
 
 
 def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algorithm:
-    """Price a ring: every GPU passes on wire bytes; each of g rings over k domains crosses on its own GPU's NIC."""
+    """Price a ring: every GPU forwards the wire bytes, and each of g rings leaves a domain by another GPU's NIC."""
     g, k, n = links.g, links.k, links.g * links.k
     inside_step, outside_step = _step_s("ring", protocol, links)
     if g == 1 and k > 1 and links.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # Nothing hides this step.
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # No other step hides this one.
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
@@ -267,13 +267,14 @@ def _channels(ports: int) -> int:
 
 
 def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
-    """Price a chain inside each domain and a double binary tree over them: fewer steps than a ring, half the links."""
+    """Price a double binary tree over domains, with a chain inside each: fewer steps than a ring, half of the links."""
     constants, g, k = nccl_constants(), links.g, links.k
     inside_step, outside_step = _step_s("tree", protocol, links)
     latency = _base_s(protocol, links) + 2 * ((g - 1) * inside_step + math.log2(k) * outside_step)
     share = constants["protocol"]["tree_share" if k == 1 else "tree_share_net"][protocol]
     inside = 2 * payload / (links.inside_bytes_per_s * share) if g > 1 else 0.0
-    # Each NIC carries its part up and down once; over two domains half of that would do, but NCCL does not reach it.
+    # Each NIC carries its part up and down the tree once. Half would suffice for two domains, but NCCL does not reach
+    # it.
     outside = 2 * payload / (g * links.outside_bytes_per_s * share)
     if k > 1 and links.inside == "nvlink":
         column, place = constants["tuner"][links.column], min(k, 3) - 1
@@ -288,20 +289,20 @@ def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
 
 
 def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
-    """Price a binary tree of every GPU's part, one GPU a host: NCCL's latency, at the rate of a port."""
+    """Price PAT (a binary tree for every GPU's part, one GPU per host): NCCL's latency, at the rate of a port."""
     wire = payload * wire_factor("all-gather", links.k) / links.outside_bytes_per_s * links.spine[1]
     base = links.fitted["kernel_s"] + _first_s("ll", links) - nccl_constants()["base_latency_s"]["pat"]["simple"]
     return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(links, outside=True))
 
 
 def _nvls_bytes_per_s(links: Links) -> float:
-    """Return the payload rate of one GPU through the NVLink switch, which adds and multicasts, whatever the group."""
+    """Return one GPU's payload rate through the NVLink switch, which adds and multicasts, for any size of group."""
     share = nccl_constants()["tuner"][links.column]["nvls_share"]
     return links.inside_bytes_per_s * share * links.fitted["nvls_rate"]
 
 
 def _piece_bytes(payload: float, links: Links, halved: list[list[int]]) -> float:
-    """Return the bytes that NVLS works on at a time: a piece for each head and channel; small messages have less."""
+    """Return the bytes that NVLS processes at a time: a piece per head and channel, smaller for small messages."""
     nvls = nccl_constants()["nvls"]
     operations = nvls["channels"][links.column] * min(links.g, nvls["max_heads"])
     chunk = nvls["chunk_bytes"]
@@ -320,14 +321,14 @@ def _nvls(payload: float, links: Links) -> Algorithm:
 
 
 def _nvls_tree(payload: float, links: Links) -> Algorithm:
-    """Price NVLS inside each domain and a double binary tree over them, one NIC for the part of each GPU."""
+    """Price NVLS inside each domain with a double binary tree over domains; each GPU's part uses its own NIC."""
     constants, g, k = nccl_constants(), links.g, links.k
     level = constants["step_latency_s"]["net"]["nvls"] + links.outside_extra_s[1]
     latency = links.fitted["kernel_s"] + links.fitted["nvls_s"] + 2 * math.log2(k) * level
     rate = _nvls_bytes_per_s(links) * links.fitted["nvls_tree_share"]
     piece = _piece_bytes(payload, links, constants["nvls"]["nvls_tree_halved_below"])
     fill = links.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
-    outside = payload * min(2.0, k / 2) / (g * links.outside_bytes_per_s)  # both ways at once over two domains
+    outside = payload * min(2.0, k / 2) / (g * links.outside_bytes_per_s)  # over two domains, both directions at once
     cap = _channels(links.ports) * constants["tuner"][links.column]["nvls_tree_channel"][min(k, 3) - 1]
     outside = max(outside * links.spine[0], payload * wire_factor("all-reduce", g * k) / cap if g <= 8 else 0.0)
     handoff = constants["step_latency_s"]["net"]["ring"]["ll"] if outside > payload / rate else 0.0
@@ -362,8 +363,8 @@ def _symmetric(collective: str, payload: float, links: Links) -> Algorithm | Non
 def _copy_engine(collective: str, payload: float, links: Links) -> Algorithm | None:
     """Price a collective on copy engines: a batch of copies, one to each GPU's memory, between two barriers.
 
-    Every copy of a batch costs its start, one after the other. A barrier is a flag in everybody's memory, by as many
-    copies, or by one where the switch multicasts (ce_coll.cc). No multiprocessor takes part.
+    The copies of a batch are started one after the other, and each start takes time. A barrier copies a flag to every
+    other GPU's memory, or makes one copy if the switch multicasts (ce_coll.cc). It uses no multiprocessor.
     """
     if links.k > 1 or links.inside != "nvlink" or links.nccl < (2, 28):
         return None
@@ -382,7 +383,7 @@ def _one_shot(collective: str, payload: float, links: Links) -> Algorithm | None
 
 
 def _send_s(payload: float, links: Links) -> float:
-    """Return the latency of sends of so many bytes to each peer: LL up to a size, and Simple."""
+    """Return the latency of sends of `payload` bytes to each peer, in LL up to a size and in Simple above it."""
     p2p, f = nccl_constants()["p2p"], links.fitted
     latency = f["kernel_s"] + f["p2p_s"]
     if payload > p2p["ll_bytes"]:
@@ -412,15 +413,15 @@ def _all_to_all(payload: float, links: Links) -> Algorithm:
 
 
 def _ragged_blocks(links: Links) -> int:
-    """Return the blocks that XLA's one-shot kernel runs at once: one a slice and member (ragged_all_to_all.cc)."""
+    """Return the blocks that XLA's one-shot kernel runs at once: one per slice and member (ragged_all_to_all.cc)."""
     most = links.sms * _BLOCKS_A_MULTIPROCESSOR
     return min(links.g * links.k * links.slices, most) if links.slices else most
 
 
 def _ragged_one_shot(payload: float, links: Links) -> Algorithm:
-    """Price XLA's one-shot kernel: it stores every row at its receiver, its own rows too, between two barriers.
+    """Price XLA's one-shot kernel: it stores all rows, its own too, in their receivers' memory, between two barriers.
 
-    Each thread loads 8 bytes and stores them before it loads the next, so that a block has one rate, whatever the link.
+    Each thread stores its 8 bytes before it loads the next ones, so the rate of a block does not depend on the link.
     """
     rate = links.inside_bytes_per_s * model_constant("ragged_share")
     inside = payload * (links.g - 1) / links.g * links.hops / rate
@@ -430,9 +431,9 @@ def _ragged_one_shot(payload: float, links: Links) -> Algorithm:
 
 
 def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: float) -> float:
-    """Return the seconds in which a GPU copies its own rows by the one-shot kernel, as XLA does in groups of one.
+    """Return the seconds in which the one-shot kernel copies a GPU's own rows, as XLA does in groups of one GPU.
 
-    The slices are those that the operation lists, 0 if unknown; memory sustains its rate over reads and writes.
+    `slices` is the number that the operation lists, 0 if unknown. `memory_bytes_per_s` is for reads plus writes.
     """
     most = sms * _BLOCKS_A_MULTIPROCESSOR
     blocks = min(slices, most) if slices else most
@@ -443,7 +444,7 @@ def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: flo
 def _ragged_device(payload: float, links: Links) -> Algorithm:
     """Price one kernel with a block on each multiprocessor: stores inside the domain, puts over the network.
 
-    A slice has one block or several, so that slices beyond the blocks come in rounds (RaggedAllToAllCopy).
+    A slice has one block or several. If there are more slices than blocks, they run in rounds (RaggedAllToAllCopy).
     """
     n, sends = links.g * links.k, _all_to_all(payload, links)
     slices = n * max(1, links.slices)
@@ -458,7 +459,7 @@ def _ragged_device(payload: float, links: Links) -> Algorithm:
 
 
 def _ragged_sends(payload: float, links: Links) -> Algorithm:
-    """Price NCCL's sends, one for each slice, after the host read their sizes: it waits for the GPU twice."""
+    """Price NCCL's sends, one for each slice; the host waits for the GPU twice to read their sizes."""
     sends = _all_to_all(payload, links)
     slices = links.g * links.k * max(1, links.slices)
     host = 2 * model_constant("host_wait_s") + slices * model_constant("ragged_slice_s")
@@ -466,7 +467,7 @@ def _ragged_sends(payload: float, links: Links) -> Algorithm:
 
 
 def _permute(payload: float, links: Links) -> Algorithm:
-    """Price one message to one peer: on as many channels as NCCL grants, between hosts on its own rail."""
+    """Price one message to one peer, on as many channels as NCCL grants; between hosts it stays on its rail."""
     latency = _send_s(payload, links)
     if links.k > 1:
         return Algorithm("send", latency, 0.0, payload / links.outside_bytes_per_s, _handoff_s(links, outside=True))
@@ -478,9 +479,9 @@ def _permute(payload: float, links: Links) -> Algorithm:
 
 
 def _neighbours(payload: float, links: Links) -> Algorithm:
-    """Price nccl-tests' send and receive: a ring of ranks, of which one flow leaves each host by one port.
+    """Price nccl-tests' send and receive: a ring of ranks, in which one flow leaves each host through one port.
 
-    Beyond a leaf such flows are hashed to uplinks of the spine; the slowest shares one with others.
+    Beyond a leaf switch the flows are hashed to uplinks to the spine. The slowest flow shares an uplink with others.
     """
     if links.k == 1:
         return _permute(payload, links)
@@ -494,7 +495,7 @@ def _first_channels(links: Links) -> int:
 
 
 def _channels_s(payload: float, links: Links) -> float:
-    """Return the seconds that one message's channels need, as if they doubled without the dips that doubling makes."""
+    """Return the seconds that one message's channels need, without dips at sizes where NCCL doubles the channels."""
     p2p, first = nccl_constants()["p2p"], _first_channels(links)
     full_first = min(payload / first, p2p["channel_bytes"])
     return max(full_first, payload / p2p["channels"]) / links.fitted["p2p_channel_bytes_per_s"]
@@ -503,14 +504,15 @@ def _channels_s(payload: float, links: Links) -> float:
 def _broadcast(payload: float, links: Links) -> Algorithm:
     """Price a chain along the ring, in the protocol that NCCL's tuner expects to be fastest.
 
-    The tuner knows no slots ("waiting for proper chunk modeling", tuning.cc), so its pick need not be the fastest.
+    The tuner does not model slots ("waiting for proper chunk modeling", tuning.cc), so its choice may not be the
+    fastest.
     """
     protocols = [p for p in PROTOCOLS if p != "ll128" or links.ll128]
     return _chain(min(protocols, key=lambda p: _tuned_s(p, payload, links)), payload, links)
 
 
 def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]:
-    """Return the seconds of a broadcast's payload on either link (inside, outside): a chain never turns around."""
+    """Return a broadcast's seconds on the links (inside, outside); the payload crosses each link of the chain once."""
     share = nccl_constants()["protocol"]["ring_share"][protocol]
     rates = [links.inside_bytes_per_s if links.g > 1 else math.inf, links.g * links.outside_bytes_per_s]
     most = _ll_bytes_per_s(links) if protocol == "ll" else math.inf
@@ -519,9 +521,10 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 
 
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
-    """Return the tuner's estimate of a broadcast: over hosts, the latency of a network step for every GPU.
+    """Return the tuner's estimate of a broadcast; over hosts it adds the latency of a network step for every GPU.
 
-    Simple has the tree's latency there. Inside a host, where all channels run one ring, a step counts once (tuning.cc).
+    Simple has the latency of a tree's step there. Inside a host all channels run one ring, and one step counts
+    (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
     row = constants["step_latency_s"][links.inside if k == 1 else links.outside]
@@ -531,13 +534,13 @@ def _tuned_s(protocol: str, payload: float, links: Links) -> float:
 
 
 def _chain(protocol: str, payload: float, links: Links) -> Algorithm:
-    """Price a broadcast: the first slot passes all GPUs, one after the other, and the rest follows it.
+    """Price a broadcast as a chain: the first slot passes all GPUs one after the other, and the other slots follow.
 
-    A network port starts on a slot when all of it is written (net.cc, sendProxyProgress), and the network's latency is
-    hidden by nothing, as in a tree. Between GPUs LL and LL128 pass on every line as it comes, while Simple copies a
-    slot whole (prims_simple.h). Channels that share a port do not stay side by side: whichever comes first has the port
-    to itself, and is ahead by more at every port, so the first slot travels at the rate of the whole port. No sweep
-    holds broadcasts: their latencies are NCCL's own.
+    A network port starts to send a slot when the slot is completely written (net.cc, sendProxyProgress), and nothing
+    hides the latency of the network, as in a tree. Between GPUs, LL and LL128 forward every line as it arrives, while
+    Simple copies whole slots (prims_simple.h). Channels that share a port drift apart: the first to arrive has the port
+    to itself, and its lead grows with every port. So the first slot moves at the rate of the whole port. No sweep has
+    broadcasts, so their latencies are NCCL's own.
     """
     constants, k = nccl_constants(), links.k
     chain, slot_share = constants["chain"], constants["chain"]["data_share"][protocol]

@@ -1,12 +1,12 @@
 """Check how much of a program its predicted time covers, for the warnings of a plan.
 
-- FLOP: of the compiled program against those of the traced one.
-- Parts with a lower bound for a price: custom calls, side streams, loops of unknown length.
-- Kernels that XLA computes a second time because it counts more memory than a program may take. Its pass clones
-  instructions and calls the clones `NAME.remat`, `NAME.remat2.1`, ... before it knows how buffers share memory, so that
-  it may do so for a program that would fit. Where it fails it logs what it counted.
-- Kernels too small for their price to hold: the smallest ones of a recorded training step take as long as `least_s` of
-  the catalog whatever their work, so that a step with mostly such kernels is longer than its price.
+- FLOP of the compiled program, compared with those of the traced program.
+- Parts whose price is only a lower bound: custom calls, side streams, loops of unknown length.
+- Kernels that XLA runs twice because it counts more memory than a program may use. Its rematerialization pass clones
+  instructions as `NAME.remat`, `NAME.remat2.1`, ... before it knows how buffers share memory, so it may clone them in a
+  program that would fit anyway. If the pass cannot stay below the limit, it logs the bytes that it counted.
+- Kernels that are too small for their price. In a recorded training step the smallest kernels take `least_s` (catalog),
+  whatever their work. A step of mostly such kernels takes longer than its price.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshkit.predict.simulate import Simulation
 from meshkit.timeline import Timeline
 from meshkit.units import format_count
 
-_MOST = 0.01  # XLA drops and adds a little: a first layer that it peels off a loop, a recomputation that it saves.
-# Of the step: what would be less than this even on a GPU at its peak changes no number. XLA turns products with a
-# vector, and tiny ones, into sums and elementwise kernels, which have their price but no matmul.
+_MOST = 0.01  # XLA removes and adds a few FLOP: it peels a first layer off a loop, or saves a recomputation.
+# Share of the step. A difference that takes less than this at the peak of a GPU is ignored. XLA turns products with a
+# vector, and tiny products, into sums and elementwise kernels, which are priced but are not matmuls.
 _LEAST = 0.001
 _RAGGED = "ragged_dot"
 
@@ -40,22 +40,22 @@ DENSE = "ragged_dot"
 
 @dataclass(frozen=True)
 class FlopNote:
-    """The note that a compiled program does other work than the traced one."""
+    """The note that a compiled program does more or less work than the traced program."""
 
     code: str
-    """`flops`: it executes less, so that not all of it was read and the step is no prediction. `repeated_work` or
-    `ragged_dot`: it executes more, and the predicted step contains all of it."""
+    """`flops`: the compiled program executes less, so part of it was not read, and the step time is not a prediction.
+    `repeated_work` or `ragged_dot`: it executes more, and the predicted step includes all of it."""
     message: str
     names: tuple[str, ...] = ()
     """Instructions that execute more than needed."""
     share: float = 0.0
-    """The share of their FLOP that is too much."""
+    """The share of the FLOP of `names` that is not needed."""
 
 
 def executed_flops(schedule: Schedule, name: str | None = None) -> float:
-    """Return the FLOP of matmuls and attention that one GPU executes, of a computation or (None) of the program.
+    """Return the matmul and attention FLOP that one GPU executes in a computation, or (None) in the whole program.
 
-    A conditional counts as its largest branch, a loop as often as it runs, and one of unknown length once.
+    Of a conditional the largest branch counts. A loop counts with its number of iterations, or once if that is unknown.
     """
     total = 0.0
     for i in schedule.computations.get(name or schedule.entry, ()):
@@ -69,13 +69,13 @@ def executed_flops(schedule: Schedule, name: str | None = None) -> float:
 def flop_note(
     schedule: Schedule, traced: float | None, num_gpus: int, *, step_s: float, peak_flops: float, recomputed: bool
 ) -> FlopNote | None:
-    """Return a note where a compiled program does other work than the traced one; None where they agree.
+    """Return a note if a compiled program does more or less work than the traced program; None if they agree.
 
     Args:
-        traced: FLOP over all GPUs, as `compile.traced` counts what is executed; None if unknown.
+        traced: executed FLOP over all GPUs, as `compile.traced` counts them; None if unknown.
         step_s: seconds of the whole program.
         peak_flops: the highest peak of a GPU, FLOP/s.
-        recomputed: whether XLA recomputes some of it to save memory.
+        recomputed: whether XLA recomputes part of the program to save memory.
     """
     if not traced:
         return None
@@ -107,7 +107,7 @@ def flop_note(
 
 
 def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
-    """Return the note that XLA dequantizes block-scaled matmuls, which it does silently; None where it does not.
+    """Return a note if XLA dequantizes block-scaled matmuls, which it does silently; None if it does not.
 
     Args:
         wanted: FLOP of block-scaled matmuls that one GPU should execute.
@@ -135,13 +135,13 @@ class Launches:
     """Kernels of a step that are priced below the least time of a kernel."""
 
     kernels: int
-    """Their number; a loop counts as often as it runs."""
+    """Their number; a kernel in a loop counts in each iteration."""
     seconds: float
-    """Seconds that they would take more."""
+    """Seconds that they take in addition to their price."""
 
 
 def short_kernels(simulation: Simulation) -> Launches:
-    """Return the kernels of one run of a program that are priced below the least time of a kernel."""
+    """Return the number, and the missing seconds, of kernels that are priced below the least time of a kernel."""
     compute = simulation.timeline.steps[0].compute
     missing = float(catalog.kernels()["least_s"]) - (compute[:, 1] - compute[:, 0])
     short = missing > 0
@@ -155,19 +155,19 @@ _COUNTED = re.compile(r"rematerialization;.*down from \S+ \((\d+) bytes\)")
 
 @dataclass(frozen=True)
 class Rematerialized:
-    """Kernels that run twice."""
+    """Kernels that run again because of XLA's rematerialization."""
 
     kernels: int
     seconds: float
-    """Seconds of all their runs in one run of the program."""
+    """Seconds of these repeated runs in one run of the program."""
     counted_bytes: int | None
-    """Bytes that XLA counted before; None where it says nothing, since it kept within the limit."""
+    """Bytes that XLA counted before the pass; None if it logged nothing, because it stayed within the limit."""
 
 
 def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized:
-    """Return the clones of XLA's rematerialization that cost time.
+    """Return the repeated kernels of XLA's rematerialization that take time.
 
-    Of an original and its clones one run is needed, so that one of them does not count. `log` has the compiler's lines.
+    One run of an original or its clones is needed, so one of them does not count. `log` has the compiler's log lines.
     """
     families: dict[str, list[tuple[bool, float]]] = {}  # Original -> (whether a clone, seconds) of each kernel.
     for name, s in kernel_seconds_by_name(simulation.timeline).items():
@@ -178,7 +178,7 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
 
 
 def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
-    """Return kind of note -> the least seconds of what it names in each of a program's training steps, if any."""
+    """Return kind of note -> least seconds per training step of the instructions that it names, if greater than 0."""
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
     seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation.timeline)}
     found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}

@@ -1,20 +1,21 @@
-"""Predict how much of a training's time failures take: goodput in closed form, and a simulator of any list of failures.
+"""Predict how much time of a training run failures take: goodput in closed form, and a simulator of given failures.
 
     Costs, checkpoint interval, failure rate -> expected_goodput, best_interval   (closed form)
     Costs, checkpoint interval, failures (drawn or given) -> play -> Spent        (simulator)
 
-Every failure ends all processes of a synchronous job, so a job of h hosts with rate r each fails at rate h r, as a
-Poisson process. An attempt makes steps, saves after every k of them, and a save is worth something once it is written:
-`blocked_s` after the step (the state leaves the device) and `write_s` later (it is on disk, training goes on).
+Every failure ends all processes of a synchronous job. If each of h hosts fails at rate r, the job fails at rate h r, as
+a Poisson process. An attempt makes steps and saves after every k steps. A save blocks training for b = `blocked_s`,
+while the state leaves the device. It can be restored once it is on disk, w = `write_s` later, while training goes on.
 
-In closed form (Daly 2006, with a write that lags behind): with M the mean time between failures, c = b + max(k t, w)
-from save to save, d until a failure is detected and R until the next attempt makes steps,
+The closed form is that of Daly (2006), with writes in the background. A step takes t, the mean time between failures is
+M, and the time from save to save is c = b + max(k t, w). It takes d until a failure is detected, and R from then until
+the next attempt makes steps:
 
     kept steps of an attempt      k sum_i P(save i is written) = k e^(-(k t + b + w) / M) / (1 - e^(-c / M))
     time from failure to failure  M + d e^(R/M) + M (e^(R/M) - 1) = (M + d) e^(R/M)
 
-and goodput is the kept steps' time over that time. To first order it loses b / (k t) + (d + R + k t / 2 + w) / M, which
-is least at Young's k t = sqrt(2 b M).
+Goodput is the time of the kept steps over the time from failure to failure. To first order, the lost share is b / (k t)
++ (d + R + k t / 2 + w) / M, which is least at Young's k t = sqrt(2 b M).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Costs:
 
     step_s: float
     blocked_s: float
-    """A save blocks the steps for this long."""
+    """The time for which a save blocks the steps."""
     write_s: float
     """The time from the end of the block until the save can be restored; training goes on meanwhile."""
     detection_s: float
     """The time from a failure until the last process of the attempt is gone."""
     restart_s: float
-    """The time from then until the next attempt could make a step, without reading the state."""
+    """The time from the detection until the next attempt could make a step, without reading the state."""
     read_s: float = 0.0
     """The time to read the state."""
     first_s: float = 0.0
@@ -54,17 +55,17 @@ class Costs:
         return self.restart_s + self.read_s
 
     def cycle_s(self, every: int) -> float:
-        """Return the seconds from the beginning of a save to that of the next; a save waits for the one before it."""
+        """Return the seconds from the start of one save to that of the next, which waits until the first is written."""
         return self.blocked_s + max(every * self.step_s, self.write_s)
 
 
 class Failure(NamedTuple):
-    """Something that ends all processes."""
+    """An event that ends all processes of the job."""
 
     at_s: float
     kind: str
     detection_s: float | None = None
-    """Overrides that of `Costs`."""
+    """Overrides `Costs.detection_s`."""
 
 
 @dataclass
@@ -78,9 +79,10 @@ class Spent:
     lost_s: float = 0.0
     """Time of steps that were made again or never ended."""
     down_s: float = 0.0
-    """Time from a failure to the next attempt's first step, and from the start of the run to its first."""
+    """Time from a failure to the next attempt's first step (without `wait_s`), and from the run's start to its first
+    step."""
     wait_s: float = 0.0
-    """Time in which no host was there to replace a lost one."""
+    """Time in which no spare host was available to replace a lost host."""
     attempts: int = 1
     lost_steps: int = 0
 
@@ -98,10 +100,11 @@ class Spares:
     """Spare hosts, and the hosts under repair.
 
     Args:
-        each: spare hosts of a pool.
+        each: number of spare hosts in each pool.
         repair_s: time until a lost host is back in its pool.
-        pools: groups of hosts that cannot replace each other's, such as racks with one NVLink domain each.
-        seed: draws the pool of a lost host.
+        pools: number of groups of hosts. A host can replace only hosts of its group, such as a rack that is an NVLink
+            domain.
+        seed: seed for the random pool of each lost host.
     """
 
     def __init__(self, each: int, repair_s: float, *, pools: int = 1, seed: int = 0):
@@ -114,7 +117,7 @@ class Spares:
         while out and out[0] <= now_s:
             heapq.heappop(out)
         heapq.heappush(out, now_s + self._repair_s)
-        short = len(out) - self._each  # So many hosts have to come back before every lost one is replaced.
+        short = len(out) - self._each  # This many hosts must return before all lost hosts are replaced.
         return max(0.0, heapq.nsmallest(short, out)[-1] - now_s) if short > 0 else 0.0
 
 
@@ -127,17 +130,17 @@ def play(
     until_s: float = math.inf,
     spares: Spares | None = None,
 ) -> Spent:
-    """Return where the time of one run goes, with these failures.
+    """Return how the time of one run with these failures is spent.
 
-    A failure while nothing runs any more (before an earlier one is detected, or while a host is waited for) changes
-    nothing. One while the next attempt starts ends that attempt.
+    A failure while nothing runs (before an earlier failure is detected, or while the job waits for a host) has no
+    effect. A failure while the next attempt starts ends that attempt.
 
     Args:
         every: steps between saves; 0 for none.
-        failures: in the order of their time from the start of the run.
-        steps: the run ends after these steps and a save that it waits for; None for a run that goes on.
-        until_s: the end of a run that goes on.
-        spares: hosts that replace lost ones; None for a host that is always at hand.
+        failures: failures in order, with times from the start of the run.
+        steps: the run ends after this many steps and a last save; None for a run that does not end by itself.
+        until_s: the time at which such a run ends.
+        spares: hosts that replace lost hosts; None: a spare host is always available.
     """
     spent, kept, began, up = Spent(), 0, 0.0, costs.first_s
     for failure in failures:
@@ -169,7 +172,7 @@ def play(
 
 
 def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: bool = False) -> int:
-    """Add what an attempt of `lives_s` seconds did to `spent`; return the steps that it keeps, all if it `lives` on."""
+    """Add an attempt of `lives_s` seconds to `spent`; return the steps that it keeps, which is all if it `lives` on."""
     step_s, cycle_s = costs.step_s, costs.cycle_s(every)
     first = every * step_s  # The time at which the first save begins.
     saves = int((lives_s - first) // cycle_s) + 1 if every and lives_s >= first else 0
@@ -178,7 +181,7 @@ def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: b
     since = lives_s - (first + (saves - 1) * cycle_s) if saves else lives_s  # since the last save began
     blocked = min(since, costs.blocked_s) if saves else 0.0
     ahead = (since - blocked) if saves else lives_s
-    if saves and every * step_s < ahead:  # Its steps are made: it waits for the save before.
+    if saves and every * step_s < ahead:  # Its steps are made, and it waits for the previous save.
         blocked, ahead = blocked + ahead - every * step_s, every * step_s
     made = saves * every + int(ahead / step_s)
     saving = max(0, saves - 1) * (cycle_s - every * step_s) + blocked
@@ -192,7 +195,7 @@ def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: b
 
 
 def _ending_s(costs: Costs, every: int, left: int) -> float:
-    """Return the seconds of an attempt that makes the last steps of a run and waits for its last save."""
+    """Return the seconds in which an attempt makes the last `left` steps of a run and waits for the last save."""
     work_s = left * costs.step_s
     if not every or not left:
         return work_s
@@ -217,7 +220,7 @@ def draw(seed: int, rate_per_s: float, *, host_share: float = 0.0) -> Iterator[F
 
 
 def expected_goodput(costs: Costs, every: int, between_s: float) -> float:
-    """Return the exact goodput of an endless run that always has a spare host at hand.
+    """Return the exact goodput of an endless run that always has a spare host available.
 
     Args:
         between_s: mean time between failures of the whole job.
@@ -245,7 +248,7 @@ class Shares(NamedTuple):
 def expected_shares(costs: Costs, every: int, between_s: float) -> Shares:
     """Return the shares of steps that count, saves, lost steps and restarts, for the run of `expected_goodput`.
 
-    Only saves that were written count as saves; the time of one that was not is lost with its steps.
+    Only saves that were written count as saves. The time of an unwritten save is lost with its steps.
     """
     goodput = expected_goodput(costs, every, between_s)
     saving = goodput * (costs.cycle_s(every) / (every * costs.step_s) - 1)
@@ -254,10 +257,10 @@ def expected_shares(costs: Costs, every: int, between_s: float) -> Shares:
 
 
 def best_interval(costs: Costs, between_s: float) -> int:
-    """Return the steps between saves with which `expected_goodput` is highest.
+    """Return the number of steps between saves for which `expected_goodput` is highest.
 
-    Goodput rises to a single maximum and falls from there: below the time that a write takes steps only wait, and above
-    it the optimum is Young's, corrected.
+    Goodput has a single maximum. With intervals shorter than a write, steps wait for the write. With longer intervals,
+    the optimum is Young's with corrections.
     """
     low, high = 1, max(2, math.ceil(4 * (between_s + costs.write_s) / costs.step_s))
     while high - low > 2:
@@ -271,7 +274,7 @@ def best_interval(costs: Costs, between_s: float) -> int:
 
 
 def months(costs: Costs, every: int, rate_per_s: float, *, seed: int, count: int = 200) -> Sequence[float]:
-    """Return the goodput of months of 30 days, each with failures of its own, the lowest first."""
+    """Return the goodput of `count` simulated months of 30 days, each with its own failures, in ascending order."""
     goodputs = (
         play(costs, every, draw(seed * count + i, rate_per_s), until_s=30 * DAY_S).goodput for i in range(count)
     )

@@ -1,11 +1,12 @@
 """Give an interval for a predicted step time, from the errors of `plan` on published runs of JAX.
 
-`intervals.csv` has, by stratum, the quantiles of |ln(measured / predicted)| over runs whose own experiment file was
-planned unchanged (`python -m benchmarks.published.intervals` writes it). They are conformal. Rows of one page, model
-and precision are correlated, and so are our own rows of one card: such a group has the weight of one. The quantile of a
-level over n groups is the first distance with that share of n + 1 groups up to it (Lee, Barber and Willett,
-2306.06342). It exists where level (n + 1) <= n: one group for 50 %, four for 80 %. A stratum with fewer groups has no
-interval, and never that of another stratum. docs/concepts/validation.md has the coverage with each group left out.
+`intervals.csv` has, for each stratum, conformal quantiles of the distance |ln(measured / predicted)| over runs whose
+own experiment file was planned unchanged (`python -m benchmarks.published.intervals` writes it). Rows of one page,
+model and precision are correlated, and so are our own rows of one card. Such a group has the weight of one row. Over n
+groups, the quantile of a level is the least distance that covers this share of n + 1 groups (Lee, Barber and Willett,
+2306.06342). It exists if level (n + 1) <= n: with one group for 50 %, with four for 80 %. A stratum with fewer groups
+has no interval; the interval of another stratum is never used. docs/concepts/validation.md has the coverage with each
+group left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from meshkit.config.cluster import Gpu
 
 LEVELS = (0.5, 0.8)
-# A stratum with runs of a single publisher may err in that publisher's way, so it does not count as calibrated.
+# Runs of a single publisher may share its systematic errors, so such a stratum does not count as calibrated.
 _PUBLISHERS = 2
 _GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
 
@@ -39,7 +40,7 @@ class Stratum:
     bits: int
     """Bits of most matmuls' operands: 4, 8, 16 or 32."""
     one_gpu: bool = False
-    """Whether it runs without communication; its errors say nothing about several GPUs, and theirs nothing about it."""
+    """Whether the runs use one GPU, without communication; their errors say nothing about runs on several GPUs."""
 
     @property
     def name(self) -> str:
@@ -49,9 +50,9 @@ class Stratum:
 
 
 class StepInterval(BaseModel):
-    """The range of a predicted step (low, high), by errors of `rows` runs of the plan's own stratum.
+    """The range (low, high) of a predicted step time, from the errors of `rows` runs in the plan's own stratum.
 
-    `calibrated` says whether the runs have more than one publisher.
+    `calibrated` is true if the runs have more than one publisher.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -73,7 +74,7 @@ def least_groups(level: float) -> int:
 
 
 def stratum_of(gpu: Gpu, precision: str, experts: bool, *, one_gpu: bool = False) -> Stratum:
-    """Return the stratum of a run; `precision` is one of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
+    """Return the stratum of a run; `precision` is a name of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
     major = (gpu.compute_capability or (0, 0))[0]
     bits = 4 if "fp4" in precision else 8 if "8" in precision else 32 if "32" in precision else 16
     return Stratum(experts, _GENERATIONS.get(major, "other"), bits, one_gpu)
@@ -82,7 +83,7 @@ def stratum_of(gpu: Gpu, precision: str, experts: bool, *, one_gpu: bool = False
 def step_interval(
     time_s: float, stratum: Stratum, table: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[StepInterval | None, str | None]:
-    """Return the interval of a predicted step time; or None, and the reason.
+    """Return (interval of a predicted step time, None), or (None, the reason why there is no interval).
 
     Args:
         table: stratum's name -> its row; default intervals.csv.

@@ -1,22 +1,25 @@
-"""Predict the seconds of one kernel on one GPU by a roofline, with the share of the peak that a matmul's shape leaves.
+"""Predict the seconds of one kernel on one GPU by a roofline, with matmul rates that depend on their shape.
 
-time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
-ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
+time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are
+measured. config/catalog.toml has them with their sources. Rates of a calibration that the cluster names take
+precedence.
 
-`config/matmuls.csv` has the rates of matmuls in bursts: cuBLAS's of some 5,000 shapes on seven GPUs, and 375 shapes of
-powers of two that OpenXLA measured on an H100 and on a B200. Between them rates are log-linear (`burst_flops_per_s`).
-In a long run of nothing else a kernel takes the smaller of that and of what the power cap leaves to a large one
-(`large_flops_per_s`): a shape that fills half of a GPU does not draw the power that would throttle it (`shape_share`).
-Block-scaled matmuls take what fp8's take over as many bytes: those in NVFP4 over half the depth.
+`config/matmuls.csv` has the rates of matmuls in short bursts: some 5,000 shapes of cuBLAS on seven GPUs, and 375 shapes
+(powers of two) that OpenXLA measured on an H100 and on a B200. Rates of other shapes are interpolated log-linearly
+(`burst_flops_per_s`). In a long run of nothing else, the rate is the smaller of the burst rate and the rate of a large
+matmul under the power cap (`large_flops_per_s`): a shape that fills half of a GPU does not draw enough power to be
+throttled (`shape_share`). A block-scaled matmul takes as long as an fp8 matmul over the same bytes, which for NVFP4
+(two elements per byte) has half the depth.
 
-In a step the cap binds the mean: what waits for memory draws less, and the clock rises until tensor cores take what it
-leaves. `step_gain` is how much faster they are then than in a long run of nothing else. Attention runs at the same
-clock and draws less than a matmul, in which tensor cores never wait for exponentials (`power_share`).
+In a step the power cap limits the mean power. Kernels that wait for memory draw less, and the clock rises until tensor
+cores use the remaining power. `step_gain` is their rate relative to a long run of nothing else. Attention runs at the
+same clock and draws less power than a matmul, because its tensor cores wait for exponentials (`power_share`).
 
-Where cuBLAS's rows do not reach (dims below 512, many small products, TF32), the rate of their nearest shape is scaled
-as OpenXLA's have it. There many small products fill a GPU as one large one does, a dim that is no multiple of a tile
-costs as much as the next multiple, and dims beyond the rows are further waves of the same tiles. A GPU that was not
-measured is read at the shape that gives each of its multiprocessors the same number of tiles, and a tile the same time.
+OpenXLA's rates extend cuBLAS's rows to dims below 512, many small products and TF32. They scale the rate of the nearest
+cuBLAS shape, if there is one. Many small products fill a GPU like one large product, a dim that is not a multiple of a
+tile costs as much as the next multiple, and dims beyond the rows add waves of the same tiles. A GPU that was not
+measured has the rate of a measured GPU for a shape with the same number of tiles per multiprocessor and the same time
+per tile.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.assumptions import Assumptions
 from meshkit.units import format_count, format_rate
 
-# Precisions of `[train]` -> element types that their matmuls have.
+# Precision of `[train]` -> element type of the operands of matmuls.
 COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn",
                  "mxfp8": "mxfp8"}  # fmt: skip
-# XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
+# XLA's element type -> precision of the catalog. By XLA's default, fp32 matmuls run as TF32 on GPUs that have it.
 _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32",
               "mxfp8": "mxfp8", "f4e2m1fn": "nvfp4"}  # fmt: skip
 
@@ -51,23 +54,23 @@ _CHARTED_HEAD = 128
 _CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "h800": "h200", "gh200": "h200",
             "b200": "gb200", "b300": "gb300"}  # fmt: skip
 _TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, in both dims.
-_INNER = 64  # The step of its loop over k.
-# They have the same multiprocessors and clocks.
+_INNER = 64  # The step of cuBLAS's loop over k.
+# GPU -> measured GPU with the same multiprocessors and clocks.
 _STAND_INS = {"a100_40gb": "a100_80gb", "h800": "h100_sxm", "gh200": "h200"}
 _PEAK_SHARE = 0.99
-_PACKED = {"nvfp4": 2}  # Elements in a byte: such a matmul takes as long as one in fp8 over as many bytes.
+_PACKED = {"nvfp4": 2}  # Elements in a byte; the matmul takes as long as an fp8 matmul over as many bytes.
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Return the dense peak of a matmul on operands of an XLA element type, or the next wider one, FLOP/s.
+    """Return the dense peak, in FLOP/s, of a matmul on operands of an XLA element type, or of the next wider type.
 
     Args:
-        dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32,
-            `f8..._highest` fp8 whose sums are promoted, `mxfp8` block-scaled fp8, which XLA multiplies in bf16 on a
-            GPU without it.
+        dtype: element type as XLA spells it: `bf16`, `f32`, `f8e4m3fn`. `f32_highest` is fp32 that must not run as
+            TF32. `f8..._highest` is fp8 with partial sums promoted to fp32. `mxfp8` is block-scaled fp8, which XLA
+            multiplies in bf16 on a GPU without it.
 
     Raises:
-        KeyError: the catalog has no peaks of it, as for a CPU.
+        KeyError: the catalog has no peaks for the GPU, as for a CPU.
     """
     return gpu.peak_flops[precision_of(gpu, dtype)]
 
@@ -87,17 +90,17 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
     It is None for a CPU, whose virtual devices have no peak.
 
     Raises:
-        KeyError: another precision, on a GPU.
+        KeyError: the precision is unknown (only on a GPU).
     """
     return peak_flops(gpu, COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """Seconds of each part of a GPU that one kernel needs if it runs alone; the parts work at the same time."""
+    """Seconds for which a kernel that runs alone uses each part of a GPU; the parts work at the same time."""
 
     arithmetic_s: float = 0.0
-    """Tensor cores, and making their operands first."""
+    """Tensor cores, and the preparation of their operands."""
     memory_s: float = 0.0
     host_s: float = 0.0
 
@@ -116,12 +119,12 @@ def kernel_work(
     assumptions: Assumptions = _ALL,
     busy: float = 1.0,
 ) -> KernelWork:
-    """Return the seconds of each part of a GPU that a kernel with this work needs.
+    """Return the seconds for which a kernel with this work uses each part of a GPU.
 
     Args:
-        gpu: its peaks, and the sustained shares of them for whatever was not measured.
+        gpu: the GPU; its peaks and their sustained shares apply if `rates` lacks a rate.
         rates: measured rates, see `measured_rates`.
-        host_bytes_per_s: sustained rate between the GPU and its host's memory; default the peak of its slot.
+        host_bytes_per_s: sustained rate between the GPU and its host's memory; default the peak of the GPU's PCIe slot.
         busy: share of the step's time in which tensor cores work; 1 in a long run of nothing else.
     """
     share = catalog.kernels()["convolution_share"] if cost.convolves else 1.0
@@ -131,7 +134,7 @@ def kernel_work(
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
     matmul += cost.scalar_flops / large_flops_per_s(gpu, "fp32")
     made = cost.joined_bytes / memory_bytes_per_s(gpu, rates)
-    if _turns_fp8(gpu):  # An element is a byte, which is read and written.
+    if _turns_fp8(gpu):  # `turned_bytes` has two bytes per element, one read and one written.
         made += _clocks_s(catalog.kernels()["transpose_clocks"] * cost.turned_bytes / 2, gpu)
     return KernelWork(matmul + attention + made, memory, host)
 
@@ -192,7 +195,7 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
     precision = precision_of(gpu, dtype)
     large = large_flops_per_s(gpu, precision, _kind(assumptions))
     kept = gain = _promoted_share(gpu, dtype)
-    # A matmul that promotes draws less power at a clock, so that the clock is higher under the cap.
+    # A matmul with promotion draws less power at the same clock, so the power cap allows a higher clock.
     if assumptions.sustained:
         capped = kept ** (1 - 1 / catalog.kernels()["power_exponent"])
         gain = capped * step_gain(full_clock(gpu, precision) * kept / capped, busy)
@@ -200,10 +203,10 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
 
 
 def _promoted_share(gpu: Gpu, dtype: str) -> float:
-    """Return the rate of an fp8 matmul that promotes its partial sums, over the rate of one that does not.
+    """Return the rate of an fp8 matmul that promotes its partial sums over the rate without promotion.
 
-    Both run at the same clock. Hopper's accumulators keep 14 bits of a sum, so that partial sums are added up in fp32
-    by other cores; Blackwell's keep all.
+    Both rates are at the same clock. Hopper's accumulators keep 14 bits of a sum, so other cores add up partial sums in
+    fp32. Blackwell's accumulators keep all bits.
     """
     held = dtype.startswith("f8") and dtype.endswith("_highest") and gpu.compute_capability == (9, 0)
     return catalog.kernels()["fp8_promoted"] if held else 1.0
@@ -214,14 +217,14 @@ def _kind(assumptions: Assumptions) -> str:
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Return the sustained rate of fused attention: by length and mask, less with too few queries to fill the GPU."""
+    """Return the sustained rate of fused attention by length and mask; it is lower if too few queries fill the GPU."""
     peak = peak_flops(gpu, "bf16")
     if not assumptions.attention:
         return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
     rate = peak * gpu.achieved["attention"]
     rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
     way = "backward" if cost.attention_backward else "forward"
-    if way in rates.attention_flops_per_s:  # This was measured in a long run of nothing else.
+    if way in rates.attention_flops_per_s:  # This was measured in a long run of attention alone.
         rate = rates.attention_flops_per_s[way] * attention_gain(gpu, way, 0.0)
     if assumptions.sustained:
         rate *= attention_gain(gpu, way, busy) / attention_gain(gpu, way, 0.0)
@@ -229,10 +232,10 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
 
 
 def attention_gain(gpu: Gpu, way: str, busy: float) -> float:
-    """Return the rate of attention in a step over that in a long run of nothing else.
+    """Return the rate of attention in a step over its rate in a long run of attention alone.
 
     Args:
-        busy: as `step_gain` has it; 1 in a long run of attention alone.
+        busy: as for `step_gain`; 1 means a long run of attention alone.
     """
     k, full = catalog.kernels(), full_clock(gpu, "bf16")
     alone = k[f"attention_power_{way}"]
@@ -249,23 +252,23 @@ def power_share(cost: Cost, gpu: Gpu) -> float:
 
 
 def attention_share(cost: Cost, gpu: Gpu) -> float:
-    """Return the rate of attention of this length and mask over that of a causal pass of its direction at 4k tokens.
+    """Return the rate of attention with this length and mask over that of a causal pass of its direction at 4k tokens.
 
-    It is 1 where the length is unknown.
+    It is 1 if the length is unknown.
 
-    Blocks of queries are handed to the multiprocessors one by one, and the last of them leave most idle: as if there
-    were one more wave (SimuMax's measurements of 4 to 64 heads on an A100 fall that way).
+    Blocks of queries are assigned to the multiprocessors one by one, and most multiprocessors are idle during the last
+    blocks. This costs as much as one more wave of blocks (SimuMax's measurements of 4 to 64 heads on an A100 agree).
 
     Args:
-        cost: its keys, queries and head size; 0 where unknown, which then does not count.
-        gpu: where it runs; one that was not measured has the chart of its kind, else of an H100.
+        cost: has keys, queries and head size; a number that is unknown (0) has no effect.
+        gpu: the GPU; one that was not measured has the chart of a similar GPU, or else of an H100.
     """
     if not cost.attention_length:
         return 1.0
     k = catalog.kernels()
     lengths, chart = _attention_chart(gpu.key, cost.attention_backward, cost.attention_causal)
     length = cost.attention_length
-    if cost.attention_window:  # It is read as a causal pass in which a query sees as many keys on average.
+    if cost.attention_window:  # As in a causal pass where a query sees as many keys on average.
         length = max(2 * cost.attention_window, round(math.exp(lengths[0])))
     by_length = float(np.interp(math.log(length), lengths, chart))
     if cost.attention_window:
@@ -277,10 +280,10 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
 
 
 def _band_share(window: int, length: int) -> float:
-    """Return the rate of attention over a sliding window over that of a causal pass over `length` tokens.
+    """Return the rate of attention with a sliding window, relative to a causal pass over `length` tokens.
 
-    Kernels compute whole blocks: for a block of queries, the blocks of keys that the mask touches. That is one block
-    more than the window along each of its two edges, half of which is masked; a causal mask has one edge.
+    Kernels compute whole blocks: for a block of queries, all blocks of keys that the mask touches. Along each edge of a
+        mask, half a block of this work is masked. A window has two edges, a causal mask one.
     """
     block = catalog.kernels()["attention_queries_per_block"]
     causal = (length / 2) / (length / 2 + block / 2)
@@ -288,10 +291,10 @@ def _band_share(window: int, length: int) -> float:
 
 
 def _head_share(head_dim: int, gpu: Gpu) -> float:
-    """Return the rate of attention over that with heads of 128, for which the charts were measured.
+    """Return the rate of attention relative to heads of size 128, for which the charts were measured.
 
-    A score costs two multiply-adds for each element of a head, and an exponential whatever that is. Larger heads hide
-    it; on Ampere and before, whose tensor cores are slower beside it, so do smaller ones.
+    A score costs two multiply-adds for each element of a head, and one exponential for any head size. Larger heads hide
+    the exponential. On Ampere and before, tensor cores are slower relative to it, so smaller heads hide it too.
     """
     if not 0 < head_dim < _CHARTED_HEAD or (gpu.compute_capability or (0, 0)) < (9, 0):
         return 1.0
@@ -303,8 +306,8 @@ def _head_share(head_dim: int, gpu: Gpu) -> float:
 def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return (logarithms of lengths, rates relative to a causal pass at 4k).
 
-    Rates are as measured on the GPU or one of its kind; beyond the measured lengths, or without any, they are those of
-    FlashAttention-3's charts of an H100.
+    Rates are as measured on the GPU or a similar one. For shorter lengths than measured, or without measurements, they
+    are those of FlashAttention-3's charts of an H100.
     """
     k = catalog.kernels()
     forward = k["attention_causal_forward"]
@@ -327,17 +330,18 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
 
 
 def _turns_fp8(gpu: Gpu) -> bool:
-    """Return whether cuBLAS multiplies fp8 only with the inner dim along memory: A transposed and B not.
-    B200 and its kin take any layout (NVIDIA/TransformerEngine, `nvte_is_non_tn_fp8_gemm_supported`).
+    """Return whether cuBLAS needs fp8 operands with the contracted dim contiguous in memory (A transposed, B not).
+
+    B200 and similar GPUs accept any layout (NVIDIA/TransformerEngine, `nvte_is_non_tn_fp8_gemm_supported`).
     """
     return (gpu.compute_capability or (0, 0))[0] != 10
 
 
 def _moved_bytes(cost: Cost) -> float:
-    """Return the bytes that would take a kernel's memory time if memory never waited.
+    """Return the bytes that would take as long as a kernel's memory accesses if memory were never idle.
 
     A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
-    reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be loaded ahead.
+    reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be prefetched.
     """
     k = catalog.kernels()
     waits = k["tile_reduce_share"] * max(0.0, cost.tile_reduces - 0.5)
@@ -345,13 +349,13 @@ def _moved_bytes(cost: Cost) -> float:
 
 
 def _handling_s(cost: Cost, gpu: Gpu) -> float:
-    """Return the seconds in which multiprocessors handle a kernel's elements, however fast memory is.
+    """Return the seconds that multiprocessors need for a kernel's elements, even if memory were infinitely fast.
 
-    It counts a look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which
-    happen there; elements of a transposition, which pass shared memory, and those of a sum over columns that writes as
-    many; a sort's steps, tile by tile; blocks of threads that start (known on Hopper only: fills, moves of narrow
-    elements, joins of unequal arrays); integer arithmetic of random numbers; and depthwise convolutions, which cuDNN
-    multiplies one by one.
+    It counts sectors of a look-up (from the L2 cache if rows share them), additions of a scatter (in the L2 cache),
+    elements of a transposition (through shared memory), elements of a sum over columns that writes as many, steps of a
+    sort in each tile, starts of thread blocks (known for Hopper only: fills, moves of narrow elements, joins of unequal
+    arrays), integer arithmetic of random numbers, and multiply-adds of depthwise convolutions (which cuDNN computes one
+    by one).
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
@@ -378,7 +382,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
     """Return the rate of a matmul of this shape over that of a large one, at most 1.
 
     Args:
-        precision: as the catalog calls it; one without rows is read as bf16.
+        precision: as the catalog calls it; a precision without rows has bf16's rows.
         kind: kind of run, see `large_flops_per_s`.
     """
     if gpu.compute_capability is None or min(matmul.batch, matmul.m, matmul.n, matmul.k) < 1:
@@ -389,7 +393,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 @functools.lru_cache(maxsize=65536)
 def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
-    if precision == "fp32" and "bf16" in gpu.peak_flops:  # A small shape takes as long as in bf16, or as its FLOP take.
+    if precision == "fp32" and "bf16" in gpu.peak_flops:  # The longer time counts: that in bf16, or of the FLOP.
         faster = large_flops_per_s(gpu, "bf16", kind) / large_flops_per_s(gpu, precision, kind)
         return min(_useful(shape), faster * _shape_share(shape, key, "bf16", kind))
     if _measured_gpu(gpu, precision) is None:
@@ -402,18 +406,19 @@ def large_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> float:
     """Return the rate of a large matmul by the catalog, FLOP/s of one GPU.
 
     Args:
-        precision: as the catalog calls it; of one that the GPU lacks, fp32's peak.
-        kind: `matmul` of a long run, `burst` of a short one; a share of the precision's own comes first.
+        precision: as the catalog calls it; a precision that the GPU lacks has fp32's peak.
+        kind: `matmul` for a long run, `burst` for a short one; a share for this precision (`burst_fp8`) takes
+            precedence.
     """
     share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
     return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
 
 
 def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | None = None) -> float:
-    """Return the rate in a burst of a shape of whole tiles, by cuBLAS's measured shapes.
+    """Return the rate of a short burst of matmuls whose dims are whole tiles, from cuBLAS's measured shapes.
 
     Args:
-        measured: a GPU whose rows are read instead of the nearest one's.
+        measured: a GPU whose rows are used instead of those of the nearest GPU.
 
     Raises:
         KeyError: that GPU has no rows of this precision.
@@ -432,10 +437,10 @@ def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | 
     grids, rates = grids[1:], rates[0]
     least = int(grids[0][0])
     near = (max(m * batch * tiles, least), max(n, least), max(k * slower, least))
-    if near[0] > grids[0][-1] and near[1] < near[0]:  # C and its transpose are the same work.
+    if near[0] > grids[0][-1] and near[1] < near[0]:  # A product and its transpose are the same work.
         near = (near[1], near[0], near[2])
     found = _log_linear(grids, rates, [min(x, float(grid[-1])) for x, grid in zip(near, grids)]) * ours / theirs
-    if min(m, n, k) < least:  # The step from the nearest shape is that of OpenXLA's shapes.
+    if min(m, n, k) < least:  # The ratio to the nearest shape is that in OpenXLA's rows.
         large = (1, max(m * batch, least), max(n, least), max(k, least))
         found *= _xla_share((batch, m, n, k), gpu, precision) / _xla_share(large, gpu, precision)
     return min(_PEAK_SHARE * peak, packed * found)
@@ -447,12 +452,12 @@ def _tiled(shape: Shape) -> Shape:
 
 
 def _useful(shape: Shape) -> float:
-    """Return the share of its tiles' work that a shape needs; the rest draws power, too."""
+    """Return the share of the work in its tiles that a shape needs; the rest is padding, which draws power too."""
     return math.prod(shape) / math.prod(_tiled(shape))
 
 
 def step_gain(full: float, busy: float) -> float:
-    """Return the rate of tensor cores in a step over that in a long run of nothing else, up to that at the full clock.
+    """Return the rate of tensor cores in a step over that in a long run of matmuls, at most the rate at full clock.
 
     Args:
         full: rate at the full clock over that of a long run.
@@ -471,7 +476,7 @@ def _column(precision: str) -> str:
 
 
 def _measured_gpu(gpu: Gpu, precision: str) -> str | None:
-    """Return the GPU whose cuBLAS rows are read for this one; None without any for the precision, and before Ampere."""
+    """Return the GPU whose cuBLAS rows are used for `gpu`; None before Ampere, or without rows for the precision."""
     major = (gpu.compute_capability or (0, 0))[0]
     near = {8: "a100_80gb", 9: "h100_sxm"}.get(major, "b200")
     for key in (_STAND_INS.get(gpu.key, gpu.key), near):
@@ -492,8 +497,8 @@ def _rows() -> dict[tuple[str, str, str], list[Mapping[str, str]]]:
 def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Return (grid of each dim, rates [batch, m, n, k] in FLOP/s; XLA's are relative).
 
-    A gap has the rate of the next smaller shape. A large shape that takes 10 ms or more was measured under the power
-    cap (benchmarks/kernel_rates), so its burst is unknown, and is at least the cap.
+    A missing shape has the rate of the next smaller shape. A large shape that takes 10 ms or more was measured under
+    the power cap (benchmarks/kernel_rates). Its burst rate is unknown, and set to the capped rate at least.
     """
     rows, unit = _rows()[key, precision, library], 1e12 if library == "cuBLAS" else 1.0
     depths = [name for name in rows[0] if name.isdigit() and any(row[name] for row in rows)]
@@ -516,7 +521,7 @@ def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ..
 
 
 def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
-    """Return the share of a shape by OpenXLA's rates of a GPU of the same generation."""
+    """Return a shape's share of the rate of a large matmul, by OpenXLA's rates of an H100 or a B200."""
     measured = catalog.gpu("b200" if (gpu.compute_capability or (0, 0)) >= (10, 0) else "h100_sxm")
     theirs, ours = (
         g.peak_flops.get(precision, g.peak_flops["fp32"]) * g.achieved["matmul"] / g.sms for g in (measured, gpu)
@@ -526,7 +531,7 @@ def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
     batch, k = batch * measured.sms / gpu.sms, k * (theirs / ours)
     most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
     batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
-    while batch > most_batch and min(m, n) < most_m:  # More small products fill the GPU as fewer larger ones do.
+    while batch > most_batch and min(m, n) < most_m:  # Many small products fill the GPU like fewer larger ones.
         batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
     below = 1.0  # Dims below the rows fill a part of the smallest tile that was measured.
     for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
@@ -537,14 +542,14 @@ def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
 
 
 def _padded(size: int, tile: int) -> int:
-    """Return the next multiple of a tile; powers of two below it have kernels of their own."""
+    """Round a size up to a multiple of the tile; below the tile, to a power of two, which has its own kernel."""
     if size <= tile:
         return 1 << (size - 1).bit_length()
     return -(-size // tile) * tile
 
 
 def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[float]) -> float:
-    """Return the table between its grid points: linear in the logarithms of dims and rates."""
+    """Interpolate a table between its grid points, linearly in the logarithms of dims and rates."""
     values = np.log(table)
     for grid, x in zip(grids, point):
         position = float(np.interp(math.log(x), np.log(grid), np.arange(len(grid))))

@@ -3,9 +3,9 @@
     inside the pool    arguments + outputs + temporaries (the compiler's peak) + cuDNN's workspace + fragmentation
     outside            CUDA context + NCCL's buffers
 
-The client takes the pool as one piece: `memory_fraction` of the GPU's memory. Everything outside must fit into the
-rest. The compiler only sees the first line's program. The numbers behind the others, with sources, are in catalog.toml,
-[reserved].
+JAX's client allocates the pool as one piece: `memory_fraction` of the GPU's memory. Everything outside must fit into
+the rest. The compiler counts only arguments, outputs and temporaries. The numbers behind the other parts, with sources,
+are in catalog.toml, [reserved].
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def reserved_memory(module: Module, schedule: Schedule, cluster: Cluster, tempor
     """Return the bytes that a run needs beyond XLA's own memory plan.
 
     Args:
-        module: scheduled HLO as the runtime's object; its attention calls need a workspace.
-        schedule: schedule of the same program; its collectives need communicators.
-        cluster: tells whether NVSwitch reduces, which takes buffers too.
+        module: the compiled module; its attention calls need a workspace.
+        schedule: the schedule of the same program; its collectives need communicators.
+        cluster: the cluster; if its NVSwitch reduces, that needs buffers too.
         temporary_bytes: the program's largest block on one GPU, by the compiler's memory analysis.
     """
     numbers = reserved()
@@ -71,12 +71,13 @@ def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
     """Return the bytes of buffers on one GPU of the communicator that these collectives share.
 
     Each connection has a buffer at its receiving end for every protocol, and a small one at the sending end. A ring has
-    one connection a channel; the trees of an all-reduce add two; all-to-all and permutes have some to every peer, and
-    across domains one shared pool; where the switch reduces, its buffers come on top (16 channels x 2 x 1 MiB a rank).
+    one connection per channel, and the trees of an all-reduce have two more. An all-to-all has connections to every
+    peer in the domain, a permute to one peer. Both share one pool of buffers across domains. If the switch reduces, it
+    has additional buffers (16 channels x 2 x 1 MiB per rank).
 
     Args:
         members: one or more collectives of the same groups; their kinds decide which connections exist.
-        cluster: tells whether the switch reduces: NVSwitch, from NVLink 4 on.
+        cluster: the cluster; its switch reduces if it is an NVSwitch of NVLink 4 or newer.
     """
     numbers = reserved()
     members = list(members)
@@ -121,14 +122,14 @@ def _cudnn_workspace(module: Module) -> int:
 
 
 def cudnn_workspace_bytes(queries: Shape, keys: Shape) -> int:
-    """Return the workspace of a fused attention's backward pass, by the shapes of dQ and dK.
+    """Return the workspace of a fused attention's backward pass from the shapes of dQ and dK, the gradients of Q and K.
 
-    It holds the gradient of the queries and one number for each of their rows in fp32; where query heads share keys,
-    also dK and dV of every query head.
+    It has dQ, and one number for each row of queries, in fp32. If query heads share keys, it also has dK and dV of
+    every query head.
 
     Args:
         queries: shape of dQ, [batch, heads, length, head size].
-        keys: shape of dK, alike; its heads divide those of the queries.
+        keys: shape of dK, with the same order of dims; its number of heads divides that of the queries.
     """
     numbers = reserved()
     batch, heads, length, head_dim = queries.dims

@@ -1,9 +1,9 @@
-"""Describe the links under a group of GPUs as NCCL sees them, and predict which algorithm and protocol its tuner takes.
+"""Describe the links of a group of GPUs as NCCL sees them, and predict which algorithm and protocol its tuner chooses.
 
-`Links` are the links under one group of a collective, with the constants of nccl.toml that hold for them. NCCL's tuner
-knows a latency and a bandwidth for each algorithm and protocol, from tables of its version and from the channels that
-its search found, and takes the least sum (`expected`). Its pick need not be the fastest: algorithms.py has the actual
-cost of a pick.
+`Links` describes the links of one group of a collective, with the constants of nccl.toml that apply to them. NCCL's
+tuner estimates a latency and a bandwidth for each algorithm and protocol, from the tables of its version and from the
+channels that its search finds. It chooses the least estimated time (`expected`). Its choice need not be the fastest:
+algorithms.py has the actual cost of each choice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshkit.config.cluster import Cluster, Link
 from meshkit.errors import ConfigError
 
 FABRICS = ("flat", "rail", "leaf")
-_LEAF_PORTS = 32  # A 64-port leaf switch has half of its ports down.
+_LEAF_PORTS = 32  # A 64-port leaf switch has half of its ports to hosts.
 _OLDEST = (2, 18)
-# A calibration may scale the model's rate of a link and of a port, beside the fitted constants.
+# Factors on the model's rates of links and of ports, which a calibration may have beside the fitted constants.
 RATES = ("nvlink_rate", "network_rate")
-# How often a payload goes around a ring: an all-reduce reduces first and gathers then.
+# How often a payload goes around a ring: an all-reduce first reduces and then gathers.
 RING_TURNS = {
     "all-reduce": 2,
     "all-gather": 1,
@@ -45,13 +45,13 @@ def nccl_constants() -> dict[str, Any]:
 
 @functools.cache
 def model_constant(name: str) -> float:
-    """Return a constant that is neither NCCL's nor fitted."""
+    """Return a constant of `[by_hand]` in nccl.toml, which is neither NCCL's own nor fitted."""
     return nccl_constants()["by_hand"][name]["value"]
 
 
 @functools.cache
 def fitted_values() -> Mapping[str, float]:
-    """Return every fitted constant by name; one that differs by generation of NVLink is `name.generation`."""
+    """Return every fitted constant by name; `name.generation` for a constant that differs by generation of NVLink."""
     found = {}
     for name, row in nccl_constants()["fitted"].items():
         by = row["value"]
@@ -65,22 +65,22 @@ def _fitted() -> Mapping[str, Mapping[str, float]]:
 
 
 def fitted_for(generation: str) -> Mapping[str, float]:
-    """Return the shipped constants of one generation by their plain names."""
+    """Return the shipped fitted constants of one generation of NVLink by their plain names."""
     return _fitted()[generation]
 
 
 def _select_generation(generation: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the constants of one generation, or of all generations, by their plain names."""
+    """Return the constants that hold for one generation (its own and the common ones) by their plain names."""
     parts = ((*name.partition("."), value) for name, value in values.items())
     return {name: value for name, _, suffix, value in parts if suffix in ("", generation)}
 
 
 def constants_of(generation: str, values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return every constant of a generation and the RATES, with `values` in place of the shipped ones.
+    """Return every constant of a generation and the RATES, where `values` replace the shipped values.
 
     Args:
         generation: generation of NVLink, as in `Links.generation`: `3`, `4` or `5`.
-        values: by plain name, or by `name.generation`; those of other generations are ignored. Units are as in
+        values: values by plain name, or by `name.generation`; values of other generations are ignored. Units are as in
             nccl.toml; RATES are factors on the catalog's rates.
 
     Raises:
@@ -90,9 +90,9 @@ def constants_of(generation: str, values: Mapping[str, float]) -> Mapping[str, f
 
 
 def with_constants(links: Links, values: Mapping[str, float]) -> Links:
-    """Return the same links with other constants of `[fitted]` and other rates: all that `constants_of` returns.
+    """Return the links with the fitted constants and rates that `constants_of` returns.
 
-    NCCL still chooses by the catalog's rates, which the result keeps in `taken_for`.
+    NCCL's tuner still chooses by the catalog's rates. The links with these rates are in `taken_for`.
     """
     inside, outside = values["nvlink_rate"], values["network_rate"]
     return replace(
@@ -122,28 +122,28 @@ def version_of(text: str) -> tuple[int, ...]:
     return found
 
 
-@dataclass(eq=False)  # Frozen, it would take three times as long to make.
+@dataclass(eq=False)  # A frozen dataclass takes three times as long to create.
 class Links:
-    """The links under one group of a collective, as NCCL sees them: k domains with g GPUs each."""
+    """The links of one group of a collective, as NCCL sees them: k domains with g GPUs each."""
 
     g: int
     k: int
     inside_bytes_per_s: float
     """Usable rate of one GPU in one direction, inside its domain."""
     outside_bytes_per_s: float
-    """The same, out of its domain."""
+    """Usable rate of one GPU in one direction, out of its domain."""
     peer_bytes_per_s: float
-    """Rate to one other GPU inside; without a switch only the links between the two count."""
+    """Rate to one other GPU of the domain; without a switch, over the links between these two GPUs."""
     hops: float
-    """NVLinks that a byte crosses between two members on average; more than one in a cube mesh."""
+    """Mean number of NVLinks that a byte crosses between two members; more than one in a cube mesh."""
     taper: float
     """NVLink bandwidth to other hosts of the domain, relative to the bandwidth inside a host."""
     inside: str
-    """The row of NCCL's latencies: `nvlink` or `pcie`."""
+    """Row of NCCL's table of latencies for the link inside a domain: `nvlink` or `pcie`."""
     outside: str
-    """The row for the way out: `net`, or `pcie` where no NIC is between domains."""
+    """Row for the link out of a domain: `net`, or `pcie` for a cluster without NICs."""
     inside_extra_s: tuple[float, float]
-    """Time of a step beyond that table: (LL and LL128, Simple)."""
+    """Latency of a step in addition to that table: (LL and LL128, Simple)."""
     outside_extra_s: tuple[float, float]
     generation: str
     """Generation of NVLink, which selects the fitted constants."""
@@ -153,21 +153,21 @@ class Links:
     """Rate of one channel of a ring."""
     ll128: bool
     nvls: bool
-    """Whether NCCL may add in the NVLink switch."""
+    """Whether NCCL may reduce in the NVLink switch."""
     x86: bool
     ports: int
     """Network ports that lead out of the group's part of a domain."""
     port_bytes_per_s: float
     line_bytes_per_s: float
-    """Rate of one port that NCCL assumes."""
+    """Rate of one port that NCCL's tuner assumes."""
     ranks: int
     """GPUs of a domain that the job uses."""
     per_host: int
-    """Those of them on one host."""
+    """GPUs of a domain that the job uses on one host."""
     busy: float
-    """Number of groups that a GPU is in at a time."""
+    """Mean number of groups in which a GPU communicates at a time."""
     spine: tuple[float, float]
-    """Slowdown of traffic over the spine: (rings, sends to everybody)."""
+    """Slowdown of traffic over the spine: (rings, all-to-alls)."""
     nccl: tuple[int, ...]
     fitted: Mapping[str, float]
     """`[fitted]` of nccl.toml for this generation."""
@@ -176,13 +176,13 @@ class Links:
     slices: int = 0
     """Slices of a ragged all-to-all that each member sends to each; 0: as many as its kernel has blocks for."""
     taken_for: Links | None = field(default=None, repr=False)
-    """The links that NCCL takes these for, if it takes them for others."""
+    """The links by which NCCL's tuner chooses, if they are not these."""
     known: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Estimates of the tuner, once computed."""
+    """Cache of the tuner's estimates."""
 
 
 class _WayOut(NamedTuple):
-    """Rates and latency of the way out of a domain; for a group inside one domain the rates are infinite."""
+    """Rates and latency of the link out of a domain; for a group inside one domain the rates are infinite."""
 
     bytes_per_s: float = math.inf
     port_bytes_per_s: float = math.inf
@@ -202,15 +202,15 @@ def find_links(
     nccl: str | None = None,
     slices: int = 0,
 ) -> Links:
-    """Return the links under a group of k domains with g GPUs each.
+    """Return the links of a group of k domains with g GPUs each.
 
     Args:
         g: members of the group inside one domain.
         k: domains that it spans; with 1, `outside_bytes_per_s` is infinite.
-        concurrent_groups: such groups in a domain at a time; None: each GPU is in one.
+        concurrent_groups: number of such groups in a domain at a time; None: each GPU is in one.
         nvls: False as with `NCCL_NVLS_ENABLE=0`.
-        fabric: how hosts are cabled (one of FABRICS), and the number of leaves that the domains lie under; None:
-            the cluster's `oversubscription` applies to all traffic that leaves a host.
+        fabric: how hosts are cabled (one of FABRICS), and the number of leaf switches to which the domains are
+            connected. With None for both, the cluster's `oversubscription` applies to all traffic that leaves a host.
         nccl: version, such as "2.28.9"; None for `default_version` of nccl.toml.
         slices: slices of a ragged all-to-all that each member sends to each; 0: as many as its kernel has blocks for.
 
@@ -219,8 +219,8 @@ def find_links(
     """
     constants, gpu = nccl_constants(), cluster.gpu
     per_host = min(cluster.gpus_per_host, cluster.gpus_used_per_domain)
-    # Inside a host: a ring and the switch's reductions send to the next host as little as to a NIC, so that a
-    # tapered NVLink network does not slow them (NVIDIA: 256 H100s reduce at the full 450 GB/s).
+    # With a switch, the rate inside a host counts: rings and reductions in the switch send as little to the next host
+    # as to a NIC, so a tapered NVLink network does not slow them (NVIDIA: 256 H100s reduce at the full 450 GB/s).
     switch = cluster.has_nvswitch
     link = cluster.link("nvlink", gpus=min(g, per_host) if switch else g)
     peer = link if g == 2 or (switch and per_host > 1) else cluster.link("nvlink", gpus=2)
@@ -279,15 +279,15 @@ def _column(capability: tuple[int, int]) -> str:
 
 
 def _generation(capability: tuple[int, int]) -> str:
-    """Return the fitted generation of NVLink for a GPU; Ada cards launch like Hopper."""
+    """Return the generation of NVLink whose fitted constants hold for a GPU; Ada cards launch kernels like Hopper."""
     return "5" if capability >= (10, 0) else "4" if capability >= (8, 9) else "3"
 
 
 def _spine(cluster: Cluster, k: int, fabric: tuple[str | None, int | None]) -> tuple[tuple[float, float], float]:
-    """Return the spine's slowdown of (rings, all-to-alls) over k hosts, and the oversubscription left to all traffic.
+    """Return the spine's slowdown of (rings, all-to-alls) over k hosts, and the oversubscription of all traffic.
 
-    Of a ring over leaves of h hosts one flow in h crosses the spine, so that an oversubscribed spine does not hurt
-    until h; of sends to everybody a share of (k - h) / k crosses.
+    With h hosts per leaf switch, one flow in h of a ring crosses the spine, so an oversubscription of up to h does not
+    slow the ring. Of an all-to-all, a share of (k - h) / k crosses the spine.
     """
     kind, racks = fabric
     if kind is None and racks is None:
@@ -302,12 +302,12 @@ def _spine(cluster: Cluster, k: int, fabric: tuple[str | None, int | None]) -> t
 
 
 def busy_share(cluster: Cluster, g: int, concurrent_groups: int | None) -> float:
-    """Return the number of groups that a GPU of a domain is in at a time, on average; None counts as one group."""
+    """Return the mean number of groups in which a GPU of a domain communicates at a time; with None it is one."""
     return 1.0 if concurrent_groups is None else concurrent_groups * g / cluster.gpus_used_per_domain
 
 
 def _share_of_nics(cluster: Cluster, net: Link, busy: float) -> float:
-    """Return the bytes per second that a busy GPU may send: its own and idle GPUs' ports, up to the rate of one."""
+    """Return the bytes/s that a busy GPU may send, by its own and idle GPUs' ports, at most the rate of one port."""
     if busy >= 1 or cluster.nic is None:
         return net.bytes_per_s / max(1.0, busy)
     return max(net.bytes_per_s, min(net.bytes_per_s / busy, _port_bytes_per_s(cluster)))
@@ -318,13 +318,13 @@ def _port_bytes_per_s(cluster: Cluster) -> float:
 
 
 def _ports(cluster: Cluster, g: int) -> int:
-    """Return the number of network ports that a group of g GPUs in a domain reaches by its own PCIe switches."""
+    """Return the number of network ports that a group of g GPUs in a domain reaches through its PCIe switches."""
     hosts = -(-g // cluster.gpus_per_host)
     return max(1, min(g, hosts * (cluster.nics_per_host or g)))
 
 
 def _extra_latency(link: Link, row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the latency of a step beyond NCCL's table, small and large: of TCP, EFA or host memory."""
+    """Return the latency of a step beyond NCCL's table for (small, large) messages, as of TCP, EFA or host memory."""
     return max(0.0, link.latency_small_s - row["ring"]["ll"]), max(0.0, link.latency_s - row["ring"]["simple"])
 
 
@@ -336,7 +336,7 @@ class Expected(NamedTuple):
     latency_s: float
     bytes_per_s: float
     medium: str = ""
-    """The protocol whose dip at medium sizes counts, of trees."""
+    """For a tree, the protocol whose loss of bandwidth at medium sizes applies."""
     slower: float = 1.0
     """Factor on the latency."""
     slower_from: float = math.inf
@@ -349,11 +349,11 @@ class Expected(NamedTuple):
 
 
 def expected(collective: str, links: Links) -> tuple[Expected, ...]:
-    """Return the tuner's estimates for every algorithm and protocol that it may choose and that has any bandwidth.
+    """Return the tuner's estimates for the algorithms and protocols that it may choose, if their bandwidth is not 0.
 
     Args:
         collective: `all-reduce`, `all-gather` or `reduce-scatter`.
-        links: the links under its group, of two GPUs or more; it caches the estimates.
+        links: the links of the group, which has two GPUs or more; they cache the estimates.
     """
     links = links.taken_for or links
     if collective not in links.known:
@@ -363,7 +363,7 @@ def expected(collective: str, links: Links) -> tuple[Expected, ...]:
 
 @functools.cache
 def version_constants(version: tuple[int, ...]) -> Mapping[str, Any]:
-    """Return the tuner's columns and switches of a version."""
+    """Return the tuner's tables and flags for a version of NCCL."""
     constants = nccl_constants()
     found: dict[str, Any] = {name: dict(row) for name, row in constants["tuner"].items() if name != "before"}
     found |= {
@@ -386,16 +386,16 @@ def version_constants(version: tuple[int, ...]) -> Mapping[str, Any]:
 
 @functools.cache
 def _medium(protocol: str) -> Sequence[float]:
-    """Return NCCL's treeCorrectionFactor at 64 B, 128 B and so on, and the 1 that follows it."""
+    """Return NCCL's treeCorrectionFactor at 64 B, 128 B and so on, followed by 1."""
     return (*nccl_constants()["protocol"]["tree_medium"][protocol], 1.0)
 
 
 def tree_medium(protocol: str, payload: float) -> float:
-    """Return the share of its bandwidth that a tree reaches at medium sizes: NCCL's table, without its jumps.
+    """Return the share of its bandwidth that a tree reaches at medium sizes: NCCL's table, interpolated.
 
     Args:
-        payload: bytes of the message; linear in their logarithm between NCCL's points, 64 B and its doublings, and 1
-            beyond the last.
+        payload: bytes of the message. The share is linear in their logarithm between NCCL's points (64 B and its
+            doublings), and 1 beyond the last point.
     """
     if payload <= 64.0:
         return _medium(protocol)[0]
@@ -405,7 +405,7 @@ def tree_medium(protocol: str, payload: float) -> float:
 
 
 def table_step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
-    """Return NCCL's own latency of a step of a `ring` or `tree` inside a domain, and out of it, in seconds."""
+    """Return NCCL's latency, in seconds, of a step of a `ring` or `tree`: (inside a domain, out of it)."""
     rows = nccl_constants()["step_latency_s"]
     simple = protocol == "simple"
     inside = rows[links.inside][algorithm][protocol] + links.inside_extra_s[simple]
@@ -414,13 +414,13 @@ def table_step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, fl
 
 @functools.lru_cache(maxsize=256)
 def _speed(column: str, total: float, version: tuple[int, ...]) -> float:
-    """Return the bandwidth of a channel that NCCL's search finds: the speed of its grid that fills the links best."""
+    """Return the bandwidth of a channel that NCCL's search finds: the speed of its list that uses the links best."""
     speeds = version_constants(version)[column]["speeds"]
     return max(speeds, key=lambda s: (int(total / s) * s, s)) if total >= speeds[-1] else total
 
 
 def _channels(links: Links) -> tuple[int, float]:
-    """Return the channels of a ring as NCCL's search finds them, and their total bandwidth."""
+    """Return the number of a ring's channels that NCCL's search finds, and their total bandwidth."""
     total = links.inside_bytes_per_s * links.busy
     speed = _speed(links.column, total, links.nccl)
     number = max(1, int(total / speed))
@@ -445,11 +445,12 @@ def _row(p: str, own: Mapping[str, Any], column: str, links: tuple[str, str], pl
 
 @functools.cache
 def _sheets(version: tuple[int, ...]) -> Mapping[tuple[str, str, str, int], Sequence[tuple[tuple, tuple]]]:
-    """Return the tuner's numbers by (column, link inside a domain, link out of it, domains up to 3), a row a protocol.
+    """Return (column, link inside a domain, link out of it, domains up to 3) -> tuner's numbers, a row per protocol.
 
-    A row has of a ring the protocol, its base latency, the latency of a step on either link, the least step over hosts,
-    its share of the bandwidth, the most that the protocol carries, and the most of one channel; of a tree the
-    latencies, the most of a channel, and the most of one with LL128.
+    A row has two tuples. That of the ring has the protocol, its base latency, the latency of a step on both links, the
+    least latency of a step over hosts, its share of the bandwidth, and the highest bandwidth of the protocol and of one
+    channel. That of the tree has the base latency, the latency of a step on both links, and the highest bandwidth of a
+    channel and of a channel with LL128.
     """
     own, columns = version_constants(version), [name for name in nccl_constants()["tuner"] if name != "before"]
     return {
@@ -476,7 +477,7 @@ def _expected(collective: str, links: Links) -> list[Expected]:
         more_inside, more_outside = links.inside_extra_s[simple], links.outside_extra_s[simple]
         tree_inside, tree_outside = tree_inside + more_inside, tree_outside + more_outside
         inside = max(inside + more_inside, least) if k > 1 and links.outside == "net" else inside + more_inside
-        outside = tree_outside if g == 1 and k > 1 else outside + more_outside  # Nothing hides this step (tuning.cc).
+        outside = tree_outside if g == 1 and k > 1 else outside + more_outside  # No step hides this one (tuning.cc).
         rate = min(total * share, most, channels * channel)
         latency = base + (steps - crossing) * inside + crossing * outside
         slower, slower_from = 1.0, math.inf
@@ -497,7 +498,7 @@ def _expected(collective: str, links: Links) -> list[Expected]:
     if reduces:
         found += _expected_nvls(links, version, levels)
     elif g == 1 and version["pat"]:
-        # With registered buffers NVLS gathers too; its rate is the ring's (togethercomputer: 661 and 655 GB/s).
+        # With registered buffers NVLS gathers too, at the rate of the ring (togethercomputer: 661 and 655 GB/s).
         constants = nccl_constants()
         rows = constants["step_latency_s"]
         step = rows["net"]["tree"]["simple"] + 2 * links.outside_extra_s[1]
@@ -507,13 +508,13 @@ def _expected(collective: str, links: Links) -> list[Expected]:
 
 
 def _expected_nvls(links: Links, version: Mapping[str, Any], levels: int) -> tuple[Expected, ...]:
-    """Return the estimate of NVLS inside a domain, or of NVLSTree over several; nothing where NCCL cannot use it."""
+    """Return the estimate of NVLS inside a domain, or of NVLSTree over several; empty if NCCL cannot use it."""
     constants, k, n = nccl_constants(), links.k, links.g * links.k
     column, heads = version[links.column], min(links.g, constants["nvls"]["max_heads"])
     if not links.nvls or heads < 2 or column["nvls_share"] == 0.0:
         return ()
     most = links.inside_bytes_per_s * links.busy / heads
-    inside = next((speed for speed in column["speeds"] if speed <= most), most)  # A speed of NCCL's grid.
+    inside = next((speed for speed in column["speeds"] if speed <= most), most)  # A speed of NCCL's list.
     outside = links.line_bytes_per_s * links.ports / heads if k > 1 else math.inf
     latency = version["nvls_s"] or constants["step_latency_s"]["nvlink"]["nvls"]
     latency += 2 * levels * (version["nvls_tree_step_s"] + 2 * links.outside_extra_s[1])

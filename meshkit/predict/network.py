@@ -1,7 +1,7 @@
 """Predict the seconds of one collective on a cluster, from a calibration or from NCCL's algorithms in closed form.
 
-NCCL's tuner chooses an algorithm and a protocol by its own constants (nccl.py), and algorithms.py has the closed form
-of the chosen one's cost over its links. The numbers are in nccl.toml, the fitted ones in one table.
+NCCL's tuner chooses an algorithm and a protocol by its own constants (nccl.py). algorithms.py has the cost of this
+algorithm over its links in closed form. The numbers are in nccl.toml, the fitted numbers in its table `[fitted]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAUNCHES = ("nccl-tests", "xla", "grouped")
 
 
 class How(TypedDict, total=False):
-    """Options of a collective, where NCCL and XLA would choose otherwise by themselves."""
+    """Options of a collective, which replace choices of NCCL and XLA."""
 
     nvls: bool
     algorithm: str | None
@@ -72,31 +72,34 @@ def collective_time_s(
     concurrent_groups: int | None = None,
     **how: Unpack[How],
 ) -> float:
-    """Return the seconds of one collective, from the last arrival of a member to the end.
+    """Return the seconds of one collective, from the arrival of its last member to its end.
 
     Args:
         collective: HLO opcode, without `-start`.
-        payload_bytes: on one GPU: the operand; of an all-gather, the result.
+        payload_bytes: bytes on one GPU of the operand or, for an all-gather, of the result.
         gpus_per_domain: members of the group inside one NVLink domain.
         domains: NVLink domains that the group spans.
-        cluster: its links, with what they are measured to achieve; its calibration, if it names one, comes first.
-        concurrent_groups: such groups in a domain at the same time. By default each GPU is in one, as in an SPMD
-            program, and has its own NVLinks and its share of the host's NICs; idle GPUs leave theirs to the others.
-        how: `nvls`: whether NCCL may add in the NVLink switch; False as with `NCCL_NVLS_ENABLE=0`.
-            `algorithm`: overrules NCCL's choice: `ring`, `tree`, `nvls`, `nvls tree`, `pat`, `collnet` (SHARP),
-            `symmetric` (memory), `copy engine` (the same memory, no multiprocessors; derived, docs/concepts/network.md
-            says what was measured), `one-shot` (XLA's own all-reduce), `neighbours` (a permute as nccl-tests sends:
-            every rank to the next, so that one flow leaves each host); a protocol may follow, as in `ring ll128`. Of a
-            ragged all-to-all `one-shot` (inside a domain), `device kernel`, `send`: docs/concepts/network.md.
-            `nccl`: its version, for its tuner's constants: "2.28.9".
-            `launch`: `xla`, in a step; `nccl-tests`, one after the other with nothing between; `grouped`, in the
-                kernel of another one of the same GPUs, which has the launch.
-            `fabric`: `rail`: a leaf switch takes one NIC of each of 32 hosts; `leaf`: all NICs of a host are on one
-            leaf; `flat`: no oversubscription. By default the cluster's counts for all that leaves a host.
-            `racks`: leaves that the domains lie under, evenly, where that is not as many as there must be.
-            `fitted`: replaces constants of `[fitted]` of nccl.toml, by name (for refits).
-            `slices`: of a ragged all-to-all, those that each GPU sends to each; by default as many as XLA's kernel has
-            blocks for.
+        cluster: the cluster, with the sustained rates of its links. A calibration that it names takes precedence.
+        concurrent_groups: number of such groups in a domain at the same time. By default each GPU is in one, as in an
+            SPMD program, and has its own NVLinks and its share of the host's NICs. With fewer groups, they also use the
+            NICs of idle GPUs.
+        how: `nvls`: whether NCCL may reduce in the NVLink switch; False as with `NCCL_NVLS_ENABLE=0`.
+            `algorithm`: replaces NCCL's choice: `ring`, `tree`, `nvls`, `nvls tree`, `pat`, `collnet` (SHARP),
+            `symmetric` (kernels for symmetric memory), `copy engine` (for the same memory, without multiprocessors;
+            derived, docs/concepts/network.md has what was measured), `one-shot` (XLA's own all-reduce), `neighbours` (a
+            permute as in nccl-tests: every rank sends to the next, so one flow leaves each host). A protocol may
+            follow, as in `ring ll128`. For a ragged all-to-all: `one-shot` (inside a domain), `device kernel`, `send`
+            (docs/concepts/network.md).
+            `nccl`: version of NCCL, which has the tuner's constants: "2.28.9".
+            `launch`: `xla`: in a step; `nccl-tests`: one collective directly after the other; `grouped`: in the kernel
+                of another collective of the same GPUs, whose price includes the launch.
+            `fabric`: `rail`: a leaf switch has one NIC of each of 32 hosts; `leaf`: all NICs of a host are on one leaf;
+                `flat`: no oversubscription. By default the cluster's oversubscription applies to all traffic that
+                leaves a host.
+            `racks`: number of leaf switches over which the domains are spread evenly; by default as few as possible.
+            `fitted`: name -> value that replaces a constant of `[fitted]` in nccl.toml (for refits).
+            `slices`: slices of a ragged all-to-all that each GPU sends to each; by default as many as XLA's kernel has
+                blocks for.
 
     Raises:
         ConfigError: the collective is unknown, the group is not possible, the algorithm cannot run it, or a calibration
@@ -112,11 +115,11 @@ class Price:
 
     seconds: float
     inside_s: float = 0.0
-    """Seconds of them for which the link inside a domain is busy."""
+    """Part of the seconds in which the link inside a domain is busy."""
     outside_s: float = 0.0
-    """Seconds for which the GPU's way out of the domain is busy."""
+    """Part of the seconds in which the GPU's link out of the domain is busy."""
     wire_s: float = 0.0
-    """Seconds for which it sends, no less than either; the rest is latency."""
+    """Part of the seconds in which it sends, at least the busy time of each link; the rest is latency."""
     channels: int | None = None
     """Blocks of its kernel; None if unknown."""
 
@@ -124,19 +127,19 @@ class Price:
 def collective_price(
     collective: str, payload_bytes: float, group: tuple[int, int, int | None], cluster: Cluster, how: How
 ) -> Price:
-    """Return the price of one collective, as `collective_time_s` describes it, with XLA's launch; 0 for one GPU.
+    """Return the price of one collective, by default with XLA's launch; it is 0 for one GPU.
 
     Args:
         collective, payload_bytes: as `collective_time_s` takes them.
         group: members inside one domain, domains that it spans, and such groups in a domain at a time (None: each
             GPU is in one).
-        cluster: its links and, if it names one, its calibration. A fit of that, where one applies, gives the
-            seconds, and the model the parts of them.
-        how: options as the keywords of `collective_time_s`; {} for what NCCL and XLA do by themselves.
+        cluster: the cluster and, if it names one, its calibration. If a fit of the calibration applies, the fit gives
+            the seconds, and the model the parts of them.
+        how: options, as the keywords of `collective_time_s`; with {} NCCL and XLA choose.
 
     Raises:
         ConfigError: as `collective_time_s`.
-        TypeError: `how` has another key.
+        TypeError: `how` has an unknown key.
     """
     gpus_per_domain, domains, concurrent_groups = group
     if how:
@@ -182,15 +185,15 @@ def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | No
 
     Args:
         state_bytes: parameters and optimizer state over all GPUs, replicas counted once.
-        cluster: its `storage_bytes_per_s` over all hosts. The paths are the GPUs' PCIe slots (or links to their CPU)
-            with GPUDirect Storage, and host memory, which is written and read, without.
+        cluster: the cluster, with `storage_bytes_per_s` over all hosts. With GPUDirect Storage, a path is a GPU's PCIe
+            slot (or link to its CPU). Without it, a path also has host memory, which is written and read.
     """
     rate = cluster.checkpoint_bytes_per_s
     return None if rate is None or state_bytes is None else state_bytes / rate
 
 
-# Clusters and calibrations hold mappings and have no hash. Their identities serve as keys, and the values keep them
-# alive.
+# Clusters and calibrations have no hash, because they contain mappings. Their ids are keys of this cache, and its
+# values keep them alive.
 _known_links: dict[tuple, tuple[Cluster, calibration.NetworkConstants | None, Links]] = {}
 _MOST_KNOWN = 1024
 
@@ -198,7 +201,7 @@ _MOST_KNOWN = 1024
 def _find_links(
     cluster: Cluster, group: tuple[int, int, int | None], how: How, own: calibration.NetworkConstants | None
 ) -> Links:
-    """Return `find_links` with the constants that `meshkit bench` found, cached by cluster and shape of group."""
+    """Return the result of `find_links`, with the constants of a calibration if `own` has them; results are cached."""
     nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
     slices = how.get("slices", 0)
     key = (id(cluster), id(own), group, nvls, fabric, nccl, slices)
@@ -225,10 +228,10 @@ def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mappin
 
 
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:
-    """Return the seconds by a fit of `meshkit bench`; None where it measured nothing comparable.
+    """Return the seconds by a fit of `meshkit bench`; None if it has no comparable measurement.
 
-    Latency grows with the steps of a ring: those of this group over those of the measured group. A ragged all-to-all,
-    which XLA runs, compares with nothing that was measured.
+    The latency is scaled by the number of steps of a ring in this group over that in the measured group. No measurement
+    is comparable with a ragged all-to-all, which XLA runs.
     """
     fit = known.find("infiniband" if k > 1 else "nvlink", collective, g, k)
     if fit is None:
@@ -241,8 +244,8 @@ def _calibrated_s(known: calibration.Calibration, collective: str, payload: floa
 def infiniband_share(c: Collective) -> float:
     """Return the share of the wire bytes that leave the NVLink domain.
 
-    A ring with g GPUs per domain leaves the domain on one of every g hops: 1 / g. An all-to-all has no ring: of the n -
-    1 peers of a GPU, n - g are in other domains.
+    A ring with g GPUs per domain leaves the domain on one of every g hops: 1 / g. An all-to-all has no ring: in a group
+        of n GPUs, n - g of the n - 1 peers of a GPU are in other domains.
     """
     if c.link != "infiniband" or c.group_size < 2:
         return 0.0
@@ -252,10 +255,10 @@ def infiniband_share(c: Collective) -> float:
 
 
 def peak_bus_bandwidth_bytes_per_s(c: Collective, cluster: Cluster | None) -> float | None:
-    """Return the bus bandwidth at which a collective's links carry their peak rate, bytes/s of a GPU and direction.
+    """Return the bus bandwidth at which a collective uses a link at its peak rate, in bytes/s per GPU and direction.
 
-    It is None where unknown, on CPUs and for a group of one. A share of a GPU's wire bytes crosses InfiniBand (see
-    `infiniband_share`), so that this link is full at its rate divided by the share. NVLink bounds the traffic inside a
+    It is None for an unknown cluster, on CPUs, and for a group of one. A share of a GPU's wire bytes crosses InfiniBand
+    (see `infiniband_share`), so this link is full at its rate divided by the share. NVLink limits the traffic inside a
     domain.
     """
     if cluster is None or cluster.is_cpu or c.group_size < 2:

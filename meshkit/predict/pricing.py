@@ -1,15 +1,16 @@
 """Price a program's instructions, and share the GPU and the links among kernels and collectives in flight.
 
-NCCL's kernels hold multiprocessors until they are done, and every byte that arrives passes device memory several times.
-A kernel loses the multiprocessors that the collective holds, as an H100 with cuBLAS 13.1 did beside blocks that stream
-memory, or what was measured on the GPU itself (catalog, `contended`: A100). Kernels that deal out their tiles to one
-block per multiprocessor beforehand lose up to half: a plan does not know which ones do.
+NCCL's kernels occupy multiprocessors until they end, and every byte that arrives passes device memory several times. A
+kernel beside a collective loses the multiprocessors that the collective occupies, as measured on an H100 with cuBLAS
+13.1 beside blocks that stream memory. If the GPU itself was measured, the kernel loses the measured share (catalog,
+`contended`: A100). Kernels that assign their tiles to one block per multiprocessor in advance lose up to half; a plan
+cannot tell which kernels do.
 
-Each stream runs its collectives in order (`InFlight`). A collective first waits for its latency, which it shares with
-nobody, and then sends: it takes a share of the link inside a domain and of the GPU's way out of it. Where several ask
-for more of a link than there is, all users of the link get the same share, as long as they want it (max-min fairness),
-and none exceeds its own rate. So two on one link take the sum of their wire times, and two on different links take the
-longer of the two.
+Each stream runs its collectives in order (`InFlight`). A collective first waits for its latency, which others do not
+change. Then it sends and uses a share of the link inside a domain and of the GPU's link out of it. If several
+collectives need more than all of a link, they get equal shares of it (max-min fairness), and none exceeds its rate when
+alone. So two collectives on one link take the sum of their wire times, and two on different links take the longer of
+the two wire times.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from meshkit.predict.nccl import model_constant
 from meshkit.predict.network import How, Price, collective_price
 from meshkit.predict.ways import RAGGED, Way
 
-# A copy engine reads a byte and writes it. NCCL's kernels have a buffer between.
+# A copy engine reads and writes each byte once. NCCL's kernels also use a buffer in between.
 _COPY_PASSES = 2
 _FAIR = 0.5
 
 
 def arithmetic_left(gpu: Gpu, channels: int | None) -> float:
-    """Return the share of its arithmetic rate that a collective leaves to a kernel, by its channels (None: unknown).
+    """Return the share of arithmetic rate that a collective with this many channels (None: unknown) leaves to a kernel.
 
-    It is the measured share of the GPU if there is one, else the share of the other multiprocessors.
+    It is the share measured on the GPU if there is one, or else the share of multiprocessors without a channel.
     """
     if channels == 0:
         return model_constant("beside_copies")
@@ -59,7 +60,7 @@ class Pricer:
     """Prices the instructions of one program on one cluster.
 
     Args:
-        seconds: known durations of a kernel alone, a collective or a copy; None prices by model.
+        seconds: known duration of a kernel alone, a collective or a copy; None: the model prices them.
         gpus: GPUs of the whole job; default the cluster's.
         busy: share of the step's time in which tensor cores work, see `kernels.step_gain`.
 
@@ -103,7 +104,7 @@ class Pricer:
         return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
 
     def power_share(self, i: Instruction) -> float:
-        """Return the power of a kernel's tensor cores over that of a large matmul's at the same clock."""
+        """Return the power of a kernel's tensor cores over that of a large matmul at the same clock."""
         return power_share(i.cost, self._cluster.gpu) if i.cost else 0.0
 
     def transfer(self, i: Instruction) -> Transfer:
@@ -135,7 +136,7 @@ class Pricer:
         return self._collectives[key]
 
     def ragged_price(self, c: Collective, way: Way) -> Price:
-        """Return the price of a ragged all-to-all on the GPU that receives most, up to the size of its buffer."""
+        """Return the price of a ragged all-to-all on the GPU that receives most rows, which its buffer limits."""
         payload = c.payload_bytes
         if c.group_size == 1:
             memory = memory_bytes_per_s(self._cluster.gpu, self._rates)
@@ -165,18 +166,19 @@ def host_bytes_per_s(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Shares that a collective at its own rate leaves to a kernel: of arithmetic, and of memory bandwidth."""
+    """Shares of arithmetic rate and of memory bandwidth that a collective at full rate leaves to a kernel."""
 
     arithmetic: float = 1.0
     memory: float = 1.0
     adds: bool = True
-    """Whether another collective takes as much arithmetic again; a measured share counts once."""
+    """Whether the arithmetic lost to several collectives adds up; a measured share counts once."""
 
     def slowdowns(self, work: KernelWork) -> tuple[float, float]:
-        """Return the kernel's seconds during the collective over its seconds alone, and the collective's relative rate.
+        """Return the kernel's seconds beside the collective over its seconds alone, and the collective's relative rate.
 
-        Memory serves both as they ask while there is enough; otherwise neither gets less than half of it. So a kernel
-        that memory bounds gets what the collective leaves, and one that asks for more than half slows the collective.
+        If memory bandwidth suffices, both get what they need. Otherwise each gets at least half of it. So a
+        memory-bound kernel gets the bandwidth that the collective leaves, or half if the collective would leave less,
+        which slows the collective.
         """
         if work.alone_s <= 0.0:
             return 1.0, 1.0
@@ -190,7 +192,7 @@ NO_LOAD = Load()
 
 
 def combined_load(loads: Sequence[tuple[Load, float]]) -> Load:
-    """Return the load of several collectives; each has a share of its speed, which lowers its bytes only."""
+    """Return the load of several collectives, each with its relative speed, which scales its bytes only."""
     if not loads:
         return NO_LOAD
     held = sum(1.0 - load.arithmetic for load, _ in loads if load.adds)
@@ -207,7 +209,7 @@ class Transfer(Price):
 
     @property
     def uses(self) -> tuple[float, float]:
-        """Shares of both links that it takes while it sends alone."""
+        """Shares of both links (inside a domain, out of it) that it uses while it sends alone."""
         return (self.inside_s / self.wire_s, self.outside_s / self.wire_s) if self.wire_s else (0.0, 0.0)
 
 
@@ -216,7 +218,7 @@ class Flow:
 
     def __init__(self, transfer: Transfer, stream: int | None, label: int):
         self.stream, self.label, self.uses, self.load = stream, label, transfer.uses, transfer.load
-        self.wire_s = min(transfer.wire_s, transfer.seconds)  # The wire time that is left, were it alone.
+        self.wire_s = min(transfer.wire_s, transfer.seconds)  # Remaining wire time at its rate when alone.
         self.latency_s = transfer.seconds - self.wire_s
         self.start: float | None = None
         self.end: float | None = None
@@ -231,7 +233,7 @@ class InFlight:
         self._queues: defaultdict[int, deque[Flow]] = defaultdict(deque)
 
     def start(self, transfer: Transfer, label: int, at: float, stream: int | None = None) -> Flow:
-        """Queue a collective behind the others of its stream; with None it runs on the compute stream and blocks it."""
+        """Queue a collective behind the others of its stream; with None it begins at once, on the compute stream."""
         self.advance(at)
         flow = Flow(transfer, stream, label)
         if stream is not None:
@@ -246,19 +248,19 @@ class InFlight:
         self._now = max(self._now, to)
 
     def begun(self, flow: Flow) -> float:
-        """Return when a collective begins, if nothing else starts before."""
+        """Return the time at which a collective begins, if nothing else starts before."""
         while flow.start is None:
             self._pass(math.inf, self._speeds())
         return flow.start
 
     def finished(self, flow: Flow) -> float:
-        """Return when a collective ends, if nothing else starts before."""
+        """Return the time at which a collective ends, if nothing else starts before."""
         while flow.end is None:
             self._pass(math.inf, self._speeds())
         return flow.end
 
     def drained(self) -> float:
-        """Return when everything in flight has ended."""
+        """Return the time at which everything in flight has ended."""
         while self._active:
             self._pass(math.inf, self._speeds())
         return self._now
@@ -268,9 +270,9 @@ class InFlight:
         return bool(self._active)
 
     def run_kernel(self, work: KernelWork, start: float) -> float:
-        """Return when a kernel ends that starts now, slowed by what is in flight.
+        """Return the end of a kernel that starts at `start` and is slowed by the collectives in flight.
 
-        No other collective can join: one that the schedule starts later waits for this kernel.
+        No other collective can be queued in this time: the schedule starts the next collective after this kernel.
         """
         self.advance(start)
         now, left = start, 1.0
@@ -320,7 +322,7 @@ class InFlight:
             full, tight = min(((free[link] / wanted[link], link) for link in (0, 1) if wanted[link]), default=(1.0, 0))
             if full >= 1.0:
                 break
-            level = max(level, full)  # `full` falls by rounding alone.
+            level = max(level, full)  # `full` decreases by rounding alone.
             for n in [n for n in growing if self._active[n].uses[tight]]:
                 speeds[n] = level
                 free = [f - u * level for f, u in zip(free, self._active[n].uses)]
@@ -328,11 +330,11 @@ class InFlight:
         return speeds
 
     def _next_s(self, speeds: Sequence[float]) -> float:
-        """Return the seconds until the first of them has waited out its latency, or sent everything."""
+        """Return the seconds until the first collective in flight ends its latency or its sending."""
         return min(f.latency_s or f.wire_s / speed for f, speed in zip(self._active, speeds, strict=True))
 
     def _pass(self, to: float, speeds: Sequence[float]) -> None:
-        """Let time pass until something changes, but not beyond `to`."""
+        """Advance the time to the next change, but not beyond `to`."""
         change = self._next_s(speeds)
         seconds = min(change, to - self._now)
         ended = []

@@ -1,8 +1,8 @@
 """Refit constants of the network model: the shipped ones to many systems, and one cluster's own in `meshkit bench`.
 
-A fit is the least sum of |log(predicted / measured)|. The problem is made linear: each constant's effect on a
-prediction is taken around its present value. One cluster's own constants are solved for a few times, each time from the
-last result.
+A fit minimizes the sum of |log(predicted / measured)|. Predictions are linearized: the effect of each constant is taken
+around its present value. For one cluster's own constants, the fit is repeated a few times, each time from the last
+result.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from meshkit.predict.nccl import RATES, RING_TURNS, find_links
 from meshkit.predict.network import collective_time_s
 
 _NUDGE = 1.02
-_REACH = 0.7  # A refit moves a constant by a factor of two at most.
-_STIFF = 0.02  # This holds a constant in place that few rows depend on.
+_REACH = 0.7  # A refit changes a constant by a factor of two at most.
+_STIFF = 0.02  # This keeps a constant in place if few rows depend on it.
 _ROUNDS = 25
 _TIMES = 4
 _FEWEST = 8
@@ -29,7 +29,7 @@ _FEWEST = 8
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Measured times in log space, linear around where the constants start."""
+    """Predicted over measured times in log space, linearized around the starting values of the constants."""
 
     names: list[str]
     misfit: np.ndarray
@@ -49,9 +49,9 @@ class Sensitivity:
         """Return the sensitivity around the constants `start`; every group of times has the same weight.
 
         Args:
-            predicted_s: constants by name -> [n] seconds of the measured collectives. It is called with `start`, then
-                with one constant after the other 2 % larger.
-            measured_s: [n] seconds, in that order.
+            predicted_s: constants by name -> [n] predicted seconds of the measured collectives. It is called with
+                `start`, then once for each constant with this constant 2 % larger.
+            measured_s: [n] measured seconds of the same collectives.
             groups: [n] groups of the measurements; the weights of a group sum to 1.
         """
         here = np.log(predicted_s(start))
@@ -61,7 +61,7 @@ class Sensitivity:
         return cls(list(start), here - np.log(measured_s), (np.array(moved) - here).T / np.log(_NUDGE), weights)
 
     def refit(self, used: np.ndarray | slice = slice(None)) -> dict[str, float]:
-        """Return constant -> factor, exp(-0.7) to exp(0.7), that fits the times that are `used`, as numpy indexes."""
+        """Return constant -> factor, exp(-0.7) to exp(0.7), that fits the times at the numpy index `used`."""
         slopes, misfit, weights = self.slopes[used], self.misfit[used], self.weights[used]
         step = np.zeros(len(self.names))
         total = weights.sum()
@@ -73,7 +73,7 @@ class Sensitivity:
 
 
 class MeasuredCollective(Protocol):
-    """One timed collective, with `payload_bytes` as `collective_time_s` takes it."""
+    """One timed collective; `size_bytes` is the `payload_bytes` of `collective_time_s`."""
 
     @property
     def collective(self) -> str: ...
@@ -88,10 +88,10 @@ class MeasuredCollective(Protocol):
 
 
 def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, float] | None = None) -> float:
-    """Return the model's prediction for a timed collective, in seconds with one launch of XLA's.
+    """Return the model's prediction for a timed collective, in seconds, with one launch by XLA.
 
     Args:
-        cluster: where it ran; a calibration that it names comes first, unless `fitted` is given.
+        cluster: the cluster of the measurement; a calibration that it names takes precedence, unless `fitted` is given.
         fitted: constants by name that replace the shipped ones.
 
     Raises:
@@ -108,16 +108,16 @@ def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, 
 
 
 def shipped_constants(cluster: Cluster) -> dict[str, float]:
-    """Return the constants that hold for a cluster's GPU, and its links' rates relative to the catalog's: 1."""
+    """Return the shipped constants for a cluster's GPU, and the factors on its link rates, which are 1."""
     links = find_links(cluster, min(2, cluster.gpus_used_per_domain), 1)
     return dict(links.fitted) | dict.fromkeys(RATES, 1.0)
 
 
 def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) -> NetworkConstants | None:
-    """Return the model's constants and link rates of one cluster; None where too few collectives were measured.
+    """Return the model's constants and link rates for one cluster; None if too few collectives were measured.
 
-    Only constants that affect the measured times are refitted. One launch is in each time, as in a step. Collectives on
-    single GPUs, and those that the model lacks, are left out; the calibration that the cluster names is ignored.
+    Only constants that affect the measured times are refitted. Each time includes one launch, as in a step. Collectives
+    on single GPUs, and those that the model lacks, are left out. A calibration that the cluster names is ignored.
 
     Returns:
         Constants and rates by name, and the median of |predicted / measured - 1| before and after. None on CPUs, and

@@ -1,12 +1,13 @@
 """Simulate a schedule on a cluster: predict when each instruction runs.
 
-One GPU stands for all (SPMD). Kernels and blocking collectives run on one stream in schedule order; asynchronous
-collectives on another, or on two, in order of their starts; those that run at once share links (pricing.py).
-Asynchronous copies over the host link have a third, but for those in CUDA graphs. Copies on the device are kernels that
-fill the GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a
-collective runs, kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over
-iterations starts and ends in the one before, and travels in the loop's state), so the iterations of a loop are alike:
-one is simulated and repeated, after those during which a collective from before the loop is still in flight.
+One GPU represents all (SPMD). Kernels and blocking collectives run on the compute stream in schedule order.
+Asynchronous collectives run on one or two other streams in the order of their starts. Collectives in flight share
+links, and kernels beside them are slower (pricing.py). Asynchronous copies over the host link have their own stream,
+except copies in CUDA graphs. Copies on the device, asynchronous or not, are kernels that fill the GPU and run in order
+on the compute stream. A `done` waits for its start. In a loop of XLA, an instruction starts and ends in the same
+iteration (a pipelined collective runs one iteration earlier, and its result is in the loop's state), so all iterations
+are alike. One iteration is simulated and repeated, after those during which a collective from before the loop is still
+in flight.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from meshkit.timeline import Collective, DeviceStep, Timeline
 
 # A body is simulated iteration by iteration while something is in flight, up to this many iterations.
 _MOST_SINGLE = 256
-_GRAPHED = ("dynamic-slice", "dynamic-update-slice", "fusion")  # CUDA graphs record these, unlike whole copies.
-_ROUNDS = 2  # The clock depends on how long tensor cores work, and that depends on the clock.
+_GRAPHED = ("dynamic-slice", "dynamic-update-slice", "fusion")  # CUDA graphs contain these, but no whole copies.
+_ROUNDS = 2  # The clock depends on the time of tensor cores, and this time on the clock.
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Simulation:
     host_bytes: float = 0.0
     """Bytes that cross the link between one GPU and its host's memory."""
     host_transfer_s: float = 0.0
-    """Seconds that they take, both ways one after the other."""
+    """Seconds that these bytes take, with the two directions one after the other."""
     contention_s: float = 0.0
     """Seconds by which collectives slow kernels."""
     noted_s: Mapping[str, float] = field(default_factory=dict)
-    """Control flow in the notes -> its seconds in the step: the longest branch of a conditional, and one iteration of a
-    loop of unknown length."""
+    """Name of control flow in `notes` -> its seconds in the step: of the longest branch of a conditional, and of one
+    iteration of a loop of unknown length."""
 
 
 def simulate(
@@ -64,13 +65,14 @@ def simulate(
     gpus: int | None = None,
     network: bool = True,
 ) -> Simulation:
-    """Return the simulated step that a schedule describes, on a cluster.
+    """Simulate the step that a schedule describes on a cluster.
 
     Args:
-        seconds: duration of a kernel alone, a collective or a copy; None prices it by roofline and network model.
-        assumptions: effects to take into account. Default: everything; with given `seconds`, only the order.
+        seconds: duration of a kernel alone, a collective or a copy; None: the roofline and the network model price it.
+        assumptions: effects to take into account. By default all effects; if `seconds` is given, neither contention nor
+            the slowest GPU.
         gpus: GPUs of the whole job, which wait for each other; default the cluster's.
-        network: False makes collectives take no time, as where their links are not known.
+        network: False: collectives take no time, as if their links are not known.
 
     Raises:
         ConfigError: the calibration that the cluster names cannot be read, or the network model lacks one of the
@@ -111,10 +113,10 @@ def simulate(
 
 
 def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, *, gpus: int | None = None) -> Pricer:
-    """Return the prices of a program's instructions, with its tensor cores at the clock that the program leaves them.
+    """Return a pricer for a program's instructions, with tensor cores at the clock that they reach in this program.
 
-    The clock is found in rounds: prices give the tensor cores' share of the time (without communication), and that
-    share gives new prices.
+    The clock is found in rounds. Prices give the share of the time, without communication, in which tensor cores work,
+    and this share gives new prices.
 
     Args:
         assumptions: effects to take into account; `copy_engines` is set here, by the program's collectives.
@@ -133,7 +135,7 @@ def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, 
 
 
 def _mostly_asynchronous(schedule: Schedule) -> bool:
-    """Return whether a program has no fewer asynchronous collectives than blocking ones, by number or by bytes."""
+    """Return whether a program has at least as many asynchronous as blocking collectives, by number or by bytes."""
     numbers, sizes = [0, 0], [0.0, 0.0]
     for i in (i for body in schedule.computations.values() for i in body):
         if i.collective is not None and i.kind != "done":
@@ -144,7 +146,7 @@ def _mostly_asynchronous(schedule: Schedule) -> bool:
 
 @dataclass
 class _Segment:
-    """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane."""
+    """The simulated run of one computation from time 0: for each lane, rows (start_s, end_s) with a label per row."""
 
     duration_s: float = 0.0
     host_bytes: float = 0.0
@@ -163,7 +165,7 @@ class _Segment:
         labels.append(label)
 
     def repeat(self, inner: _Segment, start: float, times: int) -> None:
-        """Append `times` runs of inner, back to back from start."""
+        """Append `times` runs of `inner`, one after the other from `start`."""
         offsets = start + inner.duration_s * np.arange(times)
         for lane in {**inner.lanes, **inner._open}:
             self._close(lane)
@@ -196,23 +198,23 @@ class _Segment:
 
 
 class _Streams:
-    """The position of each stream, in seconds from the start of a computation, and the run that they write."""
+    """The time that each stream has reached, in seconds from the start of a computation, and their common output."""
 
     def __init__(self, out: _Segment):
         self.out = out
-        self.now = 0.0  # The compute stream is here.
+        self.now = 0.0  # Time that the compute stream has reached.
         self.traffic = InFlight(lambda start, end, label: out.add("communication", start, end, label))
-        self.host = 0.0  # The stream of copies over the host link is free from here.
-        self.in_flight: dict[str, Flow] = {}  # Collectives that no `done` has waited for, by the name of their start.
-        self.copying: dict[str, float] = {}  # Name of a copy's start -> when it ends.
+        self.host = 0.0  # Time from which the stream of copies over the host link is free.
+        self.in_flight: dict[str, Flow] = {}  # Name of a start -> its collective, before its `done`.
+        self.copying: dict[str, float] = {}  # Name of a copy's start -> time of its end.
 
 
 class _Simulator:
     """Simulate the computations of a schedule.
 
     Args:
-        overlap: False makes every collective block where it starts.
-        network: False makes collectives take no time.
+        overlap: False: every collective blocks the compute stream.
+        network: False: collectives take no time.
     """
 
     def __init__(
@@ -264,7 +266,7 @@ class _Simulator:
         """Run a loop, a branch or a call.
 
         A body is simulated once for all iterations. Iterations during which an earlier collective is still in flight
-        are simulated one by one: it slows their kernels, and their collectives queue behind it.
+        are simulated one by one, because it slows their kernels, and their collectives wait for it.
         """
         name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
         times, began = 1 if i.trip_count is None else i.trip_count, streams.now
@@ -312,7 +314,7 @@ class _Simulator:
             streams.now = streams.traffic.finished(streams.traffic.start(transfer, label, streams.now))
 
     def _copy(self, i: Instruction, streams: _Streams) -> None:
-        """Run an asynchronous copy: beside the kernels over the host link, else among them."""
+        """Run an asynchronous copy: over the host link beside the kernels, or on the device as one of them."""
         work, out = self._pricer.work(i), streams.out
         if i.cost and i.cost.host_bytes:
             start = max(streams.now, streams.host)

@@ -1,7 +1,7 @@
-"""Tell which implementation XLA:GPU chooses for a ragged all-to-all, from ways.toml, by group, options and jaxlib.
+"""Predict which implementation XLA:GPU chooses for a ragged all-to-all, by group, options and jaxlib (see ways.toml).
 
-What the compiler does to it (split over hosts, made dense) shows in the compiled instructions. The rest is chosen at
-run time, by the conditions that ways.toml cites.
+The compiled instructions show what the compiler does to the collective (it may split it over hosts or make it dense).
+The implementation (a "way") is chosen at run time, by conditions for which ways.toml names sources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODE = "xla_gpu_ragged_all_to_all_mode"
 
 @functools.cache
 def ways_table() -> Mapping[str, Any]:
-    """Return the tables of ways.toml: `way` and `problem`, lists of rows, and `options`, XLA's own values of them."""
+    """Return the tables of ways.toml: the rows of `way` and `problem`, and `options` with XLA's default values."""
     return tomllib.loads(resources.files("meshkit.predict").joinpath("ways.toml").read_text(encoding="utf-8"))
 
 
@@ -38,7 +38,7 @@ class Way:
 
     name: str
     price: str
-    """The algorithm of predict/algorithms.py with its cost."""
+    """Name of the algorithm in predict/algorithms.py that gives its cost."""
     what: str
     needs: str
     source: str
@@ -57,32 +57,32 @@ class Problem:
     above: int = 0
     """It occurs in groups of more GPUs than this."""
     since: str = ""
-    """The first release of jaxlib that has it; "" for all before `before`."""
+    """The first release of jaxlib with the problem; "" if all releases before `before` have it."""
     before: str = ""
-    """The first release of jaxlib that no longer has it; "" if all later ones do."""
+    """The first later release of jaxlib without the problem; "" if there is none."""
     hosts: bool = False
     """Whether the group must span several hosts."""
 
 
 @functools.cache
 def ways() -> Mapping[str, Way]:
-    """Return every way by its name, in the order in which XLA tries them."""
+    """Return name -> way, in the order in which XLA tries the ways."""
     return {row["name"]: Way(**row) for row in ways_table()["way"]}
 
 
 @dataclass(frozen=True)
 class WayChoice:
-    """The release of jaxlib and the changed options of XLA, which decide between ways along with the group."""
+    """The release of jaxlib and the changed options of XLA, which together with the group determine the way."""
 
     options: Mapping[str, object] = field(default_factory=dict)
     jaxlib: str = field(default_factory=lambda: metadata.version("jaxlib"))
 
     def way(self, c: Collective, cluster: Cluster) -> Way:
-        """Return the way of a ragged all-to-all on a cluster with one process per host."""
+        """Return the way in which XLA runs a ragged all-to-all on a cluster with one process per host."""
         return ways()[self._name(c.group_size, c.gpus_per_domain, cluster)]
 
     def problems(self, way: Way, c: Collective, cluster: Cluster) -> list[Problem]:
-        """Return the known problems of a collective that takes a way."""
+        """Return the known problems of a collective that runs in a given way."""
         rows = (Problem(**row) for row in ways_table()["problem"])
         several = c.gpus_per_domain > cluster.gpus_per_host
         return [
