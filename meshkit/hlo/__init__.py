@@ -1,5 +1,6 @@
-"""Scheduled HLO of a compiled program, read into a Schedule: instructions, costs, groups, trips.
+"""Read the scheduled HLO of a compiled program into a Schedule: instructions, costs, replica groups, trip counts.
 
-Enters: a serialized HloModuleProto. Leaves: a `Schedule`, with what each instruction computes, moves and communicates.
+Enters: a serialized HloModuleProto. Leaves: a `Schedule` with the work and the communication of each instruction.
+
 May be imported by predict, compile, trace, lint and report.
 """

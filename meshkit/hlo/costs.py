@@ -19,28 +19,28 @@ SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 _BLOCK_SCALED_CALL = "__cudnn$blockScaledDot"
 _GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm|" + re.escape(_BLOCK_SCALED_CALL))
-# A complex multiply-add is four of its parts.
+# Complex dtype -> dtype of its parts. A complex multiply-add is four real ones.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
-# Numbers of a precision, and of an algorithm, in `PrecisionConfig`.
+# Enum values of a precision, and of an algorithm, in `PrecisionConfig`.
 _HIGHEST, _DOT_F32_F32_F32 = 2, 11
 # Custom calls that give the compiler a hint and run nothing.
 FREE_CALLS = frozenset({
     "AllocateBuffer", "AssumeGatherIndicesInBound", "CreateBuffer", "LayoutConstraint", "NopReturnToken", "Pin",
     "SPMDFullToShardShape", "SPMDShardToFullShape", "Sharding", "Unpin",
 })  # fmt: skip
-# Memory traffic is their whole price: one pass over operands and results. XLA's TopK (k up to 16) keeps the best values
-# in registers while it reads; a threefry hash writes as fast as memory takes it.
+# Custom calls whose price is their memory traffic alone: one pass over operands and results. XLA's TopK (k up to 16)
+# keeps the best values in registers while it reads. A threefry hash writes at the rate of memory.
 STREAMING_CALLS = frozenset({"__gpu$TopK", "cu_threefry2x32_ffi"})
 # The tile of XLA's bitonic sort (openxla/xla, ir_emitter_unnested.cc, EmitSort): four elements for each of a block's
-# 1024 threads, as far as its 48 KiB of static shared memory hold them.
+# 1024 threads, or fewer if its 48 KiB of static shared memory are full.
 _TILE_ELEMENTS = 4 * 1024
 _SECTOR_BYTES = 32  # A GPU's memory serves no smaller request.
 _BLOCK_THREADS = 128
-# Integer operations, an instruction for each element and 32 bits; to shift 64 bits by 32, as hashes of random numbers
-# do, is a choice of registers.
+# Integer operations, with one instruction per element and 32 bits. A shift of 64 bits by 32, as in hashes for random
+# numbers, needs no instruction.
 _INTEGER = {"add", "subtract", "multiply", "and", "or", "xor", "not"}
 _SHIFTS = {"shift-left", "shift-right-logical", "shift-right-arithmetic"}
-_BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # A block of a loop fusion makes four elements for each of its threads.
+_BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # Each thread of a loop fusion makes four elements.
 _SHARED_BYTES = 48 * 1024
 _WARP = 32
 _ALIGNED_BYTES = 16  # An asynchronous copy to shared memory needs this alignment.
@@ -73,7 +73,7 @@ class Cost:
     """Executed FLOP of fused attention, half of the square when causal."""
     attention_backward: bool = False
     bytes_accessed: float = 0.0
-    """Device memory read and written, with slices counted as slices."""
+    """Bytes of device memory read and written; of an array that is read through slices, only the slices."""
     host_bytes: float = 0.0
     priced_by: str = "roofline"
     """`roofline`, or `bytes` where only memory traffic is known (an opaque custom call)."""
@@ -90,38 +90,38 @@ class Cost:
     attention_window: int = 0
     """Keys that a query of a causal attention sees at most; 0 for all."""
     attention_sequences: int = 1
-    """Sequences that a row may hold, packed one after the other; the program does not say how many it holds."""
+    """Most sequences in a row, packed one after the other; the program does not contain the actual number."""
     attention_padded: bool = False
     """Whether the length of each sequence is an argument."""
     joined_bytes: float = 0.0
-    """Device memory read and written to join a matmul's operands before it begins."""
+    """Bytes of device memory read and written to concatenate a matmul's operands before it begins."""
     turned_bytes: float = 0.0
-    """Device memory read and written to transpose fp8 operands, where cuBLAS multiplies no others."""
+    """Bytes of device memory read and written to transpose fp8 operands for cuBLAS."""
     launches: int = 1
     """Kernels that the instruction launches."""
     blocks: float = 0.0
     """Blocks of threads that a loop or a scatter starts; 0 if unknown."""
     results: int = 1
-    """Arrays as large as its largest that a fusion computes from others."""
+    """Number of results of a fusion that are as large as its largest result."""
     sectors: float = 0.0
-    """Memory sectors that a look-up across rows asks for."""
+    """Memory sectors that a look-up across rows reads."""
     added: tuple[float, float] = (0.0, 0.0)
-    """Elements that a scatter adds one by one: along memory; each in its own line."""
+    """Elements that a scatter adds one by one: (in rows along memory, in rows across memory)."""
     transposed: float = 0.0
-    """Elements that a kernel of its own transposes."""
+    """Elements that a transposing kernel moves; 0 for loop and Triton fusions."""
     column_elements: float = 0.0
-    """Elements that a kernel adds up over columns while it writes as many, in full warps."""
+    """Elements that a kernel sums over columns while it writes as many; idle threads of a warp count as elements."""
     tile_reduces: int = 0
     """Successive reductions of the rows that a Triton kernel holds; 0 for other kernels."""
     unaligned_bytes: float = 0.0
     """Bytes of a matmul's operands whose rows are no multiple of 16 bytes."""
     convolves: bool = False
     scalar_flops: float = 0.0
-    """FLOP of convolutions that no tensor core takes."""
+    """FLOP of convolutions that run without tensor cores."""
     depthwise_products: float = 0.0
-    """Multiply-adds of convolutions of one channel each."""
+    """Multiply-adds of depthwise convolutions (of one channel each)."""
     compared: tuple[int, int, float] = (0, 0, 0.0)
-    """A sort's steps in tiles, elements of a tile, and elements in all."""
+    """For a sort: (comparing steps inside tiles, elements of a tile, elements of an operand)."""
     integers: float = 0.0
     """32-bit integer instructions of a fusion that hashes (random numbers); 0 for others."""
 
@@ -132,7 +132,7 @@ class Cost:
 
 
 def cost_of(instruction: HloInstruction) -> Cost:
-    """Return the work of one scheduled instruction; control flow has none, since those of its body carry it."""
+    """Return the work of one scheduled instruction; control flow has none, since its body's instructions have it."""
     op = instruction.opcode
     if op == "fusion":
         return _fusion(instruction)
@@ -147,7 +147,7 @@ def cost_of(instruction: HloInstruction) -> Cost:
 
 
 def cost_of_copy(instruction: HloInstruction) -> Cost:
-    """Return the work of a copy: on the device read and write, to or from host memory once over the host link."""
+    """Return the work of a copy: a read and a write on the device, or one transfer over the link to host memory."""
     (source, *_) = instruction.operands
     size = float(source.shape.bytes)
     if instruction.shape.on_host or source.shape.on_host:
@@ -204,7 +204,7 @@ def _fusion(instruction: HloInstruction) -> Cost:
 
 
 def _matmuls_in(computation: Computation) -> tuple[Counter, tuple[Matmul, ...]]:
-    """Return the FLOP by dtype of all matmuls in a computation and in those it reaches, and those with a shape."""
+    """Return FLOP by dtype of all matmuls in a computation and those it calls, and the matmuls that have a shape."""
     total: Counter = Counter()
     shapes: list[Matmul] = []
     pending, seen = [computation], {computation}
@@ -232,7 +232,7 @@ def _custom_call(instruction: HloInstruction) -> Cost:
 
 
 def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[Matmul, ...]]:
-    """Return the FLOP by dtype of a matmul or a convolution, also of cuBLAS or cuDNN, and its shape."""
+    """Return the FLOP by dtype of a matmul or a convolution (or of such a call of cuBLAS or cuDNN), and its shape."""
     op, target = instruction.opcode, instruction.target
     if op == "convolution" or target.startswith("__cudnn$conv"):
         return _convolution(instruction), ()
@@ -287,11 +287,11 @@ def _sort_of(instruction: HloInstruction) -> _Sort:
 def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
     """Return (kernels, comparing steps of a tile in all of them, elements of a tile) of a sort along `dim`.
 
-    The arrays move together, and each kernel is a round trip of device memory. XLA:GPU sorts bitonically (meshkit keeps
-    CUB's radix sort off, see `compile.options`). Comparisons within a tile, as large as a block's shared memory and
-    threads allow, share a kernel; every wider one is a kernel of its own. Stage s of the log2(n) stages compares
-    elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements the stages below t are one kernel, and
-    stage s >= t is s - t + 1 wide comparisons and one kernel for the rest.
+    The operands are sorted together, and each kernel reads and writes them once. XLA:GPU sorts bitonically (meshkit
+    keeps CUB's radix sort off, see `compile.options`). A tile is as large as a block's shared memory and threads allow.
+    Comparisons within a tile share a kernel; every wider comparison is a kernel of its own. Stage s of the log2(n)
+    stages compares elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements, the stages below t are one
+    kernel. Stage s >= t has s - t + 1 wide comparisons, and one kernel for the others.
     """
     stages = (operands[0].dims[dim] - 1).bit_length()
     element_bytes = sum(dtype_bits(s.dtype) for s in operands) / 8
@@ -304,11 +304,11 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
 def _attention(instruction: HloInstruction) -> Cost:
     """Return the work of cuDNN's fused attention, without its bytes.
 
-    Forward is two matmuls over the [batch, heads, length, length] scores: 2 b h s^2 (d + e), with heads of d for
-    queries and keys and of e for values. Backward is five, three of them over d: 2 b h s^2 (3 d + 2 e), which is 2.5
-    times as much where d = e. A causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section
-    4.1), a sliding window all but a band. Lengths that are arguments are taken as the whole row, which is the most that
-    they can be.
+    The forward pass has two matmuls over the scores [b, h, s, s] (batch, heads, length, length): 2 b h s^2 (d + e)
+    FLOP, with head size d for queries and keys and e for values. The backward pass has five, three of them over d: 2 b
+    h s^2 (3 d + 2 e), which is 2.5 times as much if d = e. A causal mask skips half (FlashAttention-2, section 3.1 and
+    its FLOP formula in section 4.1), a sliding window all but a band. If lengths are arguments, whole rows count, which
+    is their maximum.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
@@ -333,11 +333,11 @@ def _attention(instruction: HloInstruction) -> Cost:
 
 
 def visible_share(length: int, causal: bool, window: int = 0) -> float:
-    """Return the share of the square of queries and keys that a mask leaves, of many tokens.
+    """Return the share of the square of queries and keys that a mask leaves, in the limit of many tokens.
 
     Args:
         causal: whether no query sees what comes after it.
-        window: number of keys that a query then sees, its own and those before it; 0 for all of them.
+        window: number of keys that a query sees with `causal`, its own and those before it; 0 for all of them.
     """
     if not causal:
         return 1.0
@@ -348,9 +348,9 @@ def visible_share(length: int, causal: bool, window: int = 0) -> float:
 def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
     """Return the operand type of a matmul.
 
-    It is `f32_highest` where the program forbids TF32, and `f8..._highest` where it forbids sums in tensor cores alone
-    (XLA's PrecisionConfig is cuBLAS's fast accumulation). Block-scaled fp8 is `mxfp8`, also together with fp4, which
-    then multiplies at the rate of fp8.
+    It is `f32_highest` if the program forbids TF32, and `f8..._highest` if it forbids sums in tensor cores alone (XLA's
+    PrecisionConfig sets cuBLAS's fast accumulation). Block-scaled fp8 is `mxfp8`, also if the other operand is fp4,
+    since the product then runs at the rate of fp8.
     """
     if instruction.opcode == "scaled-dot" or instruction.target == _BLOCK_SCALED_CALL:
         names = {o.shape.dtype[:2] for o in instruction.operands[:2]}
@@ -366,7 +366,7 @@ def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
 def _convolution(instruction: HloInstruction) -> dict[str, float]:
     """Return the FLOP of a convolution: 2 x outputs x kernel elements per output feature.
 
-    In all three directions of cuDNN's they are those of the forward convolution of output and kernel.
+    cuDNN's calls for all three directions have the FLOP of the forward convolution.
     """
     first, second = (o.shape for o in instruction.operands[:2])
     result = instruction.shape.parts[0] if instruction.shape.parts else instruction.shape
@@ -375,14 +375,14 @@ def _convolution(instruction: HloInstruction) -> dict[str, float]:
         output = first
     elif "BackwardFilter" in instruction.target:
         output, kernel = second, result
-    # The kernel's dims are numbered like those of its output.
+    # Field 4 is the kernel's dim of output features.
     features = kernel.dims[integer(message(instruction.fields, 16), 4)]
     flops = 2.0 * output.elements * kernel.elements / max(1, features)
     return {_matmul_dtype(first.dtype, instruction): flops}
 
 
 def _without_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
-    """Return the part of a convolution that runs without tensor cores in cuDNN: single channels, or not in eights."""
+    """Return the part of a convolution that cuDNN runs without tensor cores: depthwise, or channels not in eights."""
     (flops,) = _convolution(convolution).values()
     groups = integer(convolution.fields, 50) or 1
     if groups > 1 and groups in convolution.operands[0].shape.dims:
@@ -395,16 +395,16 @@ def _without_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
 
 
 def _transposed(body: Sequence[HloInstruction], results: int) -> float:
-    """Return the elements that a fusion transposes: for each of several results, or once."""
+    """Return the elements that a fusion transposes: all if it has several results, else of its largest transpose."""
     each = [_elements(i) for i in body if i.opcode == "transpose"]
     return float(sum(each) if results > 1 else max(each, default=0))
 
 
 def _column_elements(body: Sequence[HloInstruction]) -> float:
-    """Return the elements that a fusion adds up along all but their minor dim while it writes as many.
+    """Return the elements that a fusion sums along dims other than the minor one while it writes as many.
 
-    Elements of rows that fill no warp count, too, since as many of its threads wait. Other fusions read as fast as
-    memory.
+    Elements of rows that are shorter than a warp always count, and the idle threads of the warp count as elements.
+    Other fusions read at the rate of memory.
     """
     written, narrow, wide = max(map(_elements, _roots(body)), default=0), 0.0, 0.0
     for reduce in (i for i in body if i.opcode == "reduce"):
@@ -423,7 +423,7 @@ def _adjacent_elements(shape: Shape, reduced: Sequence[int]) -> int:
 
 
 def _keeps_rows(body: Sequence[HloInstruction]) -> bool:
-    """Return whether a fusion writes the rows that it reduced, and not only their reductions."""
+    """Return whether a fusion writes the rows that it reduces, and not only their reductions."""
     reduced = max((i.operands[0].shape.elements for i in body if i.opcode == "reduce"), default=0)
     return max(map(_elements, _roots(body)), default=0) >= reduced > 0
 
@@ -454,8 +454,8 @@ def _result_bytes(shape: Shape) -> int:
 def _parameter_bytes(parameter: HloInstruction) -> float:
     """Return the bytes that a fusion reads of one parameter.
 
-    A parameter that is read through slices counts as these slices, one that is updated in place as nothing, and any
-    other as the whole array, once.
+    Of a parameter that is read through slices, the slices count; of one that is updated in place, nothing; of any
+    other, the whole array, once.
     """
     uses: list[tuple[HloInstruction, HloInstruction]] = []
     stack = [parameter]
@@ -484,7 +484,7 @@ def _is_read_on(update: HloInstruction, array: HloInstruction) -> bool:
 
 
 def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
-    """Return the bytes that a look-up reads: its rows; across rows, the random sectors that it meets, each once."""
+    """Return the bytes that a look-up reads: its rows or, across rows, the different sectors that it hits at random."""
     sectors, table_bytes = _sectors(gather), table.shape.bytes
     if not sectors:
         return float(gather.shape.bytes)
@@ -492,7 +492,7 @@ def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
 
 
 def _sectors(gather: HloInstruction) -> float:
-    """Return the sectors of a look-up whose neighbours in memory belong to other rows: one for each element."""
+    """Return the sectors of a look-up across rows, which reads one sector for each element; 0 for other look-ups."""
     if gather.opcode != "gather":
         return 0.0
     across = gather.operands[0].shape.minor in ints(message(gather.fields, 33), 3)
@@ -500,8 +500,8 @@ def _sectors(gather: HloInstruction) -> float:
 
 
 def _added(scatter: HloInstruction) -> tuple[float, float]:
-    """Return the elements that a scatter adds to shared positions: with rows along memory; with rows across it."""
-    # Its indices are unique, so that no additions collide.
+    """Return the elements that a scatter adds to shared positions: (in rows along memory, in rows across memory)."""
+    # With unique indices (field 69) no additions collide.
     if scatter.opcode != "scatter" or integer(scatter.fields, 69):
         return 0.0, 0.0
     elements = float(scatter.operands[-1].shape.elements)
@@ -510,10 +510,10 @@ def _added(scatter: HloInstruction) -> tuple[float, float]:
 
 
 def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
-    """Return the mean additions to one element of a 16-bit array, and its dtype; 0 if nothing is added.
+    """Return the mean number of additions to one element of a 16-bit array, and its dtype; 0 without additions.
 
-    GPUs have no atomic addition of these that XLA takes: each is a compare-and-swap, repeated until no other came first
-    (openxla/xla#26371). With unique ids no addition waits.
+    XLA uses no atomic addition for these dtypes: each addition is a compare-and-swap, repeated until no other thread
+        came first (openxla/xla#26371). With unique indices no addition waits.
     """
     inner = instruction.called[0].instructions if instruction.opcode == "fusion" and instruction.called else ()
     adding = [(i.operands[0].shape, i.operands[-1].shape) for i in (instruction, *inner) if any(_added(i))]
@@ -522,7 +522,7 @@ def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
 
 
 def _results(body: Sequence[HloInstruction]) -> int:
-    """Return the number of a fusion's results that are as large as its largest; 1 if it reads no array, like a fill."""
+    """Return the number of a fusion's results that are as large as its largest; 1 if it reads no array, as a fill."""
     if not any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body):
         return 1
     sizes = [_elements(r) for root in _roots(body) for r in (root.operands if root.opcode == "tuple" else (root,))]
@@ -530,7 +530,7 @@ def _results(body: Sequence[HloInstruction]) -> int:
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:
-    """Return the blocks of a fusion that joins arrays: a thread of its largest makes four elements along memory."""
+    """Return the blocks of a fusion that concatenates; a thread makes four elements along memory, one otherwise."""
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):
         if joined.opcode == "concatenate":
@@ -541,17 +541,18 @@ def _joining_blocks(body: Sequence[HloInstruction]) -> float:
 
 
 def _joined_bytes(dot: HloInstruction) -> float:
-    """Return the bytes of reading and writing operands that a fused matmul joins from several arrays.
+    """Return the bytes read and written to concatenate operands of a fused matmul.
 
-    On a machine with a GPU, XLA times its own kernel, which joins as it reads, against cuBLAS, and takes cuBLAS for
-    large matmuls: another kernel joins their operands first (all 96 in a trace of Llama 3 8B on an H100).
+    On a machine with a GPU, XLA measures cuBLAS against its own kernel, which concatenates while it reads. For large
+    matmuls it chooses cuBLAS, and another kernel concatenates the operands first (all 96 in a trace of Llama 3 8B on an
+    H100).
     """
     operands = dot.operands if dot.opcode == "dot" else ()
     return 2.0 * sum(o.shape.bytes for o in operands if _viewed(o).opcode == "concatenate")
 
 
 def _turned_bytes(dot: HloInstruction) -> float:
-    """Return the bytes of transposing a fused matmul's fp8 operands whose inner dim does not lie along memory."""
+    """Return the bytes read and written to transpose a fused matmul's fp8 operands with a strided contracted dim."""
     if dot.opcode != "dot":
         return 0.0
     pairs = zip((o.shape for o in dot.operands), _dot_dims(dot))
@@ -560,16 +561,16 @@ def _turned_bytes(dot: HloInstruction) -> float:
 
 
 def _hashes(value: HloInstruction) -> bool:
-    """Return whether an instruction mixes bits of an array, as random numbers do; other integers are indices."""
+    """Return whether an instruction mixes bits of an array, as for random numbers; other integers are indices."""
     shape = value.shape
     return value.opcode == "xor" and shape.dtype[0] in "su" and math.prod(shape.dims) > 1
 
 
 def _integers(root: HloInstruction, elements: float | None = None) -> float:
-    """Return the 32-bit integer instructions behind one result of a fusion, for so many of its elements (None: all).
+    """Return the 32-bit integer instructions for one result of a fusion, or for `elements` of its elements.
 
-    An operation runs once for an element, however many results read it. But XLA emits each part of a joined array on
-    its own, so shared operations run in all of them.
+    An operation runs once per element, however many other operations read it. But XLA emits the code of each part of a
+    concatenation separately, so an operation that several parts share runs for each of them.
     """
     needed = float(_elements(root)) if elements is None else elements
     total, seen, stack = 0.0, set(), [root]
@@ -613,7 +614,7 @@ def _viewed(value: HloInstruction) -> HloInstruction:
 
 
 def _root_bytes(instruction: HloInstruction, body: Sequence[HloInstruction]) -> float:
-    """Return the bytes that a fusion writes: of an in-place update only it; a scatter also reads what it adds to."""
+    """Return the bytes that a fusion writes; for an in-place update, the update; a scatter also reads as many."""
     roots = _roots(body)
     return _written(roots[0]) if len(roots) == 1 else float(_result_bytes(instruction.shape))
 
@@ -623,7 +624,7 @@ def _roots(body: Sequence[HloInstruction]) -> Sequence[HloInstruction]:
 
 
 def _elements(root: HloInstruction) -> int:
-    """Return the elements of the largest result; of an in-place update, of the update."""
+    """Return the number of elements of the largest result; for an in-place update, of the update."""
     op = root.opcode
     if op == "tuple":
         return max(map(_elements, root.operands), default=0)

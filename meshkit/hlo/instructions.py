@@ -1,6 +1,7 @@
-"""Tell the kind, model code and source line of an instruction by its name.
+"""Describe instructions by their names: kind, model code and source line.
 
-A trace and a simulation name instructions; this table, read from the compiled program, describes them.
+Traces and simulations contain names of instructions. `read_instructions` reads the descriptions from the compiled
+program.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ _KERNEL_KINDS = (  # XLA compiles these kernels: `input_reduce_fusion_3`, `wrapp
 )
 _COMBINED = {"all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "reduce-scatter"}
 _PASSES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose"}
-_DIGITS = re.compile(r"\d+")  # The digits tell names of one kind apart.
+_DIGITS = re.compile(r"\d+")  # Names of one kind differ in their digits.
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured.
     r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|integrations|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
 )
-# They call the program, so no line beyond belongs to it.
+# These modules call the program, so callers above them do not belong to it.
 _PLANNING = re.compile(r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/")
-# Packages that a model is written with: the line that calls them says more than theirs.
+# Packages with which a model is written. The line that calls them says more than a line inside them.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _NOT_USERS = re.compile(
     rf"^<|(?:^|/)bin/[^/]*$|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|{_INSTALLED.pattern}(?:{TOOLS})/|{_OURS.pattern}"
 )
 _NEARLY_ALL = 0.8
-_TRANSFORMED = re.compile(r"\b(?!p?jit\()\w+\(([^()]*)\)")  # `jvp(Model)`; the name in `jit(step)` is a function's.
-# What control flow and recomputation put into op_name paths, between the scopes of modules.
+_TRANSFORMED = re.compile(r"\b(?!p?jit\()\w+\(([^()]*)\)")  # `jvp(Model)`; `jit(step)` names a function.
+# Parts of op_name paths that control flow and recomputation add between the scopes of modules.
 _BETWEEN = re.compile(
     r"(?:^|(?<=/))(?:while/(?:body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation"
     r"|shard_map|custom_[jv]+p_call(?:_jaxpr)?)(?=/|$)"
 )
-_CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # A kernel that runs a notebook has one file a cell.
+_CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # An IPython kernel has one file per cell of a notebook.
 _SHIPPED = "/meshkit/_shipped/models/"  # Models that a wheel brings along count as the user's code.
 
 
@@ -89,12 +90,13 @@ class InstructionInfo:
     """The op_name path of the model code that caused it; "" if unknown."""
     line: str | None
     """`models/layers.py:90 from models/llama.py:123`: the innermost line outside libraries, and the line of another
-    file that led there; without any, such as for a parameter's gather, that of its result's user; None if unknown."""
+    file that called it. An instruction without lines, such as the gather of a parameter, has those of the first user of
+    its result. None if unknown."""
     arrays: int = 1
     """Number of arrays that a collective moves together."""
     causes: Mapping[str, int] = field(default_factory=dict)
-    """For a collective that XLA combined: origin of each array, or the use for which it is gathered
-    (`layers/mlp/gate_up models/llama.py:88`) -> bytes on one GPU, the most first."""
+    """For a collective that XLA combined: layer and line where each array is made or, for a gather, used
+    (`layers/mlp/gate_up models/llama.py:88`) -> bytes on one GPU, in descending order."""
 
 
 @refusing_malformed("the program")
@@ -102,7 +104,7 @@ def read_instructions(module: Module, *, also: Iterable[str] = ()) -> dict[str, 
     """Return name -> description of every instruction of a compiled program that can run by itself.
 
     Args:
-        also: names of instructions inside fusions that are wanted, too, since some kernels have their names.
+        also: names of instructions inside fusions to describe as well, since some kernels have such names.
 
     Raises:
         ProgramError: the program has an instruction that XLA does not make.
@@ -146,20 +148,20 @@ def _lines(computation: Computation, lines: SourceLines) -> Iterator[tuple[HloIn
 
 
 class _Origins:
-    """Origins and uses of the arrays of a combined collective, whose own metadata is that of one of them.
+    """Origins and uses of the arrays of a combined collective, whose metadata describes only one of them.
 
-    The state of a loop is followed from turn to turn; `inside` returns the origins of another computation.
+    The state of a loop is followed from one iteration to the next. `inside` returns the origins of another computation.
     """
 
     def __init__(self, computation: Computation, lines: SourceLines, inside: Callable[[Computation], Any]):
         self._body, self._lines, self._inside = computation.order, lines, inside
         self._parameters = [i for i in self._body if i.opcode == "parameter"]
-        # The root's operands by their place go to the next turn of a loop; anything else has none.
+        # Operands of the root, by index, are the state of a loop's next iteration; empty for other computations.
         root = self._body[-1]
         self._handed_on = root.operands if len(self._parameters) == 1 and root.opcode == "tuple" else ()
 
     def causes(self, i: HloInstruction, *, gathers: bool) -> dict[str, int]:
-        """Return cause -> bytes, the most first: the users of gathered arrays, and the makers of reduced ones."""
+        """Return cause -> bytes, in descending order: users of gathered arrays, and origins of other arrays."""
         found: Counter[str] = Counter()
         for n, operand in enumerate(i.operands):
             made, taken = self._made(operand), self._taken(i, n)
@@ -184,7 +186,7 @@ class _Origins:
         return self._used([g for of in (done or [i]) for g in _elements(of, n)])
 
     def _used(self, todo: list[HloInstruction]) -> str:
-        """Return the use of the first array that anything uses."""
+        """Return the first use of any of the arrays that is found."""
         seen: set[HloInstruction] = set()
         while todo:
             each = todo.pop(0)
@@ -209,7 +211,7 @@ class _Origins:
         return [g for i in self._parameters for n in places for g in _elements(i, n)]
 
     def _text(self, i: HloInstruction) -> str:
-        """Return the layer and line of an instruction; a fusion without them has those of the last one in it."""
+        """Return the layer and line of an instruction; a fusion without them has those of its last instruction."""
         text = layer_and_line(i.source, self._lines.find(i.metadata))
         fused = _fused(i)
         return text or next(filter(None, map(self._text, reversed(fused.order) if fused else ())), "")
@@ -230,7 +232,7 @@ class SourceLines:
 
     def find(self, metadata: Fields) -> str | None:
         """Return the lines of an instruction, each file with its last folder; see `InstructionInfo.line`."""
-        if plain := text(metadata, 3):  # Programs of earlier compilers have it.
+        if plain := text(metadata, 3):  # Earlier compilers write the file and line into each instruction.
             return None if _OURS.search(plain) else f"{_short(plain)}:{integer(metadata, 4)}"
         frame = integer(metadata, 15)
         if frame not in self._known:
@@ -238,7 +240,7 @@ class SourceLines:
         return self._known[frame]
 
     def _user_line(self, frame: int) -> str | None:
-        """Return the innermost line of a model's code, else of its library, and that of another file that led there."""
+        """Return the innermost line of a model's code, or else of its library, and the line of another calling file."""
         innermost, found = None, list[tuple[str, int]]()
         for name, line in self._call_chain(frame):
             if _PLANNING.search(name):
@@ -256,7 +258,7 @@ class SourceLines:
 
     @functools.cached_property
     def _entry(self) -> set[tuple[str, int]]:
-        """Return the user's lines through which nearly everything comes; some does not, since jax remembers traces."""
+        """Return the user's lines in nearly all call chains; some chains lack them, since jax caches traces."""
         inner = self._frames.keys() - {parent for _, parent in self._frames.values()}
         chains = [{f for f in self._call_chain(n) if _is_own(f[0]) and not _NOT_USERS.search(f[0])} for n in inner]
         counts = Counter(f for chain in chains for f in chain)
@@ -275,10 +277,10 @@ class SourceLines:
 
 
 def short_line(line: str) -> str:
-    """Return the more informative line of an `InstructionInfo.line`: the one of the layer, else the innermost.
+    """Return the more informative line of an `InstructionInfo.line`: that of the layer, or else the innermost.
 
-    `models/llama.py:123` of `models/layers.py:90 from models/llama.py:123`; the first if a trainer in another folder
-    called the model.
+    For `models/layers.py:90 from models/llama.py:123`, it is `models/llama.py:123`. It is the first line if a trainer
+    in another folder called the model.
     """
     inner, _, outer = line.partition(" from ")
     return outer if outer and outer.split("/")[0] == inner.split("/")[0] else inner
@@ -323,7 +325,7 @@ def _fused(i: HloInstruction) -> Computation | None:
 
 
 def _result(i: HloInstruction) -> Shape:
-    """Return the shape of an instruction's result; a library call's is without its workspace."""
+    """Return the shape of an instruction's result; for a library call, without the workspace."""
     *results, last = i.shape.parts or (i.shape,)
     if not i.target or not results or last.dtype not in ("s8", "u8") or len(last.dims) != 1:
         return i.shape
@@ -331,15 +333,16 @@ def _result(i: HloInstruction) -> Shape:
 
 
 def plain_path(source: str) -> str:
-    """Return a path without numeric suffixes; "" for an argument's bare name, which depends on the function's call."""
+    """Return a path without numeric suffixes; "" for the bare name of an argument, which depends on the call."""
     return re.sub(r"[._]\d+(?=/|$)", "", source) if "/" in source else ""
 
 
 def layer_of(source: str) -> str:
-    """Return the path of the modules that an op_name path names: its scopes without jax's additions.
+    """Return the path of modules in an op_name path: its scopes without jax's additions.
 
-    `Model/layers/mlp/down` of `jit(step)/transpose(jvp(Model))/while/body/checkpoint/layers/mlp/down/dot_general`; of a
-    combined operation each path once; "" where no module has a scope, as with nnx.
+    For `jit(step)/transpose(jvp(Model))/while/body/checkpoint/layers/mlp/down/dot_general`, it is
+    `Model/layers/mlp/down`. For a combined operation, it has each path once. It is "" if no module has a scope, as with
+    nnx.
     """
     shared, *combined = re.split(r"(?:^|(?<=/))\((?=.*\)$)", source, maxsplit=1)
     ends = combined[0][:-1].split(":") if combined else [""]
@@ -362,7 +365,7 @@ def layer_and_line(source: str, line: str | None, most: int | None = None) -> st
     Args:
         source: an op_name path, "" if unknown.
         line: see `InstructionInfo.line`.
-        most: parts of the layer's path, from its end; None for all.
+        most: number of parts at the end of the layer's path that are kept; None for all.
     """
     layer, short = layer_of(source), short_line(line or "")
     layer = "/".join(layer.split("/")[-(most or 0) :])

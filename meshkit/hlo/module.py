@@ -2,8 +2,9 @@
 
     serialized module -> Module -> read_schedule -> Schedule
 
-XLA forgets a loop's trip count when it takes iterations out of it (collective pipelining), but not its induction
-variable: the loop runs while `counter + a < limit`; the counter starts at a constant and grows by one in the body.
+XLA drops the trip count of a loop when it peels off iterations (collective pipelining), but keeps the induction
+variable. The trip count then follows from the condition `counter + a < limit`, the constant at which the counter
+starts, and its step in the body.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ _FREE = {
     "get-tuple-element", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
 CONTROL = {"while", "conditional", "call"}
-# A send and a receive that XLA made of a permute keep its pairs here.
+# A send and a receive that XLA made of a permute have the permute's pairs in this attribute.
 _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
 _MIRRORED = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE", "NE": "NE"}
-# A scatter is noted from so many additions to an element in the mean. A GPU adds its tokens, tens of thousands, to a
-# table of as many ids: a few additions each, which are priced. Tables of types or distances have a few hundred rows.
+# A scatter with at least this mean number of additions to an element gets a note. If a GPU adds its tens of thousands
+# of tokens to a table of as many ids, there are a few additions each, which are priced. Tables of types or distances
+# have a few hundred rows.
 _CROWDED = 256
 _LITERALS = (4, 5, 6, 7)  # Fields s32s, s64s, u32s and u64s of xla.LiteralProto.
 
@@ -47,15 +49,15 @@ class ReadProgram:
     """A compiled module, read once: its schedule, and the communication of each of its instructions."""
 
     schedule: Schedule | None
-    """None where this version does not know a form of HLO in it."""
+    """None if the program has a form of HLO that this version does not know."""
     collectives: Mapping[str, Collective]
-    """Instruction name under which a trace shows it -> collective."""
+    """Name of an instruction in a trace -> its collective."""
     participants: Mapping[str, np.ndarray]
     """Collective's name -> partition ids [groups, members]; for a permute [pairs, 2]."""
 
 
 def read_program(module: Module, placement: Placement) -> ReadProgram:
-    """Return the program as a trace of it is read, on any backend.
+    """Return the schedule and collectives of a program, for the reader of its trace; on any backend.
 
     Args:
         placement: partition id -> place on the mesh and in NVLink domains.
@@ -72,7 +74,7 @@ def read_program(module: Module, placement: Placement) -> ReadProgram:
 
 
 def read_collectives(module: Module, placement: Placement) -> dict[str, Collective]:
-    """Return name of an instruction -> collective; one inside an async start or a fusion is under both names.
+    """Return name of an instruction -> collective; if it is in an async start or a fusion, under both names.
 
     Raises:
         ProgramError: as `read_program`.
@@ -128,7 +130,7 @@ class _Reader:
         return inside | outer, participants  # A trace may name the collective that an async start wraps.
 
     def instructions(self, i: HloInstruction) -> list[Instruction]:
-        """Return an instruction as one, or as one for each of several collectives that it starts together."""
+        """Return the schedule's instruction for `i`, or one for each of several collectives that it starts."""
         op = i.opcode
         if op in _FREE or i.target in FREE_CALLS:
             return [Instruction(i.name, op, "free")]
@@ -145,7 +147,7 @@ class _Reader:
         return [self._work(i)]
 
     def collectives(self, i: HloInstruction) -> tuple[Collective, ...]:
-        """Return the collectives that an instruction is, wraps or fuses; the last of several has its name."""
+        """Return the collectives that `i` is, wraps or fuses; the last of several has the name of `i`."""
         if i.name not in self._collectives:
             inner = _communicating(i)
             names = [f"{i.name}/{c.name}" for c in inner[:-1]] + [i.name]
@@ -190,7 +192,7 @@ class _Reader:
         return Instruction(i.name, op, kind, i.source, bodies=tuple(c.name for c in _bodies(i)), trip_count=trips)
 
     def _transfer(self, i: HloInstruction) -> Instruction:
-        """Return half of a send and receive: between GPUs a permute that the send starts, else a host transfer."""
+        """Return half of a send and receive: between GPUs a permute that the send starts, or else a host transfer."""
         op = i.opcode
         if op.endswith("-done"):
             between = op == "recv-done" and i.channel in self._sends
@@ -240,7 +242,7 @@ class _Reader:
 
 
 def _communicating(i: HloInstruction) -> list[HloInstruction]:
-    """Return the collective instructions that i is or holds; none for the done half."""
+    """Return the collective instructions that `i` is or contains; empty for a `done`."""
     if i.opcode.removesuffix("-start") in COLLECTIVES or (i.opcode == "send" and _SEND_PAIRS in i.frontend):
         return [i]
     if i.opcode not in ("fusion", "async-start"):
@@ -254,7 +256,7 @@ def _is_sync(i: HloInstruction) -> bool:
 
 
 def _bodies(i: HloInstruction) -> Sequence[Computation]:
-    """Return the computations that control flow runs, also in an async start; of a loop, the body alone."""
+    """Return the computations that control flow runs, also in an async start; for a loop, only the body."""
     if i.opcode == "async-start":
         return _bodies(i.called[0].root)
     if i.opcode not in CONTROL:
@@ -278,7 +280,7 @@ def _send_pairs(send: HloInstruction) -> np.ndarray:
 
 def _moved(op: str, operands: list[Shape]) -> list[Shape]:
     if op == "ragged-all-to-all":
-        # Operand and result are buffers with room to spare, and the rows that move fit into both.
+        # Operand and result are buffers that may be too large; the rows that move fit into both.
         return [min(operands[:2], key=lambda s: s.bytes)]
     return [s for s in operands if s.dtype != "token"]
 
@@ -291,7 +293,7 @@ def _ragged(operands: list[Shape], group_size: int) -> dict[str, Any]:
 
 
 def _host_bytes(i: HloInstruction) -> float:
-    """Return the bytes between the host and the GPU: what is sent or fed out, or what arrives with the token."""
+    """Return the bytes between host and GPU: those of a send's or outfeed's operand, or those that arrive."""
     if i.opcode in ("send", "outfeed"):
         return float(i.operands[0].shape.bytes)
     return float((i.shape.parts[0] if i.shape.parts else i.shape).bytes)
@@ -306,7 +308,7 @@ class _Linear:
 
 
 def _count_trips(loop: HloInstruction) -> int | None:
-    """Return the iterations of a loop by its induction variable; None where it has no simple one."""
+    """Return the iterations of a loop from its induction variable; None if it has no simple one."""
     variable = loop.configured("known_induction_variable", "tuple_index")
     if variable is None or len(loop.called) != 2:
         return None
@@ -324,7 +326,7 @@ def _count_trips(loop: HloInstruction) -> int | None:
 
 
 class _Scope:
-    """The values of a computation's parameters: a tuple with the induction variable, or those `given` to a fusion."""
+    """The values of a computation's parameters: a loop's state with its counter, or values `given` to a fusion."""
 
     def __init__(self, counter: int | None = None, given: Sequence[_Linear | None] = ()):
         self._counter, self._given = counter, given
@@ -351,7 +353,7 @@ class _Scope:
         return None
 
     def limit(self, i: HloInstruction) -> int | None:
-        """Return the limit of a condition `counter < limit`, however it is written; None of any other."""
+        """Return the limit of a condition `counter < limit`, in any form; None for any other condition."""
         if i.opcode == "fusion":
             return self._inside(i).limit(i.called[0].root)
         if i.opcode != "compare":
@@ -372,7 +374,7 @@ class _Scope:
 def _literal(constant: HloInstruction) -> _Linear | None:
     literal = message(constant.fields, 8)
     values = [v for number in _LITERALS for v in ints(literal, number)]
-    if len(values) != 1:  # XLA leaves nothing out: it writes even a scalar zero.
+    if len(values) != 1:  # XLA omits nothing: it writes even a scalar zero.
         return None
     value = values[0]
     return _Linear(0, value - (1 << 64) if value >= 1 << 63 else value)

@@ -1,10 +1,11 @@
-"""PipelineReport: the cost of a pipeline's schedule, and the useful share of a program's instructions.
+"""Define the report of a pipeline: the cost of its schedule, and the useful share of a program's instructions.
 
-In a lockstep pipeline every stage works in every tick, on garbage where it has nothing to do. A program and a timeline
-count that as compute; the schedule says which share of it was useful. Instructions carry the scopes of the pipeline in
-their op_name path, and the innermost one decides (`PipelineReport.useful`).
+In a lockstep pipeline every stage computes in every tick, on garbage if it has no microbatch. A program and a timeline
+count this as compute; the schedule gives the share of it that is useful. The op_name paths of instructions have scopes
+of the pipeline, and the innermost scope determines the share (`PipelineReport.useful`).
 
-`meshkit.parallel.pipeline` makes the report; a step's facts, the sidecar of a trace and the report carry it.
+`meshkit.parallel.pipeline` makes a PipelineReport. The facts of a step, the sidecar file of a trace and the report
+contain it.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class ScheduleCost(BaseModel):
     stages: int
     """S, the number of stages."""
     virtual_stages: int
-    """v, the chunks of layers of a stage."""
+    """v, the number of chunks of layers on each stage."""
     microbatches: int
     layers: int
     padding_layers: int
-    """Inactive layers that are computed all the same."""
+    """Inactive layers that are computed nevertheless."""
     warmup_ticks: int
-    """Ticks in which stages only go forward."""
+    """Ticks with forward passes only."""
     steady_ticks: int
-    """Ticks in which they go both ways."""
+    """Ticks with forward and backward passes."""
     drain_ticks: int
-    """Ticks in which they only go back; the three add up to a step."""
+    """Ticks with backward passes only; the three kinds of ticks add up to a step."""
     slots: int
-    """Inputs of chunks that each stage keeps at most."""
+    """Largest number of chunk inputs that a stage keeps."""
     bubble_fraction: float
-    """Share of the layers' work that is useless, padding included."""
+    """Share of the layers' work that is not useful, padding included."""
     executed_over_useful: float
     """Executed over useful FLOP of the layers."""
 
@@ -52,9 +53,10 @@ class PipelineReport(ScheduleCost):
     """A schedule's cost, its picture, and the useful share of a program's work."""
 
     picture: tuple[tuple[str, ...], ...]
-    """A row for each stage, a text for each tick: `F3`, `B1` or both, `F3.1` with the chunk, empty where it waits."""
+    """A row for each stage, a text for each tick: `F3` (forward pass of microbatch 3), `B1` (backward pass) or both,
+    `F3.1` with the chunk, empty for an idle tick."""
     useful: dict[str, float]
-    """Name of a scope -> useful share of what runs in it, the mean over stages."""
+    """Name of a scope -> useful share of the work in it, the mean over stages."""
 
     def useful_share(self, source: str) -> float:
         """Return the useful share of an instruction, by the innermost scope of the pipeline in its op_name path."""
@@ -63,7 +65,7 @@ class PipelineReport(ScheduleCost):
 
 
 def useful_flops(schedule: Schedule, pipeline: PipelineReport | None = None) -> float:
-    """Return the matmul and attention FLOP of one GPU and step, with recompute and without masked work of a pipeline.
+    """Return the matmul and attention FLOP of one GPU and step, with recomputation, without a pipeline's masked work.
 
     Args:
         schedule: schedule of the step. The branch of a conditional with the most FLOP counts, and one iteration of a

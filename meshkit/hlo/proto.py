@@ -1,8 +1,8 @@
-"""Read a compiled program from its message: computations of instructions, each read once.
+"""Read a compiled program from its serialized message: computations and their instructions, each read once.
 
     serialized HloModuleProto -> Module -> Computation -> HloInstruction: shape, operands, users, attributes
 
-jaxlib has no Python classes for XLA's messages (xla/service/hlo.proto, xla/xla_data.proto), so they are read by their
+jaxlib has no Python classes for XLA's messages (xla/service/hlo.proto, xla/xla_data.proto), so they are parsed from the
 wire format (https://protobuf.dev/programming-guides/encoding). Their field numbers hold across jaxlib 0.11 and 0.12. As
 in XLA, names are unique in a module, and an instruction's operands come before it.
 """
@@ -22,8 +22,8 @@ from typing import Any
 from meshkit.errors import MeshkitError, ProgramError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_NUMBERED = {_VARINT, _BYTES}  # These begin with a number, which is the value or its length.
-_HOST_SPACE = 5  # XLA:GPU numbers host memory so.
+_NUMBERED = {_VARINT, _BYTES}  # Fields of these kinds begin with a number: the value, or its length.
+_HOST_SPACE = 5  # Number of host memory in XLA:GPU.
 _TUPLE = 13
 _DTYPES = {  # `PrimitiveType`
     1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16", 11: "f32",
@@ -32,7 +32,8 @@ _DTYPES = {  # `PrimitiveType`
     28: "f8e4m3", 29: "f8e3m4", 30: "s1", 31: "u1", 32: "f4e2m1fn", 33: "f8e8m0fnu", 34: "buffer",
 }  # fmt: skip
 _BITS = re.compile(r"^[a-z]+?(\d+)")
-# Metadata names files and lines, ids count through a process, and the rest records values of a run.
+# Fields that equal programs may differ in: metadata with files and lines, ids that count through a process, values of a
+# run.
 _NOT_PRINTED = {7, 35, 36, 37, 38, 68, 82, 88}
 
 Fields = dict[int, list[int | bytes]]
@@ -79,7 +80,7 @@ def ints(fields: Fields, number: int) -> list[int]:
 
 
 def integer(fields: Fields, number: int) -> int:
-    """Return an integer field; 0 where the message leaves it out."""
+    """Return an integer field; 0 if the message lacks it."""
     values = ints(fields, number)
     return values[-1] if values else 0
 
@@ -89,7 +90,7 @@ def messages(fields: Fields, number: int) -> list[Fields]:
 
 
 def message(fields: Fields, number: int) -> Fields:
-    """Return a message field; one without fields where the message leaves it out."""
+    """Return a message field; an empty message if the field is missing."""
     return next(iter(messages(fields, number)), {})
 
 
@@ -98,7 +99,7 @@ def texts(fields: Fields, number: int) -> list[str]:
 
 
 def text(fields: Fields, number: int) -> str:
-    """Return a string field; "" where the message leaves it out."""
+    """Return a string field; "" if the message lacks it."""
     return next(iter(texts(fields, number)), "")
 
 
@@ -128,7 +129,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @contextmanager
 def refusing_malformed(what: str) -> Iterator[None]:
-    """Turn errors from reading malformed contents into a `ProgramError`, whose subject is `what`."""
+    """Turn errors from reading malformed contents into a `ProgramError`: "`what` cannot be read"."""
     try:
         yield
     except MeshkitError:
@@ -205,7 +206,7 @@ class HloInstruction:
     fields: Fields = field(repr=False)
     operands: Sequence[HloInstruction] = field(default=(), repr=False)
     called: Sequence[Computation] = field(default=(), repr=False)
-    """Computations that it calls: of a loop (body, condition), of a conditional its branches."""
+    """Computations that it calls: for a loop (body, condition), for a conditional its branches."""
     users: list[HloInstruction] = field(default_factory=list, repr=False)
     """Users of its result, each once, in order."""
 
@@ -240,12 +241,12 @@ class HloInstruction:
 
     @functools.cached_property
     def metadata(self) -> Fields:
-        """`OpMetadata`, its origin in the source."""
+        """`OpMetadata`, the instruction's origin in the source."""
         return message(self.fields, 7)
 
     @property
     def target(self) -> str:
-        """`custom_call_target`; "" for anything else."""
+        """`custom_call_target`; "" for other instructions."""
         return text(self.fields, 28)
 
     @property
@@ -262,7 +263,7 @@ class HloInstruction:
         return found if isinstance(found, dict) else {}
 
     def configured(self, *keys: str) -> Any:
-        """Return a value of XLA:GPU's `backend_config`, or of a part of it, under nested keys; None for none."""
+        """Return the value under nested keys in XLA:GPU's `backend_config`, or in a part of it, or None."""
         whole = self._configuration
         found: Any = next((c for c in (whole, *whole.values()) if isinstance(c, dict) and keys[0] in c), None)
         for key in keys:
@@ -288,11 +289,11 @@ class Computation:
 
     name: str
     instructions: Sequence[HloInstruction]
-    """Instructions by their ids."""
+    """Instructions in the order of their ids."""
     order: Sequence[HloInstruction]
-    """Instructions as scheduled; operands first where the module has no schedule."""
+    """Instructions in scheduled order; without a schedule, operands come first."""
     root: HloInstruction
-    """The instruction with the computation's value."""
+    """The instruction whose result is the computation's value."""
 
 
 class Module:
@@ -331,7 +332,7 @@ class Module:
         return digest.hexdigest()[:16]
 
     def _computation(self, fields: Fields, scheduled: Iterable[int], known: Mapping[int, Computation]) -> Computation:
-        """Return one computation; `known` holds those before it, which it may call."""
+        """Return one computation; `known` has the computations before it, which it may call."""
         by_id: dict[int, HloInstruction] = {}
         for read in messages(fields, 2):
             operands = [by_id[i] for i in ints(read, 36)]

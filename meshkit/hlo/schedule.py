@@ -1,8 +1,8 @@
-"""Represent a compiled program as its instructions run: the reader makes a Schedule, and the simulator takes it.
+"""Represent a compiled program in the order in which it runs: module.py makes a Schedule, and the simulator reads it.
 
-Replica groups of a collective are written in four forms, several of them in one module, and XLA often loses the user's
-axis names. So every form is turned into explicit partition ids, and the ids alone decide which axes and which link a
-group spans (`read_groups`, `group_shape`).
+Replica groups of collectives have four forms, of which one module may use several, and XLA often loses the user's axis
+names. So every form is turned into explicit partition ids, and only the ids decide which axes and which link a group
+spans (`read_groups`, `group_shape`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshkit.errors import ProgramError
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.proto import Fields, HloInstruction, integer, ints, message, messages, refusing_malformed
 
-# Fields of HloInstructionProto (xla/service/hlo.proto).
 _MOST_PARTITIONS = 2**22
+# Fields of HloInstructionProto (xla/service/hlo.proto) that have replica groups.
 _FORMS = _EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
 
 
@@ -37,15 +37,15 @@ class Collective:
     axes: tuple[str, ...]
     """Mesh axes along which the participants of a group differ; () when they map to no axis."""
     axes_complete: bool
-    """False where the groups cover only part of an axis."""
+    """False if the groups cover only part of an axis."""
     link: str
     """The slowest link that a group crosses: `nvlink` or `infiniband`; "" if no cluster is known."""
     fabric: str | None
     """The hardware of that link (`nvlink4_nvswitch`, `shared_memory`, ...); None if unknown."""
     dtype: str
-    """Element type on the wire, as XLA spells it; `mixed` for a combined collective of several."""
+    """Element type on the wire, as XLA spells it; `mixed` for a combined collective of several types."""
     group_size: int
-    """Participants of a group; 0 where only the name of a kernel is known."""
+    """Participants of a group; 0 if only the name of a kernel is known."""
     num_groups: int
     gpus_per_domain: int
     """Participants of one group that share an NVLink domain."""
@@ -54,13 +54,13 @@ class Collective:
     source: str = ""
     """The op_name path of the model code that caused it."""
     replica_groups: str | None = None
-    """`{0,1},{2,3}`, where no known mesh has axes for them."""
+    """`{0,1},{2,3}`, if no known mesh has axes for the groups."""
     grouped: bool = False
-    """Whether NCCL runs it in the kernel of another one, which starts with it over the same GPUs."""
+    """Whether NCCL runs it in the kernel of another collective that starts with it over the same GPUs."""
     slices: int = 0
     """Slices of a ragged all-to-all that each member sends to each; 0 if unknown, or for another kind."""
     room: float = 1.0
-    """The larger buffer of a ragged all-to-all over the smaller one."""
+    """Size of the larger buffer of a ragged all-to-all over that of the smaller one."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Schedule:
     fingerprint: str
     """A hash that is equal for equal programs."""
     notes: Mapping[str, list[str]] = field(default_factory=dict)
-    """Kind of problem -> names of instructions that could not be read or priced, with their callees in parentheses."""
+    """Kind of problem -> names of instructions that could not be read or priced fully, some with details in
+    parentheses."""
 
     def known_runs(self) -> dict[str, int]:
         """Return how often one execution runs each instruction: once, or once per iteration of the loops it is in.
@@ -122,7 +123,7 @@ class Schedule:
         return {name: count for name, count in found.items() if name not in unknown}
 
     def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """Yield every instruction of a computation (None: the entry), and of those it runs, with how often they run.
+        """Yield (instruction, number of runs) for a computation (None: the entry) and the computations that it runs.
 
         It walks every branch of a conditional, and one iteration of a loop of unknown length.
         """
@@ -150,7 +151,7 @@ def read_groups(instruction: HloInstruction, num_partitions: int) -> np.ndarray:
     """Return the groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
 
     Args:
-        num_partitions: devices of the program; without any groups, all of them form one.
+        num_partitions: devices of the program, which form one group if the instruction lists no groups.
 
     Raises:
         ProgramError: the groups have unequal sizes or too many partitions, or cannot be read.
@@ -172,7 +173,7 @@ def _groups(said: tuple, num_partitions: int) -> np.ndarray:
     for listed in (*messages(fields, _IOTA_LIST), *(m for each in lists for m in messages(each, 2))):
         return _iota(listed)
     explicit = (*messages(fields, _EXPLICIT), *(m for each in lists for m in messages(each, 1)))
-    # A `SourceTarget`, too, leaves a zero out of its message.
+    # A `SourceTarget` message omits a zero, like other messages.
     groups = [[integer(m, 1), integer(m, 2)] for m in messages(fields, _PAIRS)] or [ints(m, 1) for m in explicit]
     if len({len(g) for g in groups}) > 1:
         raise ValueError(f"they are of unequal size: {sorted({len(g) for g in groups})}")
@@ -199,7 +200,7 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
     axes = tuple(name for name, d in zip(placement.axis_names, differ) if d)
     span = math.prod(size for size, d in zip(placement.shape, differ) if d)
     domain_of = np.sort(placement.domains[groups], axis=1)
-    crossing = np.count_nonzero(np.diff(domain_of, axis=1), axis=1)  # One less than the domains of each group.
+    crossing = np.count_nonzero(np.diff(domain_of, axis=1), axis=1)  # Number of domains of each group, minus one.
     link = "infiniband" if crossing.any() else "nvlink"
     size = span if permute else groups.shape[1]
     count = placement.num_partitions // span if permute else groups.shape[0]
