@@ -14,8 +14,8 @@ the next attempt makes steps:
     kept steps of an attempt      k sum_i P(save i is written) = k e^(-(k t + b + w) / M) / (1 - e^(-c / M))
     time from failure to failure  M + d e^(R/M) + M (e^(R/M) - 1) = (M + d) e^(R/M)
 
-Goodput is the time of the kept steps over the time from failure to failure. To first order, the lost share is b / (k t)
-+ (d + R + k t / 2 + w) / M, which is least at Young's k t = sqrt(2 b M).
+Goodput is the time of the kept steps over the time from failure to failure. To first order, the lost share is
+b / (k t) + (d + R + k t / 2 + w) / M, which is least at Young's k t = sqrt(2 b M).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def play(
         every: steps between saves; 0 for none.
         failures: failures in order, with times from the start of the run.
         steps: the run ends after this many steps and a last save; None for a run that does not end by itself.
-        until_s: the time at which such a run ends.
+        until_s: the time at which a run without `steps` ends.
         spares: hosts that replace lost hosts; None: a spare host is always available.
     """
     spent, kept, began, up = Spent(), 0, 0.0, costs.first_s

@@ -283,7 +283,7 @@ def _band_share(window: int, length: int) -> float:
     """Return the rate of attention with a sliding window, relative to a causal pass over `length` tokens.
 
     Kernels compute whole blocks: for a block of queries, all blocks of keys that the mask touches. Along each edge of a
-        mask, half a block of this work is masked. A window has two edges, a causal mask one.
+    mask, half a block of this work is masked. A window has two edges, a causal mask one.
     """
     block = catalog.kernels()["attention_queries_per_block"]
     causal = (length / 2) / (length / 2 + block / 2)
