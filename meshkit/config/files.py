@@ -1,4 +1,4 @@
-"""Read files up to a limit of size, and TOML files with the position of each key."""
+"""Read files up to a size limit, and TOML files with the position of each key."""
 
 from __future__ import annotations
 

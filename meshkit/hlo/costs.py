@@ -305,10 +305,10 @@ def _attention(instruction: HloInstruction) -> Cost:
     """Return the work of cuDNN's fused attention, without its bytes.
 
     The forward pass has two matmuls over the scores [b, h, s, s] (batch, heads, length, length): 2 b h s^2 (d + e)
-    FLOP, with head size d for queries and keys and e for values. The backward pass has five, three of them over d: 2 b
-    h s^2 (3 d + 2 e), which is 2.5 times as much if d = e. A causal mask skips half (FlashAttention-2, section 3.1 and
-    its FLOP formula in section 4.1), a sliding window all but a band. If lengths are arguments, whole rows count, which
-    is their maximum.
+    FLOP, with head size d for queries and keys and e for values. The backward pass has five matmuls, of which three are
+    over d: 2 b h s^2 (3 d + 2 e), which is 2.5 times as much if d = e. A causal mask skips half (FlashAttention-2,
+    section 3.1 and its FLOP formula in section 4.1), a sliding window all but a band. If lengths are arguments, whole
+    rows count, which is their maximum.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
@@ -513,7 +513,7 @@ def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
     """Return the mean number of additions to one element of a 16-bit array, and its dtype; 0 without additions.
 
     XLA uses no atomic addition for these dtypes: each addition is a compare-and-swap, repeated until no other thread
-        came first (openxla/xla#26371). With unique indices no addition waits.
+    came first (openxla/xla#26371). With unique indices no addition waits.
     """
     inner = instruction.called[0].instructions if instruction.opcode == "fusion" and instruction.called else ()
     adding = [(i.operands[0].shape, i.operands[-1].shape) for i in (instruction, *inner) if any(_added(i))]

@@ -58,7 +58,7 @@ class Collective:
     grouped: bool = False
     """Whether NCCL runs it in the kernel of another collective that starts with it over the same GPUs."""
     slices: int = 0
-    """Slices of a ragged all-to-all that each member sends to each; 0 if unknown, or for another kind."""
+    """Slices of a ragged all-to-all that each member sends to each member; 0 if unknown, or for other collectives."""
     room: float = 1.0
     """Size of the larger buffer of a ragged all-to-all over that of the smaller one."""
 

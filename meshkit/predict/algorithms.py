@@ -103,7 +103,7 @@ def fastest(collective: str, payload: float, links: Links) -> Algorithm:
 
 
 def _taken(collective: str, choices: Sequence[Expected], payload: float, links: Links) -> Algorithm:
-    """Return the cost of the tuner's choice; over domains, of the fastest ring or tree with about its estimate."""
+    """Return the cost of the tuner's choice; over domains, of the fastest ring or tree with a similar estimate."""
     estimates = [choice.seconds(payload) for choice in choices]
     least = min(estimates)
     pick = choices[estimates.index(least)]
@@ -162,7 +162,7 @@ def channels_of(name: str, collective: str, payload: float, links: Links) -> int
     """Return the number of channels of an algorithm, each a block that occupies a multiprocessor; 0 for copy engines.
 
     Rings and trees have the number that NCCL logs; over hosts, two for each port that they reach. A message to one peer
-    doubles its channels until none carries too much; over hosts it has two.
+    inside a domain doubles its channels until none carries too much; over hosts it has two.
 
     Args:
         collective: HLO opcode, without `-start`. A permute has one peer, an all-to-all many.

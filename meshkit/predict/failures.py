@@ -112,7 +112,7 @@ class Spares:
         self._out: list[list[float]] = [[] for _ in range(pools)]
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until a host replaces one that is lost now."""
+        """Return the seconds until a spare host replaces a host that is lost now."""
         out = self._out[self._draw.randrange(len(self._out))]
         while out and out[0] <= now_s:
             heapq.heappop(out)

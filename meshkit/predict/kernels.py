@@ -6,14 +6,15 @@ precedence.
 
 `config/matmuls.csv` has the rates of matmuls in short bursts: some 5,000 shapes of cuBLAS on seven GPUs, and 375 shapes
 (powers of two) that OpenXLA measured on an H100 and on a B200. Rates of other shapes are interpolated log-linearly
-(`burst_flops_per_s`). In a long run of nothing else, the rate is the smaller of the burst rate and the rate of a large
-matmul under the power cap (`large_flops_per_s`): a shape that fills half of a GPU does not draw enough power to be
-throttled (`shape_share`). A block-scaled matmul takes as long as an fp8 matmul over the same bytes, which for NVFP4
-(two elements per byte) has half the depth.
+(`burst_flops_per_s`). In a long run of one shape alone, the rate is the smaller of its burst rate and the rate of a
+large matmul under the power cap (`large_flops_per_s`), because a shape that fills half of a GPU does not draw enough
+power to be throttled (`shape_share`). A block-scaled matmul takes as long as an fp8 matmul over the same bytes, which
+for NVFP4 (two elements per byte) has half the depth.
 
 In a step the power cap limits the mean power. Kernels that wait for memory draw less, and the clock rises until tensor
-cores use the remaining power. `step_gain` is their rate relative to a long run of nothing else. Attention runs at the
-same clock and draws less power than a matmul, because its tensor cores wait for exponentials (`power_share`).
+cores use the remaining power. `step_gain` is their rate in a step over their rate in a long run of matmuls. Attention
+runs at the same clock and draws less power than a matmul, because its tensor cores wait for exponentials
+(`power_share`).
 
 OpenXLA's rates extend cuBLAS's rows to dims below 512, many small products and TF32. They scale the rate of the nearest
 cuBLAS shape, if there is one. Many small products fill a GPU like one large product, a dim that is not a multiple of a
@@ -125,7 +126,7 @@ def kernel_work(
         gpu: the GPU; its peaks and their sustained shares apply if `rates` lacks a rate.
         rates: measured rates, see `measured_rates`.
         host_bytes_per_s: sustained rate between the GPU and its host's memory; default the peak of the GPU's PCIe slot.
-        busy: share of the step's time in which tensor cores work; 1 in a long run of nothing else.
+        busy: share of the step's time in which tensor cores work; 1 in a long run of matmuls.
     """
     share = catalog.kernels()["convolution_share"] if cost.convolves else 1.0
     matmul = _matmul_s(cost, gpu, rates, assumptions, busy) / share

@@ -143,7 +143,7 @@ class Links:
     outside: str
     """Row for the link out of a domain: `net`, or `pcie` for a cluster without NICs."""
     inside_extra_s: tuple[float, float]
-    """Latency of a step in addition to that table: (LL and LL128, Simple)."""
+    """Latency of a step in addition to NCCL's table: (LL and LL128, Simple)."""
     outside_extra_s: tuple[float, float]
     generation: str
     """Generation of NVLink, which selects the fitted constants."""
@@ -174,7 +174,7 @@ class Links:
     sms: int
     """Multiprocessors of a GPU."""
     slices: int = 0
-    """Slices of a ragged all-to-all that each member sends to each; 0: as many as its kernel has blocks for."""
+    """Slices of a ragged all-to-all that each member sends to each member; 0: as many as its kernel has blocks for."""
     taken_for: Links | None = field(default=None, repr=False)
     """The links by which NCCL's tuner chooses, if they are not these."""
     known: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -212,7 +212,8 @@ def find_links(
         fabric: how hosts are cabled (one of FABRICS), and the number of leaf switches to which the domains are
             connected. With None for both, the cluster's `oversubscription` applies to all traffic that leaves a host.
         nccl: version, such as "2.28.9"; None for `default_version` of nccl.toml.
-        slices: slices of a ragged all-to-all that each member sends to each; 0: as many as its kernel has blocks for.
+        slices: slices of a ragged all-to-all that each member sends to each member; 0: as many as its kernel has blocks
+            for.
 
     Raises:
         ConfigError: `nccl` is not a version, or not one that the model knows.
@@ -447,10 +448,10 @@ def _row(p: str, own: Mapping[str, Any], column: str, links: tuple[str, str], pl
 def _sheets(version: tuple[int, ...]) -> Mapping[tuple[str, str, str, int], Sequence[tuple[tuple, tuple]]]:
     """Return (column, link inside a domain, link out of it, domains up to 3) -> tuner's numbers, a row per protocol.
 
-    A row has two tuples. That of the ring has the protocol, its base latency, the latency of a step on both links, the
-    least latency of a step over hosts, its share of the bandwidth, and the highest bandwidth of the protocol and of one
-    channel. That of the tree has the base latency, the latency of a step on both links, and the highest bandwidth of a
-    channel and of a channel with LL128.
+    A row has two tuples, for the ring and for the tree. The ring's tuple is: protocol, base latency, latency of a step
+    on each of the two links, least latency of a step over hosts, share of the bandwidth, highest bandwidth of the
+    protocol, and of one channel. The tree's tuple is: base latency, latency of a step on each of the two links, highest
+    bandwidth of a channel, and of a channel with LL128.
     """
     own, columns = version_constants(version), [name for name in nccl_constants()["tuner"] if name != "before"]
     return {

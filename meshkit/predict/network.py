@@ -92,14 +92,14 @@ def collective_time_s(
             (docs/concepts/network.md).
             `nccl`: version of NCCL, which has the tuner's constants: "2.28.9".
             `launch`: `xla`: in a step; `nccl-tests`: one collective directly after the other; `grouped`: in the kernel
-                of another collective of the same GPUs, whose price includes the launch.
+            of another collective of the same GPUs, whose price includes the launch.
             `fabric`: `rail`: a leaf switch has one NIC of each of 32 hosts; `leaf`: all NICs of a host are on one leaf;
-                `flat`: no oversubscription. By default the cluster's oversubscription applies to all traffic that
-                leaves a host.
+            `flat`: no oversubscription. By default the cluster's oversubscription applies to all traffic that
+            leaves a host.
             `racks`: number of leaf switches over which the domains are spread evenly; by default as few as possible.
             `fitted`: name -> value that replaces a constant of `[fitted]` in nccl.toml (for refits).
-            `slices`: slices of a ragged all-to-all that each GPU sends to each; by default as many as XLA's kernel has
-                blocks for.
+            `slices`: slices of a ragged all-to-all that each GPU sends to each GPU; by default as many as XLA's kernel
+            has blocks for.
 
     Raises:
         ConfigError: the collective is unknown, the group is not possible, the algorithm cannot run it, or a calibration
@@ -245,7 +245,7 @@ def infiniband_share(c: Collective) -> float:
     """Return the share of the wire bytes that leave the NVLink domain.
 
     A ring with g GPUs per domain leaves the domain on one of every g hops: 1 / g. An all-to-all has no ring: in a group
-        of n GPUs, n - g of the n - 1 peers of a GPU are in other domains.
+    of n GPUs, n - g of the n - 1 peers of a GPU are in other domains.
     """
     if c.link != "infiniband" or c.group_size < 2:
         return 0.0

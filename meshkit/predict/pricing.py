@@ -60,7 +60,8 @@ class Pricer:
     """Prices the instructions of one program on one cluster.
 
     Args:
-        seconds: known duration of a kernel alone, a collective or a copy; None: the model prices them.
+        seconds: function that returns the known duration of a kernel alone, a collective or a copy; None: the model
+            prices them.
         gpus: GPUs of the whole job; default the cluster's.
         busy: share of the step's time in which tensor cores work, see `kernels.step_gain`.
 

@@ -49,8 +49,8 @@ class Sensitivity:
         """Return the sensitivity around the constants `start`; every group of times has the same weight.
 
         Args:
-            predicted_s: constants by name -> [n] predicted seconds of the measured collectives. It is called with
-                `start`, then once for each constant with this constant 2 % larger.
+            predicted_s: function of the constants by name, which returns [n] predicted seconds of the measured
+                collectives. It is called with `start`, then once for each constant with this constant 2 % larger.
             measured_s: [n] measured seconds of the same collectives.
             groups: [n] groups of the measurements; the weights of a group sum to 1.
         """

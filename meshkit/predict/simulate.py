@@ -68,11 +68,12 @@ def simulate(
     """Simulate the step that a schedule describes on a cluster.
 
     Args:
-        seconds: duration of a kernel alone, a collective or a copy; None: the roofline and the network model price it.
+        seconds: function that returns the duration of a kernel alone, a collective or a copy; None: the roofline and
+            the network model price them.
         assumptions: effects to take into account. By default all effects; if `seconds` is given, neither contention nor
             the slowest GPU.
         gpus: GPUs of the whole job, which wait for each other; default the cluster's.
-        network: False: collectives take no time, as if their links are not known.
+        network: False: collectives take no time, for use if their links are not known.
 
     Raises:
         ConfigError: the calibration that the cluster names cannot be read, or the network model lacks one of the
