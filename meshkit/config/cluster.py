@@ -6,8 +6,8 @@ A path between GPUs is as fast as its slowest hop: the NIC, the NIC's PCIe slot,
 path crosses it. Hops are compared by sustained rate. A `Link` has the peak and the sustained share of its slowest hop.
 """
 
-# A file may omit a key or give a name. A Cluster has the resolved value, so its fields have narrower types. pyright:
-# reportIncompatibleVariableOverride=false
+# A file may omit a key or give a name. A Cluster has the resolved value, so its fields have narrower types.
+# pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
