@@ -1,5 +1,5 @@
-"""Programs compiled by XLA, for the GPUs that are there and for those that are not.
+"""Compile programs with XLA, for attached GPUs and for GPUs that this machine does not have.
 
-Enters: a training step and a cluster. Leaves: the compiled program, its scheduled HLO, its options.
+Enters: a training step and a cluster. Leaves: the compiled program, its scheduled HLO, its compiler options.
 May be imported by lint, report and the verbs.
 """

@@ -1,15 +1,16 @@
-"""The training step compiled for the devices that are there, and its executables kept on disk.
+"""Compile the training step for the attached devices, and keep its executables on disk.
 
-    TrainProgram -> lowered -> XLA, with the options that plan uses -> what trainer runs and a capture records
-    with compile_cache(say):   jax compiles -> <private folder>/<machine>/<key> -> the next attempt loads
+    TrainProgram -> lowered -> XLA, with the options that plan uses -> CompiledStep, which the trainer runs
+    with compile_cache(say):   jax compiles -> <private folder>/<machine>/<key> -> the next run loads the executable
 
-An entry is native code that the next run executes, so whoever can write the folder can run code as its owner: it is one
-of meshkit's own (private.py), or nothing is read or kept. jax makes the keys (program, options, versions, devices).
-Beyond what jax does, a file is written whole or not at all, must belong to the user, and has a digest: jax's own would
-leave half a file behind when it is killed, and warn of it at every start.
+A cache entry is native code that the next run executes, so whoever can write to the folder can run code as its owner.
+Entries are therefore read and kept only in a private folder of meshkit (private.py). jax makes the keys (program,
+options, versions, devices). Unlike jax's own cache, this one writes a file whole or not at all, requires that the file
+belongs to the user, and stores a digest. When jax's own cache is killed while it writes, it leaves half a file behind
+and warns of that file at every start.
 
-The folder is `compiled` of `cache.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
-that another lacks.
+The folder is `compiled` in `cache.cache_root`. It has one subfolder for each kind of CPU, because code for one kind may
+use instructions that another kind lacks.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ from meshkit.predict.coverage import dequantized_note
 from meshkit.private import NotPrivate, check_private, private_folder
 from meshkit.step.train_step import TrainProgram
 
-# Processes begin to compile together, and differ by what their hosts are busy with.
+# Processes begin to compile together, but a host that is busy with other work finishes later.
 _AGREE_S = 1800.0
 _SETTINGS = {
-    # also the small programs around the step: a restart makes dozens
+    # also keep the small programs around the step: a restart compiles dozens of them
     "jax_persistent_cache_min_compile_time_secs": 0.0,
-    # the report names lines of source, which must be those of this program
+    # the report names source lines, so a program with other source lines needs another key
     "jax_compilation_cache_include_metadata_in_key": True,
 }
 WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
@@ -72,13 +73,13 @@ class CompiledStep:
     """An executable step."""
 
     program: Any
-    """The program, which takes state and batch."""
+    """The compiled program; its arguments are the state and the batch."""
     options: Mapping[str, object]
-    """The compiler options that it was made with."""
+    """The compiler options that the program was compiled with."""
     seconds: float
     """Seconds of tracing, lowering and compiling."""
     executable_s: float = 0.0
-    """The part of these seconds that XLA took to compile it, or the cache to load it."""
+    """The part of `seconds` that XLA took to compile the program, or the cache to load it."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,16 @@ def _schedule_of(program: Any, placement: Placement) -> Schedule:
 def compile_step(
     program: TrainProgram, cluster: Cluster, placement: Placement, xla: Mapping[str, object]
 ) -> CompiledStep:
-    """Return the step compiled ahead of time.
+    """Return the training step compiled ahead of time for the attached devices.
 
     Args:
-        program: its mesh is of the devices that are there.
-        cluster, placement: of these devices.
-        xla: the user's own options, `[xla]`.
+        program: the step, on a mesh of the attached devices.
+        cluster: describes the attached devices.
+        placement: the place of each partition on these devices.
+        xla: the compiler options that the user set in `[xla]`.
 
     Raises:
-        ConfigError: XLA refuses an option of the user's.
+        ConfigError: XLA refuses an option that the user set.
         RunError: other processes of the job did not answer.
     """
     arguments = (program.abstract_state, program.abstract_batch)
@@ -134,16 +136,17 @@ def compile_step(
 def compile_attached(
     lower: Callable[[], Any], cluster: Cluster, placement: Placement, choices: CompileChoices, places: Places
 ) -> CompiledStep:
-    """Return any step compiled ahead of time for the devices that are there.
+    """Return any step compiled ahead of time for the attached devices.
 
     Args:
-        lower: traces and lowers it.
-        cluster, placement: of these devices.
-        choices: of the compiler; on CPUs its `options` alone.
-        places: where `[xla]` was written.
+        lower: traces and lowers the step.
+        cluster: describes the attached devices.
+        placement: the place of each partition on these devices.
+        choices: how to compile; on CPUs only its `options` are used.
+        places: the file and line of each `[xla]` option, for error messages.
 
     Raises:
-        ConfigError: XLA refuses an option of the user's.
+        ConfigError: XLA refuses an option that the user set.
         RunError: other processes of the job did not answer.
     """
     began = time.perf_counter()
@@ -166,16 +169,16 @@ def compile_attached(
 
 
 def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choices: CompileChoices) -> _Executable:
-    """Return a lowered program compiled with the options and in the order that plan compiles it with.
+    """Return a lowered program compiled with the same options and instruction order as in `plan`.
 
     Args:
-        lowered: what jax makes of `trace(...).lower(...)`.
-        cluster: whose memory it must fit, and whose prices order its instructions.
-        placement: of the program's partitions, for its schedule.
-        choices: of the user, of the program, and of its memory.
+        lowered: the result of `trace(...).lower(...)`.
+        cluster: its GPU memory must hold the program, and its predicted times order the instructions.
+        placement: the place of each partition, which the schedule needs.
+        choices: the options of the user and of the program, and the share of memory that it may take.
 
     Raises:
-        RefusedOption: XLA refuses one of the user's.
+        RefusedOption: XLA refuses an option that the user set.
         RunError: other processes of the job did not answer.
     """
 
@@ -190,19 +193,19 @@ def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choic
 
 
 def _as_process_0(topic: str, mine: Any) -> Any:
-    """Return process 0's answer. Programs whose collectives differ in order would wait for each other for ever."""
+    """Return process 0's value: processes whose programs order collectives differently would deadlock."""
     return Agreement("pgle").reach(topic, mine, lambda said: said[0], timeout_s=_AGREE_S)
 
 
 class CompileCache(CacheInterface):
-    """Executables in a private folder, by key; those used longest ago go when all exceed `most_bytes`."""
+    """Executables in a private folder, by key. The least recently used are deleted beyond `most_bytes` in total."""
 
     def __init__(self, folder: Path, most_bytes: int):
         self.store, self._path = Store(folder, most_bytes), folder  # jax asks for _path
         self.hits = self.misses = 0  # look-ups so far
 
     def get(self, key: str) -> bytes | None:
-        """Return the entry of a key; None where there is none, or it is not what was written."""
+        """Return the entry of a key; None if there is no entry or its file is damaged."""
         content = None
         with suppress(DamagedEntry):
             content = self.store.read(key + _SUFFIX)
@@ -211,19 +214,21 @@ class CompileCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps an entry, whole or not at all. A full disk costs the entry."""
+        """Store an entry whole or not at all. On a full disk the entry is lost, without an error."""
         self.store.write(key + _SUFFIX, value)
 
 
 @contextmanager
 def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
-    """Lets jax keep what it compiles inside, and find it again. After jax.distributed has started, where it does.
+    """Make jax store the programs that it compiles in this context, and load them in the next run.
+
+    Enter it after jax.distributed is initialized, in a job that initializes it.
 
     Args:
-        say: takes a sentence where nothing is kept although it would be.
+        say: prints a sentence if the default cache folder cannot be used.
 
     Yields:
-        The cache; None where there is none, or the user has given jax one of their own.
+        The cache; None if caching is off, its folder cannot be used, or the user gave jax a cache folder.
 
     Raises:
         ConfigError: `MESHKIT_CACHE` or `JAX_COMPILATION_CACHE_DIR` names a folder that is not private.
@@ -243,7 +248,7 @@ def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
     before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *_SETTINGS)}
     write: Any = getattr(compiler, "_cache_write", None)
     try:
-        # the folder is also where XLA:GPU keeps what its autotuner found
+        # XLA:GPU keeps the results of its autotuner in this folder, too
         for name, value in {"jax_compilation_cache_dir": str(cache.store.folder), **_SETTINGS}.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
@@ -263,15 +268,18 @@ def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
 def _write_from_any_process(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
 ) -> None:
-    """Keep an executable from every process: on CPUs each has its own keys, and jax would keep process 0's alone."""
+    """Store an executable of any process: on CPUs each process has its own keys, and jax only stores process 0's."""
     try:
         compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
-    except Exception as error:  # XLA cannot serialize it: it is compiled again next time
+    except Exception as error:  # XLA cannot serialize this executable, so the next run compiles it again
         warnings.warn(f"{module_name} cannot be kept: {error}", stacklevel=2)
 
 
 def _open(say: Callable[[str], None]) -> CompileCache | None:
-    """Return the cache in a folder that nobody else can enter; None, and why, where there is none."""
+    """Return the cache in a private folder; None if caching is off, or if the default folder cannot be used.
+
+    In the second case `say` prints the reason.
+    """
     root = cache_root()
     if root is None:
         return None
@@ -290,7 +298,10 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
 
 
 def _check_theirs(folder: str) -> str:
-    """Return the user's own folder for jax, without links: jax looks entries up by its path, again and again."""
+    """Return the real path of the cache folder that the user gave jax, after a check that the folder is private.
+
+    jax opens each entry by this path, so no link in it may be redirected later.
+    """
     if "://" in folder:
         return folder
     path = Path(folder)
@@ -308,7 +319,7 @@ def _check_theirs(folder: str) -> str:
 
 
 def _machine() -> str:
-    """Return a name for this kind of CPU."""
+    """Return a name for this kind of CPU: a hash of its model and instruction set flags."""
     described = [platform.machine(), platform.processor()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()

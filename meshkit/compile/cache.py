@@ -1,19 +1,20 @@
-"""Compiled programs kept on disk, and the folder under both caches: theirs and that of executables.
+"""Keep planned programs on disk, and provide the root folder and the `Store` that the cache of executables shares.
 
     export (program bytes) + request -> program_key -> load | compile, store
 
-A key is a hash of everything that reaches the compiler, so a hit is what a compile would give. That includes the lines
-of source that each operation comes from, down to where the step was planned from: the report shows them. An entry is
-a JSON header and the scheduled HLO, in the folder `programs` of `cache_root`.
+A key is a hash of everything that reaches the compiler, so a cache hit returns the result that a compile would give.
+The key includes the source lines of each operation, with those of its callers, because the report shows them. An entry
+is a JSON header and the scheduled HLO, in the folder `programs` of `cache_root`.
 
-Kernels are kept apart, for all programs of one GPU: XLA finds those of earlier programs by their operations
-(`xla_gpu_kernel_cache_file`), and makes only what is new in a changed step. It does not ask which GPU or release a file
-is of, and fails on a torn one; so a key says the first, the digest the second, and each compile has a copy of its own.
+Kernels have their own entries, which all programs for one GPU share. XLA finds kernels of earlier programs by their
+operations (`xla_gpu_kernel_cache_file`) and compiles only the kernels that a changed step adds. XLA does not check for
+which GPU or release a kernel file is, so the key includes both. XLA fails on a truncated file, so an entry has a digest
+and each compile works on its own copy.
 
-An entry may be thrown away. It is one file in a folder of meshkit's own (private.py): a digest of its content, then the
-content, written whole or not at all; one that is not what was written, or not by this user, is a miss. Entries used
-longest ago go when all of a folder exceed `$MESHKIT_CACHE_BYTES` (default 2 GiB). The folders lie under `meshkit` in
-`$XDG_CACHE_HOME`, or under `$MESHKIT_CACHE` (`off` keeps nothing).
+Every entry may be deleted at any time. It is one file in a private folder of meshkit (private.py): a digest of the
+content, then the content, written whole or not at all. A damaged file is a miss, and so is a file of another user. The
+least recently used entries are deleted when a folder exceeds `$MESHKIT_CACHE_BYTES` (default 2 GiB). The folders are in
+`$XDG_CACHE_HOME/meshkit`, or in `$MESHKIT_CACHE` (`off` keeps nothing).
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from meshkit.errors import ConfigError
 from meshkit.private import NotPrivate, open_own, private_folder, write_whole
 
 _SUFFIX, _KERNELS = ".program", ".kernels"
-_MOST_KERNEL_BYTES = 64 * 2**20  # of one entry, which XLA reads whole; a larger one is begun anew
-# Options that choose instructions and their order: the code of a kernel has nothing of them, and programs that differ
-# in them share kernels. Any other option has kernels of its own.
+_MOST_KERNEL_BYTES = 64 * 2**20  # of one kernel file, which XLA reads whole; a larger file is deleted
+# Options that choose instructions and their order. They do not affect the code of a kernel, so programs that differ
+# only in these options share kernels. Every other option is part of the key of the kernels.
 _OF_SCHEDULES = re.compile(
     r"xla_gpu_(pipeline_\w+|\w+_combine_threshold_bytes|enable_while_loop_double_buffering|memory_limit_slop_factor"
     r"|enable_latency_hiding_scheduler|experimental_parallel_collective_overlap_limit)"
     rf"|{PGLE_OPTION}|{TABLE_OPTION}"
 )
 _MOST_NAMED_BYTES = 2**28  # of a file that an option names
-_TEXT = ".pbtxt"  # what XLA reads by its path, and takes for nothing else
-# Whatever takes part in compiling: XLA and what it calls, and the libraries whose versions it asks for.
+_TEXT = ".pbtxt"  # XLA parses a file with this suffix as a text proto
+# Packages that take part in compiling: XLA, the tools that it calls, and the libraries whose versions it queries.
 _DISTRIBUTIONS = (
     "jax",
     "jaxlib",
@@ -69,10 +70,10 @@ _COMPILER = ("compile/child.py", "compile/options.py", "compile/partitioned.py",
 _VARIABLES = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "MESHKIT_XLA_")
 DEFAULT_BYTES = 2 * 2**30
 _OFF = {"", "0", "off", "no", "none", "false"}
-# A writer that died leaves its temporary file; after an hour nobody is writing it any more.
+# A writer that dies leaves its temporary file behind; after an hour the file counts as abandoned.
 _STALE_S = 3600.0
-_MEMORY_SIZE = re.compile(r"device_memory_size: \d+")  # of a target: it bounds the schedule alone
-# All that is ever removed from a folder of entries, though it is meshkit's own.
+_MEMORY_SIZE = re.compile(r"device_memory_size: \d+")  # in a target config; it affects the schedule, not the kernels
+# The only file names that are ever deleted from a folder of entries.
 _ENTRY = re.compile(r".+\.(program|kernels|executable|pbtxt)")
 _PARTIAL = re.compile(r".{0,16}-[0-9a-f]{16}\.tmp")
 
@@ -88,21 +89,21 @@ class KeptProgram:
 
 
 def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return a hash of all that decides what XLA makes of a program.
+    """Return a hash of everything that determines XLA's output for a program.
 
     Args:
-        program: as `jax.export` serializes it.
-        request: what the compiler process gets with it: target, topology, mesh, options.
-        environment: of the compiler process.
+        program: the bytes that `jax.export` serialized.
+        request: the request to the compiler process: target, topology, mesh, options.
+        environment: the environment variables of the compiler process.
     """
     files = _named_files(request.get("compiler_options") or {})
     return _key(environment, program=hashlib.sha256(program).hexdigest(), request=request, files=files)
 
 
 def kernels_key(request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return a hash of what decides the code of a kernel beside its operations: the GPU, versions, options.
+    """Return a hash of everything that determines a kernel's code except its operations: GPU, versions, options.
 
-    The GPU's memory decides the schedule alone.
+    The size of the GPU's memory is left out, because it affects only the schedule.
 
     Args:
         request: as for `program_key`.
@@ -115,7 +116,7 @@ def kernels_key(request: Mapping[str, Any], environment: Mapping[str, str]) -> s
 
 
 def deciding(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide what a compiler process makes of a program."""
+    """Return the environment variables that affect the output of a compiler process."""
     return {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
 
 
@@ -129,7 +130,7 @@ def _key(environment: Mapping[str, str], **decided_by: object) -> str:
 
 
 def _named_files(options: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the files that options name, such as a profile of measured costs: they are read by the compiler."""
+    """Return the digests of the files that options name, such as measured costs: the compiler reads these files."""
     found: dict[str, str] = {}
     for _, path in named_paths(options):
         with suppress(OSError, ValueError):
@@ -140,7 +141,7 @@ def _named_files(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def named_paths(options: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Yield the options that name a file or folder, and what they name."""
+    """Yield the name and the path of each option whose value is the path of a file or folder."""
     for name, value in options.items():
         if name.endswith("_path") and isinstance(value, str) and value:
             yield name, Path(value)
@@ -150,17 +151,19 @@ def digest_of(file: Path) -> str:
     """Return the SHA-256 of a file that an option names.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than 256 MiB.
-        ValueError: a NUL byte in the path.
+        OSError: the file cannot be read, is no regular file, or is larger than 256 MiB.
+        ValueError: the path contains a NUL byte.
     """
     return hashlib.sha256(read_regular(file, _MOST_NAMED_BYTES)).hexdigest()
 
 
 def cache_folder() -> Path | None:
-    """Return the private folder that programs are kept in, made if need be; None where none is wanted or can be made.
+    """Return the private folder of the programs, created if it is missing.
+
+    Return None if caching is off or the default folder cannot be used.
 
     Raises:
-        ConfigError: `MESHKIT_CACHE` names a folder that cannot serve, or `MESHKIT_CACHE_BYTES` is no number.
+        ConfigError: `MESHKIT_CACHE` names a folder that cannot be used, or `MESHKIT_CACHE_BYTES` is no number.
     """
     root = cache_root()
     if root is None:
@@ -175,7 +178,7 @@ def cache_folder() -> Path | None:
 
 
 def unfit_folder(folder: Path, problem: NotPrivate) -> ConfigError:
-    """Return the error about a folder of the one that `MESHKIT_CACHE` names."""
+    """Return the error about an unusable subfolder of `MESHKIT_CACHE`."""
     return ConfigError(
         f"the cache folder that MESHKIT_CACHE names cannot be used: {problem}.",
         at=str(folder),
@@ -184,14 +187,14 @@ def unfit_folder(folder: Path, problem: NotPrivate) -> ConfigError:
 
 
 def load(folder: Path, key: str) -> KeptProgram | None:
-    """Return the program that was kept under a key, or None.
+    """Return the program that is stored under a key, or None.
 
     Args:
         folder: from `cache_folder`.
         key: from `program_key`.
 
     Raises:
-        DamagedEntry: the file is not what was written; it is removed.
+        DamagedEntry: the file is damaged (it is then removed) or cannot be read.
         ConfigError: `MESHKIT_CACHE_BYTES` is no number of bytes.
     """
     body = _store(folder).read(key + _SUFFIX)
@@ -201,21 +204,22 @@ def load(folder: Path, key: str) -> KeptProgram | None:
         length = int.from_bytes(body[:8], "little")
         header = json.loads(body[8 : 8 + length])
         return KeptProgram(dict(header["result"]), str(header["log"]), zlib.decompress(body[8 + length :]))
-    except (ValueError, KeyError, TypeError, zlib.error):  # sealed, and yet of another form
+    except (ValueError, KeyError, TypeError, zlib.error):  # the digest is right, but the content has another form
         with suppress(OSError):
             (folder / (key + _SUFFIX)).unlink()
         raise DamagedEntry(f"{key}{_SUFFIX} was damaged") from None
 
 
 def store(folder: Path, key: str, made: KeptProgram) -> None:
-    """Keeps a program: header length (8 bytes), header, compressed module.
+    """Store a program as header length (8 bytes), header, compressed module.
 
-    A full disk costs the entry; those used longest ago go where all exceed the bound.
+    On a full disk the entry is lost, without an error. The least recently used entries are deleted if the folder
+    exceeds its limit.
 
     Args:
         folder: from `cache_folder`.
         key: from `program_key`.
-        made: what `load` gives back.
+        made: the program; `load` returns an equal one.
 
     Raises:
         ConfigError: `MESHKIT_CACHE_BYTES` is no number of bytes.
@@ -226,29 +230,29 @@ def store(folder: Path, key: str, made: KeptProgram) -> None:
 
 
 def load_kernels(folder: Path, key: str) -> bytes:
-    """Return a file of kernels for XLA; b"" where none was kept.
+    """Return the content of a kernel file for XLA; b"" if there is no entry.
 
     Args:
         folder: from `cache_folder`.
         key: from `kernels_key`.
 
     Raises:
-        DamagedEntry: as `load`.
-        ConfigError: as `load`.
+        DamagedEntry: see `load`.
+        ConfigError: see `load`.
     """
     return _store(folder).read(key + _KERNELS) or b""
 
 
 def store_kernels(folder: Path, key: str, content: bytes) -> None:
-    """Keeps a file of kernels in the place of the one before; b"" removes that. Of two at once the last one stays.
+    """Replace the stored kernel file; b"" removes it. Of two concurrent writers the last one wins.
 
     Args:
         folder: from `cache_folder`.
         key: from `kernels_key`.
-        content: that XLA wrote; too much of it is as good as none.
+        content: the file that XLA wrote; more than 64 MiB removes the entry, too.
 
     Raises:
-        ConfigError: as `store`.
+        ConfigError: see `store`.
     """
     if content and len(content) <= _MOST_KERNEL_BYTES:
         _store(folder).write(key + _KERNELS, content)
@@ -262,23 +266,23 @@ def _store(folder: Path) -> Store:
 
 
 def profile_text(costs: Mapping[str, float]) -> str:
-    """Return the seconds of instructions as the text form of `tensorflow.profiler.ProfiledInstructionsProto`."""
+    """Return seconds by instruction name as the text form of `tensorflow.profiler.ProfiledInstructionsProto`."""
     return "".join(f'costs {{ name: "{name}" cost_us: {s * 1e6:.6g} }}\n' for name, s in sorted(costs.items()))
 
 
 @contextlib.contextmanager
 def text_file(text: str) -> Iterator[Path]:
-    """A file with a text that XLA reads by its path, which is the same for the same text; kept where programs are.
+    """Write a text to a file for XLA and yield its path; equal texts get the same path in the folder of the programs.
 
     Raises:
-        ConfigError: as `cache_folder`.
-        OSError: it cannot be written, not even among temporary files.
+        ConfigError: see `cache_folder`.
+        OSError: the file cannot be written, not even to a temporary folder.
     """
     name = hashlib.sha256(text.encode()).hexdigest()[:32] + _TEXT
     with contextlib.ExitStack() as stack:
         folder = cache_folder() or stack.enter_context(scratch_folder())
         path = folder / name
-        with suppress(OSError):  # a cache on a full disk: what follows writes elsewhere
+        with suppress(OSError):  # the disk of the cache is full: the code below writes to a temporary folder
             write_whole(path, text.encode())
         if not path.exists():
             path = stack.enter_context(scratch_folder()) / name
@@ -287,29 +291,29 @@ def text_file(text: str) -> Iterator[Path]:
 
 
 def _source_digest() -> str:
-    """Digest of the code that runs in the compiler process: its output is what is kept."""
+    """Return a digest of the code that runs in the compiler process, because this code determines the entries."""
     sources = (Path(__file__).parent.parent.joinpath(name).read_bytes() for name in _COMPILER)
     return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
 
 class DamagedEntry(Exception):
-    """A file of a store that is not what was written, or cannot be read."""
+    """A file of a store is damaged or cannot be read."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of entries, each a file of its own: the SHA-256 of the content, then the content."""
+    """A folder with one file for each entry: the SHA-256 of the content, then the content."""
 
     folder: Path
     """A folder made by `private_folder`."""
     most_bytes: int
-    """The bytes that all entries may take."""
+    """The limit of the total size of all entries."""
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of an entry, which then counts as just used; None if there is none.
+        """Return the content of an entry and mark the entry as just used; None if there is no such entry.
 
         Raises:
-            DamagedEntry: the file is not what was written, and is removed; or it cannot be read.
+            DamagedEntry: the file is damaged (it is then removed) or cannot be read.
         """
         path = self.folder / name
         try:
@@ -329,16 +333,16 @@ class Store:
         raise DamagedEntry(f"{name} ({len(written)} bytes) was damaged")
 
     def write(self, name: str, content: bytes) -> None:
-        """Keeps an entry, and removes those used longest ago beyond the bound.
+        """Store an entry, then delete the least recently used entries beyond the limit.
 
-        A full disk or a folder that became unwritable costs the entry, never the work.
+        If the disk is full or the folder is not writable, the entry is lost, without an error.
         """
         with suppress(OSError):
             write_whole(self.folder / name, _sealed(content))
             self.trim(keep=name)
 
     def trim(self, keep: str = "") -> None:
-        """Removes what writers left behind, then entries used longest ago until all fit the bound."""
+        """Delete abandoned temporary files, then the least recently used entries until the rest fits the limit."""
         entries: list[tuple[float, int, Path]] = []
         for path in self.folder.iterdir():
             with suppress(OSError):  # another process trims too
@@ -363,15 +367,15 @@ def _sealed(content: bytes) -> bytes:
 
 
 def cache_root() -> Path | None:
-    """Where everything is kept that may be thrown away; None where nothing is wanted.
+    """Return the root folder of all caches; None if caching is off.
 
     Raises:
-        ConfigError: `MESHKIT_CACHE_BYTES` is no number, or `MESHKIT_CACHE` starts in a home that there is not.
+        ConfigError: `MESHKIT_CACHE_BYTES` is no number, or `MESHKIT_CACHE` begins with an unknown home (`~name`).
     """
     named = os.environ.get("MESHKIT_CACHE")
     if named is not None and named.strip().lower() in _OFF:
         return None
-    max_bytes()  # a wrong bound is said before anything is compiled
+    max_bytes()  # report a wrong limit before anything is compiled
     if named is not None:
         folder = os.path.expanduser(named)
         if folder.startswith("~"):
@@ -384,7 +388,7 @@ def cache_root() -> Path | None:
 
 
 def max_bytes() -> int:
-    """Return the bytes that all entries of a store together may take.
+    """Return the limit in bytes of the total size of a store's entries.
 
     Raises:
         ConfigError: `MESHKIT_CACHE_BYTES` is no number of bytes.

@@ -1,15 +1,16 @@
-"""The process that compiles: a `meshkit.children.Child`, since XLA aborts its process on some programs.
+"""Compile a program in a child process (`meshkit.children.Child`), because XLA aborts its process on some programs.
 
-It reads program.bin (a `jax.export` program) in the folder of its request, compiles it for GPUs that are not there, and
-leaves module.pb (the scheduled HLO) there. Kernels are taken from the folder's `kernels`, and new ones added.
+The child reads program.bin (a `jax.export` program) from the folder of its request, compiles it for GPUs that this
+machine does not have, and writes module.pb (the scheduled HLO) to the same folder. XLA reads compiled kernels from the
+file `kernels` there and adds new ones to it.
 
-XLA also writes its live ranges down (`xla_dump_to`), where the peak is a list of buffers:
+XLA also dumps its live ranges (`xla_dump_to`). The dump lists the buffers at the peak:
 
     Live ranges at 92 (peak):
     param.2{2}: 1572864 bytes (cumulative: 5767168 bytes)
 
-The module says which model code made each of them (`op_name`), and autodiff marks that: what the forward pass made is
-below `jvp(...)`, what the backward pass made below `transpose(jvp(...))`.
+The `op_name` of an instruction tells which model code made the buffer, and autodiff leaves its mark there: the forward
+pass is below `jvp(...)`, the backward pass below `transpose(jvp(...))`.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ KINDS: tuple[str, ...] = (FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER)
 
 
 def live_bytes(folder: Path, module: Module) -> dict[str, int] | None:
-    """Return the bytes at the peak by kind of KINDS, from a dump of XLA, or None where it has no live ranges.
+    """Return the bytes at the peak for each of KINDS, from an XLA dump; None if the dump has no live ranges.
 
-    `forward`: made by the forward pass: what it keeps for the backward pass, or works on. `backward`: made by the
-    backward pass, recomputed activations among them. `carried`: what a loop of the backward pass carries along, as
-    sums of gradients. `argument`: of the program. `other`: no code of the model made it.
+    `forward`: made by the forward pass, for itself or for the backward pass. `backward`: made by the backward pass,
+    including recomputed activations. `carried`: the carry of a loop in the backward pass, such as sums of gradients.
+    `argument`: an argument of the program. `other`: not made by code of the model.
 
     Args:
-        folder: of the dump.
-        module: that was compiled.
+        folder: the folder of the dump.
+        module: the compiled module.
     """
     files = sorted(folder.glob("*live-range.txt"))
     if not files:
@@ -56,14 +57,14 @@ def live_bytes(folder: Path, module: Module) -> dict[str, int] | None:
 
 
 def symmetric_bytes(folder: Path) -> int:
-    """Bytes that XLA keeps in collective memory, by the buffers that it wrote down: `size 1024, color 7, ...`."""
+    """Return the bytes that XLA allocates in collective memory (color 7), from the buffer assignment in its dump."""
     files = sorted(folder.glob("*buffer-assignment.txt"))
     lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
     return sum(int(found[1]) for line in lines if (found := _COLLECTIVE_MEMORY.match(line)))
 
 
 def _at_peak(file: Path) -> Iterator[tuple[str, int]]:
-    """Instruction and bytes of each buffer that is alive at the peak."""
+    """Yield the instruction and the bytes of each buffer that is live at the peak."""
     inside = False
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -77,7 +78,7 @@ def _at_peak(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def _kinds(module: Module) -> dict[str, str]:
-    """Instruction -> kind; a parameter of a loop's body has that of the loop."""
+    """Return the kind of each instruction by name; a parameter of a loop body has the kind of the loop."""
     kinds: dict[str, str] = {}
     parameters: dict[str, list[str]] = {}
     loops: dict[str, str] = {}
@@ -103,8 +104,10 @@ def _of_path(path: str) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what `compile_program` says of the program in `request["folder"]`; of an option of the user's that XLA
-    refuses its name, as `option`, and the `reason`."""
+    """Return the result of `compile_program` for the program in `request["folder"]`.
+
+    If XLA refuses an option that the user set, return its name as `option`, and the `reason`.
+    """
     folder = Path(request["folder"])
     import jax
 
@@ -113,24 +116,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except RefusedOption as e:
         return {"option": e.name, "reason": e.reason}
     finally:
-        jax.clear_caches()  # the next program is another one
+        jax.clear_caches()  # the next request is for another program
 
 
 def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:
-    """Deserializes, lowers and compiles; writes the scheduled module and returns memory and times.
+    """Deserialize, lower and compile a program, write its scheduled module, and return its memory and times.
 
     Args:
-        request: what `program.compile_absent` writes down: topology and target, the mesh and the order of its devices,
-            shardings and donations of the arguments, options by name and which of them are the user's.
-        program: as `jax.export` serializes it.
-        module_path: file for the serialized HloModuleProto; what XLA dumps goes into the folder `dump` beside it.
+        request: the request of `program.compile_absent`: topology and target, the mesh and the order of its devices,
+            shardings and donations of the arguments, options by name, and the names of the options that the user set.
+        program: the bytes that `jax.export` serialized.
+        module_path: the file for the serialized HloModuleProto; XLA dumps into the folder `dump` beside it.
 
     Returns:
-        Fields of `program.CompiledProgram` as JSON has them, bytes of one GPU and seconds, and `left_out`: name of an
-        option that this XLA does not take -> its reason.
+        Fields of `program.CompiledProgram` as JSON values (bytes of one GPU, seconds), and `left_out`: the name of
+        each option that was not used -> the reason.
 
     Raises:
-        RefusedOption: XLA refuses an option of the user's.
+        RefusedOption: XLA refuses an option that the user set.
     """
     import jax
     import numpy as np
@@ -152,7 +155,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     partitioned = {key: base64.b64decode(said) for key, said in request["partitioned"].items()}
     answering = restored(partitioned, mesh)
     exported = export.deserialize(bytearray(program))
-    # On the abstract mesh: devices that are not there have no memories, so on theirs a memory kind would be dropped.
+    # Use the abstract mesh: described devices have no memories, so a mesh of them would drop memory kinds.
     shardings = [_sharding(mesh.abstract_mesh, described) for described in request["arguments"]]
     flat = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(exported.in_avals, shardings)]
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(mesh))
@@ -163,14 +166,14 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     dump = module_path.parent / "dump"
     kernels = module_path.parent / KERNELS_FILE
     asked = request["compiler_options"]
-    own = {"xla_dump_to": str(dump), "xla_gpu_kernel_cache_file": str(kernels)}  # what is read here: the user's yield
+    own = {"xla_dump_to": str(dump), "xla_gpu_kernel_cache_file": str(kernels)}  # these override the user's options
     options, had_kernels = {**request["planners_options"], **asked, **own}, kernels.exists()
     try:
         compiled, left_out = compile_lowered(lowered, options, request["users_options"])
     except Exception as e:  # jax wraps XLA's errors in several types
         if not had_kernels or isinstance(e, RefusedOption):
             raise
-        kernels.unlink(missing_ok=True)  # of a form that this XLA does not take
+        kernels.unlink(missing_ok=True)  # this XLA may be unable to read the kept file
         compiled, left_out = compile_lowered(lowered, options, request["users_options"])
     del answering
     done = time.perf_counter()
@@ -190,7 +193,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
 
 
 def _sharding(mesh: Any, described: dict[str, Any] | None) -> Any:
-    """Return the NamedSharding that the request describes; None leaves it to XLA."""
+    """Return the NamedSharding that the request describes; None leaves the choice to XLA."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     if described is None:

@@ -1,25 +1,26 @@
-"""How plan, rehearse and train compile: options that follow from the step and its links, does it fit, in which order.
+"""Choose the compiler options of plan, rehearse and train, then compile until the step fits and its order is fast.
 
-    weights, rules, mesh, links -> derive_options -> CompileChoices -> chosen_options -> make -> fits?
-    -> price of every instruction -> a profile that XLA's scheduler reads -> make again -> the fastest
+    weights, rules, mesh, links -> derive_options -> CompileChoices -> chosen_options -> make -> does it fit?
+    -> predicted seconds of every instruction -> a profile for XLA's scheduler -> make again -> the fastest program
 
-A loop over layers that gathers its weights has nothing to hide the gathers of its first matmul under, nor the
-reductions of its last gradients, unless XLA moves them into the iteration before or after (collective pipelining), and
-copies of the weights in flight unless two iterations share a body (double buffering). Messages are combined up to the
-size at which they use most of the link's bandwidth, at most a layer: below it latency costs, and XLA's scheduler, which
-starts them an iteration early, hides one message of a layer better than many.
+A loop over layers that gathers its weights has no computation that hides the gathers of its first matmul or the
+reductions of its last gradients, unless XLA moves them into the iteration before or after (collective pipelining).
+Pipelining copies the gathered weights in each iteration, unless one loop body computes two iterations (double
+buffering). Messages are combined up to the size at which a message uses most of the link's bandwidth, but at most up to
+one layer. Smaller messages pay more latency, and XLA's scheduler, which starts messages one iteration early, hides one
+message of a layer better than many.
 
-XLA's latency hiding scheduler decides where a collective starts by how long it thinks that things take, and knows
-neither the links of a cluster nor what its kernels sustain. A measured profile tells it (`meshkit profile` writes one);
-predicted prices do so before the first run. What is made of them is simulated, and taken where it is faster. With
-`train.pgle = "table"` XLA has prices of collectives alone, and compiles once.
+XLA's latency hiding scheduler decides from estimated durations where a collective starts, and the estimates ignore the
+links of the cluster and the rates that its kernels sustain. A measured profile (`meshkit profile` writes one) has the
+true durations. Predicted durations replace it before the first run: the resulting programs are simulated, and the
+fastest is used. With `train.pgle = "table"` XLA gets predicted durations only of collectives, and compiles once.
 
-XLA has two models of a collective: inside an NVLink domain a table of measured throughputs, by GPU, of which it takes
-the nearest size; between hosts a formula, whose numbers no compile option sets. A table of one's own
-(`xla_gpu_experimental_collective_perf_table_path`) takes the place of the first. It is the text of an
-`xla.gpu.DeviceHloInstructionProfiles` (xla/service/gpu/model/hlo_op_profile.proto). Of an entry XLA reads the opcode,
-the shape, the groups and the throughput in bytes of the whole array: an all-gather's result, the operand of all else
-(collective_interpolator.cc there).
+XLA has two models of a collective. Inside an NVLink domain it uses a table of measured throughputs for the GPU, and
+takes the entry of the nearest size. Between hosts it uses a formula, whose numbers no compile option sets. A custom
+table (`xla_gpu_experimental_collective_perf_table_path`) replaces XLA's table. It is the text of an
+`xla.gpu.DeviceHloInstructionProfiles` (xla/service/gpu/model/hlo_op_profile.proto). XLA reads four fields of an entry:
+opcode, shape, groups and throughput. The throughput counts bytes of the whole array: the result of an all-gather, the
+operand of other collectives (collective_interpolator.cc in the same folder).
 """
 
 from __future__ import annotations
@@ -46,65 +47,68 @@ from meshkit.sharding.strategy import BYTES_OF, AxisRoles, Weight, make_weights
 from meshkit.step.program import TrainProgram
 from meshkit.units import format_bytes, format_seconds
 
-# XLA's own: 30 MiB of output. Messages are not combined less than that.
+# XLA's default threshold: 30 MiB of output. meshkit never sets a smaller threshold.
 _DEFAULT_BYTES = 30 * 2**20
-# Of a large message's bandwidth. By the simulator (2026-11-23) Llama 2 70B on 64 H100s takes 7.39 s with 0.5 and 7.23
-# with 0.9 (NVIDIA's own table of options: 7.20), Llama 3 70B on 512 8.89 and 8.69.
+# A combined message must reach this share of a large message's bandwidth. In the simulator (2026-11-23) a step of Llama
+# 2 70B on 64 H100s takes 7.39 s with 0.5 and 7.23 s with 0.9 (7.20 s with NVIDIA's own table of options), and a step of
+# Llama 3 70B on 512 H100s takes 8.89 s and 8.69 s.
 _SHARE = 0.9
-# Sizes between which the bandwidth of large messages is taken.
+# The two message sizes from which the bandwidth of large messages is computed.
 _LARGE_BYTES = (2**32, 2**33)
-# XLA keeps temporaries within this percentage of what inputs and results leave of the memory: of what the client may
-# take, which jax tells it (jaxlib/py_client.cc, bytes_limit of the allocator), or of _XLA_FRACTION of the GPU's where
-# no client is (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit). Its rematerialization prints that limit.
+# XLA limits temporaries to this percentage of the memory that inputs and results leave free. The total is what the
+# client may allocate, which jax passes on (jaxlib/py_client.cc, bytes_limit of the allocator). Without a client it is
+# _XLA_FRACTION of the GPU's memory (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit). XLA's
+# rematerialization pass prints the limit.
 LIMIT = "xla_gpu_memory_limit_slop_factor"
 NO_LIMIT = 10_000
 _XLA_FRACTION = 0.8
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"
-# Llama 1B on one H100, jaxlib 0.11.2, 2026-11-22: 158.6 s of compile and 491.5 ms a step with it, 5.2 s and 490.5 ms
-# without. In bf16 it is worth its time: 575 ms a step with it, 624 ms without.
+# Llama 1B on one H100, jaxlib 0.11.2, 2026-11-22: with Triton GEMMs 158.6 s of compile and 491.5 ms a step, without
+# them 5.2 s and 490.5 ms. In bf16 they are worth the compile time: 575 ms a step with them, 624 ms without.
 _FP8 = Option(
     "xla_gpu_enable_triton_gemm",
     False,
     "XLA would make and time many kernels of its own for each fp8 matmul, minutes of compile, to take cuBLAS's",
 )
-# Of the memory that a step may take, what XLA does not count in it (cuDNN's workspace, gaps between blocks): a program
-# that is not held to a limit leaves this much.
+# XLA does not count cuDNN's workspace and gaps between blocks. A program that is compiled without a limit must leave
+# this share of its memory pool free for them.
 _SPARE = 0.02
 # Llama of width 4096 with `offload_dots` on one H100, jaxlib 0.11.2, 2026-11-27: all 263 ms of its copies were exposed.
-# XLA records copies of slices into CUDA graphs (DYNAMIC_SLICE_FUSION) since openxla/xla#28471; this list is without.
+# XLA records copies of slices into CUDA graphs since openxla/xla#28471; this list leaves DYNAMIC_SLICE_FUSION out.
 _COPIES_APART = Option(
     "xla_gpu_enable_command_buffer",
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN",
     "copies to host memory and from it would stand in line with kernels in CUDA graphs, and hide under none",
 )
-# Another schedule pipelines other collectives, whose names the first profile lacks: the second has them.
-# Further ones go back and forth.
+# The first profile changes the schedule, and XLA then pipelines other collectives, whose names that profile lacks. The
+# second profile has them. Further rounds only alternate between schedules.
 ROUNDS = 2
 _WHY = "train.pgle: XLA's own latencies know neither the links of this cluster nor what its kernels sustain"
 _WHY_TABLE = "train.pgle: XLA's own table of collectives was measured on other hosts, launch and all"
-_ITEM_BYTES = 4  # of f32, which XLA falls back to for all types
+_ITEM_BYTES = 4  # of f32: XLA uses the entries of f32 for types without entries
 _GROUPED = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 _PERMUTE = "collective-permute"
-# Permutes as XLA tells them apart: GPUs send or receive, exchange, or pass on.
+# One example of each kind of permute that XLA distinguishes: one GPU sends to another, two exchange, four form a ring.
 _PAIRS = (((0, 1),), ((0, 1), (1, 0)), ((0, 1), (1, 2), (2, 3), (3, 0)))
-_SCALARS = tuple(range(4, 32, 4))  # bytes that no group divides: of reductions and permutes
-# 32 B to 1.7 GB (distances of sizes are taken in 32 bits), four an octave: at most 9 % from any size between.
+_SCALARS = tuple(range(4, 32, 4))  # bytes, too few to split over a group: only all-reduces and permutes have them
+# Table sizes from 32 B to 1.7 GB, because XLA computes distances between sizes in 32 bits. There are four sizes in each
+# doubling, so every size in the range is within 9 % of an entry.
 _SIZES = tuple(2 ** (quarter / 4) for quarter in range(4 * 5, 4 * 31 - 1))
-_OLDEST = (9, 0)  # XLA has such a model for Hopper and Blackwell
+_OLDEST = (9, 0)  # the oldest GPU with a table in XLA: Hopper and Blackwell have one
 
 
 @dataclass(frozen=True)
 class LoopTraffic:
-    """The communication of one iteration of the loop over layers, over the axes that shard its weights."""
+    """The gathers of weights in one iteration of the loop over layers."""
 
     axes: tuple[str, ...]
-    """The mesh axes over which most of the bytes move."""
+    """The mesh axes over which most of the bytes are gathered."""
     gathered_bytes: float
-    """Weights of one layer, whole over these axes, in the compute precision."""
+    """Bytes of all gathered weights of one layer on one GPU, in the compute precision."""
     gpus_per_domain: int
-    """GPUs of one group in one NVLink domain."""
+    """The GPUs of one group (over `axes`) in one NVLink domain."""
     domains: int
-    """NVLink domains that one group spans."""
+    """The NVLink domains that one group spans."""
 
 
 def choices_for(
@@ -113,13 +117,13 @@ def choices_for(
     """Return the options with which plan, rehearse and train compile a training step.
 
     Args:
-        program: the step; its `[train]` says how much memory it may take, and in which order it is compiled.
-        cluster: that it is compiled for.
-        placement: of its partitions there.
-        xla: the user's own options, which win.
+        program: the step; its `[train]` section sets the share of memory and `pgle`, which orders its instructions.
+        cluster: the cluster to compile for.
+        placement: the place of each partition in the cluster.
+        xla: the options that the user set, which win.
 
     Raises:
-        ConfigError: an option names what is no file to read: a pipe, a device, or more than 256 MiB.
+        ConfigError: an option names a file that must not be read: a pipe, a device, or more than 256 MiB.
     """
     train = program.spec.train
     options = readable_options({**program.xla_options, **xla}, program.spec.places)
@@ -132,21 +136,21 @@ def choices_for(
 
 
 def readable_options(options: Mapping[str, object], places: Places) -> Mapping[str, object]:
-    """Return options once the files that they name can be read.
+    """Return the same options, after a check that the files that they name can be read.
 
     Args:
-        options: of XLA, by name.
-        places: where `[xla]` was written.
+        options: XLA options by name.
+        places: the file and line of each `[xla]` option, for error messages.
 
     Raises:
-        ConfigError: an option names what is no file to read: a pipe, a device, or more than 256 MiB.
+        ConfigError: an option names a file that must not be read: a pipe, a device, or more than 256 MiB.
     """
     for name, path in named_paths(options):
         try:
             if not path.is_dir():
                 digest_of(path)
         except FileNotFoundError:
-            continue  # XLA says so
+            continue  # XLA reports a missing file
         except (OSError, ValueError) as error:
             message = f"XLA cannot be given {path}: {getattr(error, 'strerror', None) or error}."
             raise places.error(f"xla.{name}", message, hint="a file of costs, or none") from None
@@ -154,13 +158,13 @@ def readable_options(options: Mapping[str, object], places: Places) -> Mapping[s
 
 
 def derive_options(program: TrainProgram, cluster: Cluster, placement: Placement) -> tuple[Option, ...]:
-    """Options for a training step: its memory, and what its loop over layers gathers.
+    """Return the options that follow from a training step: its memory, and the gathers of its loop over layers.
 
     Args:
-        program, cluster, placement: as `choices_for` takes them.
+        program, cluster, placement: see `choices_for`.
 
     Returns:
-        None of them on CPUs, nor with `train.derived_options = false`.
+        An empty tuple on CPUs and with `train.derived_options = false`.
     """
     train = program.spec.train
     if cluster.is_cpu or not train.derived_options:
@@ -175,19 +179,20 @@ def derive_options(program: TrainProgram, cluster: Cluster, placement: Placement
 
 
 def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
-    """XLA's own limit, beyond which it recomputes and runs collectives one by one, out of reach of a step that fits.
+    """Return the option that raises XLA's memory limit, so that a step that fits does not reach the limit.
 
-    XLA counts before it knows which buffers share memory, so that a step can be over the limit and fit: Llama 3 70B on
-    64 H100s (data 2 x fsdp 32, whole layers recomputed) is counted as 79.8 GiB and takes 70.0. A step that does not fit
-    is compiled again with the limit at what the client may take, but where activations wait in host memory: XLA counts
-    them, some twice, as if they lay on the GPU, and would make room that they do not take.
+    At the limit XLA recomputes, and runs collectives one by one. XLA counts memory before it knows which buffers share
+    it, so a step can exceed the limit and still fit: Llama 3 70B on 64 H100s (data 2 x fsdp 32, whole layers
+    recomputed) is counted as 79.8 GiB and takes 70.0. If a step does not fit, it is compiled again with the limit set
+    to what the client may take. With offloaded activations there is no such second compile: XLA counts them, some
+    twice, as GPU memory, and would make room for them.
 
     Args:
-        memory_fraction: share of the GPU's memory that the client may take.
-        offloads: whether activations wait in host memory.
+        memory_fraction: the share of the GPU's memory that the client may take.
+        offloads: whether activations are offloaded to host memory.
 
     Returns:
-        Its values are percentages of what the client may take; with `offloads` there is no tight one.
+        An option whose values are percentages of what the client may take; with `offloads` it has no tight value.
     """
     why = "XLA counts what waits in host memory as the GPU's, and would make room for it"
     tight = None
@@ -198,15 +203,16 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
 
 
 def described_memory_bytes(options: Mapping[str, object], cluster: Cluster, memory_fraction: float) -> int:
-    """Return the memory of a described GPU with which XLA, with no client to ask, has the limit of a run.
+    """Return the GPU memory to describe to XLA, so that XLA without a client computes the same limit as in a run.
 
     Args:
-        options: of a run, by name.
-        cluster: whose GPUs they are for.
-        memory_fraction: share of the GPU's memory that its client may take.
+        options: the compiler options of the run, by name.
+        cluster: the cluster that the options are for.
+        memory_fraction: the share of the GPU's memory that the client may take in the run.
 
     Returns:
-        The GPU's own where no limit is within reach, so that one kept program serves every `memory_fraction`.
+        Bytes. If the limit is raised out of reach, they are the GPU's full memory, so that one cached program serves
+        every `memory_fraction`.
     """
     percent, whole = options.get(LIMIT), cluster.gpu.memory_bytes
     if isinstance(percent, int) and percent >= NO_LIMIT:
@@ -215,10 +221,11 @@ def described_memory_bytes(options: Mapping[str, object], cluster: Cluster, memo
 
 
 def _waits_in_every_layer(program: TrainProgram) -> bool:
-    """Return whether every layer gathers or scatters activations (sequence or expert parallelism, a pipeline's stage).
+    """Return whether every layer communicates activations (sequence, expert or pipeline parallelism).
 
-    They share a stream with the gathers of weights and would queue behind them, and what XLA pipelines of them is kept
-    once more. All-reduces of tensor parallelism alone lose less than is won (benchmarks/xla_options.md).
+    Such collectives share a stream with the gathers of weights and would queue behind them, and XLA keeps another copy
+    of each activation that it pipelines. With only the all-reduces of tensor parallelism, pipelining gains more than it
+    loses (benchmarks/xla_options.md).
     """
     roles, sizes = AxisRoles.read(program.rules), program.mesh.shape
     waited_for = roles.residual | roles.expert
@@ -226,11 +233,11 @@ def _waits_in_every_layer(program: TrainProgram) -> bool:
 
 
 def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | None:
-    """Return what the loop over layers gathers, or None if it gathers nothing.
+    """Return the gathers of the loop over layers, or None if it gathers no weights.
 
     Args:
-        program: its rules cut the weights, of which some are gathered once a step, not in the loop.
-        placement: of its partitions; groups of them span domains.
+        program: its rules shard the weights; its `deferred` axes are gathered once a step, outside of the loop.
+        placement: the place of each partition, which decides how many NVLink domains a group spans.
     """
     placed = placements_by_state(program.model.params, program.mesh, program.rules)
     sizes, bytes_each = program.mesh.shape, BYTES_OF[program.spec.train.precision]
@@ -247,15 +254,15 @@ def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | N
 
 
 def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
-    """Return the options for a loop that communicates so much.
+    """Return the options for a loop with this traffic.
 
     Args:
-        traffic: of one iteration.
+        traffic: the gathers of one iteration.
         cluster: its links decide from which size on a message uses most of their bandwidth.
 
     Returns:
-        Collectives pipelined over iterations, a loop that does two at a time, and bytes up to which collectives are
-        combined. All are left out where the program fits only without them.
+        Options for collective pipelining, double buffering, and the sizes up to which collectives are combined. All
+        of them are left out if the program fits only without them.
     """
     over, layer = " x ".join(traffic.axes), format_bytes(traffic.gathered_bytes)
     pipelined = f"each layer gathers {layer} over {over}, which can only be hidden under the layer before"
@@ -273,7 +280,7 @@ def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
     )
     for kind in kinds:
         size = message_bytes(kind, traffic, cluster)
-        # XLA counts what a collective leaves on a GPU: of a reduce-scatter, its share.
+        # XLA counts the bytes of a collective's result on one GPU; a reduce-scatter leaves one share there.
         limit = size // (traffic.gpus_per_domain * traffic.domains) if kind == "reduce-scatter" else size
         options.append(
             Option(
@@ -287,15 +294,17 @@ def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
 
 
 def message_bytes(collective: str, traffic: LoopTraffic, cluster: Cluster) -> int:
-    """Return the smallest doubling of XLA's default message that uses most of the bandwidth or holds a layer.
+    """Return the size up to which to combine a collective.
+
+    It is XLA's default size, doubled until a message uses most of the bandwidth or holds a whole layer.
 
     Args:
         collective: HLO opcode, without `-start`.
-        traffic: its group, and its `gathered_bytes`, from which on sizes are not doubled any more.
-        cluster: whose links price it.
+        traffic: the group of the collective, and the bytes of a layer, at which doubling ends.
+        cluster: its links determine how long a message takes.
 
     Returns:
-        Bytes, as `collective_time_s` takes them: 30 MiB or a doubling of that.
+        Payload bytes as in `collective_time_s`: 30 MiB times a power of two.
     """
 
     def seconds(size: float) -> float:
@@ -316,26 +325,26 @@ def message_bytes(collective: str, traffic: LoopTraffic, cluster: Cluster) -> in
 
 
 def _gathered_over(weight: Weight, deferred: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Axes over which a weight is gathered where it is used: those that cut it and do not work on shards."""
+    """Return the axes over which the loop gathers a weight: axes that cut it, except `stays` and `deferred`."""
     axes = weight.cuts["compute"] - weight.stays - set(deferred)
     return tuple(name for name in sizes if name in axes and sizes[name] > 1)
 
 
 def _elements(weight: Weight, gathered: Sequence[str], sizes: Mapping[str, int]) -> float:
-    """Elements of a weight on one GPU, whole over the gathered axes."""
+    """Return the elements of a weight on one GPU after the gather over these axes."""
     return weight.size / math.prod(sizes[name] for name in weight.cuts["compute"] - set(gathered))
 
 
 def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptions) -> dict[str, float]:
-    """Return the seconds of one run of every instruction that takes any, each as if nothing else ran.
+    """Return the predicted seconds of one run of each instruction, as if nothing else ran at the same time.
 
     Args:
-        schedule: of the program.
-        cluster: GPUs and links.
-        assumptions: what to take into account.
+        schedule: the schedule of the program.
+        cluster: the GPUs and links.
+        assumptions: the effects that the prediction includes.
 
     Returns:
-        Name of an instruction -> seconds, without the launch of a kernel.
+        Name of an instruction -> seconds without kernel launch; instructions that take no time are left out.
 
     Raises:
         ConfigError: the calibration that the cluster names cannot be read.
@@ -356,22 +365,22 @@ class CompileAttempt(Protocol):
 
     @property
     def chosen(self) -> Sequence[Option]:
-        """Options that it was made with."""
+        """The options that it was compiled with."""
         ...
 
     @property
     def log(self) -> tuple[str, ...]:
-        """Lines that a user must see."""
+        """Messages for the user."""
         ...
 
     @property
     def peak_bytes(self) -> int:
-        """GPU memory that it needs at once."""
+        """The peak of its GPU memory."""
         ...
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """Its instructions in order."""
+        """Its instructions in execution order."""
         ...
 
 
@@ -382,19 +391,19 @@ def compile_to_fit[T: CompileAttempt](
     *,
     agree: Callable[[str, Any], Any] = lambda topic, mine: mine,
 ) -> tuple[T, list[T]]:
-    """Return a program compiled so that it fits and, where `train.pgle` asks for it, in the order that its prices give.
+    """Return a program compiled so that it fits and, if `train.pgle` asks for it, ordered by predicted durations.
 
     Args:
-        make: compiles it with some options.
-        cluster: whose GPUs it is for, and whose prices they are.
-        choices: of the user, of the program, and of its memory.
-        agree: topic, what this process says -> what all processes take: they must compile the same.
+        make: compiles the program with the given options.
+        cluster: the cluster to compile for, which also determines the predicted durations.
+        choices: the options of the user and of the program, and the share of memory that it may take.
+        agree: (topic, value of this process) -> the value that all processes use, because all must compile the same.
 
     Returns:
-        The fastest that fits, the first where none does; and those that it was chosen from.
+        The fastest program that fits (the first one if none fits), and all programs that it was chosen from.
 
     Raises:
-        ConfigError: what `train.pgle` asks for needs a cache that cannot be used, or a calibration that cannot be read.
+        ConfigError: `train.pgle` needs a cache that cannot be used, or a calibration that cannot be read.
     """
     if choices.pgle == TABLE:
         with text_file(agree(TABLE, table_text(cluster))) as path:
@@ -408,7 +417,7 @@ def compile_to_fit[T: CompileAttempt](
     def fits(one: T) -> bool:
         return one.peak_bytes <= _pool_bytes(cluster, choices)
 
-    if choices.pgle != PREDICTED or not fits(first):  # no order of its instructions makes room for them
+    if choices.pgle != PREDICTED or not fits(first):  # reordering does not make it fit
         return first, made
     names = {o.name for o in choices.derived}
     settled = [o for o in first.chosen if o.name in names]
@@ -432,9 +441,10 @@ def _fitting[T: CompileAttempt](
     derived: Sequence[Option],
     agree: Callable[[str, Any], Any],
 ) -> T:
-    """Compile with the derived options; where that does not fit, with tight values and without those that cost memory.
+    """Compile with the derived options; if that does not fit, with tight values, with and without costly options.
 
-    The first where it fits, else the faster one that fits with tight values; where none does, that with all options.
+    Costly options are those with `costs_memory`. Return the first program if it fits, otherwise the faster one of the
+    programs that fit with tight values. If none fits, return the program with tight values and all options.
     """
     pool_bytes = _pool_bytes(cluster, choices)
 
@@ -456,7 +466,7 @@ def _fitting[T: CompileAttempt](
     if plain.peak_bytes > pool_bytes:
         return made
     said = "the options that hide the gathers of a layer are left out: "
-    if fits:  # XLA keeps within the limit by recomputing or serializing, which can cost more than gathers in sight.
+    if fits:  # XLA may stay below the limit by recomputing or serializing, which can cost more than exposed gathers.
         seconds, without_s = _step_s(made, cluster), _step_s(plain, cluster)
         if not agree("without what hides gathers", without_s < seconds):
             return made
@@ -471,35 +481,35 @@ def _fitting[T: CompileAttempt](
 
 
 def _step_s(made: CompileAttempt, cluster: Cluster) -> float:
-    """Simulated seconds of one run of a program."""
+    """Return the simulated seconds of one run of a program."""
     assumptions = assumptions_for({o.name: o.value for o in made.chosen})
     (step,) = simulate(made.schedule, cluster, assumptions=assumptions).timeline.steps
     return step.window[1] - step.window[0]
 
 
 def room_for(peak_bytes: int) -> float:
-    """Return the pool from which on a program with this peak is compiled without a limit."""
+    """Return the smallest memory pool in which a program with this peak may be compiled without XLA's limit."""
     return peak_bytes / (1 - _SPARE)
 
 
 def _pool_bytes(cluster: Cluster, choices: CompileChoices) -> float:
-    """GPU memory that a program may take."""
+    """Return the GPU memory that a program may take."""
     return cluster.gpu.memory_bytes * choices.memory_fraction
 
 
 def without_path(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Options as a report has them: that the latencies are predicted, not where their file lay."""
+    """Return the options for a report, with `predicted` in place of the path of a profile or table."""
     return tuple(replace(o, value=PREDICTED) if o.why in (_WHY, _WHY_TABLE) else o for o in options)
 
 
 def device_key(cluster: Cluster) -> str:
-    """Return the name by which XLA finds a GPU's table: `sm_90`; of compute capability 10.0 `sm_100_B200`."""
+    """Return XLA's key of a GPU's table: `sm_90`; compute capability 10.0 also has the GPU's name, `sm_100_B200`."""
     major, minor = cluster.gpu.compute_capability or (0, 0)
     return f"sm_{major}{minor}" + (f"_{cluster.gpu.name.split()[-1]}" if (major, minor) == (10, 0) else "")
 
 
 def table_text(cluster: Cluster) -> str:
-    """Prices of collectives inside an NVLink domain, of groups of every size that cuts it evenly."""
+    """Return the text of a table of collectives in an NVLink domain, for every group size that divides the domain."""
     gpus, unit = cluster.gpus_used_per_domain, _ITEM_BYTES * cluster.gpus_used_per_domain
     sizes = sorted({max(1, round(size / unit)) * unit for size in _SIZES})
     sizes = [*(size for size in _SCALARS if size < unit), *sizes]
@@ -508,7 +518,7 @@ def table_text(cluster: Cluster) -> str:
 
 
 def unread(cluster: Cluster, schedule: Schedule) -> tuple[str, ...]:
-    """Return a line for the user where XLA goes by the table in nothing of a program."""
+    """Return a message for the user if XLA does not use the table for this program."""
     kinds = {i.collective.collective for body in schedule.computations.values() for i in body if i.collective}
     others = sorted(kinds - {*_GROUPED, _PERMUTE})
     if (cluster.gpu.compute_capability or (0, 0)) < _OLDEST:
@@ -521,7 +531,7 @@ def unread(cluster: Cluster, schedule: Schedule) -> tuple[str, ...]:
 
 
 def _entries(cluster: Cluster, gpus: int, size: int) -> Iterator[str]:
-    """Every collective of a size, over every group."""
+    """Yield the table entries for one size: every collective over every group size."""
     for n in (n for n in range(2, gpus + 1) if gpus % n == 0):
         groups = (
             f"iota_collective_device_list {{ num_replica_groups: {gpus // n} num_devices_per_group: {n} "
@@ -536,7 +546,7 @@ def _entries(cluster: Cluster, gpus: int, size: int) -> Iterator[str]:
 
 
 def _entry(cluster: Cluster, collective: str, size: tuple[int, int], n: int, groups: str) -> str:
-    """One instruction: its bytes, the elements of its result, and how fast it is."""
+    """Return one table entry; `size` is the payload in bytes and the elements of the result, `n` the group size."""
     payload, elements = size
     seconds = collective_time_s(collective, payload_bytes=payload, gpus_per_domain=n, cluster=cluster)
     return (

@@ -1,10 +1,10 @@
-"""Operations that partition themselves (`jax.custom_partitioning`), for GPUs that are not there.
+"""Compile operations that partition themselves (`jax.custom_partitioning`) for GPUs that this machine does not have.
 
-    parent: lowered as jax does with devices attached, each call under a key -> callbacks(): what the child must know
-    child:  restored(...): the same calls, answered on the child's compile-only devices
+    parent: lowered_for(mesh) lowers each call as if devices were attached -> key of the call -> pickled callback
+    child:  restored(calls, mesh) registers the callbacks, which answer XLA with the child's compile-only devices
 
-XLA asks such an operation how it is cut while it partitions the program, which is in the child. jax's cuDNN attention
-and scaled matmuls are such operations, and so is what a user decorates.
+XLA calls the operation's partition callback while it partitions the program, and that happens in the child process.
+jax's cuDNN attention and scaled matmuls are such operations, and so are functions that a user decorates.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PRIMITIVE = custom_partitioning.custom_partitioning_p
 
 @contextmanager
 def lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
-    """Lets jax lower such operations without devices.
+    """Make jax lower `custom_partitioning` operations without devices.
 
     Yields:
         Key of each call in the program -> its callback, static arguments and trees, pickled.
 
     Raises:
-        ProgramError: a callback that cannot be sent to the process that compiles.
+        ProgramError: a callback cannot be sent to the compiler process.
     """
     calls: dict[str, bytes] = {}
     entry = mlir._lowerings[_PRIMITIVE]
@@ -48,7 +48,7 @@ def lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
         if isinstance(inside, SPMDAxisContext) and set(inside.manual_axes) == set(inside.mesh.axis_names):
             return original(ctx, *values, **params)
         attached = ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh)
-        # jax.export refuses what is kept alive for callbacks; these are called in the child.
+        # jax.export refuses a program with keepalives (for callbacks), and the child calls these callbacks.
         outer = ctx.module_context.replace(axis_context=attached, keepalives=[])
         results = original(ctx.replace(module_context=outer), *values, **params)
         if mesh.size > 1:
@@ -68,7 +68,7 @@ def lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
 
 
 def _record(calls: dict[str, bytes], params: Mapping[str, Any], name: str) -> str:
-    """Return the key of a call: a digest of its contents, so that equal programs are equal in every byte."""
+    """Add a call to `calls` and return its key, a digest of its content, so that equal programs have equal bytes."""
     import cloudpickle
 
     kept = {key: params[key] for key in ("partition", "static_args", "in_tree", "out_tree", "decode_shardings")}
@@ -86,18 +86,18 @@ def _record(calls: dict[str, bytes], params: Mapping[str, Any], name: str) -> st
 
 
 class Refused(Exception):
-    """An operation's callback raised: its name, its line and what was raised."""
+    """The partition callback of an operation raised an exception; the message has the name and the exception."""
 
 
 def refusal_of(said: str) -> str | None:
-    """Return the sentence about an operation whose callback raised, from what XLA says; None of other failures."""
+    """Return the sentence about a `Refused` that an error text of XLA contains; None for other failures."""
     found = re.search(rf"^{Refused.__name__}: (.*)$", said, re.MULTILINE)
     line = re.search(r"Suspected Python Code Location:\s+(\S+?:\d+)", said)
     return found and found[1].rstrip(".") + (f" (at {line[1]})" if line else "")
 
 
 def _partition(name: str, partition: Callable[..., Any], *args: Any) -> Any:
-    """Return what a callback says; its error names the operation."""
+    """Call a partition callback; if it raises, raise an error that names the operation."""
     try:
         return partition(*args)
     except Exception as e:
@@ -105,14 +105,14 @@ def _partition(name: str, partition: Callable[..., Any], *args: Any) -> Any:
 
 
 def restored(calls: Mapping[str, bytes], mesh: Mesh) -> list[Any]:
-    """Make this process answer XLA's questions about the calls of a program.
+    """Register the partition callbacks of a program in this process.
 
     Args:
-        calls: from `lowered_for`, of this user's own process.
-        mesh: of compile-only devices.
+        calls: the result of `lowered_for`, from a process of the same user, since unpickling runs code.
+        mesh: a mesh of compile-only devices.
 
     Returns:
-        What must be kept until the program is compiled.
+        Objects that the caller must keep alive until the program is compiled.
     """
     import pickle
 

@@ -1,4 +1,4 @@
-"""Count the FLOP of a traced step, and find results that it computes and drops."""
+"""Count the floating-point operations (FLOP) of a traced step, and find results that it computes and drops."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from jax.interpreters import partial_eval
 
 from meshkit.hlo.costs import visible_share
 
-# Primitives of cuDNN attention begin so.
+# Prefixes of the primitives of cuDNN attention.
 _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
-# Of [batch, m, k] and [batch, n, k]: `jax.nn.scaled_matmul`.
+# `jax.nn.scaled_matmul` multiplies [batch, m, k] by [batch, n, k].
 _BLOCK_SCALED = ("scaled_matmul", "scaled_matmul_wrapper")
-_RECOMPUTED = "rematted_computation"  # how jax names what jax.checkpoint does again
+_RECOMPUTED = "rematted_computation"  # jax's name for the computation that jax.checkpoint repeats
 _ALL = np.array([1.0, 1.0, 1.0, 0.0])
 _ALL_SCALED = np.ones(4)
 
 
 @dataclass(frozen=True)
 class TracedFlops:
-    """FLOP of one call of a step over all GPUs, counted in what jax traced.
+    """FLOP of one call of a step over all GPUs, counted in the traced jaxpr.
 
     Attributes:
-        executed: as traced: recomputed work as often as it is done, half of an attention under a causal mask. A
-            compiled program that executes more repeats work on several GPUs.
-        model: without what `jax.checkpoint` recomputes, attention over full squares, its backward pass as two forward
-            passes: the convention of `step.program`.
-        model_causal: the same with what the mask leaves: half under a causal mask, the band of a sliding window.
-        block_scaled: of those executed, the block-scaled matmuls' (`jax.nn.scaled_matmul`, `jax.lax.scaled_dot`).
+        executed: includes every recomputation, and half of an attention under a causal mask. A compiled program that
+            executes more FLOP repeats work on several GPUs.
+        model: excludes the recomputation of `jax.checkpoint`. Attention counts without its mask, and its backward pass
+            counts as two forward passes. This is the convention of `step.program`.
+        model_causal: like `model`, but without masked work: half of a causal attention, the band of a sliding window.
+        block_scaled: the part of `executed` in block-scaled matmuls (`jax.nn.scaled_matmul`, `jax.lax.scaled_dot`).
     """
 
     executed: float
@@ -43,9 +43,10 @@ class TracedFlops:
 
 
 def traced_flops(jaxpr: Any) -> TracedFlops | None:
-    """Return the FLOP of a (closed) jaxpr; None where it holds a loop or kernel whose work cannot be counted.
+    """Return the FLOP of a (closed) jaxpr; None if it has a loop or kernel whose work cannot be counted.
 
-    Matmuls, convolutions and fused attention count, loops as often as they run, and nothing whose result nobody uses.
+    Matmuls, convolutions and fused attention count; those in a loop count once for each iteration. Operations whose
+    result is not used do not count.
     """
     try:
         used, _ = partial_eval.dce_jaxpr(plain := getattr(jaxpr, "jaxpr", jaxpr), [True] * len(plain.outvars))
@@ -56,9 +57,10 @@ def traced_flops(jaxpr: Any) -> TracedFlops | None:
 
 
 def dead_updates(jaxpr: Any) -> tuple[str, ...]:
-    """Types (`f32[64,256]`) of matrices that enter a step and that it makes anew for nobody; none where it returns one.
+    """Return the types (`f32[64,256]`) of input matrices for which the step computes new values that it drops.
 
-    Such a step computes gradients or new parameters and drops them, so that its compiled program does neither.
+    Such a step computes gradients or new parameters and does not return them, so its compiled program leaves that work
+    out. The result is empty if the step returns any matrix with the type of an input.
     """
     plain = getattr(jaxpr, "jaxpr", jaxpr)
     entering = {v.aval.str_short(short_dtypes=True) for v in plain.invars if _is_matrix(v.aval)}
@@ -67,7 +69,7 @@ def dead_updates(jaxpr: Any) -> tuple[str, ...]:
     used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
     made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
     dropped = sorted(name for name in entering if made[name] > kept[name])
-    return tuple([name for name in dropped if not kept[name]] or dropped)  # what is kept too may be the batch's
+    return tuple([name for name in dropped if not kept[name]] or dropped)  # a type that is also kept may be the batch's
 
 
 def _is_matrix(aval: Any) -> bool:
@@ -75,7 +77,7 @@ def _is_matrix(aval: Any) -> bool:
 
 
 def _made(jaxpr: Any) -> Iterator[str]:
-    """Type of every matrix that an equation of a jaxpr, or of one inside it, makes."""
+    """Yield the type of every matrix that an equation makes, in a jaxpr and in the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield from (v.aval.str_short(short_dtypes=True) for v in equation.outvars if _is_matrix(v.aval))
         for inner in _jaxprs(equation.params):
@@ -83,19 +85,22 @@ def _made(jaxpr: Any) -> Iterator[str]:
 
 
 class _Uncountable(Exception):
-    """A loop of unknown length around matmuls, or a kernel of the user's own."""
+    """The jaxpr has a loop of unknown length around matmuls, or a custom kernel of the user."""
 
 
 def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> np.ndarray:
-    """Fields of `TracedFlops` of a jaxpr; `manual` are the mesh axes of the shard_maps around, counted already."""
+    """Return the fields of `TracedFlops` for a jaxpr.
+
+    `manual` has the mesh axes of the enclosing shard_maps, whose sizes the callers multiply in.
+    """
     return sum((_of_equation(equation, manual) for equation in jaxpr.eqns), np.zeros(4))
 
 
 def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
-    """Fields of `TracedFlops` of one equation, those of its inner jaxprs included.
+    """Return the fields of `TracedFlops` for one equation with its inner jaxprs.
 
     Raises:
-        _Uncountable: it does not say.
+        _Uncountable: the work of a loop or kernel is unknown.
     """
     found = _executed(equation, manual)
     if any(getattr(part, "name", "") == _RECOMPUTED for part in equation.source_info.name_stack.stack):
@@ -104,7 +109,7 @@ def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
 
 
 def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
-    """As `_of_equation`, recomputed or not."""
+    """Return the fields as `_of_equation` does, but count recomputed work in all of them."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _ALL * _of_dot(equation)
@@ -124,7 +129,7 @@ def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
         raise _Uncountable
     times = params.get("length", 1) if name == "scan" else 1
     if name == "shard_map":
-        named = params.get("newly_manual_axes") or params.get("manual_axes")  # in jax 0.12; before
+        named = params.get("newly_manual_axes") or params.get("manual_axes")  # names in jax 0.12 and before it
         axes = frozenset(named or params["mesh"].axis_names)
         times, manual = math.prod(params["mesh"].shape[axis] for axis in axes - manual), manual | axes
     inner = [_count(j, manual) for j in _jaxprs(params)]
@@ -137,7 +142,7 @@ def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
 
 
 def _jaxprs(params: Any) -> list[Any]:
-    """Jaxprs among the parameters of an equation, in tuples too."""
+    """Return the jaxprs among the parameters of an equation, including those in tuples and lists."""
     values = [inner for v in params.values() for inner in (v if isinstance(v, tuple | list) else (v,))]
     jaxprs = [getattr(v, "jaxpr", v) for v in values]
     return [j for j in jaxprs if hasattr(j, "eqns")]
@@ -152,10 +157,10 @@ def _of_dot(equation: Any) -> float:
 
 
 def _of_convolution(equation: Any) -> float:
-    """2 x multiplications with elements of the arrays and of their padding, not with zeros between them (dilation).
+    """Return the FLOP of a convolution: 2 for each multiplication, without those by zeros that dilation inserts.
 
-    Along a spatial dim two of (input, kernel, output) determine the third, so the two shorter sizes count. All three
-    passes of a convolution have the same FLOP, as `hlo.costs` counts cuDNN's.
+    Along each spatial dimension the number of multiplications is the product of the two smallest sizes among input,
+    kernel and output. The forward pass and both backward passes thus have the same FLOP, as in `hlo.costs`.
     """
     numbers = equation.params["dimension_numbers"]
     specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
@@ -166,7 +171,7 @@ def _of_convolution(equation: Any) -> float:
 
 
 def _of_attention(equation: Any) -> np.ndarray:
-    """Return the FLOP of fused attention, as `hlo.costs` counts a cuDNN call: two matmuls forward, five backward."""
+    """Return the FLOP of fused attention: two matmuls forward and five backward, as in `hlo.costs` for cuDNN calls."""
     query, key, value = (v.aval.shape for v in equation.invars[:3])
     names = equation.params.get("layout", 0)
     batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])
