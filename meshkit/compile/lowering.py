@@ -1,13 +1,14 @@
-"""A function -> its program for GPUs that are not there, as bytes that another process can compile.
+"""Lower a function for GPUs that this machine does not have, to bytes that another process can compile.
 
     step, abstract arguments -> export_for_cuda -> Exported -> compiled by program.py
 
-Tracing and lowering need no GPU; what would ask one (cuDNN attention) is answered from the cluster's description, and
-so is the compiler (`target_config`). The FLOP of the traced program are what the compiled one is held against.
+Tracing and lowering need no GPU. Code that would query one (cuDNN attention) gets its answers from the cluster's
+description, and so does the compiler (`target_config`). The FLOP of the traced program are later compared with those of
+the compiled program.
 
-    nnx.jit'ed or plain step, (model, optimizer, batch) -> over_arrays -> pure function of arrays by number
+    nnx.jit'ed or plain step, (model, optimizer, batch) -> over_arrays -> pure function of numbered arrays
 
-What a step changes in nnx modules is what it is for, and no value that it returns: it becomes an output here.
+A step changes its nnx modules in place and need not return them, so `over_arrays` makes the changed arrays outputs.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from meshkit.config.cluster import Cluster, Gpu
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 
-# The compiler asks for the versions of the libraries it would call at run time; none is installed, so these are the
-# ones that jaxlib 0.11 and 0.12 wheels are built against.
+# The compiler queries the versions of the libraries that it would call at run time. None of them is installed, so these
+# are the versions that jaxlib 0.11 and 0.12 wheels are built against.
 _VERSIONS = {"driver_version": "13.0.0", "runtime_version": "12.9.0", "compile_time_toolkit_version": "12.9.0"}
-# The first release of cuDNN that computes attention with a `score_mod`; jax and the compiler get the same answer.
+# The first release of cuDNN that computes attention with a `score_mod`. jax and the compiler get the same version.
 _CUDNN = (9, 13, 0)
-CUDNN_NUMBER = 10_000 * _CUDNN[0] + 100 * _CUDNN[1] + _CUDNN[2]  # as cuDNN counts its releases
-# Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
+CUDNN_NUMBER = 10_000 * _CUDNN[0] + 100 * _CUDNN[1] + _CUDNN[2]  # cuDNN's encoding of its version
+# Custom calls that jax.export refuses by default because a later backend may change them. Here they are allowed, since
+# the program is compiled at once.
 _ALLOWED_CALLS = (
     *(
         f"__cudnn$fmha{scores}{dropout}{backward}"
@@ -58,9 +60,9 @@ _ALLOWED_CALLS = (
     "SPMDFullToShardShape",
     "SPMDShardToFullShape",
 )
-# How jax words that an operation (a Python callback) wants the attached backend while it is lowered for another.
+# Parts of jax's error when an operation (a Python callback) needs the attached backend but is lowered for another one.
 _NEEDS_GPU = ("require devices", "different from the lowering platform")
-# How it words that shardings of one program are on several meshes.
+# Parts of jax's errors when the shardings of one program are on several meshes.
 _OTHER_MESH = re.compile(
     r"does not match the device assignment size: (\d+)|Mesh for all inputs should be equal|should match the aval mesh"
 )
@@ -68,13 +70,13 @@ _OTHER_MESH = re.compile(
 
 @dataclass(frozen=True)
 class Exported:
-    """A program on its way to the child: its bytes, and what jax.export does not carry of each array argument."""
+    """A program for the compiler process: its bytes, and properties that jax.export does not store."""
 
     program: bytes
     donated: list[int]
     arguments: list[dict[str, Any] | None]
     flops: TracedFlops | None = None
-    """None where they cannot be counted."""
+    """None if they cannot be counted."""
     dead_updates: tuple[str, ...] = ()
     """See `traced.dead_updates`."""
     partitioned: Mapping[str, bytes] = field(default_factory=dict)
@@ -84,17 +86,17 @@ class Exported:
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
-    """Return a function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants.
+    """Return a function lowered for CUDA in this process; array leaves become arguments, other leaves constants.
 
     Args:
-        step: jitted, or plain, which is jitted here.
+        step: a function, jitted or not.
         args: pytrees; their `jax.ShapeDtypeStruct`s are the program's arrays.
-        mesh: of its shardings. Where nothing in the program mentions it, every GPU runs all of it.
-        cluster: its GPU answers what jax asks of an attached one.
+        mesh: the mesh of the shardings. If nothing in the program mentions it, every GPU runs the whole program.
+        cluster: its description replaces an attached GPU when jax queries one.
 
     Raises:
-        ProgramError: it cannot be lowered without GPUs: it calls back into Python, has attention outside of a manual
-            shard_map, is of another mesh, or changes a module that is not among its arguments.
+        ProgramError: it cannot be lowered without GPUs, because it calls back into Python, has attention outside of a
+            manual shard_map, is on another mesh, or changes a module that is not among its arguments.
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)
     within, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
@@ -125,14 +127,14 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
 
 
 def _carried(arrays: Sequence[tuple[tuple, Any]], outputs: Sequence[tuple[tuple, Any]]) -> tuple[tuple[int, int], ...]:
-    """Return pairs of numbers: an array of an argument, and the output that is given back in its place.
+    """Return pairs of numbers: an array of an argument, and the output that is its new value.
 
-    What is given back of an argument is the largest part of the outputs, whole or a member or a member of a member,
-    whose arrays all have the path, shape and type of one of the argument's.
+    The new value of an argument is the largest part of the output tree (the whole, a child or a grandchild) in which
+    every array has the path, shape and type of an array of the argument.
 
     Args:
-        arrays: of all arguments, and their paths; the first key is the argument's number.
-        outputs: of the step, with their paths.
+        arrays: the arrays of all arguments with their paths; the first key of a path is the argument's number.
+        outputs: the outputs of the step with their paths.
     """
 
     def by_path(found: Sequence[tuple[tuple, Any]], above: int) -> dict[tuple, dict[tuple, tuple[int, Any]]]:
@@ -153,7 +155,7 @@ def _carried(arrays: Sequence[tuple[tuple, Any]], outputs: Sequence[tuple[tuple,
 
 
 def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
-    """jax.export for CUDA; a custom call that it does not vouch for is let through, since it is compiled at once."""
+    """Export for CUDA, and allow every custom call that jax.export refuses, since the program is compiled at once."""
     allowed = set(_ALLOWED_CALLS)
     while True:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
@@ -170,7 +172,7 @@ def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) ->
 
 @contextmanager
 def _clear_errors(mesh: DescribedMesh) -> Iterator[None]:
-    """Turns what jax says of programs that cannot be lowered without GPUs into a ProgramError."""
+    """Turn jax's errors about programs that cannot be lowered without GPUs into a ProgramError."""
     try:
         yield
     except AssertionError as e:
@@ -211,9 +213,10 @@ def _describe_sharding(sharding: Any) -> dict[str, Any] | None:
 
 @contextmanager
 def lowering_for(cluster: Cluster) -> Iterator[None]:
-    """Lets jax trace and lower cuDNN attention, scaled matmuls and Pallas kernels for the cluster's absent GPU.
+    """Make jax trace and lower cuDNN attention, scaled matmuls and Pallas kernels for the cluster's absent GPU.
 
-    jax asks the attached GPU and library a few questions while it traces; the cluster's description answers them.
+    While jax traces, it queries properties of the attached GPU and of cuDNN. In this context the cluster's description
+    and `CUDNN_NUMBER` answer these queries.
     """
     from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as attention
@@ -252,7 +255,7 @@ def _attention_answers(cluster: Cluster, attention: Any) -> list[_Answer]:
 
 
 def _pallas_answers(cluster: Cluster) -> list[_Answer]:
-    """Answer what Pallas' Triton backend asks of the GPU. Older jax has no such module."""
+    """Return the answers to the queries of Pallas' Triton backend; older jax has no such module."""
     try:
         from jax._src.pallas.triton import gpu_info
     except ImportError:
@@ -263,14 +266,14 @@ def _pallas_answers(cluster: Cluster) -> list[_Answer]:
 
 
 def on_own_stack[Result](work: Callable[[], Result]) -> Result:
-    """Run `work` in a thread of its own and return its result or raise its exception.
+    """Run `work` in a new thread and return its result or raise its exception.
 
-    jax writes the lines of source that led to an operation into the program, from the outermost call on, and the cache
-    of compiled programs tells programs apart by every byte: planned from the command line, by a search or in a notebook
-    an experiment is then the same program.
+    jax writes the call stack of each operation into the program, from the outermost call on, and the cache of compiled
+    programs compares every byte. A new thread has an empty stack, so an experiment gives the same program whether the
+    command line, a search or a notebook plans it.
 
-    Settings of jax that hold for one thread (`jax.set_mesh`, `jax.enable_x64` as contexts) are not passed on. Ctrl-C is
-    heard at once; what the thread still does ends with the process.
+    Settings of jax that hold for one thread (`jax.set_mesh`, `jax.enable_x64` as contexts) are not passed on. Ctrl-C
+    interrupts the caller at once, while the thread continues until the process ends.
     """
     returned: list[Result] = []
     raised: list[BaseException] = []
@@ -290,14 +293,14 @@ def on_own_stack[Result](work: Callable[[], Result]) -> Result:
 
 
 def target_config(gpu: Gpu, memory_bytes: int | None = None) -> str:
-    """Return the text of a `GpuTargetConfigProto` that describes one GPU to the compiler, written from the catalog.
+    """Return the text of a `GpuTargetConfigProto` that describes one GPU of the catalog to the compiler.
 
-    OpenXLA ships longer ones under xla/backends/gpu/target_config/specs, with which these agree in every field they
-    share (a test compares them).
+    OpenXLA has longer texts in xla/backends/gpu/target_config/specs. A test checks that all fields that both have are
+    equal.
 
     Args:
-        gpu: of the catalog.
-        memory_bytes: in place of the GPU's own memory, of which XLA takes a share as its limit.
+        gpu: a GPU of the catalog.
+        memory_bytes: replaces the GPU's own memory; XLA takes a share of it as its limit.
 
     Raises:
         ConfigError: the catalog entry is no NVIDIA GPU.
@@ -346,10 +349,11 @@ def target_config(gpu: Gpu, memory_bytes: int | None = None) -> str:
 
 
 def topology_name(cluster: Cluster) -> str:
-    """`partitions x hosts x GPUs` of a cluster, as PJRT's compile-only GPU topology spells it.
+    """Return `partitions x hosts x GPUs` of a cluster, in the syntax of PJRT's compile-only GPU topology.
 
-    A partition is what NVLink joins: on GPUs XLA makes one of each host, or of each rack (topology_util.cc). By it
-    XLA's scheduler takes a group for one inside a domain, which its table of collectives has, or over the network.
+    A partition is a set of GPUs that NVLink connects. With attached GPUs XLA makes one of each host or rack
+    (topology_util.cc). By the partitions XLA's scheduler knows whether a group is inside an NVLink domain, where its
+    table of collectives applies, or spans the network.
     """
     used = cluster.gpus_used_per_domain
     hosts = max(1, -(-used // cluster.gpus_per_host))
@@ -359,27 +363,28 @@ def topology_name(cluster: Cluster) -> str:
 
 
 class Traceable(NamedTuple):
-    """A step over arrays, and its arguments as abstract ones whose NamedShardings are on a described mesh."""
+    """A step over arrays, and its abstract arguments."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
     given: list[Any]
-    """The source of each array of the arguments, in their order."""
+    """The caller's array for each abstract array in `args`, in the same order."""
 
 
 def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, absent: DescribedMesh) -> Traceable:
-    """Return what can be traced for a described mesh.
+    """Return a step and abstract arguments that can be traced for a described mesh.
 
-    On `mesh` itself where that has explicit axes: types name the very mesh.
+    The shardings of the arguments move from `mesh` to `absent`. They stay on `mesh` if it has explicit axes, because
+    then the types inside the program name this very mesh.
 
     Args:
         step: under `nnx.jit`, plain, or under `jax.jit`.
-        args: modules, arrays and anything else; of arrays all but the values is kept.
-        mesh: that the arguments' shardings are on.
-        absent: the mesh of GPUs that are not there, of the same axes.
+        args: modules, arrays and other values; an array keeps everything but its values.
+        mesh: the mesh of the arguments' shardings.
+        absent: the described mesh, with the same axes.
 
     Raises:
-        ConfigError: the arguments are no tuple.
+        ConfigError: `args` is not a tuple or list.
     """
     if not isinstance(args, tuple | list):
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
@@ -399,16 +404,18 @@ def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, abse
 
 
 def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the step as a function of arrays, and its arguments: what it is given to overwrite, and the rest.
+    """Return the step as a pure function of arrays, and the arguments of that function.
 
-    Its arguments are the arrays that it may overwrite and the others, by number. Its outputs are what the step returns
-    and every array that it left changed in its modules, by number, as flax's own program has them: `nnx.jit` in its
-    default mode gives back all arrays of a module that it is called with. A step under `jax.jit` is given back as it
-    is, and so is a plain one without modules: jax says what those are a function of.
+    The function takes two dicts of arrays by number: the arrays that it may overwrite, and the others. It returns the
+    results of the step, and a dict of the arrays that the step changed in its modules. A step under `nnx.jit` changes
+    all arrays of its modules, as in flax's own program, because `nnx.jit` in its default mode returns all of them.
+
+    A step under `jax.jit`, and a plain step without modules, are already functions of arrays and are returned as they
+    are.
 
     Args:
         step: under `nnx.jit`, plain, or under `jax.jit`.
-        args: modules, optimizers and the like, abstract or concrete, and anything else.
+        args: modules, optimizers and similar objects, abstract or concrete, and other values.
     """
     if isinstance(step, functools.partial) and _is_of_nnx(step.func) and not step.keywords:
         step, args = step.func, (*step.args, *args)  # how flax binds a method under `nnx.jit`
@@ -420,7 +427,8 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
     modules = [i for i, leaf in enumerate(leaves) if is_module(leaf)]
     if not modules and not of_nnx:
         return step, tuple(args)
-    # Split at once, so that what two arguments share stays one; the first key of a path is the place in the list.
+    # Split all modules together, so that a variable which two of them share stays shared. The first key of a path is
+    # then an index into `modules`.
     graph, state = nnx.split([leaves[i] for i in modules])
     within, state_tree = jax.tree_util.tree_flatten_with_path(state)
     plain = [i for i, leaf in enumerate(leaves) if not is_module(leaf) and _is_array(leaf)]
@@ -446,7 +454,7 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
 
 
 def _is_of_nnx(step: Any) -> bool:
-    """Whether `nnx.jit` made it; what `functools.wraps` a step of `nnx.jit` has its attributes, but not its methods."""
+    """Return whether `nnx.jit` made the step. A wrapper by `functools.wraps` has `jitted_fn`, but not `trace`."""
     return hasattr(step, "trace") and hasattr(step, "jitted_fn")
 
 
@@ -459,11 +467,11 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _donated(step: Any) -> tuple[int, ...]:
-    """Places of the arguments that a step under `nnx.jit` overwrites; flax keeps them nowhere else."""
+    """Return the positions of the arguments that a step under `nnx.jit` may overwrite (a private field of flax)."""
     return step.jitted_fn._jit_info.donate_argnums
 
 
 def _leaves_of(args: Sequence[Any], is_leaf: Callable[[Any], bool], places: Sequence[int]) -> set[int]:
-    """Numbers of the leaves of all arguments that belong to the arguments at these places."""
+    """Return the numbers of the leaves (counted over all arguments) of the arguments at these positions."""
     owners = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg, is_leaf=is_leaf)]
     return {i for i, owner in enumerate(owners) if owner in places}

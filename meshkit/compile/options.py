@@ -1,13 +1,13 @@
-"""The XLA options that meshkit sets, as data, and the pieces of an installation that XLA needs to compile for GPUs.
+"""Define the XLA options that meshkit sets, and check that the installation can compile for GPUs.
 
-    OPTIONS (crashes and defaults) + choices.py (of one program) + [xla] (the user's, which win) -> compiler_options
+    OPTIONS (for every program) + choices.py (for one program) + [xla] (the user's, which win) -> compiler_options
 
-Each has a reason and the jaxlib releases it is for. What XLA does not know it refuses with an exception (as XLA_FLAGS
-it would abort): an option of meshkit's own is then left out and named, one of the user's is an error that names the
-closest option there is.
+Each option has a reason and the jaxlib releases that it is for. XLA raises an exception for an unknown compiler option
+(for an unknown flag in XLA_FLAGS it would abort). If meshkit set the option, the option is left out and reported. If
+the user set it, the user gets an error with the closest option that exists.
 
-XLA answers a missing piece of an installation with an abort or a line of C++; `check_compiler` says first which piece,
-and how to install it.
+If a piece of the installation is missing, XLA aborts or prints a C++ error. `check_compiler` runs first and reports
+which piece is missing and how to install it.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ _LIBRARIES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jaxlib")
 _NO_SUCH = "this XLA has no such option"
 _MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-# What to install beside a plugin where XLA finds no assembler or no libdevice: nvcc's wheel of CUDA 12 has both.
+# What to install beside a plugin if XLA finds no assembler or no libdevice. The nvcc wheel of CUDA 12 has both.
 _TOOLS = {
     "jax-cuda12-plugin": "pip install nvidia-cuda-nvcc-cu12",
     "jax-cuda13-plugin": "pip install nvidia-nvjitlink nvidia-nvvm",
 }
-# Where installed CUDA toolkits lie; XLA looks there too.
+# The folder of installed CUDA toolkits, which XLA searches, too.
 _TOOLKITS = "/usr/local"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One compiler option: its value, why, for which GPUs and which jaxlib."""
+    """One compiler option: its value, the reason for it, and the GPUs and jaxlib releases that it is for."""
 
     name: str
     value: bool | int | float | str
-    """As `compiler_options` takes it."""
+    """A value for jax's `compiler_options`."""
     why: str
-    """The problem without it, as a clause after "because"."""
+    """The problem without the option, as a clause that can follow "because"."""
     applies: str = "all"
-    """`all`, or `before_hopper`."""
+    """The GPUs that it is for: `all` or `before_hopper`."""
     since: str = ""
-    """The first jaxlib release it is for; "" is open."""
+    """The first jaxlib release that it is for; "" means any."""
     before: str = ""
-    """The first jaxlib release it is not for; "" is open."""
+    """The first jaxlib release that it is not for; "" means none."""
     costs_memory: bool = False
-    """Whether it is left out where it alone makes a program larger than its memory."""
+    """Whether it is left out if the program fits in memory only without such options."""
     tight: tuple[bool | int | float | str, str] | None = None
-    """Its value and why, where the program is larger than its memory with the first."""
+    """The value and the reason that replace `value` and `why` if the program does not fit in memory."""
 
 
 OPTIONS = (
@@ -92,39 +92,40 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class CompileChoices:
-    """How a step is compiled, beyond the options of every program."""
+    """How to compile one step, beyond the options of every program."""
 
     options: Mapping[str, object] = field(default_factory=dict)
-    """Options that the step and the user ask for; they win."""
+    """Options that the step and the user set; they win."""
     derived: Sequence[Option] = ()
-    """Options that follow from weights, rules and links, see choices.py."""
+    """Options that follow from weights, rules and links; see choices.py."""
     memory_fraction: float = 0.92
-    """Share of the GPU's memory that the client may take."""
+    """The share of the GPU's memory that the client may take."""
     pgle: str = "off"
-    """`train.pgle`."""
+    """The value of `train.pgle` (profile-guided latency estimation)."""
 
 
 PLAIN = CompileChoices()
 
-# Of the process that plans alone: it has no GPU to time kernels on, and these change no instruction of the schedule.
+# Options of the planning process only. It has no GPU on which to time kernels. These options change no instruction of
+# the schedule.
 PLANNERS = (
     Option(
         "xla_gpu_autotune_level",
         0,
         "the autotuner would compile its first guesses, for a third of the time, and choose one",
-        since="0.12",  # before, nothing else gives a matmul its tiles: "No supported config found"
+        since="0.12",  # in older releases only the autotuner sets a matmul's tiles: "No supported config found"
     ),
 )
 
 
 def options_hash(options: Mapping[str, Any]) -> str:
-    """Equal for equal options."""
+    """Return a hash of options by name."""
     text = json.dumps(dict(options), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def planners_options(*, jaxlib: str | None = None) -> dict[str, object]:
-    """Those of PLANNERS that are for a jaxlib release, default the installed one."""
+    """Return the options of PLANNERS for a jaxlib release (default: the installed one)."""
     release = jaxlib or version_of("jaxlib") or ""
     return {o.name: o.value for o in PLANNERS if _is_for(o, release)}
 
@@ -136,13 +137,13 @@ def chosen_options(
     *,
     jaxlib: str | None = None,
 ) -> list[Option]:
-    """Options for one GPU: meshkit's own, those derived from the program, then the user's `[xla]` table, which wins.
+    """Return the options for one GPU: meshkit's own, those derived from the program, and the user's, which win.
 
     Args:
-        gpu: to compile for.
-        user: by name; their reason is `[xla]`.
-        derived: of the program, see choices.py.
-        jaxlib: release; default the installed one.
+        gpu: the GPU to compile for.
+        user: the user's options by name; the returned options have the reason `[xla]`.
+        derived: options that follow from the program; see choices.py.
+        jaxlib: the jaxlib release (default: the installed one).
     """
     release = jaxlib or version_of("jaxlib") or ""
     before_hopper = gpu.compute_capability is not None and gpu.compute_capability < (9, 0)
@@ -153,7 +154,7 @@ def chosen_options(
 
 
 def left_out_lines(left_out: Mapping[str, str], derived: Sequence[Option] = ()) -> list[str]:
-    """Return a line for each option that meshkit sets and this XLA refuses."""
+    """Return a message for each option that was left out because this XLA refuses it."""
     why = {o.name: f"; meshkit sets it because {o.why}" for o in (*OPTIONS, *derived)}
     return [f"{name} is left out: {reason}{why.get(name, '')}" for name, reason in left_out.items()]
 
@@ -164,7 +165,7 @@ def _is_for(option: Option, release: str) -> bool:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """(0, 12, 0) of "0.12.0"; what is no number ends it."""
+    """Return (0, 12, 0) for "0.12.0"; the result ends before the first part that is no number."""
     found: list[int] = []
     for part in release.split("."):
         if not part.isdecimal():
@@ -177,25 +178,25 @@ class RefusedOption(Exception):
     """XLA refuses an option that the user set."""
 
     def __init__(self, name: str, reason: str):
-        self.name, self.reason = name, reason  # XLA's, in one line
+        self.name, self.reason = name, reason  # the reason is one line
         super().__init__(f"{name}: {reason}")
 
 
 def compile_lowered(
     lowered: Any, options: Mapping[str, object], users: Collection[str] = ()
 ) -> tuple[Any, dict[str, str]]:
-    """Return a lowered program compiled with as many of the options as this XLA takes.
+    """Return a lowered program compiled with all options that this XLA accepts.
 
     Args:
-        lowered: what jax makes of `trace(...).lower(...)`.
-        options: `compiler_options`.
-        users: names of those that the user set, which must not be left out.
+        lowered: the result of `trace(...).lower(...)`.
+        options: values by name for `compiler_options`.
+        users: names of the options that the user set, which must not be left out.
 
     Returns:
-        The compiled program, and the options left out, each with XLA's reason.
+        The compiled program, and the name of each option that was left out -> XLA's reason.
 
     Raises:
-        RefusedOption: XLA refuses one of the user's.
+        RefusedOption: XLA refuses an option that the user set.
     """
     chosen, left_out = dict(options), dict[str, str]()
     while True:
@@ -212,11 +213,11 @@ def compile_lowered(
 
 
 def memory_of(compiled: Any, prefix: str = "") -> dict[str, int] | None:
-    """Return the bytes of a compiled program on one GPU, or None where XLA does not say.
+    """Return the bytes of a compiled program for one GPU, or None if XLA does not report them.
 
     Args:
-        compiled: what jax makes of `lowered.compile()`.
-        prefix: "" or "host_".
+        compiled: the result of `lowered.compile()`.
+        prefix: "" for GPU memory, "host_" for host memory.
 
     Returns:
         Keys `argument`, `output`, `alias`, `temp` and `generated_code`.
@@ -226,12 +227,12 @@ def memory_of(compiled: Any, prefix: str = "") -> dict[str, int] | None:
 
 
 def bytes_at_once(memory: Mapping[str, int]) -> int:
-    """Return the bytes needed at once: arguments, outputs that alias none of them, temporaries, code."""
+    """Return the bytes needed at once: arguments, outputs that do not alias arguments, temporaries and code."""
     return memory["argument"] + memory["output"] - memory["alias"] + memory["temp"] + memory["generated_code"]
 
 
 def refused_option(message: str) -> tuple[str, str]:
-    """(name, reason) of the option that an error of XLA is about; ("", "") if it is about none."""
+    """Return the name of the option that an error of XLA is about, and the reason; ("", "") for other errors."""
     if found := _UNKNOWN.search(message):
         return found[1], _NO_SUCH
     if found := _INVALID.search(message):
@@ -240,7 +241,7 @@ def refused_option(message: str) -> tuple[str, str]:
 
 
 def option_error(name: str, value: object, reason: str, version: str) -> ConfigError:
-    """Return the error about an option of the user's that XLA refuses, with the closest one that it has."""
+    """Return the error about a user's option that XLA refuses, with a hint what to try."""
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     return ConfigError(
         f"XLA (jaxlib {version}) refuses the option {name}: {reason}.",
@@ -250,7 +251,7 @@ def option_error(name: str, value: object, reason: str, version: str) -> ConfigE
 
 
 def hint_for(name: str, reason: str) -> str:
-    """Return what to try where XLA refuses an option: the closest name where it has none of this name."""
+    """Return a hint for a refused option: for an unknown name, the closest name that XLA has."""
     if reason != _NO_SUCH:
         return "another value, or remove it"
     close = difflib.get_close_matches(name, known_options() - {name}, n=1, cutoff=0.8)
@@ -258,7 +259,7 @@ def hint_for(name: str, reason: str) -> str:
 
 
 def known_options() -> set[str]:
-    """Names in XLA that look like options. It has no list of them that a program can ask for."""
+    """Return the names in XLA's library that look like options, because XLA has no API that lists them."""
     specs = [importlib.util.find_spec(m) for m in _LIBRARIES if importlib.util.find_spec(m.partition(".")[0])]
     folders = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
     libraries = [folder / name for folder in folders for name in ("xla_cuda_plugin.so", "libjax_common.so")]
@@ -266,18 +267,19 @@ def known_options() -> set[str]:
 
 
 def flags_in(library: Path) -> set[str]:
-    """Return the names of XLA's flags that a library of XLA holds as texts."""
+    """Return all strings in a library that look like XLA flags."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         found = _NAME.finditer(content)
         return {m[0].decode() for m in found if not content[max(0, m.start() - 1) : m.start()].isalnum()}
 
 
 def check_compiler() -> None:
-    """Stops with one clear message where this installation cannot compile for GPUs.
+    """Check that this installation can compile for GPUs.
 
     Raises:
-        ConfigError: not Linux; no CUDA plugin, two of them, or one whose version is not jaxlib's; its PJRT library, the
-            assembler for PTX (ptxas or nvJitLink) or libdevice is missing.
+        ConfigError: there is no CUDA plugin of jax (it exists for Linux only), there are two, or its version is not
+            jaxlib's. Or one of these is missing: its PJRT library, the package flatbuffers, an assembler for PTX
+            (ptxas or nvJitLink), libdevice.
     """
     plugin = _check_plugin()
     _check_pjrt(plugin)
@@ -301,7 +303,7 @@ def check_compiler() -> None:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the installed version of a distribution; None if it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -309,7 +311,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def cuda_roots() -> list[Path]:
-    """Folders in which XLA looks for CUDA's tools: `$CUDA_ROOT`, NVIDIA's wheels, installed toolkits."""
+    """Return the folders in which XLA looks for CUDA's tools: `$CUDA_ROOT`, NVIDIA's wheels, installed toolkits."""
     named = [Path(os.environ["CUDA_ROOT"])] if os.environ.get("CUDA_ROOT") else []
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
@@ -318,7 +320,7 @@ def cuda_roots() -> list[Path]:
 
 
 def find_assembler(roots: Sequence[Path]) -> Path | None:
-    """ptxas or the nvJitLink library, whichever comes first; XLA takes either."""
+    """Return ptxas or, without it, the nvJitLink library; XLA accepts either."""
     ptxas = (r / "bin" / "ptxas" for r in roots)
     linkers = (file for r in roots for lib in ("lib", "lib64") for file in (r / lib).glob("libnvJitLink.so*"))
     found = _first(ptxas) or _first(linkers)
@@ -327,7 +329,7 @@ def find_assembler(roots: Sequence[Path]) -> Path | None:
 
 
 def find_libdevice(roots: Sequence[Path]) -> Path | None:
-    """Return the bitcode of CUDA's math functions."""
+    """Return the file with the bitcode of CUDA's math functions."""
     return _first(r / "nvvm" / "libdevice" / "libdevice.10.bc" for r in roots)
 
 

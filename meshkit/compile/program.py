@@ -1,9 +1,9 @@
-"""A function -> what XLA makes of it for GPUs that are not there.
+"""Compile a function with XLA for GPUs that this machine does not have.
 
     step -> lowering.py (this process) -> cache.py | child.py (another process) -> CompiledProgram
 
-This process traces and lowers for CUDA; a child process compiles, because XLA aborts on some programs. What it made is
-kept, so that the same program for the same GPUs with the same options and versions is compiled once.
+This process traces and lowers for CUDA. A child process compiles, because XLA aborts on some programs. The result is
+cached, so the same program for the same GPUs, options and versions is compiled once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from meshkit.hlo.proto import Module, clean_path
 from meshkit.sharding.mesh import DescribedMesh
 
 COMPILE_TIMEOUT, _TIMEOUT_S = "MESHKIT_COMPILE_TIMEOUT", 1800.0
-# What XLA says of failures that we know, and what to try.
+# Known failures of XLA: a part of its error text, and a remedy.
 _REMEDIES = (
     ("ptxas too old", "pip install nvidia-cuda-nvcc-cu12: this GPU is older than CUDA 13 compiles for"),
     ("ptxas", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
@@ -76,9 +76,9 @@ class Rematerialization:
     """XLA's "Involuntary full rematerialization": an array made whole on every GPU to change its sharding."""
 
     array: str
-    """Dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`."""
+    """Dtype and shape of one GPU's shard as XLA prints them, `bf16[8,512,128]`."""
     source: str
-    """Op_name path of the model code; "" where XLA names none."""
+    """The `op_name` path of the model code; "" if XLA names none."""
 
 
 @dataclass(frozen=True)
@@ -92,44 +92,44 @@ class CompiledProgram:
     memory: Mapping[str, int]
     """Bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`."""
     lower_s: float
-    """Tracing and lowering, both processes."""
+    """Seconds of tracing and lowering in both processes."""
     compile_s: float
-    """XLA's compilation, or reading a program that was kept."""
+    """Seconds of XLA's compilation, or of reading the program from the cache."""
     peak_rss_bytes: int
-    """The peak of the child process."""
+    """The peak resident memory of the child process."""
     partitioner: str
     """`shardy` or `gspmd`."""
     chosen: tuple[Option, ...]
-    """Compiler options used, each with its reason."""
+    """The compiler options that were used, each with its reason."""
     log: tuple[str, ...]
-    """Lines that the compiler wrote about memory."""
+    """Messages for the user: damaged cache entries, options left out, the compiler's warnings."""
     rematerializations: tuple[Rematerialization, ...] = ()
     """Arrays that XLA makes whole to reshard them, each once."""
     host_memory: Mapping[str, int] = field(default_factory=dict)
-    """The same as memory, of a GPU's share of its host's."""
+    """Bytes of host memory per GPU, with the keys of `memory`."""
     cached: bool = False
-    """Whether it was compiled before and kept."""
+    """Whether it was read from the cache."""
     live: Mapping[str, int] | None = None
-    """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
+    """Bytes of GPU memory at the peak, by origin; see `child.live_bytes`. None if XLA did not report them."""
     traced_flops: TracedFlops | None = None
-    """FLOP of the program before it was compiled; None where they cannot be counted."""
+    """FLOP of the program before it was compiled; None if they cannot be counted."""
     symmetric_bytes: int = 0
     """Bytes of temporaries in collective memory, which the client allocates outside of its pool."""
     dead_updates: tuple[str, ...] = ()
-    """Types of parameters whose new values the step drops, see `traced.dead_updates`."""
+    """Types of parameters whose new values the step drops; see `traced.dead_updates`."""
     donated: tuple[int, ...] = ()
-    """Numbers of the arguments' arrays that the step may overwrite."""
+    """Numbers of the argument arrays that the step may overwrite."""
     carried: tuple[tuple[int, int], ...] = ()
-    """Numbers of an array of the arguments and of the output that is given back in its place."""
+    """Pairs of numbers: an argument array, and the output that is its new value."""
 
     @functools.cached_property
     def hlo(self) -> Module:
-        """The scheduled HLO, read."""
+        """The parsed module."""
         return Module(self.module)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The program as its instructions run."""
+        """The instructions in execution order."""
         return read_schedule(self.hlo, self.placement)
 
     @property
@@ -139,17 +139,17 @@ class CompiledProgram:
 
     @property
     def options_hash(self) -> str:
-        """Equal for equal options."""
+        """A hash of the compiler options used."""
         return options_hash(self.options)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of its pool the program needs at once: arguments, outputs that alias none of them, temporaries."""
+        """Bytes of the client's pool needed at once: arguments, outputs that do not alias them, temporaries, code."""
         return bytes_at_once(self.memory) - self.symmetric_bytes
 
     @property
     def host_peak_bytes(self) -> int:
-        """Bytes of host memory that the program needs at once for one GPU."""
+        """Bytes of host memory needed at once for one GPU."""
         return bytes_at_once(self.host_memory) if self.host_memory else 0
 
 
@@ -164,15 +164,16 @@ def compile_absent(
     """Return a function lowered and compiled for the GPUs of a described cluster.
 
     Args:
-        step: jitted or plain; shardings come from args and from constraints inside.
-        args: abstract arguments: `jax.ShapeDtypeStruct`s with NamedShardings on mesh.
+        step: a function, jitted or not; its shardings come from `args` and from constraints inside.
+        args: abstract arguments: `jax.ShapeDtypeStruct`s with NamedShardings on `mesh`.
         mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
         cluster: the GPUs to compile for.
-        choices: how it is compiled.
+        choices: how to compile.
 
     Raises:
-        ConfigError: the `plan` extra is missing or does not match jaxlib, or MESHKIT_COMPILE_TIMEOUT is no time.
-        ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies of it.
+        ConfigError: the `plan` extra is missing or does not match jaxlib, MESHKIT_COMPILE_TIMEOUT is no number of
+            seconds, or XLA refuses an option that the user set.
+        ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies while compiling it.
     """
     check_compiler()
     timeout_s = compile_timeout_s()
@@ -226,10 +227,10 @@ def compile_absent(
 
 
 def compile_timeout_s() -> float:
-    """Return the seconds that the compiler process has: what MESHKIT_COMPILE_TIMEOUT says, else half an hour.
+    """Return the time limit of the compiler process in seconds: MESHKIT_COMPILE_TIMEOUT, or half an hour if unset.
 
     Raises:
-        ConfigError: it is no whole number of seconds.
+        ConfigError: the variable is no whole number of seconds from 1 to 999999999.
     """
     text = os.environ.get(COMPILE_TIMEOUT, "").strip()
     if not text:
@@ -243,11 +244,11 @@ def compile_timeout_s() -> float:
 
 @contextmanager
 def compiling(*, keep: bool = True, timeout_s: int | None = None) -> Iterator[None]:
-    """How compilers run inside, those of processes that are started there too.
+    """Set the cache and the time limit of all compilers in this context, also in processes that it starts.
 
     Args:
-        keep: read and keep programs, as the environment says; False: neither.
-        timeout_s: for each of them; None leaves what the environment says.
+        keep: True uses the cache that the environment selects; False uses none.
+        timeout_s: the time limit of each compile; None keeps the limit from the environment.
     """
     asked = {} if keep else {"MESHKIT_CACHE": "off"}
     asked |= {} if timeout_s is None else {COMPILE_TIMEOUT: str(timeout_s)}
@@ -267,13 +268,13 @@ COMPILER = KeptChild("meshkit.compile.child", cache.deciding)
 
 
 class _Died(ProgramError):
-    """The compiler process gave no answer."""
+    """The compiler process died or timed out."""
 
 
 def _kept_or_compiled(
     program: bytes, request: Mapping[str, Any], timeout_s: float
 ) -> tuple[cache.KeptProgram, list[str], float | None]:
-    """Return the compiled program, notes for the user, and the seconds of reading it from the cache (else None)."""
+    """Return the compiled program, notes for the user, and the seconds of a read from the cache (None on a miss)."""
     began = time.perf_counter()
     environment, notes = child_environment(), []
     folder = cache.cache_folder()
@@ -293,7 +294,7 @@ def _kept_or_compiled(
     try:
         made, more = _compile(program, request, environment, timeout_s, kernels)
     except _Died:
-        cache.store_kernels(folder, of_kernels, b"")  # should they be what it died of
+        cache.store_kernels(folder, of_kernels, b"")  # in case they killed the compiler
         raise
     cache.store(folder, key, made)
     if more != kernels:
@@ -304,7 +305,7 @@ def _kept_or_compiled(
 def _compile(
     program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float, kernels: bytes = b""
 ) -> tuple[cache.KeptProgram, bytes]:
-    """Compile a program in the child process; return it with all kernels, those of earlier programs included."""
+    """Compile a program in the child process; return it and its kernel file, which also has the given kernels."""
     with COMPILER.use(environment) as child:
         module, kept = child.folder / "module.pb", child.folder / KERNELS_FILE
         (child.folder / "program.bin").write_bytes(program)
@@ -334,10 +335,10 @@ def _compile(
 
 
 def child_environment() -> dict[str, str]:
-    """Environment of the compiler process: the user's, but for what would keep from us what XLA says or does.
+    """Return the environment of the compiler process: the user's, with changes that keep XLA's log and dump complete.
 
-    XLA's warnings of replicated arrays are read from its log, and its buffers from a dump that a program from jax's own
-    cache has not got.
+    The log has XLA's warnings about replicated arrays, and the dump has its buffers. A program from jax's own cache
+    would have no dump, so that cache is off.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
     return environment | {
@@ -349,7 +350,7 @@ def child_environment() -> dict[str, str]:
 
 
 def last_words(stderr: str) -> str:
-    """The last line in which XLA complains, without its time and place in XLA; the last line of all if it does not."""
+    """Return XLA's last error line, without time stamp and source position; without one, the last line of all."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and "***" not in line]
     lines = [line for line in lines if not re.match(r"I\d{4} |WARNING: All log messages before", line)]
     fatal = [line for line in lines if re.match(r"[EF]\d{4} ", line) or "Check failed" in line or "Error" in line]
@@ -376,9 +377,9 @@ def _notable(stderr: str) -> tuple[str, ...]:
 
 
 def read_rematerializations(stderr: str) -> tuple[Rematerialization, ...]:
-    """XLA's warnings that it replicates an array to change its sharding, each place in the model once.
+    """Return XLA's warnings that it replicates an array to change its sharding, once for each place in the model.
 
-    Those about a `fake_parameter` are left out: there the partitioner prices a way that it need not take.
+    Warnings about a `fake_parameter` are left out: the partitioner only estimates a cost there.
     """
     found: dict[Rematerialization, None] = {}
     for line in stderr.splitlines():
