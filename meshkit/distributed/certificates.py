@@ -1,11 +1,11 @@
-"""The certificates by which the processes of a job know each other: made, written, read, and what is wrong with them.
+"""Make, write, read and check the certificates by which the processes of a job authenticate each other (mutual TLS).
 
-    hosts of the coordinator -> make_certificates -> write_certificates (a folder for this user alone) | a Secret
+    hosts of the coordinator -> make_certificates -> write_certificates (a private folder) | a Kubernetes Secret
     folder, MESHKIT_MTLS -> read_certificates -> roll call, jax.distributed
 
-Mutual TLS: the coordinator and every process show a certificate of one authority, which is made for the run and whose
-key is forgotten at once. Whoever has none is not let in, and learns nothing. All processes of the run share the
-certificate: they are one program of one user, and whoever has the key is in.
+The coordinator and every process show a certificate from one authority. The authority is made for the run, and its key
+is discarded at once. A process without a certificate cannot connect and learns nothing. All processes of the run share
+one certificate and key, since they are one program of one user. Whoever has the key can connect.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
 from meshkit.private import MARK, NotPrivate, private_folder
 
-if TYPE_CHECKING:  # what a process reads takes no cryptography
+if TYPE_CHECKING:  # a process that only reads certificates does not import cryptography
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-# Longer than a run; they are removed with it. The start lies back, for machines whose clocks are behind.
+# Longer than a run, which removes its certificates at its end. They are valid from `_BACK` before now, for machines
+# whose clocks are behind.
 VALID_DAYS = 365
 _BACK = datetime.timedelta(days=1)
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?", re.ASCII)
@@ -42,19 +43,20 @@ MAKE_HINT = "meshkit launch certificates DIR --host NAME, on a file system that 
 
 
 def make_certificates(hosts: Sequence[str], *, days: int = VALID_DAYS) -> dict[str, bytes]:
-    """A new authority's certificate, a certificate of it for servers and clients, and that one's private key.
+    """Return the certificate of a new authority, a certificate that it signed, and the private key of the second.
 
-    The authority's own key is never written: nobody can make another certificate for this run.
+    The second certificate is for servers and clients. The authority's own key is never written, so nobody can make
+    another certificate for this run.
 
     Args:
         hosts: names and addresses of the coordinator, which the other processes compare with the certificate.
-        days: for which they are valid.
+        days: the days for which the certificates are valid.
 
     Returns:
-        File name -> PEM, by `FILES`.
+        File name (one of `FILES`) -> PEM.
 
     Raises:
-        ConfigError: no host, or one that is no name and no address.
+        ConfigError: there is no host, or a host is neither a name nor an address.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -101,7 +103,7 @@ def make_certificates(hosts: Sequence[str], *, days: int = VALID_DAYS) -> dict[s
 
 
 def _alternative(host: str) -> x509.GeneralName:
-    """The host as a certificate has it: an address or a name."""
+    """Return a host as an entry of a certificate: an address or a name."""
     from cryptography import x509
 
     text = host.strip().strip("[]")
@@ -115,15 +117,15 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes them into a folder that this user alone can open; replaces those of an earlier run.
+    """Write certificates to a folder that only this user can open, and replace those of an earlier run.
 
     Args:
-        folder: of meshkit's own (private.py), made if missing.
-        files: file name -> PEM, as `make_certificates` gives them; each gets mode 0600.
+        folder: a private folder of meshkit (private.py), made if missing.
+        files: file name -> PEM, from `make_certificates`; each file gets mode 0600.
 
     Raises:
-        ConfigError: the folder is not private, has other files in it, cannot be written, or its file system keeps no
-            permissions.
+        ConfigError: the folder is not private, has other files in it, cannot be written, or its file system does not
+            store permissions.
     """
     try:
         private_folder(folder)
@@ -135,7 +137,7 @@ def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
             with os.fdopen(os.open(folder / name, flags, 0o600), "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # other hosts read it at once
+                os.fsync(file.fileno())  # other hosts read the file at once
         mode = stat.S_IMODE((folder / KEY_FILE).stat().st_mode)
     except (NotPrivate, OSError) as e:
         problem = getattr(e, "strerror", None) or e
@@ -150,7 +152,7 @@ def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def certificates_for(folder: Path, hosts: Sequence[str]) -> Iterator[Path]:
-    """New certificates in a folder, for as long as the block runs.
+    """Write new certificates to a folder, and remove the folder when the context ends.
 
     Raises:
         ConfigError: see `make_certificates` and `write_certificates`.
@@ -159,18 +161,18 @@ def certificates_for(folder: Path, hosts: Sequence[str]) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing else is in it: `write_certificates` sees to that
+        shutil.rmtree(folder, ignore_errors=True)  # `write_certificates` has checked that nothing else is in it
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """A folder with the authority's certificate, one of this process, and its private key."""
+    """A folder with the authority's certificate, the certificate of the processes, and its private key."""
 
     folder: Path
 
     @property
     def ca(self) -> Path:
-        """The authority's certificate: who else is let in."""
+        """The authority's certificate, by which this process checks other processes."""
         return self.folder / CA_FILE
 
     @property
@@ -180,15 +182,15 @@ class Certificates:
 
     @property
     def key(self) -> Path:
-        """The private key of that."""
+        """The private key of `certificate`."""
         return self.folder / KEY_FILE
 
     def server(self) -> ssl.SSLContext:
-        """The context of the one that listens: it lets in who has a certificate of the authority."""
+        """Return the TLS context of the listener, which accepts every process with a certificate of the authority."""
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def client(self) -> ssl.SSLContext:
-        """The context of one that connects: it also compares the coordinator's name with its certificate."""
+        """Return the TLS context of a connecting process, which also checks the coordinator's name."""
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -200,16 +202,16 @@ class Certificates:
 
 
 def read_certificates(folder: str, *, coordinator_host: str | None = None) -> Certificates:
-    """The certificates of a folder, after this process has shaken hands with itself by them.
+    """Return the certificates of a folder, after a test handshake inside this process.
 
     Args:
-        folder: what MESHKIT_MTLS says.
-        coordinator_host: of the process that listens: the name or address that its certificate must have; None for the
-            other processes.
+        folder: the value of MESHKIT_MTLS.
+        coordinator_host: the name or address that the certificate must have, for the process that listens; None for
+            the other processes.
 
     Raises:
-        ConfigError: a file is missing, unreadable or not a certificate, the key belongs to none of them or others may
-            read it, the time of a certificate is over, or it has another host's name.
+        ConfigError: a file is missing, unreadable or no certificate, the key does not belong to the certificate or
+            others may read it, or a certificate has expired or has another host's name.
     """
     found = Certificates(Path(folder))
     at = f"{MTLS}={folder}"
@@ -238,14 +240,14 @@ def read_certificates(folder: str, *, coordinator_host: str | None = None) -> Ce
 
 
 def _shake_hands(certificates: Certificates, host: str | None) -> None:
-    """Both ends of a connection, in memory. OpenSSL says what a handshake over the network would."""
+    """Do a handshake between two ends in memory; OpenSSL raises the errors of a handshake over the network."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = certificates.client()
     context.check_hostname = host is not None
     client = context.wrap_bio(to_client, to_server, server_hostname=host)
     server = certificates.server().wrap_bio(to_server, to_client, server_side=True)
     left = [client, server]
-    for _ in range(8):  # flights; TLS 1.3 needs three
+    for _ in range(8):  # rounds of messages; TLS 1.3 needs three
         for end in list(left):
             try:
                 end.do_handshake()

@@ -1,16 +1,16 @@
-"""The environment contract: the variables by which every launcher says to a process what job it is part of.
+"""Read the environment contract: the variables by which a launcher describes the job to each of its processes.
 
     launcher -> Gang.emit() -> MESHKIT_* variables -> read_gang() -> Gang -> jax.distributed.initialize
     SLURM_*, OMPI_*, PMI_*, PMIX_*, RANK..., JOB_COMPLETION_INDEX -> detect() -> Detected -> read_gang()
 
-SLURM, OpenMPI, PMIx, Kubernetes and torchrun set variables of their own. They complete the contract where it leaves
-something out, and where both say something, they agree or `read_gang` stops. Launchers nest: `mpirun` in a SLURM job
-starts one daemon a host with srun, and torchrun one process a host of either. The variables of an outer one then
-describe the daemons, so the innermost launcher that is there is the one that counts.
+SLURM, OpenMPI, PMIx, Kubernetes and torchrun set their own variables. `read_gang` takes from them what the MESHKIT_*
+variables leave out, and raises an error if the two contradict each other. Launchers can nest: in a SLURM job `mpirun`
+starts one daemon on each host with srun, and either of them may start one torchrun on each host. The variables of the
+outer launcher then describe the daemons, so `detect` uses only the innermost launcher.
 
-A process that fails, or that another one has failed, leaves at once, so that nobody waits for it:
+A process that fails, or that loses another process of its job, exits at once, so that the others do not wait for it:
 
-    exception or exit code -> is it one of several? -> gone
+    exception or exit code -> does the job have several processes? -> exit without jax's last barrier
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MESHKIT_COORDINATOR", "MESHKIT_NUM_PRO
 LOCAL_DEVICE_IDS, ATTEMPT = "MESHKIT_LOCAL_DEVICE_IDS", "MESHKIT_ATTEMPT"
 CONTRACT = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICE_IDS, ATTEMPT)
 JOIN_TIMEOUT, MTLS, SECRET = "MESHKIT_JOIN_TIMEOUT", "MESHKIT_MTLS", "MESHKIT_SECRET"
-# The end waits for what is still being measured (30 s) and for the others at jax's last barrier (120 s).
+# Seconds that a process may take to end. It waits for running measurements (30 s) and for the other processes at jax's
+# last barrier (120 s).
 END_S = 300.0
-OUT = "MESHKIT_OUT"  # the run folder of a command of the user's
+OUT = "MESHKIT_OUT"  # the run folder, for a user's own command
 
-# By which jax's client is told how much of a GPU's memory to take; of both together it stops, the second is deprecated.
+# The variables that set jax's share of a GPU's memory. jax fails if both are set. The second is deprecated.
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-# Above Linux's ephemeral ports (32768 to 60999), where a port that is free now is not given to another connection.
+# Ports above Linux's ephemeral ones (32768 to 60999), so Linux gives a port that is free now to no other connection.
 FIRST_PORT, NUM_PORTS = 61000, 4000
 
 _SHORTEST_SECRET = 32  # characters; 128 bits as hexadecimal digits
@@ -63,17 +64,17 @@ class Gang:
     """The host:port on which process 0 listens."""
     num_processes: int
     process_id: int
-    """Number of this process, from 0."""
+    """The number of this process, from 0."""
     local_device_ids: tuple[int, ...] | None = None
-    """The GPUs of its machine that it drives; None for all."""
+    """The GPUs of the machine that this process drives; None for all."""
     attempt: int = 0
-    """Restarts so far."""
+    """The number of restarts so far."""
     mtls: str | None = None
-    """Folder of the certificates by which the processes know each other; None without."""
+    """The folder of the certificates for mutual TLS; None for a job without certificates."""
     secret: str | None = field(default=None, repr=False)
-    """The secret of the processes where they have no certificates; with None they meet unauthenticated."""
+    """The shared secret for authentication without certificates; None for no authentication."""
     in_kubernetes: bool = field(default=False, compare=False)
-    """Whether this is a pod, whose coordinator gets its name when it starts."""
+    """Whether this process runs in a pod; the coordinator's name is then unknown until its pod starts."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -82,12 +83,12 @@ class Gang:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether the coordinator's address is one that only this machine reaches."""
+        """Whether only this machine can reach the coordinator's address."""
         host, _ = self.address
         return host in ("localhost", "::1") or host.startswith("127.")
 
     def emit(self) -> dict[str, str]:
-        """The variables that `read_gang` reads back as this gang."""
+        """Return the variables from which `read_gang` makes this gang again."""
         variables = {
             COORDINATOR: self.coordinator,
             NUM_PROCESSES: str(self.num_processes),
@@ -119,16 +120,16 @@ class Detected:
     """The job as one launcher describes it."""
 
     launcher: str
-    """Its name, as people write it."""
+    """The launcher's name for messages, `OpenMPI`."""
     settings: Mapping[str, Setting]
-    """Values by variable of the contract; absent where the launcher's own do not say."""
+    """Values by MESHKIT_* variable; a variable is absent if the launcher does not determine it."""
 
 
 def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
-    """The job that the environment describes; None where it describes none, and this process is alone.
+    """Return the job that the environment describes; None if it describes none, so this process is alone.
 
     Args:
-        environment: in place of the process's own.
+        environment: the variables; None for those of this process.
 
     Raises:
         ConfigError: a variable is missing, malformed, or contradicts another.
@@ -164,14 +165,14 @@ def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
 
 
 def join_timeout_s(environment: Mapping[str, str] | None = None, *, otherwise: float) -> float:
-    """Seconds that a process waits for the others: what MESHKIT_JOIN_TIMEOUT says.
+    """Return the seconds that a process waits for the others: the value of MESHKIT_JOIN_TIMEOUT.
 
     Args:
-        environment: in place of the process's own.
-        otherwise: seconds where the variable is not set.
+        environment: the variables; None for those of this process.
+        otherwise: the seconds if the variable is not set.
 
     Raises:
-        ConfigError: it is no whole number of seconds, 1 or more.
+        ConfigError: the variable is no whole number of seconds, 1 or more.
     """
     env = os.environ if environment is None else environment
     text = env.get(JOIN_TIMEOUT, "").strip()
@@ -183,15 +184,15 @@ def join_timeout_s(environment: Mapping[str, str] | None = None, *, otherwise: f
 
 
 def check_address(text: str, *, at: str = "environment", name: str = COORDINATOR) -> None:
-    """Stops unless the text is host:port.
+    """Check that a text is host:port.
 
     Args:
-        text: a name, an IPv4 address or an IPv6 one in brackets, and a port from 1 to 65535.
-        at: where the error points: the environment, or an option.
-        name: what has that value, in the message.
+        text: a name, an IPv4 address or an IPv6 address in brackets; then a port from 1 to 65535.
+        at: the place that the error names: the environment, or an option.
+        name: the variable or option that has this value, for the message.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the text is not host:port.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match["port"]) < 65536:
@@ -200,13 +201,13 @@ def check_address(text: str, *, at: str = "environment", name: str = COORDINATOR
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port."""
+    """Return the host, without brackets, and the port."""
     host, port = address.rsplit(":", 1)
     return host.strip("[]"), int(port)
 
 
 def _is_a_job(ours: Mapping[str, Setting], detected: Detected | None) -> bool:
-    """Whether anything says that there are other processes. An Indexed Job of Kubernetes may be one run in each pod."""
+    """Return whether this process is part of a larger job. In Kubernetes each pod of an Indexed Job may be a job."""
     if any(name in ours for name in _REQUIRED):
         return True
     if detected is None or detected.launcher == "Kubernetes":
@@ -285,15 +286,15 @@ def detect(env: Mapping[str, str]) -> Detected | None:
 
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what any launcher, meshkit's own too, says of the job: for the children of a new one."""
+    """Return the environment without the job variables of any launcher, for the children of a new launcher."""
     return {name: value for name, value in env.items() if name not in _OF_LAUNCHERS and name not in CONTRACT}
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: `gpu[003-007,9],login1` -> `gpu003`.
+    """Return the first host of a SLURM node list: `gpu[003-007,9],login1` -> `gpu003`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no node list.
     """
     numbered = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist, flags=re.ASCII)
     match = re.match(r"([\w.-]+)(?:,|$)", numbered, re.ASCII)
@@ -304,33 +305,33 @@ def first_host(nodelist: str) -> str:
 
 
 def derived_port(*parts: str) -> int:
-    """A port that every process of a job finds for itself, and another job, step or attempt most likely does not.
+    """Return a port that every process of a job computes alone; other jobs, steps or attempts rarely get the same.
 
     Args:
-        parts: what tells this start from all others: job, step, restart.
+        parts: the identity of this attempt: job, step, restart.
 
     Returns:
-        One of 61000 to 64999.
+        A port from 61000 to 64999.
     """
-    import hashlib  # with OpenSSL, which takes longer than all else here
+    import hashlib  # imports OpenSSL, which takes longer than all other imports of this module
 
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=8).digest()
     return FIRST_PORT + int.from_bytes(digest, "big") % NUM_PORTS
 
 
 def share_of_devices(local_id: int, local_size: int, visible: int | None) -> tuple[int, ...] | None:
-    """The GPUs of its host that a process drives, of `visible` ones; None for all of them.
+    """Return the visible GPUs of a host that one process drives; None for all of them.
 
-    Where it is not known how many there are, one for each process. A launcher that hides all but a process's own GPUs
-    leaves fewer than there are processes: those are then all its own.
+    If the number of GPUs is unknown, each process drives one. If a process sees fewer GPUs than the host has processes,
+    its launcher has hidden the GPUs of the other processes, and it drives all that it sees.
 
     Args:
-        local_id: number of the process on its host, from 0.
-        local_size: processes on the host.
-        visible: GPUs that the process sees; None where that is not known.
+        local_id: the number of the process on its host, from 0.
+        local_size: the number of processes on the host.
+        visible: the number of GPUs that the process sees; None if unknown.
 
     Returns:
-        Indices among the visible ones, in a row; where they do not divide evenly, nobody drives the rest.
+        Consecutive indices of visible GPUs. If the processes do not divide the GPUs evenly, no process drives the rest.
     """
     if local_size == 1 or (visible is not None and visible < local_size):
         return None
@@ -360,7 +361,7 @@ def _open_mpi(env: Mapping[str, str]) -> Detected | None:
 
 
 def _pmi(env: Mapping[str, str]) -> Detected | None:
-    """MPICH and Intel MPI. SLURM's own PMI sets the same two variables, and SLURM's say more."""
+    """Read MPICH and Intel MPI. SLURM's PMI sets the same two variables; then SLURM's own are read, which have more."""
     settings = _rank_and_size(env, "PMI_RANK", "PMI_SIZE")
     slurm = _slurm(env) if settings else None
     if not settings or (slurm is not None and slurm.settings[PROCESS_ID].value == settings[PROCESS_ID].value):
@@ -369,7 +370,7 @@ def _pmi(env: Mapping[str, str]) -> Detected | None:
 
 
 def _pmix(env: Mapping[str, str]) -> Detected | None:
-    """PMIx sets a rank, but has the number of processes only in its library; srun --mpi=pmix sets both."""
+    """Read PMIx, which sets only a rank. With srun --mpi=pmix, SLURM's variables also have the number of processes."""
     if not env.get("PMIX_RANK"):
         return None
     rank, slurm = _setting(env, "PMIX_RANK"), _slurm(env)
@@ -386,7 +387,7 @@ def _pmix(env: Mapping[str, str]) -> Detected | None:
 
 
 def _slurm(env: Mapping[str, str]) -> Detected | None:
-    """A task of a step, which srun started: a batch script has a SLURM_PROCID too, but is none."""
+    """Read a task of a step, which srun started. A batch script also has a SLURM_PROCID, but is no such task."""
     size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     settings = _rank_and_size(env, "SLURM_PROCID", size)
     if not settings or not env.get("SLURM_STEP_ID") or not env.get("SLURM_STEP_NODELIST"):
@@ -400,7 +401,7 @@ def _slurm(env: Mapping[str, str]) -> Detected | None:
 
 
 def _slurm_devices(env: Mapping[str, str]) -> dict[str, Setting]:
-    """`8(x64)` or `8,4` tasks per node; which node this is, SLURM_NODEID says."""
+    """Return the GPUs of a task, from the tasks per node (`8(x64)` or `8,4`) and the number of this node."""
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip(), re.ASCII)
@@ -412,7 +413,7 @@ def _slurm_devices(env: Mapping[str, str]) -> dict[str, Setting]:
 
 
 def _kubernetes(env: Mapping[str, str]) -> Detected | None:
-    """An Indexed Job gives a pod its number alone; the others come from the contract, as `launch jobset` renders it."""
+    """Read an Indexed Job, which gives a pod only its number; `launch jobset` sets the other values as MESHKIT_*."""
     if not env.get("JOB_COMPLETION_INDEX"):
         return None
     return Detected("Kubernetes", {PROCESS_ID: _setting(env, "JOB_COMPLETION_INDEX")})
@@ -425,7 +426,7 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> dict[str, Se
 
 
 def _devices(env: Mapping[str, str], local_id: str, local_size: str) -> dict[str, Setting]:
-    """The GPUs of this process, of those that the environment says it sees."""
+    """Return the setting of the GPUs that this process drives, among those that the environment shows it."""
     if not env.get(local_id) or not env.get(local_size):
         return {}
     on_node = env.get("SLURM_GPUS_ON_NODE", "")
@@ -437,11 +438,12 @@ def _devices(env: Mapping[str, str], local_id: str, local_size: str) -> dict[str
 
 
 def leave_gang(code: int) -> None:
-    """Ends this process at once if it failed and is one of several.
+    """End this process at once if it failed and its job has several processes.
 
-    Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
-    With exit codes 0 and 75 all end together. One that has not ended 300 s after its main thread prints its stacks and
-    is ended; until then a program that has called `meshkit.cli.main` may go on for as long as it likes.
+    Python's normal exit would wait for the others at jax's last barrier, while they wait for this process in a
+    collective. With exit codes 0 and 75 all processes end together, so the normal exit is used. A process that is still
+    there 300 s after its main thread has ended prints its stacks and is killed. The main thread itself has no limit, so
+    a program may continue after `meshkit.cli.main`.
     """
     if _gang_of_several() is None:
         return
@@ -454,16 +456,16 @@ def leave_gang(code: int) -> None:
 
 
 def _limit_end() -> None:
-    """Ends this process, with its stacks, where other threads or what runs at exit keep it from ending."""
+    """End this process and print its stacks, if other threads or exit handlers keep it from ending."""
     threading.main_thread().join()
     faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def say_lost_process(error: Exception) -> int:
-    """Says that another process of the job is gone, where that is what jax's error means.
+    """Print that another process of the job is gone, if an error of jax means that.
 
     Returns:
-        The exit code 4, which a supervisor restarts; 0 where the error means something else, and nothing is said.
+        The exit code 4, after which a supervisor restarts the job; 0 if the error means something else.
     """
     signs = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset", "Socket closed", "UNAVAILABLE")
     gang = _gang_of_several()
@@ -478,7 +480,7 @@ def say_lost_process(error: Exception) -> int:
 
 
 def _gang_of_several() -> Gang | None:
-    """The job that this process is part of; None where it is alone, or cannot tell."""
+    """Return the job of this process; None if it has no other process, or if the environment is invalid."""
     try:
         gang = read_gang()
     except ConfigError:

@@ -1,15 +1,16 @@
-"""How a process joins the gang that runs its job, and how the processes agree on what is no array, from any thread.
+"""Join this process to its job with jax.distributed, and let processes agree on values other than arrays.
 
     join_gang: MESHKIT_* variables -> Gang -> jax.distributed.initialize, before jax starts -> all devices
-    Agreement: what each process says -> process 0 decides -> every process has the same answer
+    Agreement: a value from each process -> process 0 decides -> every process has the same answer
 
-An agreement goes through jax's coordination service and never through a collective on devices: a checkpoint is
-committed by a background thread while the devices train. Every wait has a limit, and says which processes it missed.
+An agreement works from any thread. It uses jax's coordination service and never a collective on devices, because a
+background thread commits a checkpoint while the devices train. Every wait has a limit, and the error names the
+processes that did not answer.
 
-Without certificates that service takes the word of whoever reaches its port. So, where the processes share a key
-(`sign_with`), what they say is signed by it, and stands under names that follow from it: nobody else can write there
-before they do, nor write anything that they believe. A word that somebody removes is said again, for as long as its
-process waits for the answer.
+Without certificates the service accepts messages from anybody who reaches its port. If the processes share a key
+(`sign_with`), they therefore sign their messages with it and store them under names derived from it. Nobody else can
+compute such a name or write a message that a process believes. If a stored message disappears, its process stores it
+again while it waits for the answer.
 """
 
 from __future__ import annotations
@@ -43,31 +44,33 @@ from meshkit.distributed.roll_call import bind_address, call_roll, named, sessio
 from meshkit.errors import ConfigError, RunError
 from meshkit.redaction import redact_streams
 
-# Machines of a large job start minutes apart, processes of one machine together. A process that is gone is noticed
-# after the heartbeat; the end is a barrier, which must not keep the others waiting for long once one has failed.
+# Machines of a large job start minutes apart, but processes of one machine start together. A lost process is noticed
+# after the heartbeat timeout. The shutdown is a barrier; its timeout limits the wait for a process that has failed.
 _JOIN_S, _JOIN_HERE_S, _CONNECT_S, HEARTBEAT_S, _SHUTDOWN_S = 300.0, 20.0, 60, 100, 120
-# Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
+# Process 0 may wait for the whole limit until it has all messages, so the others wait this much longer for its answer.
 ANSWER_S = 60.0
-AGAIN_S = 10.0  # a process says its word again while it waits for the answer
+AGAIN_S = 10.0  # a process stores its message again at this interval while it waits for the answer
 _SIGNATURE = hashlib.sha256().digest_size * 2
 _key: bytes | None = None
 
 
 def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float | None = None) -> tuple[int, int]:
-    """Joins the job that the environment describes, before jax starts; does nothing for one process, or a second time.
+    """Join the job that the environment describes, before jax starts.
+
+    The call does nothing in a job of one process, or if this process has already joined.
 
     Args:
-        environment: in place of the process's own.
-        timeout_s: for all processes to come; MESHKIT_JOIN_TIMEOUT by default, and without it 300 s, or 20 s where the
-            coordinator is on a loopback address.
+        environment: the variables; None for those of this process.
+        timeout_s: the time limit for all processes to connect. The default is MESHKIT_JOIN_TIMEOUT; if that is not
+            set, 300 s, or 20 s for a coordinator on a loopback address.
 
     Returns:
-        This process's number, and how many there are.
+        The number of this process, and the number of processes.
 
     Raises:
-        ConfigError: the environment is wrong (also: two processes with one number, a clock that is off, certificates
-            that do not fit), or jax has already started.
-        RunError: a process does not come, the coordinator cannot be reached, or its port is taken.
+        ConfigError: the environment is wrong, two processes have one number, a clock is off, the certificates are
+            invalid, or jax has already started.
+        RunError: a process does not connect, the coordinator cannot be reached, or its port is taken.
     """
     gang = read_gang(environment)
     state = jax_runtime()
@@ -107,7 +110,7 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
                 process_id=gang.process_id,
                 local_device_ids=gang.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=max(round(timeout_s), _CONNECT_S),  # all are there: it takes a second
+                initialization_timeout=max(round(timeout_s), _CONNECT_S),  # all are there: about 1 s
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=_SHUTDOWN_S,
                 **mtls,
@@ -123,10 +126,10 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
 
 
 def certificates_of(gang: Gang) -> Certificates | None:
-    """The certificates of this process, tried out; None where the job has none.
+    """Return the certificates of this process after a test; None if the job has none.
 
     Raises:
-        ConfigError: they do not fit, or (process 0) are not of the coordinator's name.
+        ConfigError: they are invalid or, on process 0, do not have the coordinator's name.
     """
     if gang.mtls is None:
         return None
@@ -134,14 +137,14 @@ def certificates_of(gang: Gang) -> Certificates | None:
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for the job: process 0, or the only one. Does not start jax."""
+    """Return whether this is process 0, or the only process. Does not start jax."""
     return not jax_runtime().process_id
 
 
 def keep_stdout() -> None:
-    """Leaves standard output to this program's own prints, in a job of several processes.
+    """Reserve standard output for Python's own prints, in a job of several processes.
 
-    Gloo prints a line to it for every group of processes that it connects; libraries below Python get stderr instead.
+    Gloo prints a line for every group of processes that it connects. Native libraries such as Gloo now print to stderr.
     """
     if read_gang() is None:
         return
@@ -153,7 +156,7 @@ def keep_stdout() -> None:
 
 
 def _mtls_arguments(certificates: Certificates | None) -> dict[str, Any]:
-    """Arguments of jax.distributed.initialize; an older jax has no such arguments."""
+    """Return the TLS arguments of jax.distributed.initialize, or raise ConfigError if this jax is too old for them."""
     if certificates is None:
         return {}
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
@@ -188,32 +191,32 @@ def _check_not_started(gang: Gang) -> None:
 
 @contextmanager
 def _without_proxies(coordinator: str) -> Iterator[None]:
-    """Without HTTP proxies, which gRPC would send the connection through; afterwards they are back, for other hosts."""
+    """Remove the variables of HTTP proxies in this context, since gRPC would use a proxy. Restore them afterwards."""
     found = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield
     finally:
         os.environ.update(found)
-        if found:  # a connection that is made again reads them again
+        if found:  # gRPC reads the variables again when it reconnects, so exempt the coordinator from the proxy
             direct = found.get("no_grpc_proxy") or found.get("no_proxy") or found.get("NO_PROXY", "")
             os.environ.update(no_grpc_proxy=",".join(filter(None, (direct, split_address(coordinator)[0]))))
 
 
 def sign_with(key: bytes | None) -> None:
-    """From now on this process signs what it says, and believes what is signed by the same key; None believes all."""
+    """Sign all further messages of this process with a key, and accept only such messages; None turns this off."""
     global _key
     _key = key
 
 
 class Forged(RunError):
-    """Another process has written in the place of this one."""
+    """A stored message does not come from the process in whose place it is stored."""
 
 
 class Agreement:
-    """The line between the processes of a job, for one purpose.
+    """A channel between the processes of a job, for one purpose.
 
     Args:
-        name: the same on all processes, and no other's.
+        name: the same in all processes, and unique to this purpose.
     """
 
     def __init__(self, name: str):
@@ -222,17 +225,17 @@ class Agreement:
         self.rank, self.size = int(state.process_id or 0), int(state.num_processes or 1)
 
     def reach(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
-        """Return process 0's decision on the words of all processes, the same on all of them.
+        """Return process 0's decision on the values of all processes; all processes get the same answer.
 
         Args:
-            topic: each is used once, in any order and from any thread.
-            mine: what this process says; JSON.
-            decide: what each process said, by number -> the answer, JSON. Runs in process 0 alone.
-            timeout_s: for all processes to say theirs.
+            topic: a name that is used once. Topics may be used in any order and from any thread.
+            mine: the value of this process; JSON.
+            decide: the values by process number -> the answer; JSON. It runs only in process 0.
+            timeout_s: the time limit for all processes to send their values.
 
         Raises:
             ConfigError: `decide` has raised it.
-            RunError: some did not in time, process 0 gave no answer, or somebody else has written in its place.
+            RunError: a process was late, `decide` failed, process 0 gave no answer, or a message was forged.
         """
         if self.size == 1:
             return decide([mine])
@@ -256,15 +259,15 @@ class Agreement:
         raise _forged(answer, 0)
 
     def announce(self, topic: str) -> bool:
-        """Whether this process is the first that announces it."""
+        """Announce a topic; return whether this process is the first to do so."""
         try:
             jax_runtime().client.key_value_set(_named(f"{self._prefix}/{topic}"), str(self.rank))
-        except Exception:  # there already, or the service is gone
+        except Exception:  # another process was first, or the service is gone
             return False
         return True
 
     def heard(self, topic: str) -> bool:
-        """Whether somebody has announced it. Does not wait."""
+        """Return whether any process has announced a topic, without waiting."""
         try:
             jax_runtime().client.key_value_try_get(_named(f"{self._prefix}/{topic}"))
         except Exception:  # nobody has, or the service is gone
@@ -272,11 +275,11 @@ class Agreement:
         return True
 
     def tell(self, topic: str, mine: Any) -> None:
-        """Says a word of JSON for whoever gathers it. Waits for nobody."""
+        """Store a value (JSON) that other processes can `gather`, without waiting."""
         _set(jax_runtime().client, f"{self._prefix}/{topic}", self.rank, mine)
 
     def gather(self, topic: str, *, timeout_s: float) -> list[Any]:
-        """Return the word of every process by number; None for a late one, or one in whose place another wrote."""
+        """Return the value of every process by number; None for a late or forged value."""
         ends, found = time.monotonic() + timeout_s, []
         for rank in range(self.size):
             try:
@@ -289,7 +292,7 @@ class Agreement:
     def _decide(
         self, client: Any, said: str, mine: Any, decide: Callable[[list[Any]], Any], timeout_s: float
     ) -> dict[str, Any]:
-        """Return process 0's answer: its decision on all words, or the problem, so that nobody waits."""
+        """Return process 0's answer: its decision on all values, or an error for the others, who wait for it."""
         ends, every, missing, problem = time.monotonic() + timeout_s, [mine], [], ""
         for rank in range(1, self.size):
             left_s = max(0.001, ends - time.monotonic())
@@ -313,17 +316,17 @@ class Agreement:
 
 
 def _set(client: Any, topic: str, rank: int, word: Any) -> None:
-    """Says a word, also where somebody has said another in this process's place."""
+    """Store a value, signed if there is a key, and overwrite any message in its place."""
     text = json.dumps(word)
     client.key_value_set(word_name(topic, rank), _sign(topic, rank, text) + text, allow_overwrite=True)
 
 
 def _get(client: Any, topic: str, rank: int, timeout_s: float, again: Callable[[], None] | None = None) -> Any:
-    """Wait for the word of a process; `again` is called now and then meanwhile.
+    """Wait for the value of a process, and call `again` every `AGAIN_S` seconds meanwhile.
 
     Raises:
-        Forged: it is none of its words.
-        RunError: it says nothing in time.
+        Forged: the stored message is not from this process.
+        RunError: there is no message in time.
     """
     ends, text = time.monotonic() + timeout_s, None
     while text is None:
@@ -331,11 +334,11 @@ def _get(client: Any, topic: str, rank: int, timeout_s: float, again: Callable[[
         wait_s = max(0.001, min(ends - began, AGAIN_S if again else timeout_s))
         try:
             text = client.blocking_key_value_get(word_name(topic, rank), round(wait_s * 1000))
-        except Exception as error:  # jaxlib raises one class for a limit that passed and for a service that is gone
+        except Exception as error:  # jaxlib raises the same class for a timeout and for a lost service
             passed, why = time.monotonic() - began > 0.9 * wait_s, str(error).splitlines()[0]
             if again is None or not passed or time.monotonic() >= ends:
                 raise RunError(f"process {rank} gives no answer within {timeout_s:.0f} s: {why}") from None
-            with suppress(Exception):  # of a service that is gone: the next look says so
+            with suppress(Exception):  # if the service is gone, the next read reports it
                 again()
     length = _SIGNATURE if _key is not None else 0
     signature, text = text[:length], text[length:]
@@ -359,12 +362,12 @@ def _folder(topic: str) -> str:
 
 
 def word_name(topic: str, rank: int) -> str:
-    """Return the key of the store under which a process says its word; with a secret, one that nobody else knows."""
+    """Return the name under which a process stores its value; with a shared key, nobody else can compute it."""
     return f"{_folder(topic)}/{rank if _key is None else _digest('name', topic, str(rank))}"
 
 
 def _named(topic: str) -> str:
-    """The key of an announcement; with a secret, one that nobody else knows."""
+    """Return the name of an announcement; with a shared key, nobody else can compute it."""
     return topic if _key is None else f"meshkit/{_digest('announcement', topic)}"
 
 
@@ -378,7 +381,7 @@ def _digest(*words: str) -> str:
 
 
 def jax_runtime() -> Any:
-    """The state of jax.distributed, which has no public name: `client`, `process_id`, `num_processes`, ..."""
+    """Return the private state of jax.distributed: `client`, `process_id`, `num_processes`, ..."""
     from jax._src import distributed
 
     return distributed.global_state

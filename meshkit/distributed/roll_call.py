@@ -1,11 +1,11 @@
-"""Who of a job's processes is there: a roll call on the coordinator's port, before jax listens on it.
+"""Find out which processes of a job are there: a roll call on the coordinator's port, before jax listens on it.
 
-    process 0 listens <- every other process says its number, the job's size, its host and its time, and is greeted
-                      <- it proves that it knows the job's secret, where there is one
-    process 0 answers all with what it has seen, and proves it too -> Attendance, the same on all
+    process 0 listens <- every other process sends its number, the job's size, its host and its time, and is greeted
+                      <- if the job has a secret, the process proves that it knows the secret
+    process 0 sends all the list of processes, with a proof of the secret -> Attendance, the same in every process
 
-jax's own start has one answer to a process that does not come, comes twice, or belongs to another job: after the
-timeout it ends all the others, and names none.
+If a process does not come, comes twice, or belongs to another job, jax's own start does the same in all three cases:
+after the timeout it ends all other processes, without naming the one at fault.
 
 With certificates (certificates.py) the roll call runs over mutual TLS. With a secret (MESHKIT_SECRET) process 0 and
 every other process prove to each other that they know the secret, which itself is never sent. Anybody who reaches the
@@ -39,20 +39,20 @@ LOOPBACK = "127.0.0.1"
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
 # Process 0 greets each process at once. Another program that happens to listen on this port does not, so a process that
-# gets no greeting within so many seconds tries again.
+# gets no greeting within GREETING_S seconds tries again.
 _GREETING, GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
 # How many connections may be silent at a time beyond one for each process, and for how many seconds. A process of the
 # job sends its line as soon as it is connected.
 _SPARE, _SILENT_S = 128, 20.0
-# Seconds without a new claim before the roll call ends, where the claims contradict each other or where anybody could
-# have made them (no certificates, no secret). A stranger who only passes by has hung up by then.
+# If claims contradict each other, or if anybody could have made them (no certificates, no secret), the roll call ends
+# only after so many seconds without a new claim. An unrelated program that only probes the port has hung up by then.
 _STANDS_S = 0.3
 _MOST_REFUSED = 64
-# The search for another process 0 that listens in place of this one: the most seconds of a try, which are also those
+# The search for another process 0 that listens in place of this one: the time limit of a try, which is also the time
 # between two tries, and the number of tries.
 OTHER_S, _LOOKS = 3.0, 10
-# Seconds until the first line on what this process waits for; each further line comes after twice as many.
+# Seconds of waiting until the first log line about it; for each further line the wait has doubled.
 FIRST_WORD_S = 10.0
 # Seconds after which a coordinator's name that cannot be looked up counts as wrong. In Kubernetes it does not, since a
 # pod's name is known only once the pod has started.
@@ -72,7 +72,7 @@ class _Introduction(BaseModel):
     of: int
     host: Annotated[str, Field(max_length=255), AfterValidator(lambda host: _printable(host))]
     token: Annotated[str, Field(max_length=64)]
-    """Random; by it process 0 recognizes a process that connects a second time."""
+    """A random text, by which process 0 recognizes a process that connects a second time."""
     time: FiniteFloat
 
 
@@ -81,28 +81,28 @@ class Attendance:
     """The result of a roll call. The keys of every table are numbers of processes."""
 
     expected: int
-    """Processes of the job."""
+    """The number of processes of the job."""
     hosts: dict[int, str]
-    """Host of each process that came."""
+    """The host of each process that came."""
     clocks_s: dict[int, float]
-    """Each clock less that of process 0; too small by the time that a message takes."""
+    """Each process's clock minus process 0's clock, too small by the travel time of a message."""
     twice: dict[int, list[str]]
     """Numbers that more than one process claims, with the hosts of all claims."""
     others: dict[int, int]
-    """The job's size as a process states it, where that size or the process's number does not fit this job."""
+    """The job's size according to each process whose size or number does not fit this job."""
     refused: int = 0
-    """How many processes came without the job's secret; what they say is ignored."""
+    """The number of processes that came without the job's secret; their claims are ignored."""
     session: str = ""
-    """New in every roll call. `session_key` derives its key from it and the secret."""
+    """A text that is new in every roll call; `session_key` derives a key from it and the secret."""
 
     @property
     def missing(self) -> list[int]:
-        """Numbers that did not come."""
+        """The numbers of the processes that did not come."""
         return [i for i in range(self.expected) if i not in self.hosts]
 
     @property
     def problem(self) -> str | None:
-        """One sentence with the numbers; None if every process is there once and the clocks agree."""
+        """One sentence about the problem; None if every process is there once and the clocks agree."""
         if self.twice:
             number, hosts = next(iter(self.twice.items()))
             return f"{len(hosts)} processes say that they are number {number}: on {', '.join(sorted(hosts))}."
@@ -120,20 +120,20 @@ class Attendance:
 
     @property
     def is_final(self) -> bool:
-        """Whether another attempt would meet the same problem: processes contradict each other, or none is missing."""
+        """Whether a new attempt would have the same problem: processes contradict each other, or none is missing."""
         return bool(self.twice or self.others) or not self.missing
 
 
 def named(numbers: list[int]) -> str:
-    """Return a list of processes in words, cut where it is long."""
+    """Return a list of process numbers as text, cut after 16 numbers."""
     return ", ".join(map(str, numbers[:_MOST_NAMED])) + (" and more" if len(numbers) > _MOST_NAMED else "")
 
 
 def session_key(gang: Gang, attendance: Attendance) -> bytes | None:
-    """Return a key that the processes of this roll call share, and those of no other roll call have.
+    """Return a key that only the processes of this roll call share.
 
     Returns:
-        64 hexadecimal digits, as ASCII; None where the job has no secret, or has certificates in its place.
+        64 hexadecimal digits, as ASCII; None if the job has no secret, or has certificates instead.
     """
     return prove(gang, b"session", attendance.session.encode()) or None
 
@@ -141,7 +141,7 @@ def session_key(gang: Gang, attendance: Attendance) -> bytes | None:
 def prove(gang: Gang, what: bytes, *words: bytes) -> bytes:
     """Return a proof that this process knows the job's secret: an HMAC of `what` and `words`.
 
-    It is empty where the job has no secret, or has certificates in its place.
+    The proof is empty if the job has no secret, or has certificates instead.
     """
     if gang.secret is None or gang.mtls is not None:
         return b""
@@ -157,17 +157,17 @@ def call_roll(
     certificates: Certificates | None = None,
     log: Log = lambda _: None,
 ) -> Attendance:
-    """Finds out which processes of the job are there; every process of the job calls it.
+    """Find out which processes of the job are there; every process of the job must call it.
 
     Args:
-        gang: of this process.
+        gang: the job, as this process reads it.
         timeout_s: seconds in which all processes have to come.
         bind: host:port on which process 0 listens; None for all interfaces.
-        certificates: of this process; None connects without TLS.
-        log: takes a line on whom this process waits for, each time that the wait has become long.
+        certificates: the certificates of this process; None connects without TLS.
+        log: gets a line about the missing processes after 10 s, 20 s, 40 s, ... of waiting.
 
     Raises:
-        ConfigError: nobody knows the coordinator's name, or the certificates cannot be used.
+        ConfigError: the coordinator's name cannot be looked up, or the certificates cannot be used.
         RunError: process 0 cannot listen, or cannot be reached in time.
     """
     try:
@@ -181,13 +181,13 @@ def call_roll(
 
 
 def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> None:
-    """Waits until this machine can look up the coordinator's name.
+    """Wait until this machine can look up the coordinator's name.
 
     Args:
-        gang: of this process.
+        gang: the job, as this process reads it.
         timeout_s: the longest wait, in seconds. Outside of Kubernetes the wait ends after 20 s at most, since a name
             that cannot be looked up by then is wrong.
-        log: takes a line after 10 s, 20 s, 40 s, ... of waiting.
+        log: gets a line after 10 s, 20 s, 40 s, ... of waiting.
 
     Raises:
         ConfigError: the name cannot be looked up in that time.
@@ -212,7 +212,7 @@ def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> No
 
 
 class Progress:
-    """Logs what this process waits for, after 10 s and then each time that the wait has doubled."""
+    """Log what this process waits for, after 10 s and then each time that the wait has doubled."""
 
     def __init__(self, log: Log, timeout_s: float):
         self._log, self._timeout_s = log, timeout_s
@@ -229,7 +229,7 @@ class Progress:
 
 
 def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, log: Log) -> Attendance:
-    """Hears every other process, as process 0, until all are there or the time is over."""
+    """Collect the claims of the other processes, as process 0, until all are there or the time is over."""
     roll = _Roll(gang, in_the_open=contexts[0] is None and gang.secret is None)
     progress, rival = Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:
@@ -260,9 +260,9 @@ def bind_address(coordinator: str) -> str | None:
     """Return the host:port on which process 0 listens: the one interface that has the coordinator's address.
 
     Returns:
-        None for all interfaces, as jax listens by default, in two cases: the coordinator's address is not one of this
-        machine, as behind a proxy; or the name is a loopback address here, while other machines find another address
-        under it.
+        None for all interfaces, as jax listens by default, in two cases. Either the coordinator's address does not
+        belong to this machine, for example behind a proxy. Or its name is a loopback address here, while other
+        machines look up another address.
     """
     host, port = split_address(coordinator)
     try:
@@ -278,13 +278,13 @@ def bind_address(coordinator: str) -> str | None:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A random port that nothing listens on, outside the range from which connections get theirs.
+    """Return a random port that nothing listens on, outside of Linux's ephemeral ports.
 
     Args:
         host: a name or address of this machine.
 
     Raises:
-        RunError: none was found.
+        RunError: no free port was found.
     """
     for _ in range(100):
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
@@ -294,10 +294,10 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def is_free(address: str) -> bool:
-    """Whether nothing listens at host:port of this machine."""
+    """Return whether nothing listens at host:port of this machine."""
     host, port = split_address(address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep nobody off
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore ended connections on this port
         try:
             probe.bind((host, port))
         except OSError:
@@ -341,12 +341,12 @@ class _Rival:
 
 
 class _Roll:
-    """The words that process 0 has heard, and their senders."""
+    """The claims that process 0 has received, and their connections."""
 
     def __init__(self, gang: Gang, *, in_the_open: bool):
         self._gang, self._session, self._in_the_open = gang, secrets.token_hex(16), in_the_open
         self.token = secrets.token_hex(8)  # of this process
-        # Each: what the process said, its clock less this one's, the connection.
+        # Each claim: the introduction, the clock of its process minus this process's, the connection.
         self._claims: list[tuple[_Introduction, float, Any]] = []
         self._asked: WeakKeyDictionary[Any, tuple[_Introduction, bytes]] = WeakKeyDictionary()
         self._refused: set[str] = set()
@@ -354,7 +354,7 @@ class _Roll:
         self._count()
 
     def _count(self) -> None:
-        """Counts anew the claims that still stand."""
+        """Rebuild the attendance from the claims whose connections are still open."""
         self.found = Attendance(self._gang.num_processes, {0: socket.gethostname()}, {0: 0.0}, {}, {})
         self._seen = {(0, self.token)}
         for said, clock_s, _ in self._claims:
@@ -376,8 +376,8 @@ class _Roll:
     def settled(self) -> bool:
         """Whether the roll call can end: all processes are there, or some contradict each other.
 
-        Claims whose connection is closed are dropped first. Where a stranger may have made one, the roll call ends only
-        once no new claim has come for `_STANDS_S` seconds.
+        Claims whose connection is closed are dropped first. If a stranger may have made a claim, the roll call ends
+        only after `_STANDS_S` seconds without a new claim.
         """
         if not self._has_verdict:
             return False
@@ -396,10 +396,10 @@ class _Roll:
         return len(found.hosts) == found.expected or bool(found.twice or found.others)
 
     def hear(self, line: bytes, connection: Any) -> bool:
-        """Takes in the next line of a connection: an introduction, or the proof that follows it.
+        """Process the next line of a connection: an introduction, or the proof that follows it.
 
         Returns:
-            Whether the proof is still to come on this connection.
+            Whether this connection must still send its proof.
         """
         said, proof = self._asked.pop(connection, (None, b""))
         try:
@@ -414,7 +414,7 @@ class _Roll:
                 if proof:
                     self._asked[connection] = said, proof
                     return True
-        except (OSError, ValidationError):  # a stranger on this port
+        except (OSError, ValidationError):  # it is no process of this job
             connection.close()
             return False
         self._changed = time.monotonic()
@@ -431,13 +431,13 @@ class _Roll:
                 connection.settimeout(5)
                 connection.sendall(answer + (b" " + proof if proof else b"") + b"\n")
                 connection.close()
-            except OSError:  # it has gone meanwhile
+            except OSError:  # the process has gone meanwhile
                 continue
         return found
 
 
 def _has_hung_up(connection: Any) -> bool:
-    """Whether the other end has closed the connection. Takes nothing from what it has sent."""
+    """Return whether the other end has closed the connection, without consuming received bytes."""
     if isinstance(connection, ssl.SSLSocket):  # only a process of the job gets through the handshake
         return False
     try:
@@ -449,12 +449,12 @@ def _has_hung_up(connection: Any) -> bool:
 
 
 class Connections:
-    """The connections of a listening socket, of which no single one holds up the others; a context manager.
+    """The connections of a listening socket; no single connection delays the others. A context manager.
 
     Args:
-        server: the socket, which listens already.
-        context: of TLS; None reads plain text.
-        keep: how many connections may be silent at the same time, beyond `_SPARE` more.
+        server: the socket, which already listens.
+        context: the TLS context; None reads plain text.
+        keep: how many connections may be silent at the same time, besides `_SPARE` more.
     """
 
     def __init__(self, server: socket.socket, context: ssl.SSLContext | None, *, keep: int):
@@ -468,7 +468,7 @@ class Connections:
         return self
 
     def watch(self, connection: Any) -> None:
-        """Has `lines` read this connection, be it a new one or one that has already brought a line."""
+        """Let `lines` read this connection, which may be new or may have sent a line before."""
         self._silent[connection] = time.monotonic(), b""
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -478,7 +478,7 @@ class Connections:
         self._selector.close()
 
     def lines(self, timeout_s: float) -> Iterator[tuple[bytes, Any]]:
-        """Yields whole lines, each with its connection, which then belongs to the caller; waits for the first line."""
+        """Yield whole lines with their connections, which then belong to the caller; wait up to `timeout_s`."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._server:
                 self._accept()
@@ -490,19 +490,19 @@ class Connections:
 
     def _accept(self) -> None:
         if len(self._silent) >= self._most:
-            self._release(next(iter(self._silent))).close()  # the one that has been silent longest
+            self._release(next(iter(self._silent))).close()  # the longest silent connection
         try:
             connection, _ = self._server.accept()
             connection.setblocking(False)
             if self._context is not None:
                 connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        except OSError:  # it has hung up already, or this process has too many files open
+        except OSError:  # the other end has hung up already, or this process has too many files open
             time.sleep(0.01)
             return
         self.watch(connection)
 
     def _read(self, connection: Any) -> bytes | None:
-        """Return the line once it is whole. Drops a connection that ends, sends too much or fails the handshake."""
+        """Return the line once it is whole, else None. Drop a connection that ends, sends too much or fails TLS."""
         since, data = self._silent[connection]
         try:
             piece = connection.recv(_LINE_BYTES)  # over TLS this call also continues the handshake
@@ -548,11 +548,11 @@ def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, log: L
 
 
 def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl.SSLContext | None) -> Attendance:
-    """Introduces this process to process 0, and returns what process 0 answers.
+    """Introduce this process to process 0, and return the attendance that process 0 sends.
 
     Raises:
-        OSError: nobody listens, or the other end hangs up or says nothing.
-        ValueError: the answer is not that of a process 0.
+        OSError: nothing listens, or the other end hangs up or does not answer.
+        ValueError: the answer does not come from a process 0 of this job.
     """
     said = {"id": gang.process_id, "of": gang.num_processes, "host": socket.gethostname()[:255], "token": token}
     with socket.create_connection(gang.address, timeout=connect_s) as plain:
@@ -581,7 +581,7 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
 
 
 class _NoSecretError(ValueError):
-    """This process and the one at the other end do not both know the job's secret."""
+    """This process and the process at the other end do not share the job's secret."""
 
 
 def _reason(error: Exception) -> str:
@@ -599,7 +599,7 @@ def _reason(error: Exception) -> str:
 
 
 def _read_line(connection: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
-    """Return the next line, and the bytes that have come after it."""
+    """Return the next line, and the bytes received after it."""
     while b"\n" not in data:
         piece = connection.recv(1 << 16)
         data += piece
