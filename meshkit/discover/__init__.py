@@ -1,6 +1,6 @@
-"""Describe a machine, live or recorded, as a Topology; turn it into a cluster, or compare it with a declared one.
+"""Describe a machine, live or recorded, as a Topology. Make a cluster of it, or compare it with a declared cluster.
 
-Enters: a Probe of a machine; a bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
+Enters: a Probe of a machine; a recorded bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
 cluster table, differences, NVLink identities. May be imported by sharding and the verbs; imports no jax.
 """
 
@@ -42,8 +42,8 @@ def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
     """Return every machine that was recorded in a file or folder.
 
     Args:
-        form: `bundle` of `meshkit topo record` (its hosts are one Topology), topology or graph `xml` of NCCL, or
-            `matrix`: output of `nvidia-smi topo -m`.
+        form: `bundle`: the output of `meshkit topo record`, all of whose hosts become one Topology. `xml`: a topology
+            or graph file of NCCL. `matrix`: the output of `nvidia-smi topo -m`.
 
     Raises:
         ConfigError: there is no such record.

@@ -19,10 +19,10 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
     """Return a cluster table, which `Cluster.load` reads.
 
     Args:
-        gpu: the catalog key, if discovery does not know it or is wrong.
+        gpu: the catalog key of the GPUs; None takes the key that discovery found.
 
     Raises:
-        ConfigError: there is no GPU, the GPUs have several kinds or are not in the catalog, or the hosts differ.
+        ConfigError: there is no GPU, the GPUs are of several kinds or not in the catalog, or the hosts differ.
     """
     per_host = _gpus_per_host(found)
     key = gpu or _gpu_key(found)
@@ -41,7 +41,10 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
 
 
 def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
-    """Return the ports that collectives would use: up, near GPUs if possible, of the known kind with most bandwidth."""
+    """Return the ports that collectives would use.
+
+    These are active ports, near GPUs if any is, and of one kind: the kind in the catalog with the most total bandwidth.
+    """
     ports = [nic for nic in found.nics if nic.active is not False]
     near = {nic.id for g in found.gpus for kind, nics in [found.nearest_nics(g.id)] if kind in NEAR for nic in nics}
     ports = [nic for nic in ports if nic.id in near] or ports
@@ -54,7 +57,7 @@ def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
 
 
 def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
-    """Return `nvlink_switch` if hosts of that GPU and size are usually built the other way."""
+    """Return `nvlink_switch` if the machine differs from the usual host with that GPU and size."""
     switch = _has_nvswitch(found)
     if table["scale_up"] != "nvlink" or switch is None:
         return {}
@@ -115,7 +118,7 @@ def _domains(found: Topology, per_host: int) -> dict[str, int]:
     covered = sum(len(domain.gpus) for domain in found.domains) == len(found.gpus)
     if not sizes or (covered and len(sizes) == 1 and (per_host % sizes[0] == 0 or sizes[0] % per_host == 0)):
         return {"nvlink_domain_size": sizes[0] if sizes else per_host}
-    # A GPU failed: the domain is as large as the machine was built, and the job uses the rest of it.
+    # A GPU has failed. The domain keeps the size with which the machine was built, and the job uses fewer of its GPUs.
     biggest = max(sizes)
     size = per_host if biggest <= per_host else -(-biggest // per_host) * per_host
     whole_domains = [len(d.gpus) for d in found.domains if len(d.gpus) > size // 2] or sizes
@@ -132,11 +135,11 @@ class Mismatch:
     where: str
     """The device; "" for the whole machine."""
     message: str
-    """One sentence with the numbers."""
+    """One sentence with both values."""
 
 
 def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:
-    """Return the differences between the machine and a host of the cluster (or all hosts, if as many are described)."""
+    """Return the differences between the discovered hosts and the hosts of the cluster."""
     if found.gpus:
         parts = (_check_gpus(found, cluster), _check_nvlink(found, cluster), _check_pcie(found))
         return tuple(item for part in (*parts, _check_nics(found, cluster)) for item in part)
@@ -147,7 +150,7 @@ def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:
 
 
 def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
-    """Yield the hosts that have more or fewer GPUs than declared, or others."""
+    """Yield the hosts with another number or another kind of GPUs than declared."""
     hosts: list[list[FoundGpu]] = [[] for _ in range(found.hosts)]
     for gpu in found.gpus:
         hosts[gpu.host].append(gpu)
@@ -190,7 +193,10 @@ def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
 
 
 def _check_pcie(found: Topology) -> Iterator[Mismatch]:
-    """Yield devices with fewer lanes or a lower generation than they and their slot support; idle GPUs lower theirs."""
+    """Yield devices that run with fewer lanes or a lower generation than they and their slot support.
+
+    The generation of idle GPUs is not checked, because they lower it.
+    """
     for device in (*found.gpus, *found.nics):
         slot, it = device.pcie, "but it and its slot support"
         if slot.width and slot.max_width and slot.width < slot.max_width:

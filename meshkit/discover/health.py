@@ -1,6 +1,6 @@
-"""Counters of errors that a machine keeps about its GPUs and links.
+"""Read the error counters of a machine's GPUs and links, and report counters that have grown.
 
-NVML, sysfs -> error_counts -> process 0 compares with its first look -> growth, a line each
+NVML, sysfs -> error_counts -> process 0 compares with the first counts -> a line for each counter that has grown
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LINK_COUNTERS = {
 def error_counts(probe: Probe, gpus: Sequence[int] = ()) -> dict[str, int]:
     """Return the error counters of a machine by name; counters that it does not have are left out.
 
-    They are uncorrected memory errors and remapped rows of each GPU (NVML), and how often the link of each InfiniBand
-    port went down or was trained again (sysfs).
+    NVML counts the uncorrected memory errors and the remapped rows of each GPU. sysfs counts how often the link of each
+    InfiniBand port went down, and how often it recovered.
 
     Args:
-        probe: of the machine; its files are read.
-        gpus: NVML indices of the GPUs to ask.
+        probe: reads the files of the machine.
+        gpus: the NVML indices of the GPUs to query.
     """
     found: dict[str, int] = {}
     for device in probe.list_dir(_INFINIBAND):
@@ -61,17 +61,17 @@ _GPU_COUNTERS = {"uncorrected memory errors": _uncorrected, "remapped rows of me
 
 
 class ErrorGrowth:
-    """Compares the error counters of all processes with those of the first look."""
+    """Compares the error counters of all processes with the first counts."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], int] = {}
         self._named: dict[tuple[str, str], int] = {}
 
     def look(self, said: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a line for each counter that has grown, and again once it has grown twice as far.
+        """Return a line for each counter that has grown since the first call, and again once the growth has doubled.
 
         Args:
-            said: by process: its `host` and the `errors` that `error_counts` returns.
+            said: for each process its `host`, and its `errors` from `error_counts`.
         """
         lines = []
         for host, name, count in {(s["host"], name, count) for s in said for name, count in s["errors"].items()}:

@@ -1,12 +1,12 @@
-"""Describe one machine as a Topology through a Probe: GPUs by NVML or nvidia-smi, ports and slots by Linux's sysfs.
+"""Describe one machine as a Topology through a Probe: GPUs from NVML or nvidia-smi, ports and slots from Linux's sysfs.
 
-The machines themselves tell which NVLink domain each device of a job is in: every process publishes one record (text)
-with the identities of its own GPUs, and all processes read all records. GPUs with the same identity share a domain.
-Nothing is guessed from processes or ranks.
+A running job learns the NVLink domain of each device from the hardware, not from process numbers. Every process
+publishes one record (text) with the domain identities of its own GPUs, and all processes read all records. GPUs with
+the same identity share a domain.
 
-A probe bundle records what discovery asked a machine and what it answered, in files without anybody's names: a folder
-(or tar) with `bundle.json`, `nvml.json`, `files.json` and `commands.json`; or a folder of such folders, one a host.
-Pseudonyms, the same on every host, replace the identities that discovery needs; all others are removed.
+A probe bundle records the queries of discovery and the machine's answers. It is a folder (or tar) with `bundle.json`,
+`nvml.json`, `files.json` and `commands.json`, or a folder of such folders, one for each host. It contains no private
+names. Identities that discovery needs are replaced by pseudonyms that are equal on every host, and others are removed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SCHEMA = "meshkit.topo-bundle/1"
 _NAMES = ("bundle.json", "nvml.json", "files.json", "commands.json")
 _MOST_MEMBERS = 40_000
 _LARGEST_BUNDLE_BYTES = 64 * 2**20
-_HEADER_BYTES = 1024  # A member of a tar has a header and a filled-up last block.
+_HEADER_BYTES = 1024  # Each member of a tar has a header and a padded last block.
 _TAR_DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, struct.error, OverflowError)
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
 _PRIVATE = (  # Port GUID or IPv6, MAC, IPv4; a PCI address (0000:17:00.0) matches none of them.
@@ -88,7 +88,7 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
         network: whether to look at network adapters and paths to them, which takes commands that run for seconds.
 
     Raises:
-        TraceError: an answer is damaged (a bundle that was edited, a tool that prints something new).
+        TraceError: an answer cannot be read (an edited bundle, or a tool with a new output format).
     """
     answers = probe.nvml()
     has_nvml = isinstance(answers, Mapping)
@@ -122,7 +122,7 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
 
 
 def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
-    """Return a GPU as found, with the reason why the NVLink fabric did not take it, if so."""
+    """Return a GPU; if it is not registered with the NVLink fabric, `fabric_problem` has the reason."""
     match = gpu_by_name(gpu.name)
     numa = integer(_first_line(probe, f"{_PCI}/{gpu.bus}/numa_node"))
     if numa is None and matrix is not None:
@@ -151,7 +151,7 @@ def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
 
 
 def _matrix(probe: Probe, num_gpus: int, *, required: bool) -> tuple[Matrix | None, tuple[str, ...]]:
-    """Return nvidia-smi's matrix, and what is wrong with it if NVML can replace it."""
+    """Return nvidia-smi's matrix, and warnings; an unusable matrix is an error only if it is `required`."""
     text = probe.run_command(*MATRIX_QUERY)
     if text is None:
         return None, ()
@@ -170,7 +170,7 @@ def _matrix(probe: Probe, num_gpus: int, *, required: bool) -> tuple[Matrix | No
 def _gpu_connections(
     snapshot: Snapshot, gpus: tuple[FoundGpu, ...], printed: Mapping[frozenset[str], Connection]
 ) -> list[Connection]:
-    """Return the NVLink and PCI paths between GPUs: NVML's, and nvidia-smi's where NVML has none."""
+    """Return the NVLink and PCI paths between GPUs: NVLinks from NVML, else nvidia-smi's path, else NVML's PCI path."""
     ids = {gpu.bus: gpu.id for gpu in gpus}
     found = []
     for i, a in enumerate(gpus):
@@ -181,7 +181,7 @@ def _gpu_connections(
             links = sum(link.active and ids.get(link.remote_bus or "") == b.id for link in a.nvlinks)
             if not links and not no_nvlink:
                 links = min(sum(x.active and x.remote == "switch" for x in gpu.nvlinks) for gpu in (a, b))
-            if not links and line is None and peer is not None and peer.nvlink:  # A guest does not see the other end.
+            if not links and line is None and peer is not None and peer.nvlink:  # In a VM the other end is hidden.
                 links = min(a.active_nvlinks or 0, b.active_nvlinks or 0)
             if links:
                 found.append(Connection(a.id, b.id, "NV", links))
@@ -193,7 +193,7 @@ def _gpu_connections(
 
 
 def _peer_access(snapshot: Snapshot) -> bool:
-    """Return whether GPUs can read each other's memory, as far as is known; else they go through the host's."""
+    """Return False if it is known that no GPU can read another GPU's memory, so transfers use host memory."""
     peers = [peer for gpu in snapshot.gpus for peer in gpu.peers]
     return not peers or any(peer.nvlink is not False or peer.pci is not False for peer in peers)
 
@@ -201,7 +201,7 @@ def _peer_access(snapshot: Snapshot) -> bool:
 def _nic_connections(
     gpus: tuple[FoundGpu, ...], nics: tuple[FoundNic, ...], printed: Mapping[frozenset[str], Connection]
 ) -> list[Connection]:
-    """Return the paths from GPUs to NICs: nvidia-smi's, else by NUMA node."""
+    """Return the paths from GPUs to NICs: nvidia-smi's path, else a path that follows from the NUMA nodes."""
     found = []
     for gpu in gpus:
         for nic in nics:
@@ -214,7 +214,7 @@ def _nic_connections(
 
 
 def _numa_nodes(probe: Probe) -> tuple[tuple[int, int], ...]:
-    """Return the NUMA nodes with processors; the memory of a GPU on a Grace host is a node without any."""
+    """Return the NUMA nodes with processors. On a Grace host the memory of a GPU is a node without processors."""
     names = [name for name in probe.list_dir(_NODES) if name.startswith("node")]
     found = {integer(name.removeprefix("node")) for name in names if _first_line(probe, f"{_NODES}/{name}/cpulist")}
     return tuple((0, number) for number in sorted(n for n in found if n is not None))
@@ -262,7 +262,7 @@ def _read_port(probe: Probe, device: str, port: str, name: str) -> FoundNic:
         active=up,
         state=said,
         bus=bus[1].lower() if bus else None,
-        # The kernel writes -1 for "no NUMA", which is None, too.
+        # `integer` returns None for the kernel's -1, which means "no NUMA node".
         numa=integer(_first_line(probe, f"{slot}/numa_node")),
         pcie=PcieLink(
             pcie_generation(_first_line(probe, f"{slot}/current_link_speed")),
@@ -282,7 +282,7 @@ def read_rdma(probe: Probe) -> Rdma:
 
 
 def _dma_buf(probe: Probe) -> bool | None:
-    """Return whether the driver's open kernel modules export GPU memory as dma-buf, on a kernel that takes it."""
+    """Return whether the driver's open kernel modules are loaded on a kernel that supports RDMA with dma-buf memory."""
     driver = probe.read_file("/proc/driver/nvidia/version")
     kernel = _KERNEL.match(_first_line(probe, "/proc/sys/kernel/osrelease"))
     if driver is None or kernel is None:
@@ -291,7 +291,7 @@ def _dma_buf(probe: Probe) -> bool | None:
 
 
 def _acs_bridges(probe: Probe) -> int | None:
-    """Return the bridges whose access control redirects peer traffic to the CPU; None if lspci lacks root's rights."""
+    """Return how many bridges redirect peer traffic to the CPU (ACS); None if lspci does not show it without root."""
     text = probe.run_command("lspci", "-vvv")
     if text is None or "ACSCtl:" not in text:
         return None
@@ -311,7 +311,7 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
         visible: CUDA_VISIBLE_DEVICES, if it is set.
 
     Raises:
-        ConfigError: no GPU can be asked, or CUDA_VISIBLE_DEVICES names one that is not there.
+        ConfigError: no GPU can be queried, or CUDA_VISIBLE_DEVICES names a slice of a GPU.
     """
     found = discover(probe, network=False)
     if not found.gpus:
@@ -319,7 +319,7 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
             f"the NVLink domain of the attached GPUs cannot be read: {found.nothing_here}.",
             hint="pip install nvidia-ml-py, on a machine with the NVIDIA driver",
         )
-    # Without NVLink the host is the domain; a GPU without NVLink among others is a domain of its own.
+    # On a host without NVLink the host is the domain. If only some GPUs have NVLink, each other GPU is its own domain.
     identities = {gpu.id: f"{host}.{gpu.id}" if found.domains else f"{host}.host" for gpu in found.gpus}
     for domain in found.domains:
         identities |= dict.fromkeys(domain.gpus, domain.identity if domain.spans_hosts else f"{host}.{domain.identity}")
@@ -328,7 +328,7 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
 
 
 def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
-    """Return the NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know.
+    """Return the NVML indices by CUDA ordinal; like CUDA, stop at the first unknown entry.
 
     Args:
         visible: CUDA_VISIBLE_DEVICES, if it is set.
@@ -357,16 +357,16 @@ def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
 
 
 def identity_record(identities: Mapping[int, str]) -> str:
-    """Return the record that a process publishes: the identities of its own devices, by the job's device id."""
+    """Return the record that a process publishes: the domain identity of each of its devices, by device id."""
     return json.dumps({str(device): identity for device, identity in sorted(identities.items())})
 
 
 def domain_identities(records: Iterable[str], *, devices: Iterable[int] | None = None) -> dict[int, str]:
-    """Return device id -> identity of its NVLink domain, from the records of all processes.
+    """Return the identity of the NVLink domain of each device by id, from the records of all processes.
 
     Args:
-        records: one per process, as `identity_record` writes them.
-        devices: ids that must be there; None for any.
+        records: the result of `identity_record` in each process.
+        devices: the ids that the records must contain; None for no check.
 
     Raises:
         ConfigError: a record is damaged, or a device is in two records or in none.
@@ -411,7 +411,7 @@ def replay(path: Path) -> Topology:
 
 
 def record(out: Path, probe: Probe) -> Topology:
-    """Write a scrubbed bundle of what discovery asks this machine, and return its Topology.
+    """Write a bundle of this machine's answers to discovery, without private names, and return its Topology.
 
     Args:
         out: a folder that does not exist or is empty, or a file that ends in .tar or .tar.gz.
@@ -432,7 +432,7 @@ def record(out: Path, probe: Probe) -> Topology:
 
 
 def scrub_nvml(answers: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return NVML's answers with pseudonyms for GPUs and fabric."""
+    """Return NVML's answers with pseudonyms for the uuids of GPUs and fabric."""
     if isinstance(answers, str):
         return {"missing": scrub_text(answers)}
     gpus = []
@@ -450,7 +450,7 @@ def scrub_file(path: str, text: str) -> str:
     if path.endswith("/uevent"):
         return "".join(line + "\n" for line in text.split("\n") if line.startswith("PCI_SLOT_NAME="))
     if path == "/proc/driver/nvidia/version":
-        # The rest of the line names who built the kernel.
+        # The rest of the line has the name of the kernel's builder.
         return scrub_text(text.split("\n")[0].split("(")[0].strip()) + "\n"
     if path == "/proc/sys/kernel/osrelease":
         match = _KERNEL_VERSION.match(text)
@@ -466,7 +466,7 @@ def scrub_command(name: str, text: str) -> str:
 
 
 def scrub_text(text: str) -> str:
-    """Return the text with pseudonyms for uuids, and without addresses, GUIDs, serials and this host's name."""
+    """Return the text with pseudonyms for uuids, and without addresses, GUIDs, serial numbers and this host's name."""
     text = _UUID.sub(lambda match: pseudonym(match[0]), text)
     for pattern, plain in _PRIVATE:
         text = pattern.sub(plain, text)
@@ -477,7 +477,7 @@ def scrub_text(text: str) -> str:
 
 
 def pseudonym(identity: str) -> str:
-    """Return 32 hexadecimal digits that stand for a random identity, alike on every host."""
+    """Return 32 hexadecimal digits that replace an identity, the same on every host."""
     plain = identity.lower().removeprefix("gpu-").replace("-", "")
     return hashlib.sha256(f"meshkit:{plain}".encode()).hexdigest()[:32]
 
@@ -554,7 +554,7 @@ def _read_folder(path: Path) -> dict[str, bytes]:
 
 
 def _read_tar(path: Path) -> dict[str, bytes]:
-    """Return the members of a tar in memory; nothing is ever unpacked."""
+    """Return the members of a tar by name, read in memory without unpacking."""
     data = read_bounded(path, "bundle", _LARGEST_BUNDLE_BYTES)
     found: dict[str, bytes] = {}
     total = 0

@@ -1,7 +1,8 @@
-"""Read what `nvidia-smi` prints: the matrix of `topo -m`, live or copied, and GPUs on machines without NVML's binding.
+"""Read the output of `nvidia-smi`: the matrix of `topo -m`, and GPUs on machines without the Python binding of NVML.
 
-The tool separates the matrix's columns by tabs and underlines the header even in a pipe. A copy often has spaces
-instead, so that two cells may have grown together. Anything that is not a cell of the legend is refused.
+The tool separates the columns of the matrix by tabs, and underlines the header even in a pipe. The matrix may also come
+from a copied text, which often has spaces in place of tabs, so two cells may have grown together. A cell that is not in
+the legend is an error.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ class Matrix:
     """The line of its header, from 1."""
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
-    """Names as the kernel has them, if the legend has them."""
+    """The kernel's names if the legend has them, else the names in the matrix."""
     cells: Mapping[tuple[str, str], str]
     """(device, device) -> `X`, `NV18`, `PIX`, ..."""
     numa: Mapping[str, int | None]
     """GPU -> NUMA node; None where the tool prints N/A."""
     gpu_names: tuple[str, ...]
-    """Names in the text that follows: `Device 0: ...` of CUDA's samples, `GPU 0: ...` of -L."""
+    """GPU models in the text after the matrix: `Device 0: ...` of CUDA's samples, `GPU 0: ...` of `nvidia-smi -L`."""
     heading: tuple[str, ...]
-    """The lines just above, nearest first: prose, which may name a model."""
+    """The lines above the matrix, nearest first; they may name a GPU model."""
 
     @property
     def connections(self) -> tuple[Connection, ...]:
@@ -90,7 +91,7 @@ class Matrix:
 
 
 def read_matrix(matrix: Matrix, source: str) -> Topology:
-    """Return the Topology that a matrix describes; the text around it identifies its GPUs, else their NVLinks do."""
+    """Return the Topology of a matrix. The text around it identifies the GPUs, or else their number of NVLinks."""
     links = matrix.connections
     totals = _nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
     called = matrix.gpu_names[0] if len(matrix.gpu_names) == 1 else None
@@ -115,7 +116,7 @@ def read_matrix(matrix: Matrix, source: str) -> Topology:
 
 
 def _nvlinks_per_gpu(gpus: Sequence[str], links: Sequence[Connection]) -> dict[str, int]:
-    """Return the active NVLinks of each GPU: behind a switch a cell, between directly linked GPUs the sum of a row."""
+    """Return the active NVLinks of each GPU: with a switch the largest cell of its row, without one the row's sum."""
     rows = {g: [c.nvlinks for c in links if g in (c.a, c.b) and c.kind == "NV"] for g in gpus}
     if not any(rows.values()):
         return {}
@@ -130,16 +131,16 @@ def _nic_numa(matrix: Matrix, nic: str) -> int | None:
 
 
 def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix, ...]:
-    """Return every matrix in a text, which may have prose around them.
+    """Return every matrix in a text; there may be other text around them.
 
     Args:
-        at: the place that an error names; the line is added.
+        at: the place that an error names, to which the line number is added.
 
     Raises:
         TraceError: there is no matrix, or one is damaged.
     """
     lines = _ANSI.sub("", text).split("\n")
-    # This is a part of a file that grep -n printed.
+    # Every line has a line number from `grep -n`, which is removed.
     if all(_GREP_PREFIX.match(line) for line in lines if line.strip()):
         lines = [_GREP_PREFIX.sub("", line) for line in lines]
     found, index = [], 0
@@ -165,7 +166,7 @@ def _is_header(line: str) -> bool:
 
 
 def _parse_one(lines: Sequence[str], start: int, at: str) -> tuple[Matrix, int]:
-    """Return the matrix whose header is at a line, and the line behind it."""
+    """Return the matrix whose header is at line `start`, and the number of the line after the matrix."""
     top = f"{at}:{start + 1}"
     names, affinities = _header(lines[start], top)
     rows: dict[str, list[str]] = {}
@@ -237,7 +238,7 @@ def _row(line: str, names: Sequence[str], affinities: Sequence[str], where: str)
 
 
 def _affinities(name: str, rest: list[str], affinities: Sequence[str], where: str, *, by_tabs: bool) -> list[str]:
-    """Return the affinity cells of a GPU's row, "" for empty ones, which only tabs show; NICs have none."""
+    """Return the affinity cells of a GPU's row; NICs have none. An empty cell (visible only with tabs) is ""."""
     if len(rest) > len(affinities):
         rest = [*rest[:2], *(cell for cell in rest[2:] if cell)]  # The tool writes two tabs before a last N/A.
     while rest and not rest[-1]:
@@ -266,7 +267,7 @@ def _check_symmetry(names: Sequence[str], cells: Mapping[tuple[str, str], str], 
 
 
 def _legend(names: Sequence[str], lines: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the names of the matrix's columns and GPUs in the text behind it, up to the next matrix."""
+    """Return kernel names of the columns, and GPU models, from the text between this matrix and the next one."""
     legend: dict[str, str] = {}
     gpu_names: list[str] = []
     for text in lines:
@@ -277,13 +278,13 @@ def _legend(names: Sequence[str], lines: Sequence[str]) -> tuple[dict[str, str],
         if gpu := _NAMED.match(text):
             gpu_names.append(short(gpu[1]))
     called = {name: legend.get(name, name) for name in names}
-    if len(set(called.values())) < len(called):  # A legend that gives two NICs one name is of no use.
+    if len(set(called.values())) < len(called):  # The legend gives two NICs one name, so it is ignored.
         called = {name: name for name in names}
     return called, tuple(dict.fromkeys(gpu_names))
 
 
 def read_smi(probe: Probe) -> Snapshot | None:
-    """Return nvidia-smi's answers in the form of NVML's; None if it does not run.
+    """Return nvidia-smi's answers in the form of NVML's; None if nvidia-smi is missing or fails.
 
     Raises:
         TraceError: its output has an unknown form.
@@ -318,7 +319,7 @@ def _gpu(line: str, at: str) -> dict[str, Any]:
 
 
 def _fabrics(probe: Probe) -> dict[int, dict[str, Any]]:
-    """Return the fabric identity by GPU, of drivers that know the question."""
+    """Return the fabric identity by GPU; empty for older drivers, which do not know this query."""
     found = {}
     for line in (probe.run_command(*FABRIC_QUERY) or "").split("\n"):
         cells = [cell.strip() for cell in line.split(",")]

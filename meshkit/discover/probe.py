@@ -1,8 +1,8 @@
-"""Probe: the four questions that discovery asks a machine, and the objects that answer them.
+"""Define `Probe`, the four queries that discovery makes to a machine, and the classes that answer them.
 
-A live machine, a recorded bundle and a test fixture answer alike, so that every line of discovery runs without a GPU.
-`read_nvml` asks the driver through pynvml (distribution nvidia-ml-py); `Snapshot` is the form in which its answers are
-recorded, replayed and checked.
+A live machine, a recorded bundle and a test fixture have the same interface, so all of discovery also runs without a
+GPU. `read_nvml` queries the driver through pynvml (distribution nvidia-ml-py). `Snapshot` is the form in which its
+answers are recorded, replayed and checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Plain(BaseModel):
 
 
 class FabricState(_Plain):
-    """nvmlDeviceGetGpuFabricInfoV: the NVLink domain that a GPU registered with; its uuid is zero inside a host."""
+    """The NVLink domain of a GPU, from nvmlDeviceGetGpuFabricInfoV; the uuid is zero if NVLink ends at the host."""
 
     state: Literal["not_supported", "not_started", "in_progress", "completed"]
     cluster_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -106,7 +106,7 @@ def has_driver() -> bool:
 
 
 def read_nvml() -> Mapping[str, Any] | str:
-    """Return the driver's answers as plain data; or the reason why there are none, in a few words."""
+    """Return the driver's answers as plain data, or a short reason why there are none."""
     try:
         with _session() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -117,12 +117,12 @@ def read_nvml() -> Mapping[str, Any] | str:
 
 
 class _NoDriverError(Exception):
-    """The driver does not answer; the message has the reason in a few words."""
+    """The driver does not answer; the message is a short reason."""
 
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """Initialize NVML for a block; a `_NoDriverError` if there is no driver, or it stops answering."""
+    """Initialize NVML in a context; raise `_NoDriverError` if there is no driver or it stops answering."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -141,16 +141,16 @@ def _session() -> Iterator[Any]:
 
 
 def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """Return an answer of NVML; None if this GPU, driver or binding does not know the question."""
+    """Call a function of NVML and return the result; None if this GPU, driver or binding does not support it."""
     try:
         answer = getattr(nvml, question)(*arguments)
-    except (nvml.NVMLError, AttributeError):  # A binding older than the question raises AttributeError.
+    except (nvml.NVMLError, AttributeError):  # An older binding lacks the function (AttributeError).
         return None
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, Any]:
-    """Return a snapshot's data of one GPU; None for what its driver does not answer."""
+    """Return the data of one GPU for a `Snapshot`, with None for values that its driver does not return."""
     ask = functools.partial(_ask, nvml)
     memory = ask("nvmlDeviceGetMemoryInfo", handle)
     return {
@@ -193,14 +193,14 @@ def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
 
 
 def _read_fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
-    """Return the domain of a multi-host NVLink fabric, in the newest form that binding and driver share."""
+    """Return the domain of a multi-host NVLink fabric, by the newest structure that binding and driver support."""
     structure = getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
     if structure is None:  # The binding is older than multi-host NVLink.
         return None
     for kind in dict.fromkeys((structure, getattr(nvml, "c_nvmlGpuFabricInfo_v2_t", structure))):
         info = kind()
         if _ask(nvml, "nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
-            continue  # The driver knows an older form of the structure, or none.
+            continue  # The driver supports only an older structure, or none.
         return {
             "state": _FABRIC_STATES.get(int(info.state), "not_supported"),
             "cluster_uuid": bytes(info.clusterUuid).hex(),
@@ -228,13 +228,13 @@ def _bus(pci: Any) -> str | None:
 
 
 def short_bus(bus: str) -> str:
-    """Return a PCI address as Linux writes it: four digits of domain, lower case (NVML writes eight)."""
+    """Return a PCI address as Linux writes it: lower case, and four digits for the domain (NVML writes eight)."""
     domain, _, rest = bus.strip().lower().partition(":")
     return f"{domain[-4:]}:{rest}" if rest else domain
 
 
 class Probe(Protocol):
-    """The questions that discovery may ask; a missing answer is None (or empty), never an exception."""
+    """The queries of discovery; a missing answer is None (or empty), never an exception."""
 
     name: str
 
@@ -256,7 +256,7 @@ class Probe(Protocol):
 
 
 class LiveProbe:
-    """Answers of this machine."""
+    """Answers from this machine."""
 
     name = "this machine"
 
@@ -321,7 +321,7 @@ class FixtureProbe:
 
 
 class RecordingProbe(FixtureProbe):
-    """Another probe's answers, recorded as they are given."""
+    """Passes queries on to another probe and records its answers."""
 
     def __init__(self, probe: Probe):
         super().__init__(name=probe.name)

@@ -1,6 +1,7 @@
-"""Topology: the parts of one machine (or of several, merged) as found, and their identification.
+"""Define `Topology`, the discovered parts of one or several machines, and identify the parts.
 
-    device names, ids, rates -> names.toml, catalog -> Match; Topology -> the same, completed for all readers
+    device names, ids, rates -> names.toml, catalog -> Match (the catalog key)
+    Topology -> with_domains, assume_gpu, apply_platform, stand_in_notes -> the same Topology with missing parts added
 
 `names.toml` has the vendors' names of the hardware; all numbers come from the catalog.
 """
@@ -20,10 +21,10 @@ from pydantic import Field
 
 from meshkit.config import catalog
 
-NEAR = ("PIX", "PXB")  # Behind one PCIe switch, traffic between the two stays off the host bridge.
+NEAR = ("PIX", "PXB")  # Paths through PCIe switches only, without the host bridge.
 PCI_ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # Nearest first, as `nvidia-smi topo -m` names them.
 
-Small = Annotated[int, Field(ge=0, le=4096)]  # `Snapshot` checks the bounds of NVML's answers.
+Small = Annotated[int, Field(ge=0, le=4096)]  # `Snapshot` checks NVML's answers against these bounds.
 Text = Annotated[str, Field(max_length=200)]
 _GIGABIT = 1e9
 _NVIDIA = "10de"
@@ -33,7 +34,7 @@ _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9])?) ?GT/s", re.ASCII)
 
 @dataclass(frozen=True)
 class PcieLink:
-    """The slot of a device: its present state, and the most that device and slot support together; None if unknown."""
+    """The PCIe link of a device: its present state, and the maximum of device and slot; None if unknown."""
 
     generation: Small | None = None
     width: Small | None = None
@@ -50,7 +51,7 @@ class NvLink:
     """Generation, 1 to 5."""
     remote: Literal["gpu", "switch", "cpu"] | None = None
     remote_bus: Text | None = None
-    """PCI address of the other end, if it is shown."""
+    """PCI address of the other end, if known."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class FoundGpu:
     """`gpu0`; `host1.gpu0` when several hosts are merged."""
     name: str | None = None
     key: str | None = None
-    """Its catalog key; None if the catalog has none, or if nothing identifies it."""
+    """Its catalog key; None if the GPU is not in the catalog, or if nothing identifies it."""
     stand_in: str | None = None
     """Why `key` is not exactly this GPU."""
     bus: str | None = None
@@ -75,7 +76,7 @@ class FoundGpu:
     """NVML's `clusterUuid.cliqueId`; None if NVLink ends at the host."""
     fabric_problem: str | None = None
     idle: bool = False
-    """Whether it is in a power state with a lower PCIe generation."""
+    """Whether it is in an idle power state, in which the driver lowers the PCIe generation."""
     host: int = 0
 
     @property
@@ -98,7 +99,7 @@ class FoundNic:
     layer: str | None = None
     """`infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None if unknown."""
     key: str | None = None
-    """Its catalog key; None if the catalog has none."""
+    """Its catalog key; None if the port is not in the catalog."""
     stand_in: str | None = None
     """Why `key` is not exactly this port."""
     bits_per_s: float | None = None
@@ -112,7 +113,7 @@ class FoundNic:
 
 @dataclass(frozen=True)
 class Connection:
-    """The path between two devices: `NV` with its links, or PCIe: `PIX PXB PHB NODE SYS`, as in nvidia-smi."""
+    """The path between two devices: `NV` with a number of NVLinks, or a PCIe path in nvidia-smi's names (PCI_ORDER)."""
 
     a: str
     b: str
@@ -130,7 +131,7 @@ class Domain:
     """GPUs that reach each other over NVLink."""
 
     identity: str
-    """The fabric's `clusterUuid.cliqueId`, or the host and part of it that they are in."""
+    """The fabric's `clusterUuid.cliqueId`; without it `host`, or `host.0`, `host.1`, ... for several domains."""
     gpus: tuple[str, ...]
     spans_hosts: bool = False
     """Whether it may also contain GPUs of hosts that were not examined."""
@@ -138,7 +139,10 @@ class Domain:
 
 @dataclass(frozen=True)
 class Rdma:
-    """Whether NICs can read GPU memory: peer-memory module, dma-buf; and ACS, which sends such reads to the CPU."""
+    """Whether NICs can read GPU memory: by the peer-memory module or by dma-buf, and past bridges with ACS.
+
+    ACS (access control services) of a PCIe bridge redirects such reads to the CPU.
+    """
 
     peer_memory: bool | None = None
     dma_buf: bool | None = None
@@ -146,7 +150,7 @@ class Rdma:
 
     @property
     def works(self) -> bool | None:
-        """True with either way, False with neither, None if unknown."""
+        """Whether the peer-memory module or dma-buf works; None if unknown."""
         if self.peer_memory or self.dma_buf:
             return True
         return None if self.peer_memory is None or self.dma_buf is None else False
@@ -157,13 +161,13 @@ class Topology:
     """Everything that was discovered."""
 
     source: str
-    """The source: `this machine`, or a file."""
+    """`this machine`, or the name of a file."""
     gpus: tuple[FoundGpu, ...] = ()
     nics: tuple[FoundNic, ...] = ()
     numa_nodes: tuple[tuple[int, int], ...] = ()
     """NUMA nodes of each host, in order: `(host, numa)`."""
     connections: tuple[Connection, ...] = ()
-    """Pairs whose path is known, by ids of `gpus` and `nics`."""
+    """Known paths between pairs of devices, by ids of `gpus` and `nics`."""
     domains: tuple[Domain, ...] = ()
     """NVLink domains; empty if no GPU has NVLink, or if they are unknown."""
     rdma: Rdma = Rdma()
@@ -171,7 +175,7 @@ class Topology:
     scale_up: str | None = None
     """`nvlink`, `pcie` or `shared_memory`; None if unknown."""
     nics_listed: bool = False
-    """Whether `nics` would contain every RDMA port of the machine."""
+    """Whether `nics` has every RDMA port of the machine."""
     warnings: tuple[str, ...] = ()
     nothing_here: str = ""
     """The reason why there is no GPU, in one sentence; empty if there is one."""
@@ -181,7 +185,7 @@ class Topology:
         return self._paths.get(a, {}).get(b)
 
     def nearest_nics(self, gpu: str) -> tuple[str, tuple[FoundNic, ...]]:
-        """Return the closest kind of path from a GPU to any NIC, and the NICs at that distance; ("", ()) if unknown."""
+        """Return the shortest kind of path from a GPU to any NIC, and the NICs with this path; ("", ()) if unknown."""
         paths = self._paths.get(gpu, {})
         found = [(c.kind, self._nics[other]) for other, c in paths.items() if other in self._nics and c.kind != "NV"]
         if not found:
@@ -209,7 +213,7 @@ def merge(hosts: Sequence[Topology], source: str) -> Topology:
     """Return one Topology of several machines; domains with the same fabric identity become one.
 
     Args:
-        hosts: one or more, in the order of their numbers: ids of the first host's devices get the prefix `host0.`. A
+        hosts: one or more machines. Ids of the first one's devices get the prefix `host0.`, of the second `host1.`. A
             single host is returned as it is.
     """
     if len(hosts) == 1:
@@ -279,7 +283,7 @@ def names() -> Mapping[str, Any]:
 
 
 def gpu_by_name(name: str) -> Match:
-    """Return the catalog's GPU for the driver's name of it."""
+    """Return the catalog's GPU for the name that the driver reports."""
     for row in names()["gpu_name"]:
         if re.search(row["pattern"], name):
             return Match(row["key"], row.get("stand_in"), row.get("pcie_card", False))
@@ -293,7 +297,7 @@ def gpu_name_by_pci(vendor: str, device: str) -> str | None:
 
 
 def nic_by_pci(vendor: str, device: str) -> Match:
-    """Return the catalog's NIC for PCI ids in hexadecimal digits whose rate is fixed, else a match without a key."""
+    """Return the catalog's NIC for PCI ids (hexadecimal) of adapters with one rate; others match without a key."""
     row = names()["nic_pci"].get(f"{_hex(vendor)}:{_hex(device)}")
     return Match(row["key"], row["stand_in"] or None) if row else Match()
 
@@ -303,7 +307,7 @@ def nic_by_rate(layer: str, bits_per_s: float, technology: str = "") -> Match:
 
     Args:
         layer: `infiniband`, `ethernet` (RDMA over it), or `tcp`.
-        technology: the kernel's word for it (`NDR`), which distinguishes two InfiniBand ports of one rate.
+        technology: the kernel's name of the link type (`NDR`), which distinguishes InfiniBand ports of the same rate.
     """
     prefix = {"infiniband": "ib_", "ethernet": "roce_", "tcp": "tcp_"}[layer]
     entries = [catalog.nic(key) for key in catalog.nic_keys() if key.startswith(prefix)]
@@ -313,7 +317,7 @@ def nic_by_rate(layer: str, bits_per_s: float, technology: str = "") -> Match:
 
 
 def pcie_generation(speed: str) -> int | None:
-    """Return the PCIe generation of a lane's rate as Linux and NCCL print it (`16.0 GT/s PCIe`); None if unknown."""
+    """Return the PCIe generation for a lane rate printed by Linux or NCCL (`16.0 GT/s PCIe`); None if unknown."""
     match = _SPEED.match(speed.strip())
     return names()["pcie_generation"].get(match[1].removesuffix(".0")) if match else None
 
@@ -325,14 +329,14 @@ def gpus_by_nvlinks(links: int) -> tuple[str, ...]:
 
 
 def platform(texts: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the known machine that a file's name or comment names; None for none or several."""
+    """Return the known machine that a file's name or comments mention; None if they mention none or several."""
     joined = "\n".join(texts).lower()
     found = [row for row in names()["platform"] if re.search(row["pattern"], joined)]
     return found[0] if len(found) == 1 else None
 
 
 def with_domains(found: Topology) -> Topology:
-    """Return the same Topology with NVLink domains: by fabric identity if GPUs have one, else by NVLink connections."""
+    """Return the same Topology with NVLink domains, by the GPUs' fabric identities or else by NVLink connections."""
     if found.domains or not found.gpus:
         return found
     by_fabric: dict[str, list[str]] = {}
@@ -354,10 +358,12 @@ def with_domains(found: Topology) -> Topology:
 
 
 def assume_gpu(found: Topology, *, heading: Sequence[str] = ()) -> Topology:
-    """Return the same Topology with a catalog key for unidentified GPUs, and a warning, if their NVLinks allow one.
+    """Return the same Topology with a catalog key for unidentified GPUs, assumed from their number of NVLinks.
+
+    The result has a warning about the assumption. If no GPU of the catalog has that number, only a warning is added.
 
     Args:
-        heading: prose that may name the model, which must then agree with the NVLinks.
+        heading: text that may name the GPU model; a model that contradicts the number of NVLinks is ignored.
     """
     if not found.gpus or any(g.key or g.name for g in found.gpus) or not found.scale_up:
         return found
@@ -385,9 +391,9 @@ def _family(lines: Sequence[str]) -> str | None:
 
 
 def apply_platform(found: Topology, row: Mapping[str, Any] | None) -> Topology:
-    """Return the same Topology, completed by what `platform` knows of a vendor's machine, and a warning that says so.
+    """Return the same Topology, completed from the row that `platform` found, with a warning about added values.
 
-    GPUs and NICs that have a catalog key keep it; a row of None changes nothing.
+    GPUs and NICs that have a catalog key keep it. If `row` is None, nothing changes.
     """
     if row is None:
         return found

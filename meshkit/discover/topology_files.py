@@ -1,7 +1,7 @@
 """Read NCCL's files that describe machines: its topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE) and its graph XML.
 
-NCCL's own dumps are complete. Files of vendors are partial: they have PCI addresses and slots, and some invent
-addresses of switches. What a file leaves out stays unknown, unless its name or comment names a vendor's machine.
+NCCL's own dumps are complete. Vendors' files are partial: they have PCI addresses and slots, and some have invented
+addresses of switches. A value that a file leaves out stays unknown, unless its name or a comment names a known machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Element:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of an element: its host, NUMA node, and the PCI switches above it."""
+    """The place of a device: its host, its NUMA node, and the PCI switches above it."""
 
     host: int
     numa: int | None
@@ -92,7 +92,7 @@ def parse_topology(data: bytes, *, at: str) -> Topology:
     """Return the Topology that a file of NCCL describes.
 
     Args:
-        at: its name, which may contain the name of a vendor's machine.
+        at: the file's name, which may contain the name of a vendor's machine.
 
     Raises:
         TraceError: the file has another form, or is damaged.
@@ -120,10 +120,10 @@ class _System:
         self.unknown: list[tuple[str, _Place]] = []  # PCI devices without a class.
         self.gdr: set[bool] = set()
         self.warnings: list[str] = []
-        self.links: dict[str, list[Element]] = {}  # The NVLinks of a GPU, if the file lists them.
+        self.links: dict[str, list[Element]] = {}  # The NVLinks by GPU, if the file lists them.
 
     def read(self, root: Element, row: Mapping[str, Any] | None) -> Topology:
-        """Return the Topology; `row` describes the vendor's machine, if it is known."""
+        """Return the Topology; `row` describes the vendor's machine, if the file names a known one."""
         at, cpus = self.at, root.children_of("cpu")
         if not cpus:
             raise TraceError(
@@ -193,7 +193,7 @@ class _System:
             self.unknown.append((bus, place))
 
     def _take_unknown(self, row: Mapping[str, Any]) -> None:
-        """Take devices without a class for GPUs if a known machine has its GPUs at their addresses."""
+        """Add devices without a class as GPUs if the known machine has GPUs at their addresses."""
         for bus, place in self.unknown:
             if re.fullmatch(row["gpu_bus"], bus):
                 self._add_gpu(row["gpu_name"], Match(gpu_by_name(row["gpu_name"]).key), bus, place, PcieLink())
@@ -222,10 +222,10 @@ class _System:
         return gpu.id
 
     def _ports(self, device: Element, adapter: Element | None, place: _Place, nic: FoundNic) -> None:
-        """Add the ports of one adapter; a PCI adapter without ports in the file counts as one.
+        """Add the ports of one adapter; a PCI adapter without ports in the file counts as one port.
 
-        `device` has the PCI ids, `adapter` the ports (None: the file has no <nic>), `nic` what all ports share; its
-        `layer` is None if it is not a PCI device.
+        `device` has the PCI ids. `adapter` has the ports; it is None if the file has no <nic>. `nic` has the values
+        that all ports share; its `layer` is None if it is not a PCI device.
         """
         nets = adapter.children_of("net") if adapter else []
         match = nic_by_pci(device.get("vendor"), device.get("device"))
@@ -252,7 +252,7 @@ class _System:
         self.places[nic.id] = place
 
     def _nvlinks(self, gpu: FoundGpu) -> tuple[NvLink, ...]:
-        """Return the NVLinks of a GPU; a link of a GPU to itself says nothing and is left out."""
+        """Return the NVLinks of a GPU, without links of a GPU to itself, which add a warning."""
         links: list[NvLink] = []
         for element in self.links.get(gpu.id, []):
             count, target = integer(element.get("count")), element.get("target").lower()
@@ -268,7 +268,7 @@ class _System:
         return tuple(links)
 
     def _connections(self) -> Iterator[Connection]:
-        """Yield NVLink between GPUs where it is listed, else the PCI path, as far as the tree shows it."""
+        """Yield the path between each two devices of a host: listed NVLinks, or else the PCI path in the tree."""
         by_bus = {(gpu.host, gpu.bus): gpu.id for gpu in self.gpus}
         gpus = {gpu.id: gpu for gpu in self.gpus}
         direct: dict[tuple[str, str], int] = {}
@@ -291,7 +291,7 @@ class _System:
 
 
 def _graph(root: Element, at: str) -> Topology:
-    """Return the machine behind NCCL's chosen rings: the number of its GPUs, and the worst path between them."""
+    """Return the machine of NCCL's graph file, which has the number of its GPUs and the worst path between them."""
     graphs = root.children_of("graph")
     channels = [channel for graph in graphs for channel in graph.descendants("channel")]
     if not channels:
@@ -335,9 +335,10 @@ def _bad(element: Element, name: str, at: str) -> TraceError:
 
 
 def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
-    """Return the root element of a document, and its comments; bounded, without DOCTYPE and entities.
+    """Return the root element and the comments of a document; refuse DOCTYPE, entities and very large documents.
 
-    Topology files come from vendors, images and bug reports. ElementTree would expand entities, and knows no lines.
+    Topology files come from vendors, images and bug reports, so they are not trusted. ElementTree would expand
+    entities, and it has no line numbers.
     """
     parser = expat.ParserCreate()
     stack: list[Element] = []
