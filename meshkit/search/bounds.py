@@ -1,10 +1,10 @@
-"""Lower bounds of a variant in closed form: what it must hold, move and multiply.
+"""Compute lower bounds for a variant in closed form: its memory, its communication and its arithmetic.
 
-    memory   parameters + moments + max(gradients, what the layers keep for the backward pass)
-    link     every weight gathered once and every gradient reduced once, in one collective each, at the model's rates
+    memory   parameters + moments + max(gradients, activations that the layers keep for the backward pass)
+    link     each weight gathered once and each gradient reduced once, in one collective each, by the network model
     compute  the model's matmuls at the GPU's peak
 
-The compiled step needs more than each of them, so that they never rule out a variant that would win. `estimate_s` is a
+The compiled step needs more than each bound, so the bounds never rule out a variant that would win. `estimate_s` is a
 guess of the step time from the same numbers, which only decides what is compiled first.
 """
 
@@ -39,45 +39,45 @@ from meshkit.units import format_bytes
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2}  # Bytes of activations and gathered weights.
 _RESIDUAL = "embed"
-# These only order the compiles: the exposed share of a weight's gather, in one micro-batch and in a loop of them,
-# the exposed share of an activation's exchange, and how much more than projections layers keep where they keep all.
-# They were fitted to plans of llama3_70b on 64 H100.
+# The constants down to `_KEPT_OF_ALL` only order the compiles, and were fitted to plans of llama3_70b on 64 H100. The
+# first three are exposed shares: of a weight's gather with one micro-batch and with several, and of an activation's
+# exchange.
 _WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
-_GATHERED_TWICE = 1.5  # The forward and the backward pass each gather, for one gather and one reduction.
-_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Matmuls slow down each time that a micro-batch of one GPU halves.
-_KEPT_OF_ALL = 2.5
-_LAYERS_IN_FLIGHT = 2  # Values of so many layers are being copied to or from host memory.
-# Bytes of memory traffic for one weight in a micro-batch: it is gathered and read in bf16 forward and backward (8),
-# and its gradient is written, read (4) and added to an fp32 sum (8).
+_GATHERED_TWICE = 1.5  # A step gathers a weight twice and reduces it once; the bound counts one gather.
+_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Below these tokens per GPU, halving a micro-batch costs matmuls 3 %.
+_KEPT_OF_ALL = 2.5  # Bytes of all outputs of a layer, relative to the bytes of its projections.
+_LAYERS_IN_FLIGHT = 2  # The layers whose values are being copied to or from host memory at the same time.
+# Bytes of memory traffic for one element of a weight in a micro-batch. It is gathered and read in bf16 in the forward
+# and the backward pass (8), and its gradient is written and read (4) and added to an fp32 sum (8).
 _WEIGHT_TRAFFIC = 20
 
 _PLACES_KEPT = 8
-_ALL_TWICE = ("full", "nothing_saveable", "offload")  # Policies that run all of a layer twice.
+_ALL_TWICE = ("full", "nothing_saveable", "offload")  # Policies that recompute whole layers.
 _INPUT, _ALL_PROJECTIONS, _FUSED = "layer_input", "projection", "attention"  # Names of `models.remat`.
 
 Where = Literal["keep", "offload", "drop"]
-Shape = tuple[int, int]  # GPUs of a group inside a domain, and domains it spans.
+Shape = tuple[int, int]  # The GPUs of a group inside one NVLink domain, and the domains that the group spans.
 # Arguments: a collective, its bytes and the shape of its groups.
 CollectiveSeconds = Callable[[str, float, Shape], float]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The least that one variant needs, as the module describes it."""
+    """The lower bounds of one variant, and guesses from the same numbers."""
 
     state_bytes: int
     """Parameters and moments on one GPU."""
     needed_bytes: int
-    """State, and the least that must be held with it."""
+    """A lower bound of the peak memory of one GPU."""
     compute_s: float
     link_s: float
     estimate_s: float
     estimate_bytes: float
     host_bytes: float = 0.0
     host_s: float = 0.0
-    """Time of the offloaded data, one way over the host link."""
+    """The seconds in which the host link copies the offloaded data in one direction."""
     recomputed_share: float = 0.0
-    """Share of the layers' matmuls that the backward pass runs again."""
+    """The share of the layers' matmuls that the backward pass runs again."""
 
     @property
     def time_s(self) -> float:
@@ -86,10 +86,10 @@ class Bound:
 
 
 class Bounds:
-    """Closed forms of one model on one cluster; the model is described once.
+    """The closed forms of one model on one cluster.
 
     Raises:
-        ConfigError: the model cannot be imported, or does not take its options.
+        ConfigError: the model cannot be imported, or does not accept its options.
     """
 
     def __init__(self, experiment: Experiment):
@@ -115,7 +115,7 @@ class Bounds:
 
     @property
     def can_pipeline(self) -> bool:
-        """Return whether the layers can become pipeline stages, with all else that the experiment asks for."""
+        """Return whether the layers can become pipeline stages with the other settings of the experiment."""
         experiment = self._experiment
         if experiment.pipeline.axis is not None:
             return True
@@ -127,7 +127,7 @@ class Bounds:
         return False
 
     def remats(self, policies: Sequence[Any]) -> list[Any]:
-        """Return those of the policies (values of `train.remat`) that the model takes, in order."""
+        """Return the policies (values of `train.remat`) that the model accepts, in order."""
         if not self.model.takes_remat:
             return []
         found = []
@@ -141,7 +141,8 @@ class Bounds:
     def bound(self, variant: Experiment) -> Bound:
         """Return the bounds of a variant.
 
-        A variant has the experiment's model, cluster, precision, batch and sequence length; its mesh is resolved.
+        The variant must have the experiment's model, cluster, precision, batch and sequence length, and a resolved
+        mesh.
 
         Raises:
             ConfigError: mesh axes do not divide a dim, or one mesh axis is on two dims.
@@ -167,8 +168,8 @@ class Bounds:
         recompute = (1 + kept.recomputed_share / 3) * self._places_over_layers(stages, variant.pipeline.virtual_stages)
         smaller = max(0.0, math.log2(_LARGE_TOKENS * pieces / tokens))
         work_s = flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
-        host_s = kept.host_bytes / self._host_bytes_per_s  # The time of one micro-batch.
-        # Layers whose activations are exchanged are not double-buffered, so the copies one way are exposed.
+        host_s = kept.host_bytes / self._host_bytes_per_s  # For one micro-batch, in one direction.
+        # Layers that exchange activations are not double-buffered, so the copies in one direction are exposed.
         waiting_s = host_s if moved["activations"] else 0.0
         return Bound(
             state_bytes=int(state),
@@ -186,12 +187,12 @@ class Bounds:
         )
 
     def _places_over_layers(self, stages: int, chunks: int) -> float:
-        """Return how many layers a pipeline computes for each of the model's: chunks are alike, some with padding."""
+        """Return the layers that a pipeline computes, with padding to equal chunks, divided by the model's layers."""
         places = stages * chunks
         return places * -(-self._layers // places) / self._layers if self._layers else 1.0
 
     def _weights_pass_s(self, leaves: Sequence[Placed], sizes: Mapping[str, int], token_axes: Sequence[str]) -> float:
-        """Return the seconds in which memory streams the weights of one micro-batch and their summed gradients."""
+        """Return the seconds of one micro-batch in which memory streams the weights and the gradient sums."""
         elements = sum(_local(leaf, sizes, token_axes) for leaf in leaves)
         return _WEIGHT_TRAFFIC * elements / memory_bytes_per_s(self._cluster.gpu)
 
@@ -209,7 +210,7 @@ class Bounds:
         for payload in moved["weights"]:
             times = 1 if set(payload.axes) <= set(deferred) else variant.train.accumulate
             shows = _WEIGHTS_SHOW if times == 1 else _WEIGHTS_SHOW_IN_LOOP
-            if variant.pipeline.axis is not None:  # Once, before the first micro-batch and after the last.
+            if variant.pipeline.axis is not None:  # A pipeline gathers before all micro-batches and reduces after them.
                 shows = 1.0
             seconds += _GATHERED_TWICE * self._price(payload, variant.mesh) * times * shows
         return seconds
@@ -227,13 +228,16 @@ class Bounds:
         return found
 
     def _kept(self, leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, tokens: float) -> _Kept:
-        """Return what scanned layers keep of one micro-batch for the backward pass; in a pipeline, of all in flight."""
+        """Return the bytes that scanned layers keep for the backward pass.
+
+        They are those of one micro-batch, or in a pipeline those of all micro-batches in flight.
+        """
         remat, stages = variant.train.remat, variant.pipeline
         policy = _Policy.from_remat(remat)
         if not self._layers:
             return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
         width, inner, outer, work, kept_work, attended = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        away, away_outer = 0.0, 0  # In host memory.
+        away, away_outer = 0.0, 0  # The parts of `inner` and `outer` in host memory.
         for leaf in leaves:
             names = leaf.logical_axes or ()
             if "layers" not in names or len(names) < 3 or _RESIDUAL not in names:
@@ -243,20 +247,20 @@ class Bounds:
             first, *rest = [i for i, name in enumerate(names) if name != "layers"]
             made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
             if _FUSED in policy.named and "query" in leaf.path.split("/"):
-                attended = made  # The output of attention is as large as its queries.
+                attended = made  # The output of attention has the size of its queries.
             if (where := policy.where(leaf.path)) == "drop":
                 continue
             kept_work += math.prod(leaf.shape)
             if names[first] == _RESIDUAL:
                 inner, away = (inner, away + made) if where == "offload" else (inner + made, away)
-            else:  # Back into the residual stream, which is as wide.
+            else:  # The output is added to the residual stream and has its width.
                 outer, away_outer = (outer, away_outer + 1) if where == "offload" else (outer + 1, away_outer)
         (residual,) = variant.rules.spec_for(("act_residual_length",), kind="activations")
         (length,) = variant.rules.spec_for(("act_length",), kind="activations")
         width /= math.prod(sizes[a] for a in residual if a not in length)
         each = tokens * self._layers * _BYTES[variant.train.precision]
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
-        # The gradient of the residual stream needs no output that ends in it, so the bound leaves them out.
+        # The backward pass does not need outputs that are added to the residual stream, so the bound leaves them out.
         stays = 0 if policy.input_leaves else 1
         host = each * (away + width * (away_outer + 1 - stays))
         guess = each * (width * (stays + outer) + inner + attended) * everything
@@ -266,14 +270,14 @@ class Bounds:
             return _Kept(each * (width * stays + inner), guess, again, host)
         ways, chunks = sizes[stages.axis], stages.virtual_stages
         flying = min((chunks + 1) * ways - 1, 2 * chunks * stages.microbatches) / (ways * chunks)
-        if stages.residuals == "recompute":  # Inputs of chunks are kept, and all of the chunk that is run again.
+        if stages.residuals == "recompute":  # All chunks keep inputs; the recomputed chunk keeps what the policy says.
             return _Kept(0.0, each / self._layers * width * flying * ways * chunks + guess / (ways * chunks), 1 + again)
         return _Kept(0.0, guess * flying, again)
 
     def _moved(
         self, places: Mapping[str, Sequence[Placed]], variant: Experiment, token_axes: Sequence[str], tokens: float
     ) -> dict[str, list[_Payload]]:
-        """Return the least that a step moves: gathers and reductions of weights, and of activations over other axes."""
+        """Return the least communication of a step: of weights over token axes, of activations over the other axes."""
         sizes = variant.mesh.sizes
         bytes_each = _BYTES[variant.train.precision]
         reduce_bytes = _BYTES[variant.train.reduce_precision]
@@ -304,7 +308,8 @@ class Bounds:
         width = next((leaf.shape[leaf.logical_axes.index(_RESIDUAL)] for leaf in places["parameters"]
                       if leaf.logical_axes and _RESIDUAL in leaf.logical_axes), 0)  # fmt: skip
         if axes and self._layers and width:
-            # Megatron's two sums of a layer forward and two backward are a gather and a scatter each.
+            # Tensor parallelism (Megatron) sums a layer's activations twice in the forward and twice in the backward
+            # pass. Each sum is an all-gather and a reduce-scatter.
             layers = self._layers / sizes.get(variant.pipeline.axis or "", 1)
             activations.append(_Payload("all-reduce", axes, 4 * layers * tokens * width * bytes_each))
         return {"weights": weights, "activations": activations}
@@ -318,13 +323,13 @@ class _Policy:
     """How a recomputation policy treats the outputs of a layer's projections and of its attention."""
 
     named: frozenset[str] = frozenset()
-    """These stay on the GPU."""
+    """Names of outputs that stay on the GPU."""
     offloaded: frozenset[str] = frozenset()
-    """These go to host memory."""
+    """Names of outputs that are offloaded to host memory."""
     others: Where = "drop"
-    """All other outputs."""
+    """The treatment of all other outputs."""
     input_leaves: bool = False
-    """The input of a layer waits in host memory."""
+    """Whether the input of a layer is offloaded to host memory."""
 
     @classmethod
     def from_remat(cls, remat: str | Sequence[str] | RematMix | Any) -> _Policy:
@@ -347,7 +352,7 @@ class _Policy:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The bytes that layers keep at least, a guess of them, and the share of their matmuls that runs twice."""
+    """A lower bound and a guess of the bytes that layers keep, and the share of their matmuls that runs twice."""
 
     least_bytes: float
     guess_bytes: float
@@ -357,7 +362,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Payload:
-    """A collective over whole mesh axes; `bytes` is its operand, or the result of an all-gather."""
+    """A collective over whole mesh axes; `bytes` is the size of its operand, for an all-gather of its result."""
 
     collective: str
     axes: tuple[str, ...]
@@ -380,7 +385,7 @@ def _token_axes(variant: Experiment) -> tuple[str, ...]:
 
 
 def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) -> float:
-    """Return the elements of an array on one GPU if the axes in `without` did not shard it."""
+    """Return the elements that one GPU would have of an array if the axes in `without` did not shard it."""
     return math.prod(leaf.shape) / math.prod(sizes[a] for axes in leaf.spec for a in axes if a not in without)
 
 
@@ -395,7 +400,7 @@ def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int
 def _gradient_bytes(
     places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment, deferred: Sequence[str]
 ) -> float:
-    """Return the bytes of fp32 accumulators of micro-batches; a single batch has the dtype of the reduction."""
+    """Return the bytes of gradients: fp32 sums over micro-batches, or the reduction's dtype without accumulation."""
     if variant.train.accumulate == 1:
         each = _BYTES[variant.train.reduce_precision]
         return each * sum(_local(leaf, sizes) for leaf in places["optimizer"])
@@ -405,35 +410,38 @@ def _gradient_bytes(
 def _whole_weights_bytes(
     leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, deferred: Sequence[str]
 ) -> float:
-    """Return the bytes of the gathered weights that accumulation over deferred axes holds for the whole step."""
+    """Return the bytes of weights that are gathered once over deferred axes and then held for the whole step."""
     cut = [leaf for leaf in leaves if any(a in deferred for axes in leaf.spec for a in axes)]
     return _BYTES[variant.train.precision] * sum(_local(leaf, sizes, deferred) for leaf in cut)
 
 
 def _vocabulary(leaves: Sequence[Placed], sizes: Mapping[str, int]) -> float:
-    """Return the width of one GPU's logits; 0 where no parameter has a vocabulary."""
+    """Return the width of one GPU's logits; 0 if no parameter has a vocabulary."""
     dims = (dim for leaf in leaves for dim in zip(leaf.logical_axes or (), leaf.shape, leaf.spec))
     return max((size / math.prod(sizes[a] for a in axes) for name, size, axes in dims if name == "vocab"), default=0.0)
 
 
 def _host_shows_s(host_s: float, forward_s: float, all_s: float) -> float:
-    """Guess the exposed copies to and from host memory: the excess over the compute that overlaps each."""
+    """Guess the exposed seconds of copies to the host (forward pass) and back (backward pass).
+
+    The exposed seconds are the excess over the compute of each pass.
+    """
     return max(0.0, host_s - forward_s) + max(0.0, host_s - (all_s - forward_s))
 
 
 def pool_bytes(experiment: Experiment) -> int:
-    """Return what the program may take of a GPU's memory."""
+    """Return the bytes of a GPU's memory that the program may take."""
     return int(experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction)
 
 
 def host_pool_bytes(experiment: Experiment) -> float | None:
-    """Return one GPU's part of its host's memory; None where that is unknown."""
+    """Return one GPU's part of its host's memory; None if unknown."""
     cluster = experiment.cluster
     return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus
 
 
 def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
-    """Return `memory` or `host_memory`, whichever is too small, and the numbers as a text; None where it may fit."""
+    """Return which memory is too small (`memory` or `host_memory`) and a text with the numbers; None if both may do."""
     pool, there = pool_bytes(experiment), host_pool_bytes(experiment)
     if bound.needed_bytes > pool:
         return "memory", f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"
@@ -443,11 +451,11 @@ def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
 
 
 def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
-    """Return a function that prices one collective by the network model, and caches the price.
+    """Return a function that predicts the seconds of one collective by the network model, and caches the result.
 
     Returns:
         A function of an HLO opcode, the bytes on one GPU (the operand; for an all-gather the result) and the shape of a
-        group. It raises ConfigError for what the network model cannot price.
+        group. It raises ConfigError if the network model cannot predict the collective.
     """
 
     @functools.cache
@@ -461,7 +469,7 @@ def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
 
 
 def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
-    """Return (GPUs inside a domain, domains) of groups that cover mesh axes whole; (1, 1) without such axes."""
+    """Return (GPUs inside a domain, domains) of groups over whole mesh axes; (1, 1) if the mesh has none of them."""
     found = [axis for axis in mesh.axes if axis.name in axes]
     inside = math.prod(axis.number("nvlink") for axis in found)
     return inside, math.prod(axis.number("infiniband") for axis in found)

@@ -1,4 +1,4 @@
-"""A changed experiment, its bound and its outcome.
+"""Define a candidate: a changed experiment with its lower bound and, once it is planned, its outcome.
 
 changes of any kind -> Candidate(settings) -> bound (closed forms) -> outcome (a plan) -> fastest_first
 """
@@ -22,7 +22,7 @@ Status = Literal["fits", "does_not_fit", "error"]
 
 
 class OutcomeRow(Part):
-    """Communication of one kind over the same axes, link and shape of group, as a part of the step."""
+    """All communication of a step with the same collective, axes, link and shape of group."""
 
     axes: tuple[str, ...]
     link: LinkName | None = None
@@ -39,16 +39,16 @@ class Outcome(Part):
     """The result of planning one variant of an experiment.
 
     Attributes:
-        settings: values for `--set` that make the variant; empty for the experiment as it is.
-        status: `fits`, `does_not_fit` (its times are those if it did), or `error`.
+        settings: values for `--set` that make the variant; empty for the unchanged experiment.
+        status: `fits`, `does_not_fit` (the times assume that it does), or `error`.
         mesh: axis -> its value in `[mesh]`, as TOML.
-        stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (one choice away
-            from the best so far).
+        stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (it differs in one
+            choice from one of the best so far).
         peak_bytes: the program's peak memory.
-        host_bytes: host memory for one GPU; None where nothing is there.
-        estimate_s: the step time that the closed forms expected.
-        rows: communication.
-        error: why a variant could not be planned.
+        host_bytes: the program's host memory for one GPU; None if it uses none.
+        estimate_s: the step time that the closed forms estimated.
+        rows: the communication of the step.
+        error: why the variant could not be planned.
     """
 
     settings: Settings
@@ -84,21 +84,21 @@ class Outcome(Part):
 
 @dataclass(eq=False)
 class Candidate:
-    """A changed experiment, or a changed step of the user's, and its outcome."""
+    """A changed experiment, or a changed step from the user's function, and its outcome."""
 
     settings: Settings = ()
-    """The changes, as `--set` takes them; none for the experiment as it is."""
+    """The changes as values for `--set`; empty for the unchanged experiment."""
     variant: Variant | None = None
     what: str = ""
     group: str = ""
     parts: tuple[Candidate, ...] = ()
-    """The changes of which this one is made."""
+    """The single changes that this one combines."""
     bound: Bound | None = None
-    """The least cost by closed forms, where they know it."""
+    """The lower bounds in closed form; None if there are none."""
     guess_s: float | None = None
-    """Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit."""
+    """The seconds that order candidates before they are planned: the bound's estimate, longer if it may not fit."""
     stage: str | None = None
-    """Why it is planned, as in `Outcome`."""
+    """Why it is planned; see `Outcome`."""
     outcome: Outcome | None = None
 
     @property
@@ -125,7 +125,7 @@ def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
 def make_outcome(
     report: Report, settings: Settings, mesh: dict[str, str], wall_s: float, host_bytes: int = 0
 ) -> Outcome:
-    """Return the outcome in a plan's report; it is `fits` if the GPU's memory and the host's both hold the step."""
+    """Return the outcome from a plan's report; its status is `fits` if both GPU and host memory can hold the step."""
     fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
     return Outcome.from_sources(
         report.step,
@@ -143,7 +143,7 @@ def make_outcome(
 
 
 def mesh_text(outcome: Outcome) -> str:
-    """Return `fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
+    """Return the mesh as text, such as `fsdp 4x8 tensor 2`: for each axis, GPUs in a domain x domains."""
     words = []
     for name, text in outcome.mesh.items():
         value = tomllib.loads(f"axis = {text}")["axis"]

@@ -1,9 +1,10 @@
-"""The memory cliff of a step: with how much less memory XLA begins to recompute or to serialize, and what that costs.
+"""Find the memory cliff of a step: how much less memory makes XLA recompute or serialize, and the cost in step time.
 
-    plan -> plans of the same step with smaller pools (larger ones, where XLA recomputes already) -> bisection
+    plan -> plans of the same step with smaller pools (larger ones if XLA already saves memory) -> bisection
 
-XLA's scheduler and its rematerialization go by the memory that the client may take (compile/choices.py). They count
-before XLA knows which buffers share memory, so that only a compile tells where they begin.
+XLA's scheduler and its rematerialization start to save memory at a limit, which depends on the memory that the client
+may take (compile/choices.py). They count memory before XLA knows which buffers share it, so only compiles can show at
+which pool they start.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from meshkit.report.schema import CliffPart, CliffPoint, FindingPart, Report
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 _LONGER = 0.005  # Smaller changes come from another order of the step, which XLA chooses long before the cliff.
-_WITHIN = 0.01  # of the pool
-_SMALLER = (1.0, 0.94, 0.88, 0.82)  # of the program's peak: XLA counts more than that, unless much waits on the host
-_LARGER = (1.05, 1.15, 1.3, 1.6)  # of the pool
-# Nine programs' measured peaks differ from their plans by up to 2.3 % (benchmarks/gpu/memory.md, the release that ran).
+_WITHIN = 0.01  # The bisection ends at this share of the pool.
+_SMALLER = (1.0, 0.94, 0.88, 0.82)  # Shares of the peak. XLA counts more than the peak, unless much is offloaded.
+_LARGER = (1.05, 1.15, 1.3, 1.6)  # Multiples of the pool.
+# Nine programs' measured peaks differ from the plans by up to 2.3 % (benchmarks/gpu/memory.md, the release that ran).
 _PEAK_ERROR = 0.023
 
 
 def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffPart:
-    """Return where XLA begins to save memory at the expense of the step, by compiles with other pools.
+    """Compile with other memory pools, and return at which pool XLA begins to save memory at the cost of step time.
 
     Args:
-        experiment: that was planned.
+        experiment: the planned experiment.
         made: its plan.
 
     Raises:
@@ -41,7 +42,7 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
     points = [now]
 
     def saves_memory(point: CliffPoint) -> bool:
-        """Whether XLA saves memory at the expense of the step: kernels run twice, or it is longer than another one."""
+        """Return whether XLA saves memory: kernels run twice, or the step is longer than with another pool."""
         shortest_s = min(p.time_s for p in points)
         return point.recomputed_s > _LONGER * point.time_s or point.time_s > (1 + _LONGER) * shortest_s
 
@@ -49,7 +50,7 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
     pools = [share * now.pool_bytes for share in _LARGER]
     if before:
         pools = [share * now.peak_bytes for share in _SMALLER]
-        if made.compiled.options.get(LIMIT) == NO_LIMIT:  # With any pool that has room for it, it is the same program.
+        if made.compiled.options.get(LIMIT) == NO_LIMIT:  # Any pool with room gives this program.
             before = now.model_copy(update={"pool_bytes": min(now.pool_bytes, int(room_for(now.peak_bytes)))})
             points.append(before)
 
@@ -71,14 +72,14 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
 
 
 def compile_with_pool(experiment: Experiment | ProgramExperiment, pool_bytes: float) -> CliffPoint:
-    """Return the step as it is compiled where the client may take so much, even more than the GPU has."""
+    """Return the step compiled for a client with this memory pool, which may exceed the GPU's memory."""
     fraction = pool_bytes / experiment.cluster.gpu.memory_bytes
     train = experiment.train.model_copy(update={"memory_fraction": fraction})
     return _point(plan_experiment(dataclasses.replace(experiment, train=train)))
 
 
 def with_cliff(report: Report, cliff: CliffPart) -> Report:
-    """Return a report with a cliff, and a finding where the step is beyond it or nearer than plans know a peak."""
+    """Return a report with its cliff, and a finding if the step is beyond the cliff or within the error of a plan."""
     memory = report.memory.model_copy(update={"cliff": cliff})
     findings = report.findings
     if cliff.distance_bytes is not None and cliff.distance_bytes < _PEAK_ERROR * (memory.peak_bytes or 0):
@@ -94,7 +95,7 @@ def with_cliff(report: Report, cliff: CliffPart) -> Report:
 
 
 def cliff_text(cliff: CliffPart) -> str:
-    """Return one sentence: how far the cliff is, and what is different beyond it."""
+    """Return one sentence with the distance to the cliff and the changes beyond it."""
     before, beyond, distance = cliff.before, cliff.beyond, cliff.distance_bytes
     if before is None or beyond is None or distance is None:
         least, most = (format_bytes(end(p.pool_bytes for p in cliff.points)) for end in (min, max))
@@ -115,7 +116,7 @@ def cliff_text(cliff: CliffPart) -> str:
 
 
 def cliff_table(cliff: CliffPart) -> Table:
-    """Return the step with every pool that was compiled."""
+    """Return a table with one row for each pool that was compiled."""
     table = Table(title=cliff_text(cliff), title_justify="left", box=None, pad_edge=False)
     for name in ("pool", "step", "exposed", "recomputed", "peak", "arena", "fits"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,9 +1,9 @@
-"""Finds the change that the first lines of a plan's verdict name, and its step time.
+"""Find the change that the verdict of a plan names, and the step time with this change.
 
-A compiled change comes first: the fastest one with which the step fits, or faster options of XLA. Without one, the
-effect of a change is estimated from the program at hand. Where memory is free, the change is to keep what the backward
-pass recomputes; the closed forms of bounds.py say how much more memory the layers then take. Else it is to move axes of
-the mesh to other links.
+A compiled change comes first: the fastest change with which the step fits, or faster options of XLA. Without one, the
+effect of a change is estimated from the compiled program. If memory is free, the change is to keep activations that the
+backward pass recomputes, and the closed forms of bounds.py give the additional memory. Otherwise the change is to move
+axes of the mesh to other links.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LONG = 70  # Longer settings are described in words.
 
 
 def find_change(report: Report, experiment: Experiment | ProgramExperiment, planned: Planned) -> Change | None:
-    """Return the change that the verdict names; None where none is known, or none saves 1 % of the step.
+    """Return the change that the verdict names; None if no known change saves 1 % of the step.
 
-    The report has the remedies and the other options of XLA that were compiled for it.
+    The report must already have the remedies and the alternative XLA options that were compiled for it.
     """
     if report.verdict is None or not report.step.time_s:
         return None
@@ -104,7 +104,7 @@ def _keep_more(
 
 
 def _keeping(experiment: Experiment) -> Iterator[tuple[object, Settings, Experiment]]:
-    """Yield (policy of `train.remat`, settings, changed experiment). With a pipeline the policy is None."""
+    """Yield (policy of `train.remat`, settings, changed experiment); with a pipeline the policy is None."""
     if experiment.pipeline.axis is not None:
         if experiment.pipeline.residuals == "recompute":
             pipeline = experiment.pipeline.model_copy(update={"residuals": "stash"})

@@ -1,10 +1,12 @@
-"""Decides which candidates are planned, and in which order.
+"""Decide which candidates are planned, and in which order.
 
-The experiment as it is comes first, so that what provably takes longer need not be compiled. Half of the budget then
-goes to the best estimates, few of any one mesh. The other half goes to neighbours of the best so far, which differ in
-one choice. Compiled candidates correct the estimates of their family (pipelines, tensor parallelism, accumulation).
+The unchanged experiment comes first, because candidates whose bound is longer than its step need not be compiled. Half
+of the budget then goes to the best estimates, with few candidates of any one mesh. The other half goes to neighbours of
+the best so far, which differ from it in one choice. Compiled candidates correct the estimates of their family
+(pipelines, tensor parallelism, accumulation, offloading).
 
-A user's own step has no estimates: there, the candidate that differs least from the best so far is always next.
+A step that the user's function builds has no estimates. Its next candidate is always the one that differs least from
+the best so far.
 """
 
 from __future__ import annotations
@@ -37,28 +39,28 @@ JOURNAL_FILE = "candidates.jsonl"
 _LARGEST_BYTES = 256 * 2**20
 _SCHEMA = "meshkit.candidates/1"
 
-# Variants of one mesh in the first half of the budget.
+# At most so many variants of one mesh are compiled in the first half of the budget.
 _PER_MESH = 3
-# A neighbour of the best is compiled before another candidate while its estimate is below this multiple of the best.
+# A neighbour of the best comes before other candidates if its estimate is at most this multiple of the best step time.
 _NEAR = 1.1
 
-# Whether layers are pipeline stages, whether an axis named `tensor` shards them, whether a step accumulates, and
-# whether activations wait in host memory. The estimates of such candidates are wrong in the same direction.
+# Whether the layers are pipeline stages, an axis named `tensor` shards them, the step accumulates, and activations are
+# offloaded to host memory. The estimates of all candidates of a family are wrong in the same direction.
 Family = tuple[bool, bool, bool, bool]
 
 
 @dataclass
 class Pruned:
-    """The number of variants, and how many of them each rule took away."""
+    """The number of variants, and how many of them each rule removed."""
 
     variants: int = 0
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, rule: str, settings: Callable[[], Settings], why: str) -> None:
-        """Count a variant.
+        """Count a variant that a rule removed.
 
-        `settings` is called only for the first variant of a rule, which becomes its example.
+        `settings` is called only for the first variant of a rule, which becomes the rule's example.
         """
         self.counts[rule] += 1
         if rule not in self.examples:
@@ -72,15 +74,15 @@ class Pruned:
 def candidates(
     path: str, overrides: Settings, space: Space, bounds: Bounds, pruned: Pruned, progress: Callable[[int], None]
 ) -> list[Candidate]:
-    """Return the variants that divide and may fit, the most promising first.
+    """Return the variants whose mesh and batch divide evenly and that may fit, the most promising first.
 
     Args:
-        pruned: counts all variants, and those that a rule takes away.
+        pruned: counts all variants, and the variants that each rule removes.
         progress: is called with the number of each variant, from 0.
 
     Returns:
-        Candidates in order of `guess_s`: the bound's `estimate_s`; where `estimate_bytes` exceeds the pool, times the
-        fourth power of their ratio.
+        Candidates in order of `guess_s`, which is the bound's `estimate_s`. If `estimate_bytes` exceeds the pool,
+        `guess_s` is multiplied by the fourth power of their ratio.
     """
     found = []
     known: dict[tuple, tuple[Experiment, Bound] | ConfigError] = {}
@@ -109,7 +111,7 @@ def candidates(
 
 
 def _plainest(space: Space, variant: Variant) -> Variant:
-    """Return a variant of the same mesh with one micro-batch, which any other choices can be laid over."""
+    """Return a variant of the same mesh with one micro-batch, on which other choices can then be set."""
     stages = PipelineChoice(1, "1f1b") if variant.stages else None
     return replace(space.base, mesh=variant.mesh, accumulate=1, each_micro_batch=False, stages=stages)
 
@@ -134,16 +136,16 @@ def _bound(
 
 
 class Journal:
-    """Outcomes of a search by settings, kept as lines of `candidates.jsonl`, so that a killed search resumes.
+    """The outcomes of a search by settings, stored as lines of `candidates.jsonl`, so that a killed search can resume.
 
-    The first line says what was searched: a file of another experiment, or of other versions, is refused. Each line is
-    written by one call and synced; the torn last line of a killed process is cut off.
+    The first line identifies the experiment and the versions, and a file with another first line is refused. Each line
+    is written by one call and synced. An incomplete last line, from a killed process, is cut off.
 
     Args:
-        folder: of the search; None keeps the outcomes in memory.
+        folder: the folder of the search; None keeps the outcomes in memory.
 
     Raises:
-        ConfigError: the folder holds another search, or a file that is not one.
+        ConfigError: the folder has another search, or a file that is no search.
     """
 
     def __init__(self, folder: Path | None = None, experiment: ExperimentFile | None = None):
@@ -172,7 +174,7 @@ class Journal:
             os.close(descriptor)
 
     def _read(self, path: Path, header: Mapping[str, str]) -> None:
-        """Read the outcomes of earlier runs except errors; cut off a torn last line."""
+        """Read the outcomes of earlier runs except errors, and cut off an incomplete last line."""
         content = read_regular(path, _LARGEST_BYTES)
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
@@ -214,13 +216,13 @@ class Search:
     """One run of a search, at one size of the cluster.
 
     Args:
-        found: what may be planned; candidates of a user's own step have no bounds.
-        base: the unchanged variant; its plan comes first where its settings are empty.
-        budget: candidates to plan at most, with those of earlier runs. A candidate without a bound that proves too
-            large or wrong before it is compiled costs nothing.
-        journal: outcomes of this and of earlier runs.
-        pruned: counts what the time rule drops.
-        wrong: the errors of estimates at another size, by family.
+        found: the candidates; those of a step that a user's function builds have no bounds.
+        base: the unchanged variant, which is planned first at the experiment's own size.
+        budget: the most candidates to plan, including those of earlier runs. If no candidate has a bound, those that
+            fail or turn out too large before they are compiled do not count.
+        journal: the outcomes of this run and of earlier runs.
+        pruned: counts the candidates that the time rule removes.
+        wrong: planned step times divided by estimated ones, by family, from a search at another size.
     """
 
     def __init__(
@@ -249,13 +251,13 @@ class Search:
 
     @property
     def compiled(self) -> int:
-        """Return how many candidates were charged to the budget."""
+        """Return how many candidates count toward the budget."""
         free = () if self._bounded else [c for c in self._asked if c.outcome is not None and c.time_s is None]
         return len(self._asked) - len(free)
 
     @property
     def left(self) -> int:
-        """Return how many candidates were neither tried nor ruled out."""
+        """Return how many candidates were neither planned nor ruled out."""
         return len(self._left)
 
     def best(self) -> Candidate | None:
@@ -265,7 +267,7 @@ class Search:
     def run(self, workers: Workers, report: Callable[[Candidate, bool], None], *, base_first: bool = True) -> None:
         """Plan candidates until the budget is spent or none is left.
 
-        `report` is called with every planned candidate, and whether an earlier run had its outcome.
+        `report` is called with every planned candidate, and with whether its outcome comes from an earlier run.
         """
 
         def take(candidate: Candidate) -> None:
@@ -292,7 +294,7 @@ class Search:
         workers.plan_chosen(choose, take)
 
     def _is_known(self, candidate: Candidate, stage: str, report: Callable[[Candidate, bool], None]) -> bool:
-        """Mark a candidate as tried; return whether an earlier run has its outcome, which is then kept."""
+        """Mark a candidate as tried, and return whether the journal has its outcome, which is then used."""
         self._asked.append(candidate)
         candidate.stage = stage
         self._left.pop(candidate.settings, None)
@@ -307,7 +309,7 @@ class Search:
         return True
 
     def _learn(self, candidate: Candidate) -> None:
-        """Note how wrong an estimate was; a new best candidate rules out all that must be slower."""
+        """Record the error of a candidate's estimate; a new best one rules out candidates that must be slower."""
         if candidate.time_s and candidate.bound and candidate.bound.estimate_s:
             self.wrong[_family(candidate)].append(candidate.time_s / candidate.bound.estimate_s)
         time_s = candidate.time_s
@@ -334,7 +336,7 @@ class Search:
                 variant = _variant(candidate)
                 if variant.options == _variant(self._base).options and self._meshes[variant.mesh] < _PER_MESH:
                     return candidate, "estimate"
-        # Candidates one choice away from the best so far, then from the second best, and so on.
+        # Candidates that differ in one choice from the best so far, then from the second best, and so on.
         nearby = (c for to in fastest_first(self._asked) for c in ranked if _variant(c).differences(_variant(to)) == 1)
         for near in nearby:
             if best is None or guesses[near] <= _NEAR * (best.time_s or 0.0):
@@ -342,7 +344,10 @@ class Search:
         return ranked[0], "estimate"
 
     def _wrong(self) -> Mapping[Family, float]:
-        """Return the factor that corrects a family's estimates; untried ones get the least, to be tried soon."""
+        """Return the factor that corrects the estimates of a family.
+
+        Families without a planned candidate get the smallest factor, so that one of their candidates is planned soon.
+        """
         known = {family: statistics.median(ratios) for family, ratios in self.wrong.items()}
         untried = min(known.values(), default=1.0)
         return defaultdict(lambda: untried, known)

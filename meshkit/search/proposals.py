@@ -1,13 +1,13 @@
-"""Changes that a plan proposes: other links for the mesh axes, remedies for a step that does not fit, XLA options.
+"""Propose changes to a plan: other links for the mesh axes, remedies for a step that does not fit, XLA options.
 
-The sizes of the axes stay as they are, so the program stays the same. Only their factors on NVLink and InfiniBand
-change, and with them which GPUs are neighbours. The network model prices every assignment that the cluster allows, from
-the rows of a report.
+Other links keep the sizes of the axes, so the program stays the same. Only the axes' factors on NVLink and InfiniBand
+change, and with them the placement of GPUs. From the rows of a report the network model predicts the communication time
+of every assignment that the cluster allows.
 
-Remedies are changes of the experiment, each shown to fit by a compile. The changes that usually cost least come first:
-more recomputation, micro-batches, a longer fsdp axis, tensor and sequence parallelism, moments in bf16 or in host
-memory. Where too few of them are enough, recomputation is combined with another. Those that fit are ranked by their
-predicted step.
+Remedies are changes of the experiment, and a compile shows that each one fits. Changes that usually cost least come
+first: more recomputation, micro-batches, a longer fsdp axis, tensor and sequence parallelism, moments in bf16 or in
+host memory. If too few single changes fit, recomputation is combined with another change. Changes that fit are ranked
+by their predicted step time.
 
 On request, other options of XLA are compiled in place of those that meshkit derives (compile/choices.py).
 """
@@ -38,19 +38,19 @@ from meshkit.units import format_bytes, format_percent, format_seconds
 
 # A smaller gain is within the error of the network model.
 _WORTH = 0.01
-# Remedies that are looked for, and compiles at most; closed forms rule out others without a compile.
+# The number of remedies to find, and the most compiles to try. Closed forms rule out other changes without a compile.
 WANTED = 3
 TRIES = 9
 _MOST_SIZES = 4  # numbers of hosts that are compiled after the loss of some
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# XLA's own settings where meshkit chooses otherwise: in words, how the options' names begin and end, and their value
-# (sizes: kDefaultAllReduceCombineThreshold and its kin, xla/service/collective_utils.h).
+# XLA's defaults of options that meshkit sets to other values: a description, the prefix and the suffix of the options'
+# names, and the value (sizes: kDefaultAllReduceCombineThreshold and similar, xla/service/collective_utils.h).
 _XLAS_OWN = (
     ("collectives not pipelined over layers", "xla_gpu_pipeline_", "", "COLLECTIVE_PIPELINING_MODE_OFF"),
     ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
     ("messages combined up to 30 MiB", "xla_gpu_", "_combine_threshold_bytes", 30 * 2**20 + 7),
 )
-# Options for a `[program]`, for which meshkit derives none: what it would choose for its own loop over layers.
+# Options for a `[program]`, for which meshkit derives none: those that it would choose for a loop over layers.
 _FOR_A_PROGRAM: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "collectives pipelined over layers",
@@ -67,13 +67,13 @@ class Traffic:
     """Collectives of one kind over the same axes in a step, on one GPU."""
 
     axes: tuple[str, ...]
-    """Mesh axes that a group covers whole."""
+    """The mesh axes that a group covers completely."""
     collective: str
     payload_bytes: float
     """Bytes of one collective: the operand, or the result of an all-gather."""
     count: float = 1
     shape: Shape | None = None
-    """The shape of a group that is not made of whole axes, which is priced the same wherever the axes are."""
+    """The shape of a group that does not cover whole axes; its predicted time is the same in every assignment."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Proposal:
     axes: tuple[MeshAxis, ...]
     """The mesh's axes in their order, with the proposed factors."""
     seconds_now: float
-    """Communication of a step on the mesh as it is, if nothing overlaps."""
+    """Seconds of communication in a step on the present mesh, if nothing overlaps."""
     seconds_proposed: float
     reason: str
     changed: tuple[str, ...] = ()
-    """Axes with new factors; empty where the mesh is best as it is."""
+    """The axes with new factors; empty if the present mesh is best."""
 
     @property
     def mesh(self) -> MeshSpec:
@@ -96,7 +96,7 @@ class Proposal:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Return the values for `--set` that make the change: `mesh.tensor=8`, one per changed axis."""
+        """Return the values for `--set` that make the change, one for each changed axis: `mesh.tensor=8`."""
         return tuple(f"mesh.{axis.name}={inline(axis.to_plain())}" for axis in self.axes if axis.name in self.changed)
 
 
@@ -104,12 +104,13 @@ def propose(source: Report | Sequence[Traffic], mesh: MeshSpec, cluster: Cluster
     """Return the fastest assignment of the axes' factors to NVLink and InfiniBand, and why it is faster.
 
     Args:
-        source: a report of that mesh, or its traffic.
-        mesh: the sizes of its axes stay.
-        cluster: its links price the collectives.
+        source: a report of a plan on this mesh, or its traffic.
+        mesh: the present mesh; the sizes of its axes do not change.
+        cluster: its links determine how long the collectives take.
 
     Returns:
-        The present assignment unless another is more than 1 % faster; among equal ones that with the fewest changes.
+        The present assignment, unless another is more than 1 % faster. Among equally fast assignments it is the one
+        with the fewest changes.
 
     Raises:
         ConfigError: the mesh does not fit the cluster, or is not the one of the report or the traffic.
@@ -134,11 +135,11 @@ def propose(source: Report | Sequence[Traffic], mesh: MeshSpec, cluster: Cluster
 
 
 def traffic_of(report: Report) -> tuple[Traffic, ...]:
-    """Return the communication rows of a report; a row that covers no whole axis keeps the shape of its groups."""
+    """Return the communication rows of a report; a row whose groups cover no whole axes has the groups' shape."""
     rows = []
     for row in report.communication:
         if not row.collective or not row.group_size or not row.count:
-            continue  # Communication without an instruction has no known shape.
+            continue  # The shape of communication without an instruction is unknown.
         inside = row.gpus_per_domain or row.group_size
         whole = bool(row.axes) and row.axes_complete is not False
         shape = None if whole else (inside, max(1, row.group_size // inside))
@@ -147,7 +148,7 @@ def traffic_of(report: Report) -> tuple[Traffic, ...]:
 
 
 def assignments(mesh: MeshSpec, cluster: Cluster) -> Iterator[MeshSpec]:
-    """Yield every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one."""
+    """Yield every way to factor the sizes of the axes into GPUs of one domain x domains."""
     for inside in factorizations(cluster.gpus_used_per_domain, len(mesh.axes)):
         if not any(axis.size % n for axis, n in zip(mesh.axes, inside)):
             yield MeshSpec(tuple(MeshAxis(axis.name, n, axis.size // n) for axis, n in zip(mesh.axes, inside)))
@@ -225,14 +226,14 @@ def find_remedies(
     tries: int = TRIES,
     done: Callable[[Outcome], None] = lambda _: None,
 ) -> tuple[RemedyPart, ...]:
-    """Return up to three changes with which an experiment fits, the cheapest.
+    """Return up to three changes with which an experiment fits, the fastest first.
 
     Args:
-        step_s: what its step would take if it fit, to say what each change costs.
+        step_s: the step time if the unchanged experiment did fit, from which the cost of each change is computed.
         jobs: planning processes at a time; None: one for each CPU.
 
     Returns:
-        The fastest first; `cost_s` is None where `step_s` is. Empty where nothing that was tried fits.
+        The changes; their `cost_s` is None if `step_s` is None. Empty if no tried change fits.
 
     Raises:
         ConfigError: the experiment is invalid.
@@ -246,7 +247,7 @@ def find_remedies(
 
     def choose() -> Candidate | None:
         found = sum(change.fits for change in asked)
-        maybe = found + sum(change.outcome is None for change in asked)  # Those that are being compiled may fit too.
+        maybe = found + sum(change.outcome is None for change in asked)  # Changes in compilation may fit, too.
         if not waiting or len(asked) >= tries or found >= WANTED or maybe > WANTED:
             return None
         asked.append(next_change(waiting, asked))
@@ -261,7 +262,7 @@ def find_remedies(
     with open_workers(file_request(path, overrides), jobs) as workers:
         workers.plan_chosen(choose, take)
     found = fastest_first(asked)
-    # A change is useless if a part of it is as fast.
+    # A change is useless if a subset of its settings is as fast.
     found = [c for i, c in enumerate(found) if not any(set(b.settings) < set(c.settings) for b in found[:i])]
     return tuple(_part(change, step_s) for change in found[:WANTED])
 
@@ -269,7 +270,7 @@ def find_remedies(
 def find_alternatives(
     path: str | Path, overrides: Sequence[str], report: Report, *, jobs: int | None = None
 ) -> tuple[RemedyPart, ...]:
-    """Compile other XLA options than meshkit derives, and return what each that compiles would give, fastest first.
+    """Compile alternatives to the XLA options that meshkit derives; return those that compile, the fastest first.
 
     Raises:
         ConfigError: the experiment is invalid.
@@ -309,9 +310,10 @@ def plan_fewer_hosts(
 
 
 def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:
-    """Yield XLA's own options in place of derived ones, kind by kind and all at once, and other latencies.
+    """Yield candidates with other XLA options: XLA's defaults for one kind of derived options each, and for all kinds.
 
-    A `[program]` has no derived options: it gets those that meshkit would choose.
+    Further candidates use other latencies for XLA's scheduler. A `[program]` has no derived options; for it the
+    candidates have the options that meshkit would choose.
     """
     if isinstance(experiment, ProgramExperiment):
         yield from _options_of_a_program(experiment)
@@ -349,10 +351,10 @@ def _change(group: str, what: str, settings: Settings, parts: tuple[Candidate, .
 
 
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
-    """Yield the changes that may make an experiment fit, the mildest of each kind first, then pairs."""
+    """Yield the changes that may make an experiment fit: single changes, the weakest of each kind first, then pairs."""
     alone = list(_single_changes(experiment, bounds))
     yield from alone
-    # Where one change is not enough, the strongest pairs come first.
+    # Pairs are for the case that one change is not enough, so the strongest pairs come first.
     for second in reversed([c for c in alone if c.group in ("micro-batches", "fsdp", "tensor")]):
         for first in reversed([c for c in alone if c.group == "remat"]):
             both = f"{first.what}; {second.what}"
@@ -409,7 +411,7 @@ def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
     now = {axis.name: axis.size for axis in experiment.mesh.axes}
     for name, what in (("fsdp", "shard the state over more GPUs"), ("tensor", "tensor and sequence parallelism")):
         larger = [mesh for mesh in space.meshes if _grows_only(now, {a.name: a.size for a in mesh.axes}, name)]
-        # An axis inside a domain is faster than one that crosses domains.
+        # For each size, an axis inside a domain comes before an axis that crosses domains, which is slower.
         larger.sort(key=lambda mesh: [(a.size, a.number("infiniband")) for a in mesh.axes if a.name == name])
         sizes = set()
         for mesh in larger:
@@ -422,14 +424,14 @@ def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
 
 
 def _grows_only(now: dict[str, int], then: dict[str, int], name: str) -> bool:
-    """Return whether an axis grows by GPUs of the axes that it may take from, and all others stay."""
+    """Return whether axis `name` grows and only `data` (for `tensor` also `fsdp`) changes with it."""
     grown = then.get(name, 1) > now.get(name, 1)
     taken = ("data",) if name == "fsdp" else ("data", "fsdp")
     return grown and all(then.get(n, 1) == now.get(n, 1) for n in {*now, *then} - {name, *taken})
 
 
 def may_fit(path: str | Path, overrides: Sequence[str], change: Candidate, bounds: Bounds) -> bool:
-    """Return whether the closed forms leave room for a change; False also where it cannot be loaded."""
+    """Return whether a change may fit by the closed forms; False also if the changed experiment cannot be loaded."""
     try:
         experiment = load(path, (*overrides, *change.settings))
         return ruled_out(experiment, bounds.bound(experiment)) is None
@@ -438,7 +440,7 @@ def may_fit(path: str | Path, overrides: Sequence[str], change: Candidate, bound
 
 
 def _is_redundant(change: Candidate, fits: Candidate, order: Sequence[Candidate]) -> bool:
-    """Return whether a pair holds a change at least as strong as one of the same kind that fits alone."""
+    """Return whether a pair has a part that is at least as strong as `fits`, a change of that kind that fits alone."""
     return any(
         part == fits or (part.group == fits.group and part in order and order.index(part) > order.index(fits))
         for part in change.parts
@@ -446,7 +448,7 @@ def _is_redundant(change: Candidate, fits: Candidate, order: Sequence[Candidate]
 
 
 def next_change(waiting: list[Candidate], asked: Sequence[Candidate]) -> Candidate:
-    """Remove and return the next change: of the kind that was tried least often, pairs last."""
+    """Remove and return the next change: one of the kind that was tried least often, single changes before pairs."""
     counts = {c.group: sum(a.group == c.group for a in asked) for c in waiting}
     change = min(waiting, key=lambda c: (bool(c.parts), counts[c.group], waiting.index(c)))
     waiting.remove(change)
@@ -454,7 +456,7 @@ def next_change(waiting: list[Candidate], asked: Sequence[Candidate]) -> Candida
 
 
 def remedies_table(title: str, remedies: Sequence[RemedyPart]) -> Table:
-    """Return a table of changes, and the step that each predicts."""
+    """Return a table of changes with the predicted step time of each."""
     table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False)
     table.add_column("change", overflow="fold", ratio=1)
     for name in ("step", "cost", "peak", "to spare"):
@@ -467,7 +469,7 @@ def remedies_table(title: str, remedies: Sequence[RemedyPart]) -> Table:
 
 
 def cost_text(remedy: RemedyPart) -> str:
-    """Return such as `+12.3 %`, what a change adds to the step as it is."""
+    """Return the step time that a change adds, as a share of the unchanged step, such as `+12.3 %`."""
     if remedy.cost_s is None or not remedy.time_s:
         return "-"
     share = format_percent(remedy.cost_s / (remedy.time_s - remedy.cost_s))

@@ -1,8 +1,8 @@
-"""Plans the same experiment at several sizes, to show how a step changes with the number of hosts or GPUs.
+"""Plan the same experiment at several sizes, to show how a step changes with the number of hosts or GPUs.
 
-Weak scaling grows the batch with the GPUs; strong scaling divides the experiment's batch among more GPUs. The batch of
-a `[program]` is what its `make` returns for the mesh of each size. Efficiency is tokens per second per GPU relative to
-the smallest size.
+Weak scaling grows the batch with the GPUs; strong scaling divides the experiment's batch among more GPUs. For a
+`[program]` the function `make` chooses the batch for the mesh of each size. Efficiency is tokens per second per GPU
+relative to the smallest size.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ScalingPoint(Part):
     """The experiment at one size.
 
     Attributes:
-        global_batch: of the experiment; None for a `[program]`.
+        global_batch: the global batch at this size; None for a `[program]`.
         efficiency: tokens per second per GPU, relative to the smallest size that could be planned.
-        speedup: tokens per second, relative to that size.
+        speedup: tokens per second, relative to the same smallest size.
         exposed_share: share of the step that is exposed communication.
     """
 
@@ -47,7 +47,7 @@ class ScalingPoint(Part):
 
 
 class ScalingReport(Part):
-    """The sizes, the smallest first.
+    """The result of a sweep over sizes, the smallest first.
 
     Attributes:
         axis: the mesh axis that grows.
@@ -80,28 +80,28 @@ def sweep_sizes(
 ) -> tuple[str, tuple[Candidate, ...]]:
     """Return the axis that grows, and the experiment at each size of a sweep.
 
-    The axis whose factor is `"fill"` grows. Without one it is the outermost axis that crosses domains. On a cluster of
-    one domain it is the outermost that shards the batch, and in a `[program]` the outermost.
+    The axis whose factor is `"fill"` grows. Without one, the outermost axis that crosses domains grows. If none crosses
+    domains, the outermost axis that shards the batch grows, or for a `[program]` the outermost axis.
 
     Args:
         what: `hosts` or `gpus`, the unit of the numbers.
-        numbers: positive; the sizes come in their order.
+        numbers: the sizes, positive and in the order of the result.
         kind: `weak` scales the global batch with the GPUs, `strong` keeps it; `program`: `make` decides.
 
     Raises:
-        ConfigError: no axis can grow, or the cluster, the mesh or the batch cannot have a size.
+        ConfigError: no axis can grow, or one of the sizes is impossible for the cluster, the mesh or the batch.
     """
     axis = growing_axis(experiment)
     return axis.name, tuple(_size(experiment, axis, what, number, kind) for number in numbers)
 
 
 def growing_axis(experiment: Experiment | ProgramExperiment) -> MeshAxis:
-    """Return the axis of a mesh that a sweep changes.
+    """Return the axis of a mesh that grows in a sweep, as `sweep_sizes` describes.
 
-    `"fill"` is looked for in the mesh as its file and `--set` write it.
+    `"fill"` is read from the file and from `--set`, because the resolved mesh has numbers in its place.
 
     Raises:
-        ConfigError: no axis says how to grow.
+        ConfigError: no axis can grow.
     """
     table = experiment.document.table.get("mesh", {}) if experiment.document else {}
     axes = {axis.name: axis for axis in experiment.mesh.axes}
@@ -200,11 +200,12 @@ def scale(
 ) -> ScalingReport:
     """Plan an experiment at several sizes.
 
-    `weak` (the default) grows the batch with the GPUs, `strong` keeps it; None for a `[program]`.
+    `weak` (the default) grows the batch with the GPUs, and `strong` keeps the batch. For a `[program]`, `kind` must be
+    None.
 
     Raises:
-        ConfigError: the sweep is invalid, a size is impossible, or a `[program]`, whose `make` decides the batch, has a
-            kind.
+        ConfigError: the sweep is invalid, a size is impossible, or `kind` is set for a `[program]`, whose `make`
+            decides the batch.
     """
     experiment = load_any(path, overrides)
     if isinstance(experiment, ProgramExperiment):

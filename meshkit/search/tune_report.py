@@ -1,6 +1,6 @@
-"""The result of a search, as `tune/1` and on a terminal: every outcome, the winner, and why it wins.
+"""Report the result of a search as JSON (`tune/1`) and on a terminal: all outcomes, the winner, and why it wins.
 
-outcomes of the experiment as it is and of the winner -> differences -> sentences
+outcomes of the unchanged experiment and of the winner -> differences -> sentences
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from meshkit.units import format_bytes, format_percent, format_seconds
 TUNE_SCHEMA = "meshkit.tune/1"
 # Smaller shares of the step are left out of the reasons, except for the largest.
 _NOTABLE = 0.005
-# A collective is gone once less than this share of it is still exposed.
+# A collective counts as gone if less than this share of its exposed time is left.
 _GONE = 0.1
-# A collective that is exposed for a smaller share of the step is not a reason.
+# A collective that saves a smaller share of the step is not a reason.
 _WORTH_NAMING = 1e-4
 
 
 class PrunedPart(Part):
-    """Variants that one closed form ruled out, with an example."""
+    """The number of variants that one rule removed, with an example."""
 
     rule: str
     count: int
@@ -41,7 +41,7 @@ class PrunedPart(Part):
 
 
 class DifferencePart(Part):
-    """Seconds a step of the experiment as it is and of the winner, and what was saved."""
+    """One part of the step: its seconds in the unchanged experiment and in the winner, and the seconds saved."""
 
     name: str
     base_s: float | None
@@ -53,18 +53,19 @@ class TuneReport(Printed, Part):
     """The result of a search.
 
     Attributes:
-        num_gpus: of the experiment; an outcome of another size has its own.
-        global_batch: of the experiment; None for a step that a function builds.
-        objective: of the winner, `time` (at the experiment's size) or `gpu_hours` (of any size).
-        base: the experiment as it is.
-        winner: the best that fits; None where none does.
-        why: sentences that say what the winner has gained, and where.
-        differences: compute, and every row of communication, the largest saving first.
-        pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
-        space: variants before pruning.
-        compiled: variants compiled, in this and in earlier runs; `reused` of them in earlier ones.
-        left: variants that were neither ruled out nor compiled.
-        wall_s: of this run.
+        num_gpus: the GPUs of the experiment; an outcome at another size has its own number.
+        global_batch: the experiment's global batch; None for a step that a function builds.
+        objective: `time`: the winner is the fastest at the experiment's size. `gpu_hours`: it has the fewest GPU hours
+            at any size.
+        base: the outcome of the unchanged experiment.
+        winner: the best outcome that fits; None if none fits.
+        why: sentences about the gains of the winner.
+        differences: compute, idle time, and every row of communication, the largest saving first.
+        pareto: indices of fitting outcomes that no other outcome equals or beats in all of time, memory and GPUs.
+        space: the number of variants before any rule removed some.
+        compiled: the number of variants compiled in this and in earlier runs; `reused` of them in earlier runs.
+        left: the number of variants that were neither ruled out nor compiled.
+        wall_s: the seconds of this run.
     """
 
     schema_: Literal["meshkit.tune/1"] = Field(default=TUNE_SCHEMA, alias="schema")
@@ -97,18 +98,18 @@ class SearchProgress:
     """Callbacks that follow a search."""
 
     pruning: Callable[[int], None]
-    """Takes the number of variants looked at so far."""
+    """Called with the number of variants that the closed forms have checked so far."""
     started: Callable[[int, int], None]
-    """Takes the candidates that were not ruled out, and how many variants will be compiled."""
+    """Called with the number of candidates that were not ruled out, and the number that will be compiled at most."""
     done: Callable[[Candidate, bool, Candidate | None], None]
-    """Takes the candidate, whether an earlier run had its outcome, and the best so far."""
+    """Called with a candidate, with whether its outcome comes from an earlier run, and with the best so far."""
 
 
 SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
 
 
 def make_tune_report(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any) -> TuneReport:
-    """Return the report of a search, whose first outcome is the step as it is.
+    """Return the report of a search, whose first outcome is that of the unchanged step.
 
     Raises:
         RunError: no variant could be planned.
@@ -130,7 +131,7 @@ def make_tune_report(outcomes: Sequence[Outcome], winner: Outcome | None, **know
 
 
 def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
-    """Return the indices of outcomes that fit and that no other beats in time, memory and GPUs, fastest first."""
+    """Return the indices of fitting outcomes that none equals or beats in time, memory and GPUs, fastest first."""
     found: list[int] = []
     fitting = [i for i, o in enumerate(outcomes) if o.fits and o.time_s is not None]
     for i in sorted(fitting, key=lambda i: _costs(outcomes[i])):
@@ -144,9 +145,9 @@ def _costs(outcome: Outcome) -> tuple[float, int, int]:
 
 
 def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
-    """Return the seconds of compute and of each row's exposed communication, the largest saving first.
+    """Return the seconds of compute, of idle time, and of each row's exposed communication, the largest saving first.
 
-    What could not be planned counts as 0 s.
+    A part that one of the two outcomes does not have counts as 0 s.
     """
 
     def seconds(outcome: Outcome) -> dict[str, float]:
@@ -168,7 +169,7 @@ def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
 
 
 def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) -> tuple[str, ...]:
-    """Say what the winner has gained, and where, one sentence each."""
+    """Return sentences about the gains of the winner over the unchanged experiment."""
     if winner is None:
         return ("no compiled variant fits.",)
     if not winner.settings:
@@ -223,7 +224,7 @@ def _recomputation(base: Outcome, winner: Outcome) -> list[str]:
 
 
 def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
-    """Say that no exposed collective went away, where none did."""
+    """Return a sentence that no exposed collective went away, unless one did."""
     if named or base.exposed_s is None or winner.exposed_s is None:
         return []
     before, after = format_seconds(base.exposed_s), format_seconds(winner.exposed_s)
@@ -236,7 +237,7 @@ def _row_name(row: OutcomeRow) -> str:
 
 
 def _rest(outcome: Outcome) -> float | None:
-    """Return the seconds of a step in which neither a kernel computes nor a collective is exposed."""
+    """Return the seconds of a step without compute and without exposed communication."""
     if outcome.time_s is None or outcome.compute_s is None or outcome.exposed_s is None:
         return None
     return outcome.time_s - outcome.compute_s - outcome.exposed_s
@@ -264,7 +265,7 @@ RULE_WORDS = {
 
 
 def render(report: TuneReport) -> RenderableType:
-    """Return the whole search, for `rich.print`."""
+    """Return the report for printing with rich."""
     parts: list[RenderableType] = [_headline(report)]
     if report.winner is not None and not report.winner_is_base:
         parts += [heading("why it wins"), *listed(report.why), heading("the winner")]
@@ -280,13 +281,13 @@ def render(report: TuneReport) -> RenderableType:
 
 
 def best_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Sort outcomes: those that fit by time, then those that do not, then errors."""
+    """Return outcomes in order: those that fit, then those that do not fit, then errors; each group by time."""
     order = {"fits": 0, "does_not_fit": 1, "error": 2}
     return sorted(outcomes, key=lambda o: (order[o.status], o.time_s or 0.0, o.settings))
 
 
 def what_text(outcome: Outcome) -> str:
-    """Return the settings in words short enough for a table."""
+    """Return the settings as a text that is short enough for a table."""
     if not outcome.settings:
         return "as it is"
     words = []
@@ -301,14 +302,14 @@ def what_text(outcome: Outcome) -> str:
             words.append(f"remat {_remat_text(value)}")
         elif key == "rules.gradients.embed":
             words.append("reduced each")
-        elif section in ("train", "pipeline", "xla", ""):  # the last of a choice of somebody's own
+        elif section in ("train", "pipeline", "xla", ""):  # "" for a choice of the user's function
             name = name.removeprefix("xla_").removeprefix("gpu_") if section == "xla" else name
             words.append(f"{name} {value.strip(chr(34))}")
     return ", ".join(words)
 
 
 def how_to_have(report: TuneReport) -> list[str]:
-    """Return the winner's options of the command line, or the arguments of the function that builds the step."""
+    """Return the winner's settings as command-line options, or as arguments of the function that builds the step."""
     settings = report.winner.settings if report.winner is not None else ()
     if report.global_batch is not None:
         return [f"--set '{setting}'" for setting in settings]
@@ -317,7 +318,7 @@ def how_to_have(report: TuneReport) -> list[str]:
 
 
 def _remat_text(value: str) -> str:
-    """Return `offload gate up and keep key value`, or the setting as it is."""
+    """Return a remat setting as text, such as `offload gate up and keep key value`."""
     try:
         remat = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -330,7 +331,7 @@ def _remat_text(value: str) -> str:
 
 
 def variants_table(report: TuneReport, outcomes: Sequence[Outcome]) -> Table:
-    """Return some of the compiled variants; the winner stands out."""
+    """Return a table of some compiled variants, with the winner in bold."""
     columns = number_columns("GPUs", "step", "GPU s", "compute", "exposed", "MFU", "memory", "")
     styles = ["bold" if report.winner and o.settings == report.winner.settings else "" for o in outcomes]
     return Table([*text_columns("variant"), *columns], [_cells(o) for o in outcomes], styles)

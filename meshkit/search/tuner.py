@@ -1,4 +1,4 @@
-"""Searches for the fastest variant that fits of an experiment or of a user's own step, and says why it is faster.
+"""Search for the fastest fitting variant of an experiment, or of a step that a user's function builds.
 
 experiment -> variants -> bounds -> search (plans in parallel processes) -> TuneReport, winner.toml
 build(mesh, **choices), a mesh, a cluster -> every mesh x every choice -> search -> TuneReport
@@ -51,17 +51,18 @@ _LEAST = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Further sizes of the cluster with the same model and global batch, and what decides between them.
+    """Further sizes of the cluster, with the same model and global batch, and the objective of the search.
 
-    The experiment's own size is searched first. Each other size then gets a small share of the budget: all its meshes
-    and recomputation policies, with the XLA options of the best so far, and a pipeline only where the best has one.
+    The experiment's own size is searched first. Each other size then gets a small share of the budget. Its candidates
+    have all meshes and recomputation policies, but only the XLA options of the best so far. They have a pipeline only
+    if the best so far has one.
     """
 
     hosts: tuple[int, ...] = ()
-    """Numbers of hosts, without the experiment's own."""
+    """The numbers of hosts to search in addition to the experiment's own."""
     objective: str = "time"
-    """`time`: the winner is the fastest on as many GPUs as the experiment has; `gpu_hours`: the one that takes the
-    fewest, of any size."""
+    """`time`: the winner is the fastest at the experiment's size; `gpu_hours`: it has the fewest GPU hours at any
+    size."""
 
 
 OWN_SIZE = Sizes()
@@ -79,15 +80,17 @@ def tune_experiment(
     vary: Sequence[str] = (),
     progress: SearchProgress = SILENT,
 ) -> TuneReport:
-    """Return the search's report; with `out` also write `tune.json`, `winner.toml`, and what a later call resumes from.
+    """Search the variants of an experiment and return the report.
+
+    With `out`, also write `tune.json`, `winner.toml`, and the outcomes from which a later call resumes.
 
     Args:
         out: a folder that exists.
-        budget: variants to compile at most, with those of earlier calls with the same `out`.
+        budget: the most variants to compile, including those of earlier calls with the same `out`.
         jobs: planning processes at a time, or an executor; None: one process for each CPU.
-        axes: mesh axes that may be larger than 1; None: those that the rules know.
-        sizes: of the cluster to search, and what decides between them.
-        vary: `key=[values]` of a `[program]`: options of its function, or of XLA.
+        axes: mesh axes that may be larger than 1; None: the axes that the rules know.
+        sizes: the sizes of the cluster to search, and the objective.
+        vary: `key=[values]` for a `[program]`: options of its function, or of XLA.
 
     Raises:
         ConfigError: the experiment is invalid, the cluster has no GPUs, a size is impossible, or the folder holds
@@ -184,7 +187,7 @@ def _tune_program(experiment: ProgramExperiment, asked: _Request, space: Space) 
 def _space_of_program(experiment: ProgramExperiment, axes: Sequence[str] | None, vary: Sequence[str]) -> Space:
     """Return every mesh of the program's axes with every combination of the values of `--vary`.
 
-    The file's own value of a key is tried first; for a key that it lacks, the function's default.
+    The value in the file comes first. If the file does not set a key, the function's default comes first.
     """
     names = experiment.mesh.axis_names
     if other := [name for name in axes or () if name not in names]:
@@ -263,10 +266,10 @@ def parse_hosts(text: str | None) -> tuple[int, ...]:
 
 
 def shares(budget: int, others: int) -> tuple[int, int]:
-    """Return how many variants are compiled at the experiment's own size, and at each other.
+    """Return how many variants to compile at the experiment's own size, and at each of the other sizes.
 
     Raises:
-        ConfigError: the budget is too small for so many sizes.
+        ConfigError: the budget is too small for this number of sizes.
     """
     if not others:
         return budget, 0
@@ -280,9 +283,10 @@ def shares(budget: int, others: int) -> tuple[int, int]:
 
 
 def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -> Experiment:
-    """Return the experiment on so many hosts, with its largest axis over all GPUs, as a base for that size's meshes.
+    """Return the experiment on another number of hosts, as a base for the meshes of that size.
 
-    Its batch is the experiment's, whether or not this mesh divides it, because the mesh itself may never be tried.
+    Its largest axis spans all GPUs. Its batch is the experiment's even if this mesh does not divide it, because the
+    search need not try this mesh.
     """
     try:
         cluster = Cluster.load(own.cluster.to_dict(), hosts=hosts)
@@ -308,7 +312,7 @@ def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, obj
 
 
 def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
-    """Return the fastest at the experiment's own size, or of all sizes the one with the fewest GPU hours."""
+    """Return the fastest candidate at the experiment's own size, or the one with the fewest GPU hours at any size."""
     if objective == "time":
         return searches[0].best()
     found = [best for search in searches if (best := search.best()) is not None]
@@ -341,21 +345,22 @@ def tune(
     budget: int = 64,
     jobs: int | Executor | None = None,
 ) -> TuneReport:
-    """Search for the fastest variant of a step that fits on a cluster that is not there.
+    """Search for the fastest variant of a step that fits on a described cluster, without its GPUs.
 
     Args:
-        what: `build(mesh, **choices)`, which makes an `mk.Program`, or a step and its arguments, for a described mesh;
-            or the file of an experiment, which is searched as `meshkit tune` does.
-        mesh: of the step as it is; every way to share the cluster's GPUs among its axes is a variant.
+        what: a function `build(mesh, **choices)` that returns an `mk.Program`, or a step and its arguments, for a
+            described mesh. Or the file of an experiment, which is searched as `meshkit tune` does.
+        mesh: the mesh of the unchanged step. Every way to share the cluster's GPUs among its axes is a variant.
         cluster: the GPUs and links.
-        choices: values for further parameters of `build`, the step's own first: numbers, texts, lists or booleans.
-        out: a folder for the search of an experiment, which a later call resumes from.
-        budget: variants to compile at most.
-        jobs: processes at a time, None for one of each CPU; or any `concurrent.futures.Executor`. A request names
-            `build`, a function of a module; a function of a notebook or of `__main__` is planned in this process.
+        choices: values for further parameters of `build`: numbers, texts, lists or booleans. The first value of each
+            belongs to the unchanged step.
+        out: a folder for the search of an experiment, from which a later call resumes.
+        budget: the most variants to compile.
+        jobs: processes at a time, None for one for each CPU; or any `concurrent.futures.Executor`. Other processes
+            import `build` by its name. A function of a notebook or of `__main__` is planned in this process.
 
     Raises:
-        ConfigError: this cannot be searched, or an executor could not find the function.
+        ConfigError: the arguments are invalid, or an executor could not import the function.
         RunError: no variant could be planned.
     """
     if not callable(what):
@@ -379,7 +384,7 @@ def tune(
 
 
 def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]]) -> Space:
-    """Return every mesh of the axes of a step with every combination of its choices, whose first values are its own."""
+    """Return every mesh of a step's axes with every combination of its choices; first values are the unchanged step."""
     for name, values in choices.items():
         _check_choice(name, values)
     options = tuple(tuple(zip(choices, values)) for values in itertools.product(*choices.values()))
@@ -399,7 +404,7 @@ def _check_choice(name: str, values: Any) -> None:
 
 
 def _workers(build: Build, request: Mapping[str, Any], jobs: int | Executor | None) -> Workers:
-    """Return processes or an executor where the function has a name, else workers in this process."""
+    """Return processes or an executor if the function can be imported by name, else workers in this process."""
     if (name := import_name(build)) is not None:
         return open_workers({"build": name, **request}, jobs)
     if isinstance(jobs, Executor):

@@ -1,8 +1,8 @@
-"""Variants of an experiment, as settings over its file.
+"""Define the variants of an experiment, and write each of them as `--set` values for its file.
 
-A variant keeps machines, model and global batch, so that step times compare. It chooses the mesh (sizes of the axes and
-their places on the links), how often the step accumulates, the schedule of a pipeline and its microbatches, what the
-backward pass recomputes, and options of XLA.
+A variant keeps the machines, the model and the global batch, so that step times can be compared. It chooses the mesh
+(the sizes of the axes and their factors on the links), the number of micro-batches, the schedule and microbatches of a
+pipeline, the recomputation policy of the backward pass, and options of XLA.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_valu
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 
-# Presets that shard parameters over `fsdp` (or not at all) and tensors over `tensor`; "all" does so with more axes.
+# Presets that shard parameters over `fsdp` (or not at all) and tensors over `tensor`. `_WIDEST` has more axes.
 _EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
 _WIDEST = "all"
-_PIPELINE = "pipeline"  # The name of an axis for pipelines in an experiment that has none.
+_PIPELINE = "pipeline"  # The name of the pipeline axis in variants of an experiment without a pipeline.
 _CANONICAL = (_PIPELINE, "data", "fsdp", "expert", "context", "tensor")
-# A longer sequence is worth sharding.
+# A sequence of at least this length is worth sharding.
 LONG_SEQUENCE = 16_384
-# What layers may keep, from all to nothing; a model takes the policies whose names it knows. `down` is left out:
-# its output becomes the next layer's input, which is kept anyway.
+# Policies of what layers keep for the backward pass. A model accepts the policies whose names it has. `down` is left
+# out, because its output becomes the next layer's input, which is kept anyway.
 REMATS: tuple[Any, ...] = (
     "none",
     "dots",
@@ -51,7 +51,7 @@ REMATS: tuple[Any, ...] = (
     RematMix((), ("up",)),
 )
 
-# A stage keeps from forward to backward either its input, or all that `train.remat` keeps.
+# A stage keeps for the backward pass either only its input, or everything that `train.remat` keeps.
 _RESIDUALS = ("recompute", "stash")
 
 Options = tuple[tuple[str, Any], ...]
@@ -59,7 +59,7 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """How a pipeline runs: `[pipeline]` without its axis, head and layout."""
+    """The values of `[pipeline]` that a search varies."""
 
     microbatches: int
     schedule: str
@@ -74,11 +74,11 @@ class Variant:
     mesh: MeshSpec
     accumulate: int
     each_micro_batch: bool
-    """Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step."""
+    """Whether each micro-batch reduces gradients (and gathers weights), which takes less memory than once a step."""
     remat: Any
     options: Options = ()
-    """Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
-    builds: its arguments."""
+    """XLA options and `train.pgle` as keys of the file, beyond the experiment's own; for a step that a function builds,
+    arguments of the function."""
     stages: PipelineChoice | None = None
 
     def differences(self, other: Variant) -> int:
@@ -86,7 +86,7 @@ class Variant:
         return sum(getattr(self, f.name) != getattr(other, f.name) for f in dataclasses.fields(self))
 
     def distance(self, other: Variant) -> float:
-        """Return how far apart two variants of the same axes are: factors of two that moved, and other options."""
+        """Return the distance of two variants with the same axes: moved factors of two + different options."""
         moved = 0.0
         for a, b in zip(self.mesh.axes, other.mesh.axes):
             moved += sum(abs(math.log2(a.number(link) / b.number(link))) for link in ("nvlink", "infiniband"))
@@ -99,18 +99,18 @@ class Space:
 
     base: Variant
     preset: str | None
-    """The experiment's preset of rules; None where every rule is written out."""
+    """The experiment's preset of rules; None if the experiment names no preset."""
     meshes: tuple[MeshSpec, ...]
     accumulates: tuple[int, ...]
     remats: tuple[Any, ...]
     options: tuple[Options, ...]
     vary_reduction: bool = False
-    """Whether gradients may be reduced with every micro-batch: no rule of the experiment says when."""
+    """Whether `each_micro_batch` may vary, because no rule of the experiment is about gradients."""
     pipeline: str | None = None
     virtual_stages: tuple[int, ...] = ()
-    """Chunks of layers that a stage of an interleaved pipeline may have."""
+    """The numbers of chunks of layers that a stage of an interleaved pipeline may have."""
     hosts: int | None = None
-    """Hosts of the cluster, where they are not the experiment's own."""
+    """The hosts of the cluster; None for the experiment's own number."""
 
     def variants(self) -> Iterator[Variant]:
         """Yield every combination; the base may be among them."""
@@ -136,18 +136,19 @@ class Space:
                 yield PipelineChoice(microbatches, "interleaved_1f1b", chunks, residuals)
 
     def _remats_within(self, stage: PipelineChoice) -> Sequence[Any]:
-        """Return what a stage's layers may keep: all where it is recomputed, or a layer would run a third time."""
+        """Return the remat policies for a stage; a recomputed stage has one, so that no layer runs a third time."""
         if stage.residuals == "stash":  # Only a scan over layers overlaps offloading with other layers.
             return [remat for remat in self.remats if not isinstance(remat, RematMix)]
         return ("none",) if "none" in self.remats else (self.base.remat,)
 
     def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
-        """Return an experiment of the variant's mesh with its other choices, as `settings` would load it.
+        """Return the experiment with the variant's choices, as if loaded with `settings`.
 
-        The variant's XLA options are left out, because no closed form asks for them.
+        `experiment` must already have the variant's mesh. The variant's XLA options are left out, because no closed
+        form uses them.
 
         Raises:
-            ConfigError: the batch does not divide.
+            ConfigError: the mesh and the micro-batches do not divide the batch.
         """
         train, rules = experiment.train, experiment.rules
         ways = math.prod(
@@ -170,7 +171,7 @@ class Space:
         return dataclasses.replace(experiment, train=train, rules=rules, pipeline=pipeline)
 
     def settings(self, variant: Variant) -> tuple[str, ...]:
-        """Return the values for `--set` that make a variant; what is as in the experiment needs none."""
+        """Return the values for `--set` that make a variant, without those that equal the experiment's."""
         base, found = self.base, []
         if self.hosts is not None:
             found.append(f"cluster.hosts={self.hosts}")
@@ -208,10 +209,10 @@ def make_space(
     can_pipeline: bool = False,
     hosts: int | None = None,
 ) -> Space:
-    """Return the space around an experiment; None as axes stands for those that its rules know.
+    """Return the variants of an experiment; if `axes` is None, those over the axes that its rules know.
 
     Raises:
-        ConfigError: no rule knows an axis.
+        ConfigError: no rule of the experiment knows one of the axes.
     """
     preset = _preset(experiment)
     names = _axis_names(experiment, preset, axes, logical_axes, can_pipeline)
@@ -235,8 +236,8 @@ def make_space(
     )
 
 
-# Options that change the program and that the plan does not decide: the latencies that XLA schedules by, and how
-# many collectives may be in flight.
+# Options that change the program and that the plan does not derive: the latencies that XLA's scheduler uses, and the
+# number of collectives that may be in flight.
 BY_PRICES: Options = (("train.pgle", PREDICTED),)
 TWO_AT_A_TIME: Options = (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
 OPTION_SETS: tuple[Options, ...] = (TWO_AT_A_TIME, BY_PRICES, (*BY_PRICES, *TWO_AT_A_TIME))
@@ -249,13 +250,13 @@ def preset_axes(preset: str) -> frozenset[str]:
 
 
 def _option_sets(experiment: Experiment) -> list[Options]:
-    """Return the option sets that change the experiment, which may use prices or a profile already."""
+    """Return the option sets that change the experiment, without predicted latencies if it has those or a profile."""
     given = experiment.train.pgle == PREDICTED or PGLE_OPTION in experiment.xla
     return [some for some in OPTION_SETS if not (given and BY_PRICES[0] in some)]
 
 
 def _preset(experiment: Experiment) -> str | None:
-    """Return the preset that the file's rules begin with; None where they name none."""
+    """Return the preset that the file's rules name; None if they name none."""
     rules = experiment.document.table.get("rules", {}) if experiment.document else {}
     name = rules.get("preset") if isinstance(rules, Mapping) else None
     return name if isinstance(name, str) and name in PRESETS else None
@@ -268,7 +269,7 @@ def _axis_names(
     logical_axes: set[str],
     can_pipeline: bool,
 ) -> tuple[str, ...]:
-    """Return the axes that may be larger than 1, outermost first: in the file's order, others where they belong."""
+    """Return the axes that may be larger than 1, outermost first: in the file's order, new axes by `_CANONICAL`."""
     present = experiment.mesh.axis_names
     known = set(present) | (preset_axes(preset) if preset else set())
     if preset in _EXTENDED or preset == _WIDEST:
@@ -297,7 +298,7 @@ def _axis_names(
 def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) -> Iterator[MeshSpec]:
     """Yield every way to share the GPUs of a domain, and the domains, among the axes.
 
-    An axis of one GPU is left out unless it is present already, because rules may name it.
+    An axis of size 1 is left out. Axes in `present` stay, because rules may name them.
     """
     for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
         for across in factorizations(cluster.num_nvlink_domains, len(names)):
@@ -306,7 +307,7 @@ def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) 
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every ordered way to write n as a product of that many factors."""
+    """Yield every way to write n as a product of `parts` factors, in every order."""
     if parts < 2:
         yield from [(n,)] * parts or [()] * (n == 1)
         return

@@ -1,15 +1,15 @@
-"""Processes that plan variants at the same time, each with its own compiler.
+"""Plan variants in parallel processes, each with its own compiler.
 
-Where XLA crashes on a program or memory runs out, one variant is lost and a new process continues.
+If XLA crashes on a program or memory runs out, only one variant is lost, and a new process continues.
 
-A request is `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or for a user's own step `{"build":
-"pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`; its answer is an Outcome. A user's
-executor gets the same as text.
+A request is `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or for a step that a user's function builds
+`{"build": "pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`. The answer is an
+Outcome. A user's executor gets the same request as JSON text.
 
     build(mesh, **choices) -> (step, args) -> plan -> Outcome
 
-Variants of a user's step are settings, as those of an experiment: `mesh={ fsdp = 8 }`, `remat="full"`. A request names
-the function that builds the step, and carries no code.
+Variants of such a step are settings like those of an experiment: `mesh={ fsdp = 8 }`, `remat="full"`. A request names
+the function that builds the step, and contains no code.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 def file_request(experiment: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the request that all candidates of an experiment share.
 
-    A file that exists is made absolute. The overrides lie beneath the settings of every candidate.
+    The path of a file that exists is made absolute. The settings of each candidate are applied after the overrides.
     """
     path = Path(experiment).absolute() if Path(experiment).exists() else experiment
     return {"experiment": str(path), "overrides": list(overrides)}
 
 
 def step_request(mesh: MeshSpec, cluster: Cluster, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request that all candidates of a user's step share, without the function that `build`s it."""
+    """Return the request that all candidates of a user's step share, without its key `build`."""
     return {"cluster": cluster.to_dict(), "mesh": mesh.to_dict(), "choices": dict(choices)}
 
 
 def import_name(build: Any) -> str | None:
-    """Return the name by which another process can import a function, `pkg.mod:fn`; None where there is none."""
+    """Return the name by which another process can import a function, `pkg.mod:fn`; None if there is none."""
     name = f"{getattr(build, '__module__', None)}:{getattr(build, '__qualname__', '<')}"
     with contextlib.suppress(ImportError, AttributeError):
         if "<" not in name and not name.startswith("__main__:") and _named(name) is build:
@@ -107,7 +107,8 @@ class Workers:
     ) -> None:
         """Plan the candidates that `choose` returns, as many at a time as there are processes.
 
-        `choose` is called whenever a process is free. The call returns once it gives None and nothing is being planned.
+        `choose` is called whenever a process is free. This call returns once `choose` returns None and no candidate is
+        being planned.
         """
         planned: dict[Settings, Candidate] = {}
         while True:
@@ -126,12 +127,12 @@ class Workers:
         self.plan_chosen(lambda: next(waiting, None))
 
     def submit(self, settings: Settings) -> None:
-        """Ask for the outcome of the experiment with settings laid over it."""
+        """Request the outcome of the experiment with these settings."""
         self._waiting.append(settings)
         self._start()
 
     def next(self) -> Outcome:
-        """Wait for the outcome that is ready first. A process that dies loses only its variant."""
+        """Wait for the first outcome. A process that dies loses only its own variant, which gets an error."""
         child = ready(list(self._busy))[0]
         settings = self._busy.pop(child)
         try:
@@ -159,7 +160,7 @@ class Workers:
 class ExecutorWorkers(Workers):
     """Plans candidates with a user's `concurrent.futures.Executor`, which takes and returns text.
 
-    The executor is on this machine, or on a cluster whose processes have meshkit and see the same files.
+    The executor runs on this machine, or on a cluster whose processes can import meshkit and read the same files.
     """
 
     def __init__(self, request: Mapping[str, Any], executor: Executor):
@@ -171,7 +172,7 @@ class ExecutorWorkers(Workers):
         self._futures[self._executor.submit(answer, json.dumps({**self._request, "settings": settings}))] = settings
 
     def next(self) -> Outcome:
-        """Wait for an outcome; of several that are ready, return the one that was asked for first."""
+        """Wait for an outcome; if several are ready, return the one that was requested first."""
         wait(self._futures, return_when=FIRST_COMPLETED)
         future = next(future for future in self._futures if future.done())
         settings = self._futures.pop(future)
@@ -181,7 +182,7 @@ class ExecutorWorkers(Workers):
             return Outcome(settings=settings, status="error", error=f"the executor failed: {type(e).__name__}: {e}")
 
     def close(self) -> None:
-        """Cancel what has not begun; the executor belongs to the user and stays open."""
+        """Cancel requests that have not begun. The executor belongs to the user and stays open."""
         for future in self._futures:
             future.cancel()
 
@@ -203,7 +204,7 @@ class SubmititExecutor(Executor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Queue a job; the future is done up to `poll_s` seconds after it, and cancelling that cancels the job."""
+        """Queue a job. Its future is done up to `poll_s` seconds after it; cancelling the future cancels the job."""
         future: Future = Future()
         job = self._executor.submit(fn, *args, **kwargs)
         with self._lock:
@@ -254,8 +255,8 @@ def open_workers(request: Mapping[str, Any], jobs: int | Executor | None = None,
     """Return workers for the candidates of a request, to be used in a `with` block.
 
     Args:
-        jobs: planning processes, None for one of each CPU; or an executor, which is not shut down.
-        log: a file to which their stderr is appended; None discards it, and an executor does not use it.
+        jobs: planning processes, None for one for each CPU; or an executor, which is not shut down.
+        log: a file to which the processes' stderr is appended; None discards it, and an executor does not use it.
     """
     return ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)
 
@@ -270,11 +271,13 @@ def _outcome(request: Mapping[str, Any]) -> Outcome:
 
 
 def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of one candidate of a step, also where it fails. A step that does not fit is not compiled.
+    """Return the outcome of one candidate of a step, even if it fails.
+
+    A step whose arguments alone exceed the GPU's memory is not compiled.
 
     Args:
-        build: called with the candidate's mesh, described, and a value for every choice; returns a step and its
-            arguments.
+        build: a function that is called with the candidate's described mesh and a value for every choice, and returns
+            a step and its arguments.
 
     Raises:
         ConfigError: a mesh does not fit the cluster.
@@ -304,7 +307,7 @@ def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
 
 
 def plan_file(request: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of an experiment file with overrides and settings laid over it, also where it fails."""
+    """Return the outcome of an experiment file with the request's overrides and settings, even if it fails."""
     start, settings = time.perf_counter(), tuple(request["settings"])
     mesh: dict[str, str] = {}
     try:
