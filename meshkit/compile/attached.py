@@ -56,7 +56,7 @@ from meshkit.predict.coverage import dequantized_note
 from meshkit.private import NotPrivate, check_private, private_folder
 from meshkit.step.train_step import TrainProgram
 
-# Processes begin to compile together, but a host that is busy with other work finishes later.
+# Seconds to wait for the other processes. All begin to compile together, but a busy host finishes later.
 _AGREE_S = 1800.0
 _SETTINGS = {
     # also keep the small programs around the step: a restart compiles dozens of them

@@ -78,7 +78,10 @@ def _at_peak(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def _kinds(module: Module) -> dict[str, str]:
-    """Return the kind of each instruction by name; a parameter of a loop body has the kind of the loop."""
+    """Return the kind of each instruction by name.
+
+    A parameter of a loop body has the kind of the loop, but `carried` for a loop of the backward pass.
+    """
     kinds: dict[str, str] = {}
     parameters: dict[str, list[str]] = {}
     loops: dict[str, str] = {}

@@ -7,8 +7,8 @@ A loop over layers that gathers its weights has no computation that hides the ga
 reductions of its last gradients, unless XLA moves them into the iteration before or after (collective pipelining).
 Pipelining copies the gathered weights in each iteration, unless one loop body computes two iterations (double
 buffering). Messages are combined up to the size at which a message uses most of the link's bandwidth, but at most up to
-one layer. Smaller messages pay more latency, and XLA's scheduler, which starts messages one iteration early, hides one
-message of a layer better than many.
+one layer. More and smaller messages have more latency in total. XLA's scheduler starts messages one iteration early,
+and hides one message of a layer better than many.
 
 XLA's latency hiding scheduler decides from estimated durations where a collective starts, and the estimates ignore the
 links of the cluster and the rates that its kernels sustain. A measured profile (`meshkit profile` writes one) has the
@@ -50,8 +50,8 @@ from meshkit.units import format_bytes, format_seconds
 # XLA's default threshold: 30 MiB of output. meshkit never sets a smaller threshold.
 _DEFAULT_BYTES = 30 * 2**20
 # A combined message must reach this share of a large message's bandwidth. In the simulator (2026-11-23) a step of Llama
-# 2 70B on 64 H100s takes 7.39 s with 0.5 and 7.23 s with 0.9 (7.20 s with NVIDIA's own table of options), and a step of
-# Llama 3 70B on 512 H100s takes 8.89 s and 8.69 s.
+# 2 70B on 64 H100s takes 7.39 s with 0.5 and 7.23 s with 0.9 (7.20 s with NVIDIA's own table of options). A step of
+# Llama 3 70B on 512 H100s takes 8.89 s with 0.5 and 8.69 s with 0.9.
 _SHARE = 0.9
 # The two message sizes from which the bandwidth of large messages is computed.
 _LARGE_BYTES = (2**32, 2**33)

@@ -155,7 +155,7 @@ def _carried(arrays: Sequence[tuple[tuple, Any]], outputs: Sequence[tuple[tuple,
 
 
 def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
-    """Export for CUDA, and allow every custom call that jax.export refuses, since the program is compiled at once."""
+    """Export for CUDA. Allow each custom call that jax.export refuses, since the program is compiled at once."""
     allowed = set(_ALLOWED_CALLS)
     while True:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]

@@ -64,7 +64,7 @@ class Option:
     before: str = ""
     """The first jaxlib release that it is not for; "" means none."""
     costs_memory: bool = False
-    """Whether it is left out if the program fits in memory only without such options."""
+    """Whether the option takes GPU memory, so that it may be left out if the program does not fit."""
     tight: tuple[bool | int | float | str, str] | None = None
     """The value and the reason that replace `value` and `why` if the program does not fit in memory."""
 

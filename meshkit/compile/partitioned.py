@@ -48,7 +48,7 @@ def lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
         if isinstance(inside, SPMDAxisContext) and set(inside.manual_axes) == set(inside.mesh.axis_names):
             return original(ctx, *values, **params)
         attached = ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh)
-        # jax.export refuses a program with keepalives (for callbacks), and the child calls these callbacks.
+        # jax.export refuses programs with keepalives for callbacks. These callbacks are called in the child.
         outer = ctx.module_context.replace(axis_context=attached, keepalives=[])
         results = original(ctx.replace(module_context=outer), *values, **params)
         if mesh.size > 1:

@@ -32,7 +32,7 @@ class TracedFlops:
             executes more FLOP repeats work on several GPUs.
         model: excludes the recomputation of `jax.checkpoint`. Attention counts without its mask, and its backward pass
             counts as two forward passes. This is the convention of `step.program`.
-        model_causal: like `model`, but without masked work: half of a causal attention, the band of a sliding window.
+        model_causal: like `model`, but counts only unmasked work: half of causal attention, a sliding window's band.
         block_scaled: the part of `executed` in block-scaled matmuls (`jax.nn.scaled_matmul`, `jax.lax.scaled_dot`).
     """
 

@@ -166,7 +166,7 @@ def _is_header(line: str) -> bool:
 
 
 def _parse_one(lines: Sequence[str], start: int, at: str) -> tuple[Matrix, int]:
-    """Return the matrix whose header is at line `start`, and the number of the line after the matrix."""
+    """Return the matrix whose header is `lines[start]`, and the index of the line after the matrix."""
     top = f"{at}:{start + 1}"
     names, affinities = _header(lines[start], top)
     rows: dict[str, list[str]] = {}

@@ -85,7 +85,7 @@ class Snapshot(_Plain):
 
 
 def check_snapshot(value: Any, *, at: str) -> Snapshot:
-    """Return NVML's recorded answers as a Snapshot; a `TraceError` if they are damaged."""
+    """Return NVML's recorded answers as a Snapshot; raise `TraceError` if they are damaged."""
     try:
         snapshot = Snapshot.model_validate(value)
     except ValidationError as error:

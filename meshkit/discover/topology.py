@@ -139,9 +139,9 @@ class Domain:
 
 @dataclass(frozen=True)
 class Rdma:
-    """Whether NICs can read GPU memory: by the peer-memory module or by dma-buf, and past bridges with ACS.
+    """Whether NICs can read GPU memory by the peer-memory module or by dma-buf; None if unknown.
 
-    ACS (access control services) of a PCIe bridge redirects such reads to the CPU.
+    `acs_bridges` PCIe bridges redirect such reads to the CPU by their access control services (ACS).
     """
 
     peer_memory: bool | None = None
@@ -297,7 +297,7 @@ def gpu_name_by_pci(vendor: str, device: str) -> str | None:
 
 
 def nic_by_pci(vendor: str, device: str) -> Match:
-    """Return the catalog's NIC for PCI ids (hexadecimal) of adapters with one rate; others match without a key."""
+    """Return the catalog's NIC for the PCI ids (hexadecimal) of an adapter with a fixed rate, else an empty match."""
     row = names()["nic_pci"].get(f"{_hex(vendor)}:{_hex(device)}")
     return Match(row["key"], row["stand_in"] or None) if row else Match()
 

@@ -207,7 +207,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _is_a_job(ours: Mapping[str, Setting], detected: Detected | None) -> bool:
-    """Return whether this process is part of a larger job. In Kubernetes each pod of an Indexed Job may be a job."""
+    """Return whether this process is part of a larger job.
+
+    A Kubernetes index alone does not show that, because each pod of an Indexed Job may be a job of its own.
+    """
     if any(name in ours for name in _REQUIRED):
         return True
     if detected is None or detected.launcher == "Kubernetes":

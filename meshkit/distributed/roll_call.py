@@ -2,7 +2,7 @@
 
     process 0 listens <- every other process sends its number, the job's size, its host and its time, and is greeted
                       <- if the job has a secret, the process proves that it knows the secret
-    process 0 sends all the list of processes, with a proof of the secret -> Attendance, the same in every process
+    process 0 sends the result to every process, with its own proof of the secret -> Attendance, the same everywhere
 
 If a process does not come, comes twice, or belongs to another job, jax's own start does the same in all three cases:
 after the timeout it ends all other processes, without naming the one at fault.
@@ -57,8 +57,8 @@ FIRST_WORD_S = 10.0
 # Seconds after which a coordinator's name that cannot be looked up counts as wrong. In Kubernetes it does not, since a
 # pod's name is known only once the pod has started.
 NAME_S = 20.0
-# The largest difference of two clocks, in seconds. With a larger one certificates fail, and the time stamps of logs and
-# checkpoints mislead. It cannot be much smaller, since a message takes seconds on a busy machine.
+# The largest allowed difference of two clocks, in seconds. With a larger difference certificates fail, and time stamps
+# of logs and checkpoints mislead. The limit cannot be much smaller, since a message takes seconds on a busy machine.
 _CLOCK_S = 60.0
 
 Log = Callable[[str], None]

@@ -441,7 +441,7 @@ def host_pool_bytes(experiment: Experiment) -> float | None:
 
 
 def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
-    """Return which memory is too small (`memory` or `host_memory`) and a text with the numbers; None if both may do."""
+    """Return which memory is too small (`memory` or `host_memory`) and a text with the numbers; None if it may fit."""
     pool, there = pool_bytes(experiment), host_pool_bytes(experiment)
     if bound.needed_bytes > pool:
         return "memory", f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"

@@ -79,7 +79,7 @@ def compile_with_pool(experiment: Experiment | ProgramExperiment, pool_bytes: fl
 
 
 def with_cliff(report: Report, cliff: CliffPart) -> Report:
-    """Return a report with its cliff, and a finding if the step is beyond the cliff or within the error of a plan."""
+    """Return a report with its cliff; add a finding if the cliff is passed, or closer than a plan's error."""
     memory = report.memory.model_copy(update={"cliff": cliff})
     findings = report.findings
     if cliff.distance_bytes is not None and cliff.distance_bytes < _PEAK_ERROR * (memory.peak_bytes or 0):

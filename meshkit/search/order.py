@@ -1,7 +1,7 @@
 """Decide which candidates are planned, and in which order.
 
-The unchanged experiment comes first, because candidates whose bound is longer than its step need not be compiled. Half
-of the budget then goes to the best estimates, with few candidates of any one mesh. The other half goes to neighbours of
+The unchanged experiment comes first. Candidates whose lower bound is longer than its step then need not be compiled.
+Half of the budget goes to the best estimates, with few candidates of any one mesh. The other half goes to neighbours of
 the best so far, which differ from it in one choice. Compiled candidates correct the estimates of their family
 (pipelines, tensor parallelism, accumulation, offloading).
 
@@ -246,7 +246,7 @@ class Search:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Return the known outcomes, in the order in which they were asked for."""
+        """Return the known outcomes, in the order in which their candidates were chosen."""
         return tuple(c.outcome for c in self._asked if c.outcome is not None)
 
     @property

@@ -50,7 +50,7 @@ _XLAS_OWN = (
     ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
     ("messages combined up to 30 MiB", "xla_gpu_", "_combine_threshold_bytes", 30 * 2**20 + 7),
 )
-# Options for a `[program]`, for which meshkit derives none: those that it would choose for a loop over layers.
+# meshkit derives no options for a `[program]`. These are the options that it would derive for a loop over layers.
 _FOR_A_PROGRAM: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "collectives pipelined over layers",
@@ -310,7 +310,7 @@ def plan_fewer_hosts(
 
 
 def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:
-    """Yield candidates with other XLA options: XLA's defaults for one kind of derived options each, and for all kinds.
+    """Yield candidates with other XLA options: XLA's defaults in place of one kind of derived options, and of all.
 
     Further candidates use other latencies for XLA's scheduler. A `[program]` has no derived options; for it the
     candidates have the options that meshkit would choose.

@@ -384,7 +384,7 @@ def tune(
 
 
 def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]]) -> Space:
-    """Return every mesh of a step's axes with every combination of its choices; first values are the unchanged step."""
+    """Return every mesh of a step's axes with every combination of its choices, the unchanged step's first."""
     for name, values in choices.items():
         _check_choice(name, values)
     options = tuple(tuple(zip(choices, values)) for values in itertools.product(*choices.values()))
