@@ -1,5 +1,5 @@
-"""The verbs of the command line, a package each; `cli.py` of each holds its arguments.
+"""The verbs (subcommands) of the command line. Each verb is a package, and its `cli.py` declares its arguments.
 
-Enters: what the user asked for. Leaves: a result, printed or written.
-May be imported by the command line; by another verb only where the import contract says so.
+Enters: the command that the user typed. Leaves: a result, printed or written.
+May be imported by the command line, and by another verb only where the import contract in pyproject.toml allows it.
 """

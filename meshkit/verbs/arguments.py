@@ -13,7 +13,7 @@ from meshkit.console import output, stdout
 
 
 def complete_experiment(incomplete: str) -> list[str]:
-    """The shipped experiments, folders and TOML files that begin so, for the shell."""
+    """Return the folders, TOML files and shipped experiments whose names begin with `incomplete`, for the shell."""
     from meshkit.config.user_code import shipped_experiments
 
     found = sorted(
@@ -61,7 +61,7 @@ JobsOption = Annotated[
 
 
 def show_report(report: Any, as_json: bool, title: str) -> None:
-    """Prints a report on stdout: its JSON, or its tables."""
+    """Print a report on stdout, as JSON or as tables."""
     if as_json:
         output(report.to_json())
         return

@@ -1,8 +1,9 @@
-"""The result of `meshkit bench`: pydantic models (`meshkit.bench/1`), a terminal, a page.
+"""The result of `meshkit bench`: its pydantic models (`meshkit.bench/1`), its terminal view and its HTML page.
 
-SI units, named in the key; a key that holds no value is None (`null`). Bandwidths are nccl-tests': algorithm bandwidth
-= size / time, bus bandwidth = that times the collective's factor, both per GPU and one direction. To read there is
-nccl-tests' table for each axis and collective, in its units (bytes, us, GB/s of 10^9 bytes), and the fits.
+Values are in SI units, which the key names. An unknown value is None (`null`). Bandwidths are defined as in nccl-tests:
+algorithm bandwidth = size / time, and bus bandwidth = algorithm bandwidth x the collective's factor. Both are per GPU
+and one direction. The views show nccl-tests' table for each axis and collective, in the units of nccl-tests (bytes, us,
+GB/s of 10^9 bytes), and the fits.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ _FIT_COLUMNS = (
     Column("median error", short="error", width=7),
 )
 GOOD_FIT = 0.3
-_MOVED = 0.02  # A constant that moved by a smaller share is not shown.
-# Colours beyond those of the mesh axes, so that each of ten collectives has its own.
+_MOVED = 0.02  # A constant that the fit changed by a smaller share than this is not shown.
+# The mesh axes' colours and three more, so that each of the ten collectives has its own colour.
 _COLORS = (*AXIS_COLORS, "#3f7cac", "#d1495b", "#6c757d")
 _POINTS_OF_A_LINE = 60
 
@@ -79,10 +80,10 @@ class DevicesPart(Part):
 
 
 class BenchRow(Part):
-    """One collective of one size over one axis; no axis for a copy on the device.
+    """One measured case: a collective of one size over one axis. A copy on the device has no axis and no link.
 
-    `wrong` of `checked` elements differ from numpy's. `emulated` names the collective that stands in for one that XLA
-    does not have. `fitted_time_s` is that of the fit of its link, collective and group shape.
+    Of `checked` elements, `wrong` differ from numpy's result. If XLA lacks the collective, `emulated` names the one
+    that ran in its place. `fitted_time_s` comes from the fit for this link, collective and group shape.
     """
 
     axes: tuple[str, ...]
@@ -108,7 +109,10 @@ class BenchRow(Part):
 
 
 class BenchFit(Part):
-    """Latency and bandwidth of one collective over groups of one shape, with the error against what was measured."""
+    """Latency and bus bandwidth of one collective over groups of one shape.
+
+    `residual_median` and `residual_p90` are the median and 90th percentile of |fitted / measured - 1|.
+    """
 
     link: LinkName
     fabric: str
@@ -124,7 +128,7 @@ class BenchFit(Part):
     points: int
 
     def time_s(self, wire_bytes: float) -> float:
-        """Return seconds of one collective that puts `wire_bytes` on the wire per GPU."""
+        """Return the seconds of one collective for which each GPU sends `wire_bytes`."""
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
@@ -137,7 +141,7 @@ class ConstantPart(Part):
 
 
 class NetworkPart(Part):
-    """The constants of the network model here; errors are medians of |predicted / measured - 1|."""
+    """The network model's constants, fitted to this cluster. The errors are medians of |predicted / measured - 1|."""
 
     constants: tuple[ConstantPart, ...]
     points: int
@@ -161,7 +165,7 @@ class BenchWarning(Part):
 
 
 class BenchReport(Part):
-    """All of it; `residual_median` is over every fitted row."""
+    """The whole result. `residual_median` and `residual_p90` are over all rows that have a fitted time."""
 
     schema_: Literal["meshkit.bench/1"] = Field(default=SCHEMA, alias="schema")
     date: str
@@ -186,7 +190,7 @@ class BenchReport(Part):
         return path
 
     def calibration(self) -> Calibration:
-        """Return what a cluster file can name, without emulated collectives, which no XLA program has."""
+        """Return the calibration that a cluster file can name. Emulated collectives are left out."""
         kept = [f for f in self.fits if f.emulated is None and f.collective in COLLECTIVES]
         fits = tuple(Fit(**{name: getattr(fit, name) for name in Fit.model_fields}) for fit in kept)
         machine = MeasuredOn(
@@ -206,7 +210,7 @@ class BenchReport(Part):
 
 
 def render(report: BenchReport, *, title: str | None = None, rows: bool = True) -> RenderableType:
-    """Return the whole benchmark for `rich.print`, 80 columns; `rows = False` leaves out the single sizes."""
+    """Return the benchmark for `rich.print`, 80 columns wide; `rows = False` leaves out the tables of all sizes."""
     measured = f"{report.date}, in {format_seconds(report.wall_s)}"
     about = (("devices", machine(report)), ("mesh", mesh_text(report.cluster, report.mesh)), ("measured", measured))
     parts: list[RenderableType] = [Text(f"{title}, bench" if title else "bench", "bold underline"), labelled(about)]
@@ -226,7 +230,7 @@ def render(report: BenchReport, *, title: str | None = None, rows: bool = True) 
 
 
 def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None = None) -> Path:
-    """Write the page, which opens offline, with charts by Plotly, and return its path."""
+    """Write an HTML page with Plotly charts, which opens offline, and return its path."""
     sub = " · ".join((machine(report), f"mesh {mesh_text(report.cluster, report.mesh)}", report.date))
     page = Page(f"{title}: measured links" if title else "Measured links", sub)
     page.add(_cards(report), warning_panel([w.message for w in report.warnings]))
@@ -238,7 +242,7 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
 
 
 def grouped(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
-    """Return rows by axis and collective, in the order of measurement, sizes ascending."""
+    """Return one list of rows per axis and collective; axes, collectives and sizes keep the order of measurement."""
     groups: dict[tuple, list[BenchRow]] = {}
     for row in sorted(rows, key=lambda row: bool(row.axes)):  # Copies come first; the sort is stable.
         groups.setdefault((row.axes, row.collective), []).append(row)
@@ -270,12 +274,12 @@ def group_words(row: BenchRow | BenchFit) -> str:
 
 
 def collective_words(row: BenchRow | BenchFit) -> str:
-    """Return `all-reduce`; of one that XLA does not have, with what stands in for it."""
+    """Return `all-reduce`, or `reduce (emulated by all-reduce)` for a collective that XLA lacks."""
     return row.collective if row.emulated is None else f"{row.collective} (emulated by {row.emulated})"
 
 
 def summary(report: BenchReport) -> str:
-    """Return one line: correctness and fit over everything."""
+    """Return one line about all rows: how many elements were checked or wrong, and the errors of the fits."""
     checked = sum(row.checked for row in report.rows)
     wrong = "every result is numpy's" if report.wrong == 0 else f"{report.wrong} of them WRONG"
     fit = ""
@@ -295,7 +299,7 @@ def _rates(report: BenchReport) -> list[tuple[str, str]]:
 
 
 def network_lines(network: NetworkPart) -> list[str]:
-    """Describe the fitted constants of the network model: its error before and after, and the constants that moved."""
+    """Describe the network model's error before and after the fit, and the constants that the fit changed."""
     before, after = format_percent(network.error_before), format_percent(network.error_after)
     lines = [f"{network.points} collectives: off by {before} at the median as shipped, by {after} with these"]
     moved = [one for one in network.constants if abs(one.value / one.shipped - 1) > _MOVED]
@@ -347,7 +351,7 @@ def _flops(flops_per_s: float) -> str:
 
 
 def bandwidth_chart(rows: Sequence[BenchRow], fits: Sequence[BenchFit]) -> dict:
-    """Draw bus bandwidth against size, one colour per collective: marks where measured, a dotted line where fitted."""
+    """Draw bus bandwidth against size, one colour per collective: measured points as markers, fits as dotted lines."""
     data = []
     measured = [group for group in grouped(rows) if group[0].bus_bandwidth_bytes_per_s is not None]
     for group, color in zip(measured, _COLORS * 2):
@@ -409,7 +413,7 @@ def _layout() -> dict:
 
 
 def _tick(size_bytes: int) -> str:
-    """Return `16 KiB`: sizes on the axis are whole numbers of their unit."""
+    """Return `16 KiB`, without decimals: every tick is a whole number of its unit."""
     number, unit = format_bytes(size_bytes).split(" ")
     return f"{float(number):g} {unit}"
 

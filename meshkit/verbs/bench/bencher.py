@@ -1,11 +1,11 @@
-"""`meshkit bench`: measures collectives over every axis of a mesh, and rates of a device.
+"""`meshkit bench`: measure collectives over every axis of a mesh, and the rates of one device.
 
     experiment -> mesh -> [ size x axis x collective: verify, time ] -> fit -> BenchReport, calibration.toml
 
-On GPUs the network model's constants are fitted too, by the procedure that the shipped ones come from (refit.py).
+On GPUs the constants of the network model are fitted too, by the method that gave the shipped constants (refit.py).
 
-In a job of several processes (the environment of `meshkit.distributed.join`, or jax.distributed initialized) all of
-them call `bench`, and the first writes.
+In a job of several processes, every process calls `bench`, and process 0 writes the files. The processes join by the
+environment variables of `meshkit.distributed.join`, or jax.distributed is already initialized.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ from meshkit.verbs.bench.measure import (
 HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4
 _FIT_ITERATIONS = 60
-_SMALLEST_ERROR = 1e-3  # A floor of the error keeps the weights finite.
-_FEWEST_PROGRAMS = 5  # Programs that a case runs: one for its result, one to warm up, three for its time.
+_SMALLEST_ERROR = 1e-3  # Weights are 1 / error. This lower bound of the error keeps them finite.
+_FEWEST_PROGRAMS = 5  # Program runs of a case, at least: one for the check, one to warm up, three timed ones.
 
 
 def bench(
@@ -82,13 +82,13 @@ def bench(
     """Measure the experiment's mesh on the attached devices.
 
     Args:
-        experiment: its cluster and mesh count; the model does not.
+        experiment: the experiment whose cluster and mesh are measured. Its model is not used.
         out: folder for `bench.json`, `bench.html` and `calibration.toml`; None writes nothing.
-        sizes: bytes; 1 KiB, 4 KiB, ... up to what fits by default.
-        budget_s: the larger sizes are left out, with a warning, once this time is spent.
+        sizes: sizes in bytes; by default 1 KiB, 4 KiB, ... up to the largest that fits in memory.
+        budget_s: seconds for all collectives. When they are spent, larger sizes are left out, with a warning.
         case_budget_s: seconds of timed runs for one size of one collective; three runs at least, 21 at most.
         rates: whether to measure matmul, attention and memory rates too.
-        console: where progress goes; stderr by default.
+        console: the console that shows progress; stderr by default.
 
     Raises:
         ConfigError: the attached devices are not those of the experiment, no size is given, or the environment of a job
@@ -96,7 +96,7 @@ def bench(
         RunError: the other processes cannot be reached, or a size does not fit the devices' memory.
     """
     if not jax.distributed.is_initialized() and join_gang()[1] > 1:
-        prepare_platform(experiment.cluster)  # Each process has its part of virtual CPU devices.
+        prepare_platform(experiment.cluster)  # Each process makes its own part of the virtual CPU devices.
     began = time.perf_counter()
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
@@ -115,9 +115,9 @@ def bench(
 
 
 def _mesh(experiment: Experiment) -> jax.sharding.Mesh:
-    """Return the experiment's mesh on attached devices, of which every process of the job has some."""
+    """Return the experiment's mesh on the attached devices; raise an error if a process has no device in the mesh."""
     if jax.distributed.is_initialized():
-        # Start with as many CPU devices as the launcher gave this process, not as many as the cluster has.
+        # Start jax now, with the launcher's number of CPU devices; `build_mesh` would ask for the whole cluster's.
         jax.devices()
     mesh = cast(jax.sharding.Mesh, build_mesh(experiment.mesh, experiment.cluster))
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
@@ -142,7 +142,7 @@ def _sizes(sizes: Sequence[int] | None, mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def _available_bytes() -> int | None:
-    """Return the memory that programs may take, file cache included; None where it is not known."""
+    """Return the host memory that programs can allocate, reclaimable file cache included; None if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -153,7 +153,7 @@ def _available_bytes() -> int | None:
 
 @dataclass
 class _Bench:
-    """One benchmark: what is measured in which order, and what came of it."""
+    """One benchmark: it chooses the cases and their order, and collects rows and warnings."""
 
     experiment: Experiment
     mesh: jax.sharding.Mesh
@@ -169,7 +169,7 @@ class _Bench:
         cases = list(self._cases())
         columns = (TextColumn("bench"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
         show = console.is_terminal and jax.process_index() == 0
-        next_s: dict[tuple[str | None, str], float] = {}  # Time of the next size.
+        next_s: dict[tuple[str | None, str], float] = {}  # (axis, collective) -> expected seconds of its next size.
         left_out: set[int] = set()
         with Progress(
             *columns, TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=not show
@@ -197,7 +197,7 @@ class _Bench:
                         yield size, axis, make_case(kind, axis.name, axis.size, size)
 
     def _is_spent(self, next_s: float) -> bool:
-        """Return whether the next case would go beyond the budget, as the first process says."""
+        """Return whether the next case would exceed the budget. Process 0 decides for all processes."""
         elapsed = time.perf_counter() - self.began
         return bool(gather([float(elapsed + next_s > self.budget_s)])[0, 0])
 
@@ -270,7 +270,7 @@ class _Bench:
 
 
 def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | None:
-    """Return the network model's constants by what was measured; None where that is too little."""
+    """Return the network model's constants, fitted to the rows; None if there are too few rows."""
     found = network_constants([row for row in rows if row.axes and row.emulated is None], cluster)
     if found is None:
         return None
@@ -282,7 +282,7 @@ def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | No
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
     """Return a fit per link, collective and group shape, over all axes of that shape; and the rows with fitted times.
 
-    A copy or a barrier, and a shape that has one size only, gets no fit.
+    Copies and barriers get no fit, nor does a group shape that was measured with one size only.
     """
     groups: dict[tuple, list[BenchRow]] = {}
     for row in rows:
@@ -319,7 +319,7 @@ def _fit(rows: Sequence[BenchRow]) -> BenchFit | None:
 
 
 class FittedLine(NamedTuple):
-    """Latency and bandwidth, seconds = latency_s + wire_bytes / bytes_per_s; how far they are from measured times."""
+    """A fitted line, seconds = latency_s + wire_bytes / bytes_per_s, and its errors against the measured times."""
 
     latency_s: float
     bytes_per_s: float
@@ -327,21 +327,21 @@ class FittedLine(NamedTuple):
     """The median of |fitted / measured - 1|."""
     residual_p90: float
     points: int
-    """The number of sizes that it is fitted to."""
+    """The number of measured times that the line is fitted to."""
 
 
 def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLine | None:
-    """Return the line through measured points of wire bytes per GPU and seconds; None for fewer than two sizes.
+    """Fit a line to measured points of wire bytes per GPU and seconds; return None for fewer than two sizes.
 
-    Least squares of relative errors, so that 10 us count at 1 KiB as 10 ms do at 1 GiB, made robust by iterated weights
-    (1 / |error|: the sum of absolute errors is least, and one disturbed size does not bend the line). Both terms are
-    kept physical: where the best line has a negative latency it is 0, and where time does not grow with size the
-    bandwidth is the highest that was seen.
+    The fit minimizes the sum of absolute relative errors, by least squares with iterated weights 1 / |error|. Errors
+    are relative, so that small sizes count as much as large ones, and one disturbed size hardly moves the line. Both
+    terms stay physical: a latency that would be negative is 0, and if the time does not grow with the size, the
+    bandwidth is the highest measured one.
     """
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:
         return None
-    # latency * (1 / t) + slope * (wire / t) = 1, so that the errors of both sides are relative ones.
+    # latency * (1 / t) + slope * (wire / t) = 1: divided by the measured time t, each equation's error is relative.
     design = np.stack([1 / times, wire / times], axis=1)
     weights = np.ones(len(times))
     solution = np.zeros(2)
@@ -357,10 +357,10 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
 
 
 def _not_negative(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Fit by weighted least squares with both unknowns >= 0; where the free fit violates that, take the best corner."""
+    """Solve weighted least squares for two unknowns >= 0; if the free solution has one < 0, set one of them to 0."""
     scale = np.sqrt(weights)
     rows, target = design * scale[:, None], scale
-    size = np.abs(rows).max(0)  # The columns differ by ten orders of magnitude.
+    size = np.abs(rows).max(0)  # The columns differ by ten orders of magnitude, so each is scaled to 1.
     free = np.linalg.lstsq(rows / size, target, rcond=None)[0] / size
     if (free >= 0).all():
         return free

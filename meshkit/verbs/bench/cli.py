@@ -24,11 +24,11 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure collectives on the devices present.
+    """Measure collectives on the attached devices.
 
-    Over each mesh axis, with nccl-tests' columns and every result checked; writes a calibration file that plan reads.
-    Started in several processes (MESHKIT_COORDINATOR, MESHKIT_NUM_PROCESSES, MESHKIT_PROCESS_ID), it measures over all
-    of them, and the first one writes.
+    Measures over each mesh axis, checks every result, and writes a calibration file that plan reads. The columns are
+    nccl-tests'. Started in several processes (MESHKIT_COORDINATOR, MESHKIT_NUM_PROCESSES, MESHKIT_PROCESS_ID), it
+    measures over all of them, and process 0 writes.
     """
     from meshkit.config.experiment import load
     from meshkit.sharding.mesh import prepare_platform
@@ -50,8 +50,8 @@ def bench(
 
 
 def byte_sizes(text: str | None) -> list[int] | None:
-    """Return `1024,4096` as positive whole numbers; None as it is."""
-    from meshkit.config.files import integer  # This imports pydantic.
+    """Parse `1024,4096` into positive whole numbers; return None for None."""
+    from meshkit.config.files import integer  # Imported here because this module imports pydantic.
 
     if text is None:
         return None

@@ -1,20 +1,19 @@
-"""Measure collectives, each a case of one size over one axis, and the sustained rates of one device.
+"""Measure collectives and the sustained rates of one device. A `Case` is one collective of one size over one axis.
 
-    size, axis, Kind -> Case -> compiled, verified against what numpy says must come out, timed
+    size, axis, Kind -> Case -> compiled, its result compared with numpy's, timed
 
-Sizes follow nccl-tests: the larger of the buffers a GPU gives and takes. Where a buffer is cut into one piece per GPU
-(all-gather, reduce-scatter, all-to-all, scatter, gather), `count` is that of a piece.
+Sizes follow nccl-tests: a size is that of a GPU's operand or result, whichever is larger. Where a buffer is cut into
+one piece per GPU (all-gather, reduce-scatter, all-to-all, scatter, gather), `count` is the elements of a piece.
 
-XLA has no rooted collective but broadcast, and broadcast on NVIDIA GPUs only. The others are emulated by the
-collective that `emulated` names, which may move more bytes than the real one would: nccl-tests' factor of the rooted
-one is kept, so their bus bandwidth says what a program gets, not what the link does.
+XLA's only rooted collective is broadcast, and it runs on NVIDIA GPUs only. The other rooted collectives are emulated by
+the collective that `emulated` names, which may move more bytes. Their bus bandwidth still uses nccl-tests' factor of
+the rooted collective. It is therefore the rate that a program gets, and can be lower than the rate on the link.
 
-All groups along the axis run at once, as in a training step. A small collective is repeated inside the program, where
-a barrier of the compiler keeps the repetitions apart, so that the time of a launch does not hide that of the wire.
+All groups along the axis run at once, as in a training step. A program repeats a small collective, so that the launch
+time is small against the time on the wire; optimization barriers keep the compiler from merging the repetitions.
 
-Sustained: a GPU under its power cap clocks down within a second, so each rate is the median over the second half of a
-run that is long enough. Operands are random: a GPU that multiplies zeros draws less power and is faster than any
-training.
+Rates are sustained: a GPU at its power cap lowers its clock within a second, so each rate is the median over the second
+half of a run of some seconds. Operands are random: on zeros a GPU draws less power, and is faster than in training.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from meshkit.predict.algorithms import wire_factor
 from meshkit.units import GIB, MIB
 from meshkit.verbs.bench.bench_report import RatesPart
 
-# Operands repeat a table of a prime length, so that no two pieces of a buffer are alike; every rank starts elsewhere
-# in it. The integers are small: a sum over any number of GPUs is exact in float32, and results can be compared.
+# Operands repeat a table of prime length, so that the pieces of a buffer differ, and each rank starts at another entry.
+# The integers are small: a sum over any number of GPUs is exact in float32, so results can be compared with `==`.
 _PERIOD = 8191
 _RANK_SHIFT = 577
 _TABLE = np.random.default_rng(0).integers(-30, 31, _PERIOD).astype(np.float32)
@@ -45,23 +44,24 @@ COPY, BARRIER = "copy", "barrier"
 DTYPE = "float32"
 ITEM_BYTES = 4
 _MOST_LOOPS = 32
-_LOOP_BYTES = {"cpu": 2 * MIB, "gpu": 512 * MIB}  # A program moves about this much.
-_MOST_CHECKED = 2**20  # So many elements of a device's result are checked, every k-th of a larger one.
-_ROUND, _MOST_RUNS = 3, 21  # Runs between two looks at the clock, and in all.
+_LOOP_BYTES = {"cpu": 2 * MIB, "gpu": 512 * MIB}  # A program repeats a smaller collective up to about this size.
+_MOST_CHECKED = 2**20  # At most so many elements of a device's result are checked: every k-th of a larger result.
+_ROUND, _MOST_RUNS = 3, 21  # Timed runs between two checks of the budget, and the most in total.
 Program = Callable[[jax.Array, jax.Array], jax.Array]
-_REPEATS = 8  # Repetitions inside one program.
+_REPEATS = 8  # Repetitions inside one program that measures a rate.
 _FEWEST_RUNS = 6
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one device stands in its group."""
+    """The position of one device in its group."""
 
     members: np.ndarray
     """Ranks of the group, in the order of the axis."""
     place: int
-    """Position of the device among them."""
+    """Index of the device in `members`."""
     piece: int
+    """Elements of a piece: the case's `count`."""
 
 
 @dataclass(frozen=True)
@@ -69,49 +69,50 @@ class Kind:
     """One collective."""
 
     name: str
-    """HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective."""
+    """HLO opcode of the collective; but XLA has no collective `scatter`, `gather`, `reduce`, `barrier` or `copy`."""
     run: Callable[[jax.Array, str, int], jax.Array]
-    """Maps (operand of one device, mesh axis, group size) to its result."""
+    """(one device's operand, mesh axis, group size) -> the device's result."""
     expected: Callable[[Place, np.ndarray], np.ndarray]
-    """Maps (place, index array) to the result at these indices."""
+    """(place, index array) -> numpy's result at these indices."""
     is_split: bool = False
-    """Whether the size is that of n pieces."""
+    """Whether the buffer is cut into one piece per GPU of the group."""
     gives: str = "whole"
-    """The operand of one device, where cut: `whole` (n pieces) or `piece`."""
+    """One device's operand, if the buffer is cut: all pieces (`whole`) or one (`piece`)."""
     takes: str = "whole"
+    """One device's result, likewise."""
     emulated: str | None = None
-    """The collective that stands in for it; None where XLA has it."""
+    """The collective that runs in its place; None if XLA has this collective."""
     root_only: bool = False
-    """Whether only the first member's result means anything."""
+    """Whether only the result of the group's first device is defined."""
 
     @property
     def is_barrier(self) -> bool:
-        """Return whether it moves nothing: one element, whatever the size."""
+        """Return whether this is the barrier, an all-reduce of one element whatever the size."""
         return self.name == BARRIER
 
     def bus_factor(self, n: int) -> float | None:
-        """Return bus bandwidth over algorithm bandwidth of n GPUs, by nccl-tests; None where neither has a meaning."""
+        """Return nccl-tests' ratio of bus to algorithm bandwidth over n GPUs; None for a barrier, which has neither."""
         if self.is_barrier:
             return None
         return 1.0 if self.name in ("reduce", COPY) else wire_factor(self.name, n)
 
 
 def operand_values(rank: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the operand of a rank at these indices, with numpy: float32 of whole numbers from -30 to 30.
+    """Return the operand of a rank at these indices, as a numpy array: float32, whole numbers from -30 to 30.
 
-    Several ranks must broadcast against the indices.
+    An array of ranks must broadcast against the indices.
     """
     return _TABLE[(index % _PERIOD + np.asarray(rank) * _RANK_SHIFT) % _PERIOD]
 
 
 def make_operand(rank: jax.Array, elements: int) -> jax.Array:
-    """Return the same, float32 [elements] below 2^31, on the device of the rank: it never passes through the host."""
+    """Return the operand of a rank, float32 [elements], fewer than 2^31 elements; made on the device, not the host."""
     index = lax.iota(jnp.int32, elements) % _PERIOD
     return jnp.asarray(_TABLE)[(index + rank % _PERIOD * _RANK_SHIFT % _PERIOD) % _PERIOD]
 
 
 def kinds(platform: str) -> tuple[Kind, ...]:
-    """Return every collective over a mesh axis, as this platform (`cpu`, `gpu`) runs it."""
+    """Return all collectives over a mesh axis; on `cpu` the broadcast is emulated, on `gpu` it is XLA's own."""
     if platform == "gpu":
         return _KINDS
     by_sum = replace(_BROADCAST, run=_broadcast_by_sum, emulated="all-reduce")
@@ -189,11 +190,11 @@ class Case:
     """The mesh axis; None for a copy, which stays on its device."""
     group_size: int
     size_bytes: int
-    """Size as nccl-tests has it: a whole number of elements, and of pieces."""
+    """Size as nccl-tests defines it, rounded to whole elements and whole pieces."""
 
     @property
     def count(self) -> int:
-        """Return the elements as nccl-tests counts them: those of a piece where the buffer is split."""
+        """Return nccl-tests' count: the elements of one piece if the buffer is cut, of the whole buffer otherwise."""
         return self.size_bytes // ITEM_BYTES // (self.group_size if self.kind.is_split else 1)
 
     @property
@@ -210,7 +211,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseTiming:
-    """The result of a case: seconds of one collective, and the check of its result over all devices."""
+    """The measurement of a case: seconds of one collective; and `wrong` of `checked` elements, over all devices."""
 
     time_s: float
     runs: int
@@ -219,21 +220,21 @@ class CaseTiming:
 
 
 def make_case(kind: Kind, axis: str | None, group_size: int, size_bytes: int) -> Case:
-    """Return the case nearest to a size: rounded down to whole pieces, one element at least (a barrier's size)."""
+    """Return the case of a size, rounded down to whole pieces but at least one. A barrier is always one element."""
     unit = ITEM_BYTES * (group_size if kind.is_split else 1)
     size_bytes = ITEM_BYTES if kind.is_barrier else max(1, size_bytes // unit) * unit
     return Case(kind, axis, group_size, size_bytes)
 
 
 def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTiming:
-    """Run a case for about `budget_s`; its time is the median of the runs, on virtual CPU devices the shortest one.
+    """Time a case: the median of its runs on GPUs, the shortest run on virtual CPU devices.
 
-    Every process of the job must call it with the same arguments.
+    Every process of the job must call this function with the same arguments.
 
     Args:
         budget_s: seconds of timed runs, without compiling and the check; 3 runs at least, 21 at most.
     Returns:
-        The time of the slowest process, and `wrong` and `checked` elements of all.
+        The time of the slowest process, and the `wrong` and `checked` elements summed over all processes.
     """
     platform = platform_of(mesh.devices.flat[0])
     loops = int(np.clip(_LOOP_BYTES[platform] // case.size_bytes, 1, _MOST_LOOPS))
@@ -248,14 +249,14 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
         for _ in range(_ROUND):
             result, time_s = _run_s(program, x, result)
             times_s.append(time_s)
-        # All processes must run equally often, or they wait for each other forever: the first one decides.
+        # Process 0 decides for all: with different numbers of runs, the processes would wait for each other forever.
         enough = bool(gather([float(sum(times_s) >= budget_s or len(times_s) >= _MOST_RUNS)])[0, 0])
     found = gather([_typical_s(times_s, platform) / loops, wrong, checked])
     return CaseTiming(float(found[:, 0].max()), len(times_s), int(found[:, 1].sum()), int(found[:, 2].sum()))
 
 
 def _typical_s(times_s: list[float], platform: str) -> float:
-    """Return the median on GPUs, the minimum on CPU devices: they share cores with all else, which only adds time."""
+    """Return the median on GPUs, the minimum on CPU devices: other programs on the cores only add time."""
     return float(np.min(times_s) if platform == "cpu" else np.median(times_s))
 
 
@@ -265,7 +266,7 @@ def platform_of(device: Any) -> str:
 
 
 def gather(values: list[float]) -> np.ndarray:
-    """Return [processes, values] as float32 of all processes, each of which must call it with as many."""
+    """Return the values of all processes, float32 [processes, values]. Every process must pass equally many values."""
     mine = np.asarray(values, np.float32)
     if jax.process_count() == 1:
         return mine[None]
@@ -275,7 +276,7 @@ def gather(values: list[float]) -> np.ndarray:
 
 
 def operand(mesh: jax.sharding.Mesh, elements: int) -> jax.Array:
-    """Return float32 [devices * elements], sharded over all axes: each device has `make_operand` of its place."""
+    """Return float32 [devices * elements], sharded over all axes: each device has `make_operand` of its rank."""
     return _operand_maker(mesh, elements)()
 
 
@@ -290,10 +291,10 @@ def _operand_maker(mesh: jax.sharding.Mesh, elements: int) -> Callable[[], jax.A
 
 
 def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:
-    """Return (operand, buffer) -> result, written into the buffer, so that no memory is allocated or first touched."""
+    """Return (operand, buffer) -> result. The buffer is donated to the result, so a run allocates no new memory."""
 
     def again(_, carry):
-        # The operand waits for the last result, so that the compiler can neither drop, merge nor hoist a repetition.
+        # Each repetition depends on the previous result, so that the compiler cannot drop, merge or hoist it.
         x, _ = lax.optimization_barrier(carry)
         return x, case.kind.run(x, case.axis or "", case.group_size)
 
@@ -337,20 +338,20 @@ def _place(mesh: jax.sharding.Mesh, case: Case, ranks: np.ndarray, rank: int) ->
 
 
 def _sample(data: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices and values of a result: all, or every k-th of a large one, with k odd so as to meet every lane."""
+    """Return indices and values of a result: all, or every k-th of a large one. An odd k samples all vector lanes."""
     step = -(-data.size // _MOST_CHECKED) | 1
     index = np.arange(0, data.size, step)
     return index, np.asarray(data if step == 1 else data[::step])
 
 
 def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None) -> int:
-    """Return the largest size that fits: operand, result, and as much again for what XLA and NCCL need.
+    """Return the largest size of which four buffers fit: operand, result, and as much again for XLA and NCCL.
 
-    On CPUs it ends at 64 MiB: virtual devices share the caches and memory of one machine, and are past saturation.
-    Every process must call it: the least of all is the answer, 1 KiB at least, and on GPUs 4 GiB at most.
+    Every process must call this function: the result is the minimum over all processes. It is at least 1 KiB. On GPUs
+    it is at most 4 GiB, and on CPUs 64 MiB, where the memory that the virtual devices share is already saturated.
 
     Args:
-        host_available_bytes: memory of this machine, which counts on CPUs alone; None takes 1 GiB.
+        host_available_bytes: memory of this machine, used on CPUs only; None assumes 1 GiB.
     """
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if local[0].platform == "cpu":
@@ -367,9 +368,10 @@ def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None
 
 @dataclass(frozen=True)
 class RateSizes:
-    """How large the work is, by platform, and how long each rate is measured."""
+    """The sizes of the measured work on one platform, and how long each rate is measured."""
 
     matmul: int
+    """Rows and columns of both matrices."""
     attention: tuple[int, int, int, int]
     """Batch, length, heads, head_dim."""
     copy_bytes: int
@@ -383,9 +385,9 @@ _SIZES = {
 
 
 def measure_rates(device: Any) -> RatesPart:
-    """Return the rates of one device, alone: matmul by precision, causal attention forward and backward, a copy.
+    """Measure one device alone: matmul by precision, causal attention forward and backward, and a copy.
 
-    They are by the median time of the second half of the calls; a byte that is read and written counts as two.
+    A rate is work / the median time of the second half of the runs. A byte that is read and written counts as two.
     """
     platform = platform_of(device)
     sizes = _SIZES[platform]
@@ -410,11 +412,11 @@ def _capability(device: Any) -> tuple[int, ...]:
 
 
 def _matmul_flops_per_s(precision: str, sizes: RateSizes) -> float:
-    """Return the rate of a matmul as large as the catalog's `achieved.matmul` refers to: no shape could be faster."""
+    """Return the rate of a matmul so large that none is faster; the catalog's `achieved.matmul` refers to such ones."""
     n = sizes.matmul
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(precision, jnp.float32)
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in range(2))
-    # fp32 operands run as TF32 on GPUs unless the highest precision is asked for; fp8 results leave in bf16.
+    # On GPUs, fp32 operands are multiplied in TF32 unless the highest precision is requested. fp8 gives bf16 results.
     asked = lax.Precision.HIGHEST if precision == "fp32" else lax.Precision.DEFAULT
     out = jnp.bfloat16 if precision == "fp8" else dtype
     multiply = functools.partial(jnp.matmul, precision=asked, preferred_element_type=out)
@@ -428,12 +430,12 @@ def _attention_flops_per_s(sizes: RateSizes, device: Any, platform: str) -> dict
     qkv = tuple(jax.random.normal(jax.random.key(i), shape, dtype) for i in range(3))
     name = "cudnn" if fused else "xla"
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
-    # Two matmuls, of which the causal mask leaves half.
+    # Two matmuls (QK^T, PV) of 2 * batch * heads * length^2 * head_dim FLOP; the causal mask leaves half of each.
     forward_flops = 2 * batch * heads * length**2 * head_dim
     forward_s = _seconds_each(lambda x: attend(*x), qkv, sizes.seconds)
     gradient = jax.grad(lambda x: attend(*x).astype(jnp.float32).sum())
     both_s = _seconds_each(gradient, qkv, sizes.seconds)
-    # Five matmuls, where the forward pass has two.
+    # The backward pass has five matmuls, the forward pass two: hence the factor 2.5.
     backward_s = max(both_s - forward_s, forward_s / 10)
     return {"forward": forward_flops / forward_s, "backward": 2.5 * forward_flops / backward_s}
 
@@ -444,11 +446,11 @@ def _memory_bytes_per_s(sizes: RateSizes) -> float:
 
 
 def _seconds_each(work: Callable, operands, seconds: float) -> float:
-    """Return the median seconds of one call, over the second half of `seconds` of calls."""
+    """Run `work` for about `seconds`, and return the median time of one call over the second half of the runs."""
 
     def repeated(operands):
         def again(_, carry):
-            operands, _ = lax.optimization_barrier(carry)  # As in _program.
+            operands, _ = lax.optimization_barrier(carry)  # It keeps the repetitions apart, as in `_program`.
             return operands, work(operands)
 
         return lax.fori_loop(0, _REPEATS - 1, again, (operands, work(operands)))[1]

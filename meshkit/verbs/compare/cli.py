@@ -25,9 +25,9 @@ def compare(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two reports, with ratios; a regression check for CI.
+    """Compare two reports by ratios; usable as a regression check in CI.
 
-    Two traces (FILE.xplane.pb, or folders of them) are measured first: what became slower is named.
+    Traces (FILE.xplane.pb, or folders of them) are measured first. The result names what became slower.
     """
     from meshkit.report.compare import check_condition, condition_text
     from meshkit.report.compare import compare as compare_reports
