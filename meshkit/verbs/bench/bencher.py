@@ -117,7 +117,7 @@ def bench(
 def _mesh(experiment: Experiment) -> jax.sharding.Mesh:
     """Return the experiment's mesh on the attached devices; raise an error if a process has no device in the mesh."""
     if jax.distributed.is_initialized():
-        # Start jax now, with the launcher's number of CPU devices; `build_mesh` would ask for the whole cluster's.
+        # Start jax now, with the launcher's number of CPU devices, before `build_mesh` can set the cluster's number.
         jax.devices()
     mesh = cast(jax.sharding.Mesh, build_mesh(experiment.mesh, experiment.cluster))
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}

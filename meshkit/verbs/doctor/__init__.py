@@ -1,4 +1,5 @@
-"""doctor: find what is wrong with this installation and this machine before a job does.
+"""`meshkit doctor`: find faults of this installation and this machine before a job fails of them.
 
-environment, files, packages -> checks -> Diagnosis (JSON, terminal); with a gang: one collective over all processes
+environment, files, packages -> checks -> Diagnosis (JSON, terminal)
+the processes of a job, with --gang -> rendezvous, one all-reduce over all of them -> Diagnosis
 """

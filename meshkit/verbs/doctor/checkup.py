@@ -1,10 +1,10 @@
-"""Run all checks in order, among them those of the network between machines: name, ports, clock, certificates.
+"""Run all checks in order. The checks of the network between machines (name, ports, clock, certificates) are here.
 
-With --gang the processes of the job also meet:
+With --gang, the processes of the job also communicate:
 
-    check_gang -> rendezvous -> child process (child.py) -> joins, all-reduce
+    check_gang -> rendezvous of all processes -> a child (child.py) of each process joins the job -> all-reduce
 
-A child makes the all-reduce, because jax ends a process whose partners are gone.
+The all-reduce runs in a child process, because jax ends a process when another process of its job is lost.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from meshkit.verbs.doctor.node import (
     warning,
 )
 
-_BUILT = 1_760_000_000  # October 2025; an earlier clock is wrong.
+_BUILT = 1_760_000_000  # October 2025. A clock that shows an earlier time is wrong.
 _NTP = "chrony or ntpd, on all machines"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED_PORTS = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
-# adjtimex(2): its result while nothing keeps the clock, and the size of its argument on 64-bit Linux (208 bytes).
+# adjtimex(2): its result while no time service keeps the clock, and the bytes of its argument on 64-bit Linux.
 _TIME_ERROR, _TIMEX_BYTES = 5, 208
-# With a larger difference, time stamps of logs and of SLURM's accounting are useless; a message takes a part of it.
+# Time stamps in logs are useless if clocks differ by more than this. Measured differences include a message's latency.
 _CLOCK_S = 1.0
 
 
@@ -63,12 +63,13 @@ def examine(
     folder: Path = Path("runs"),
     gang_timeout_s: float | None = None,
 ) -> Diagnosis:
-    """Return the checks of this installation and machine.
+    """Run the checks of this installation and machine.
 
     Args:
         experiment: the experiment that should run here; None checks the machine alone.
-        folder: the folder that it would write to.
-        gang_timeout_s: joins the job that the environment names and makes one all-reduce; None does not.
+        folder: the folder that the experiment would write to.
+        gang_timeout_s: limit for joining the job that the environment names, and again for one all-reduce over it.
+            None makes no all-reduce.
     """
     env = dict(os.environ)
     cluster = experiment.cluster if experiment else None
@@ -101,9 +102,9 @@ def examine(
 
 
 def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
-    """Return whether the model can be built, and the bytes of the checkpoints that a run keeps, plus one being written.
+    """Return whether the model can be built, and the bytes of all kept checkpoints and one that is being written.
 
-    The bytes are None if no checkpoints are written or the model is wrong.
+    The bytes are None if no checkpoints are written or the model cannot be built.
     """
     import jax
     from flax import nnx
@@ -114,7 +115,7 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     from meshkit.step.state import describe_model
     from meshkit.step.train_step import make_optimizer
 
-    use_no_accelerator()  # An abstract model needs no GPU, and must not take a GPU's memory.
+    use_no_accelerator()  # An abstract model needs no GPU; with one, jax would reserve the GPU's memory.
     try:
         spec = resolve(experiment)
         model = describe_model(spec)
@@ -135,7 +136,7 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
 
 
 def check_program(experiment: ProgramExperiment) -> Result:
-    """Return whether `program.make` makes its step for the cluster's GPUs, none of which need be attached."""
+    """Return whether `program.make` can make its step for the cluster's GPUs, which need not be attached."""
     from meshkit.planning.planner import absent_program
     from meshkit.step.given import group_arguments
 
@@ -155,11 +156,13 @@ def check_program(experiment: ProgramExperiment) -> Result:
 def check_network(
     gang: Gang | None, *, several: bool, ports: Path = _PORT_RANGE, reserved: Path = _RESERVED_PORTS
 ) -> list[Result]:
-    """Return the checks of this machine's name, a port on it, launchers' ports, its clock, and the certificates.
+    """Check this machine's name, its ports for a coordinator, its clock, and the job's certificates.
 
     Args:
-        several: whether it is one of several, even if the environment is wrong and `gang` is None.
-        ports, reserved: files of Linux with the ports that connections get, and those that it leaves out.
+        gang: the job that the environment names; None if it names none, or is wrong.
+        several: whether a job of several processes is expected, even if the environment is wrong and `gang` is None.
+        ports, reserved: Linux's files of the ports that outgoing connections get, and of reserved ports, which they
+            never get.
     """
     found = [_host_name(gang, several), _port(several), *_port_range(ports, reserved, several)]
     if gang is not None and gang.num_processes > 1:
@@ -168,11 +171,11 @@ def check_network(
 
 
 def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None = None) -> Result:
-    """Return whether the clock can be right, and whether a time service keeps it.
+    """Check that the clock is plausible and, for a job of several processes, that a time service keeps it.
 
     Args:
-        several: whether other machines are part of the job; `--gang` compares their clocks.
-        now_s, kept: replace the clock and the kernel's answer, which may be None.
+        several: whether the job has several processes. `--gang` also compares the clocks of their hosts.
+        now_s, kept: values in place of the clock and of `clock_is_kept`; None reads them.
     """
     now_s = time.time() if now_s is None else now_s
     if now_s < _BUILT:
@@ -187,10 +190,10 @@ def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None 
 
 
 def clock_is_kept() -> bool | None:
-    """Return whether the kernel says that a time service keeps the clock; None if it does not say, or is not Linux."""
+    """Return whether the kernel reports that a time service keeps the clock; None if that cannot be read."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
         return None
-    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # With modes = 0, it only reads.
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # A zeroed argument only reads.
     return None if state < 0 else state != _TIME_ERROR
 
 
@@ -209,10 +212,10 @@ def _host_name(gang: Gang | None, several: bool) -> Result:
 
 
 def _port(several: bool) -> Result:
-    """Return whether a coordinator's port can be used on the loopback address and on that of the host's name."""
+    """Check that a coordinator's port can be used on the loopback address and, if `several`, on the host's address."""
     addresses = ["127.0.0.1"]
     if several:
-        with suppress(OSError):  # The check of the host's name reports this error.
+        with suppress(OSError):  # `_host_name` reports this error.
             addresses.append(socket.gethostbyname(socket.gethostname()))
     ports = f"{FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}"
     found = []
@@ -226,9 +229,12 @@ def _port(several: bool) -> Result:
 
 
 def _open_port(address: str) -> int:
-    """Return a port of the launchers' range on which something listened and was reached; taken ones are skipped.
+    """Listen on a random free port of the launchers' range, connect to it at `address`, and return the port.
 
-    Like process 0, it listens on all interfaces if the address is not one of this machine's own.
+    If the address does not belong to this machine, listen on all interfaces, as process 0 would.
+
+    Raises:
+        OSError: the port cannot be opened or reached, or ten ports in a row are in use.
     """
     for last in (False,) * 9 + (True,):
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
@@ -245,7 +251,7 @@ def _open_port(address: str) -> int:
 
 
 def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
-    """Warn of connections that may take the coordinator's port, which is rare but costs the first attempt."""
+    """Warn if outgoing connections may get the coordinator's port: this is rare, but then a launch must try again."""
     try:
         first, last = (int(word) for word in ports.read_text().split())
         kept = reserved.read_text().strip() if reserved.is_file() else ""
@@ -265,7 +271,10 @@ def _covers(reserved: str, ours: range) -> bool:
 
 
 def _coordinator(gang: Gang) -> list[Result]:
-    """Return whether process 0 can listen, or whether another process knows its name; it may not listen yet."""
+    """Check that this machine can resolve the coordinator's name and, in process 0, that it can listen there.
+
+    Other processes do not connect, because process 0 may not listen yet.
+    """
     try:
         socket.getaddrinfo(*gang.address)
     except OSError as e:
@@ -299,10 +308,10 @@ def _certificates(gang: Gang) -> Result:
 
 
 def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
-    """Return the checks of a rendezvous and one all-reduce over all processes that the environment names.
+    """Check a rendezvous and one all-reduce over all processes of the job that the environment names.
 
     Args:
-        timeout_s: limit for the others to come, and again for the all-reduce.
+        timeout_s: limit for the rendezvous, and again for the child processes to join.
     """
     try:
         gang = read_gang(env)
@@ -331,7 +340,7 @@ def _clocks(attendance: Attendance) -> Result:
 
 
 def try_all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
-    """Return the sum over all devices of the job, made in a child process, since a hanging one must be ended."""
+    """Check an all-reduce over all devices of the job, in a child process that can be ended if it hangs."""
     limit_s = 2 * timeout_s + 30
     with Child(CHILD, env) as child:
         try:

@@ -1,4 +1,4 @@
-"""Run what may end or hang a process for `meshkit doctor`: flags of XLA, or a job's all-reduce."""
+"""The child process of `meshkit doctor`: it starts XLA, or makes a job's all-reduce, which may abort or hang it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshkit.distributed.join import join_gang
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return `all_reduce` over the job of this environment, joined in `join_s` seconds; without, only start XLA."""
+    """Answer one request: with `join_s`, call `all_reduce` with this timeout in seconds; without it, only start XLA."""
     if "join_s" in request:
         return all_reduce(request["join_s"])
     jax.devices()
@@ -23,7 +23,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_reduce(timeout_s: float) -> dict[str, Any]:
-    """Join the job, and make one all-reduce of the devices' numbers."""
+    """Join the job that the environment names, and sum the numbers 0, 1, ... of its devices by one all-reduce."""
     began = time.perf_counter()
     join_gang(timeout_s=timeout_s)
     devices = jax.devices()

@@ -34,7 +34,7 @@ def doctor(
 ) -> None:
     """Check the installation and this machine: packages, GPUs, variables, limits, disk; with --gang the whole job.
 
-    Every finding comes with a way out. Exit code 3 if a job would fail or hang here.
+    Every finding comes with a remedy. The exit code is 3 if a job would fail or hang here.
     """
     from meshkit.config.experiment import load_any
     from meshkit.verbs.doctor.checkup import examine

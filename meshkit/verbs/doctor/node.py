@@ -1,6 +1,6 @@
-"""Check the machine and the site: packages, GPUs and NICs, limits, disk, roots, caches.
+"""Check this machine: packages, GPUs and NICs, limits, disk, the site's allowed folders, the cache of programs.
 
-Environment variables that make a job slow, hang or fail are checked, too: NCCL's, XLA's, memory's, proxies'.
+Environment variables that make a job slow, hang or fail are checked, too: those of NCCL, XLA, GPU memory and proxies.
 `meshkit doctor --json` prints a `Diagnosis` of `Result`s, and `show` prints it for a terminal.
 """
 
@@ -36,19 +36,19 @@ from meshkit.units import format_bytes, format_rate
 
 Status = Literal["ok", "warning", "error"]
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "bold red")}
-# Docker's default /dev/shm. NCCL's channels between processes, and data loaders, want far more (NVIDIA/nccl issue 525).
+# 64 MiB is Docker's default for /dev/shm. NCCL's channels and data loaders need far more (NVIDIA/nccl issue 525).
 _SMALL_SHM_BYTES, _GOOD_SHM_BYTES = 64 << 20, 1 << 30
-# A process holds a socket for each channel to each peer; login shells often give 1024.
+# A process holds a socket for each channel to each peer; the limit of login shells is often 1024.
 _FEW_FILES, _GOOD_FILES = 1024, 65536
 _WRITTEN_BYTES = 64 << 20
 _SLOW_BYTES_PER_S = 100e6
 _LEAST_FREE_BYTES = 1 << 30
-# The limit of this user, or of the container: jax, NCCL and the checkpoint writer start some hundred threads a process.
+# jax, NCCL and the checkpoint writer start hundreds of threads per process; users and containers have limits.
 _FEW_THREADS = 4096
 PIDS_FILES = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 _SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
-# NCCL's documentation of environment variables: for debugging, "should not be used in production nor retained in
-# scripts" (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, read 2026-11).
+# NCCL documents these variables as for debugging: they "should not be used in production nor retained in scripts"
+# (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, read 2026-11).
 _DEBUG_NCCL = (
     "NCCL_CHECKS_DISABLE", "NCCL_IGNORE_CPU_AFFINITY", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE",
     "NCCL_IB_DISABLE", "NCCL_NET_DISABLE_INTRA", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_NET_GDR_LEVEL",
@@ -80,7 +80,7 @@ class Result(BaseModel):
 
 
 class Diagnosis(BaseModel):
-    """All checks of one machine, or of a gang as process 0 saw it."""
+    """All checks of one process's machine, and with --gang those of the whole job as this process saw them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,7 +90,7 @@ class Diagnosis(BaseModel):
 
     @property
     def errors(self) -> tuple[Result, ...]:
-        """The checks that found a reason for a job to fail."""
+        """The checks that found a reason for a job to fail or hang."""
         return tuple(c for c in self.checks if c.status == "error")
 
     def to_dict(self) -> dict:
@@ -108,7 +108,7 @@ def warning(check: str, message: str, hint: str) -> Result:
 
 
 def failed(check: str, problem: MeshkitError, hint: str) -> Result:
-    """Return a check that ended in an error, whose own hint comes before `hint`."""
+    """Return a check that raised an error; `hint` is used only if the error has no hint."""
     return error(check, problem.message, problem.hint or hint)
 
 
@@ -118,7 +118,7 @@ def error(check: str, message: str, hint: str) -> Result:
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
-    """Print one line a check, and the remedies below those that found something."""
+    """Print one line per check, and below it the remedy, if there is one."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for c in diagnosis.checks:
         word, style = _MARKS[c.status]
@@ -131,10 +131,10 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def check_packages(*, has_gpus: bool = False) -> list[Result]:
-    """Return the versions of jax and its parts, and whether its plugin fits and this installation compiles for GPUs.
+    """Check that jax is installed, that jaxlib has its version, and that this installation can compile for GPUs.
 
     Args:
-        has_gpus: whether GPUs are attached; jax only sees them with a plugin that fits.
+        has_gpus: whether GPUs are attached: then a missing compiler is an error, since jax cannot use them.
     """
     jax, jaxlib = version_of("jax"), version_of("jaxlib")
     if jax is None or jaxlib is None:
@@ -155,11 +155,11 @@ def check_packages(*, has_gpus: bool = False) -> list[Result]:
 
 
 def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected: int | None = None) -> list[Result]:
-    """Return the GPUs and network adapters.
+    """Check the GPUs and network adapters of this machine.
 
     Args:
-        gpus_expected: GPUs of a host of the experiment's cluster; None if unknown, 0 for a CPU.
-        nics_expected: adapters of that host; None if unknown, or if one host needs none.
+        gpus_expected: GPUs per host of the experiment's cluster; None if unknown, 0 for a CPU cluster.
+        nics_expected: network adapters per host; None if unknown, or if the cluster has one host and needs none.
     """
     try:
         topology = discover(probe)
@@ -191,10 +191,11 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
 
 
 def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result]:
-    """Return the checks of shared memory and of the limits of a process.
+    """Check the size of shared memory, and a process's limits of open files, threads and locked memory.
 
     Args:
-        has_gpus: whether fewer than 65536 open files are a warning, too, and locked memory is checked.
+        has_gpus: whether GPUs are attached: then fewer than 65536 open files are a warning, and locked memory is
+            checked.
         shm: the folder of shared memory; a missing folder is not checked.
     """
     found = []
@@ -225,11 +226,11 @@ def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result
 
 
 def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
-    """Return whether checkpoints can be written to a folder, its free room, and how fast it takes 64 MiB.
+    """Check that a folder has free space for the checkpoints and can be written, and measure its write rate.
 
     Args:
         folder: the run folder; if it does not exist yet, its nearest existing parent is checked.
-        needed_bytes: bytes of the checkpoints that the experiment keeps, and one more while it is written.
+        needed_bytes: bytes of all kept checkpoints and one that is being written; None if unknown.
     """
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     probe = there / f".meshkit-doctor-{socket.gethostname()}-{os.getpid()}"
@@ -252,10 +253,10 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
 
 
 def _threads() -> Result:
-    """Return the smaller limit on threads, of a user and of a container; a thread counts as a process."""
+    """Check the limit on threads: the smaller of the user's (of processes, where threads count) and the container's."""
     limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
     for name in PIDS_FILES:
-        with suppress(OSError, ValueError):  # It says "max", or there is no cgroup.
+        with suppress(OSError, ValueError):  # The file contains "max", or there is no cgroup.
             limits["pids.max of the container"] = int(Path(name).read_text())
     finite = {name: value for name, value in limits.items() if value != resource.RLIM_INFINITY}
     if finite and (least := min(finite.values())) < _FEW_THREADS:
@@ -266,7 +267,7 @@ def _threads() -> Result:
 
 
 def write_rate(path: Path) -> float:
-    """Return the bytes per second of 64 MiB with fsync."""
+    """Write 64 MiB to a file with fsync, and return the bytes per second."""
     block = os.urandom(1 << 20)
     began = time.perf_counter()
     with path.open("wb") as file:
@@ -278,7 +279,7 @@ def write_rate(path: Path) -> float:
 
 
 def check_site() -> list[Result]:
-    """Return the declared roots, and the folder of compiled programs."""
+    """Report the folders from which experiments may load models and files, and check the cache of programs."""
     return [*_roots(), _cache()]
 
 
@@ -315,7 +316,12 @@ def _cache() -> Result:
 def check_variables(
     env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = _INTERFACES
 ) -> list[Result]:
-    """Return all checks that need only the environment of the process that would train."""
+    """Check the environment variables of a training process: launcher, NCCL, memory, proxies.
+
+    Args:
+        memory_fraction: the experiment's `train.memory_fraction`; None if there is no experiment.
+        interfaces: Linux's folder of network interfaces.
+    """
     found = [_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
     proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
     if proxies:
@@ -324,7 +330,7 @@ def check_variables(
 
 
 def check_xla_flags(env: Mapping[str, str]) -> Result:
-    """Return whether jaxlib takes XLA_FLAGS; a child process tries on the CPU, since an unknown flag aborts it."""
+    """Check that jaxlib accepts XLA_FLAGS, in a child process on the CPU, because an unknown flag aborts a process."""
     flags = env.get("XLA_FLAGS", "")
     if not flags.strip():
         return ok("xla_flags", "XLA_FLAGS is not set")
@@ -353,7 +359,7 @@ def _launcher(env: Mapping[str, str]) -> Result:
 
 
 def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:
-    """Return variable -> (value, file) of NCCL's own files, which persist longest."""
+    """Return variable -> (value, file) of NCCL's configuration files, which are easily forgotten."""
     said: dict[str, tuple[str, Path]] = {}
     named = env.get("NCCL_CONF_FILE")
     for file in (Path("/etc/nccl.conf"), Path(named) if named else Path(env.get("HOME", "/")) / ".nccl.conf"):
@@ -367,7 +373,7 @@ def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:
 
 
 def _nccl(env: Mapping[str, str]) -> list[Result]:
-    """Return the checks of NCCL's variables and files that cost bandwidth or name something missing."""
+    """Check NCCL's variables, set in the environment or in its files, for debugging settings and a missing file."""
     found, files = [], {name: pair for name, pair in _nccl_files(env).items() if name not in env}
     env = {**{name: value for name, (value, _) in files.items()}, **env}
     left = [name for name in _DEBUG_NCCL if name in env]
@@ -386,7 +392,10 @@ def _nccl(env: Mapping[str, str]) -> list[Result]:
 
 
 def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:
-    """Check NCCL_SOCKET_IFNAME: a list of prefixes, `=` before exact names, `^` before those to leave out."""
+    """Check that NCCL_SOCKET_IFNAME leaves an interface.
+
+    Its value is a list of prefixes; a leading `=` means exact names, a leading `^` prefixes to exclude.
+    """
     wanted = env.get("NCCL_SOCKET_IFNAME")
     if not wanted:
         return []
