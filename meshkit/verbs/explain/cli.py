@@ -25,10 +25,10 @@ def explain(
     ] = False,
     rules: Annotated[bool, typer.Option("--rules", help="Print the resolved [rules] table as TOML and exit.")] = False,
 ) -> None:
-    """Show where every parameter and activation goes.
+    """Show where every parameter and activation is placed.
 
-    Logical axes, mesh axes and bytes per GPU; findings: what is legal and probably not meant; why each collective of
-    the compiled step is there, and the best placement of the axes on links. Needs no GPU.
+    Lists logical axes, mesh axes and bytes per GPU; findings, which are legal but probably not intended; the reason for
+    each collective of the compiled step; and the best placement of the axes on links. Needs no GPU.
     """
     from meshkit.config.experiment import load_any
     from meshkit.verbs.explain.explainer import explain as explain_experiment

@@ -1,7 +1,8 @@
-"""explain: where every parameter and activation goes, and what looks wrong about it.
+"""`meshkit explain`: show where every parameter and activation is placed, and which placements look wrong.
 
-Rules and placements need no compiler. Where it is installed and the cluster has GPUs, the step is compiled as `plan`
-does, to hold its collectives against the strategy and to say which link each mesh axis belongs on.
+Checking rules and placements needs no compiler. If XLA's GPU compiler is installed and the cluster has GPUs, the step
+is compiled as `plan` compiles it. Its collectives are then compared with those that the sharding rules explain, and
+each mesh axis is assigned to the best link.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from meshkit.step.given import Program
 from meshkit.step.program import NO_FACTS
 from meshkit.units import format_bytes
 
-_LONGEST_ROW = 62  # Columns of a terminal for an activation.
+_LONGEST_ROW = 62  # Terminal columns in which an activation's shape is wrapped.
 
 
 class PlacedPart(Part):
@@ -72,7 +73,10 @@ class CollectivePart(Part):
 
 
 class PlacementPart(Part):
-    """The best assignment of the mesh's axes to links: what to `--set`, empty where the mesh is best as it is."""
+    """The best assignment of the mesh's axes to links.
+
+    `settings` are the values for `--set` that make it; they are empty if the present mesh is the best.
+    """
 
     reason: str
     settings: tuple[str, ...]
@@ -99,7 +103,7 @@ class Explanation(Printed, Part):
     of_file: bool = Field(default=True, exclude=True)
     device: str = Field(default="GPU", exclude=True)
     links: tuple[str, str] = Field(default=("nvlink", "infiniband"), exclude=True)
-    """Inside a domain, between domains."""
+    """Names of the links inside an NVLink domain and between domains."""
 
     @property
     def failing(self) -> tuple[Finding, ...]:
@@ -114,11 +118,11 @@ def explain(experiment: Experiment | ProgramExperiment, *, compile: bool = True)
     """Resolve the experiment's rules against its model, lint them, and check the compiled step's collectives.
 
     Args:
-        experiment: loaded from a file.
-        compile: False leaves the compiler out; so does an experiment or an installation that cannot compile.
+        experiment: an experiment loaded from a file.
+        compile: whether to compile the step. It is not compiled for a CPU cluster or without XLA's GPU compiler.
 
     Raises:
-        ConfigError: rules that do not fit the model or the mesh.
+        ConfigError: the rules do not fit the model or the mesh.
         ProgramError: XLA refuses the step.
     """
     cluster = experiment.cluster
@@ -142,7 +146,7 @@ def _explain_program(experiment: ProgramExperiment, note: str | None) -> Explana
     with absent_program(experiment) as (program, mesh):
         examined = examine_program(experiment, program, mesh)
         made = plan_program(program, mesh=mesh, cluster=cluster, examined=examined) if note is None else None
-    found = made.facts if made else NO_FACTS  # The compiler knows where it placed what has no sharding.
+    found = made.facts if made else NO_FACTS  # The compiled program has the shardings that XLA chose.
     held = (
         found.parameters_bytes or examined.parameters_bytes,
         found.optimizer_bytes or examined.optimizer_bytes,
@@ -160,19 +164,19 @@ def explain_step(
     accumulate: int = 1,
     compile: bool = True,
 ) -> Explanation:
-    """Explain a user's step: where every parameter and activation goes, what looks wrong, why it communicates.
+    """Explain a user's step: where arrays are placed, which placements look wrong, and why the step communicates.
 
-    Parameters are the `nnx.Param`s of modules and what lies under `params` in the arguments; where there are none of
-    these, the arrays of floats in the first argument. An activation shows where the step constrains it.
+    Parameters are the `nnx.Param`s of modules and the arrays under a key `params` in the arguments. If there are none,
+    they are the float arrays in the first argument. Activations are the arrays whose sharding the step constrains.
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
-        rules: that the arguments were placed by; None: they are meant to lie where they do.
+        rules: the rules by which the arguments were placed; None: their present placement is the intended one.
         accumulate: micro-batches of the step, each of which may gather weights and reduce gradients.
-        compile: whether to hold the compiled step's collectives against the rules, where it can be compiled.
+        compile: whether to compile the step, if that is possible here, and check its collectives against the rules.
 
     Raises:
-        ConfigError: rules that do not fit the arrays or the mesh.
+        ConfigError: the rules do not fit the arrays or the mesh.
         ProgramError: XLA refuses the step.
     """
     program = step if isinstance(step, Program) else Program(step, args)
@@ -197,7 +201,13 @@ def explain_step(
 def _explanation(
     name: str, examined: Examined, cluster: Cluster, *, made: Plan | None, note: str | None, held: tuple[int, int]
 ) -> Explanation:
-    """Return the examination with the planned step's collectives; `held`: bytes of parameters and optimizer."""
+    """Return the explanation of an examined step.
+
+    Args:
+        made: the plan of the step, which has its collectives; None if it was not compiled.
+        note: why the step was not compiled.
+        held: bytes per GPU of parameters and of optimizer state.
+    """
     subject = examined.subject
     lint = (made.lint if made else None) or examined.lint()
     return Explanation(
@@ -222,7 +232,7 @@ def _explanation(
 
 
 def why_not_compiled(cluster: Cluster) -> str | None:
-    """Say why no step for a cluster can be compiled here; None if it can."""
+    """Return why no step for a cluster can be compiled on this machine; None if one can."""
     if cluster.is_cpu:
         return f"cluster '{cluster.name}' has no GPUs"
     try:
@@ -233,7 +243,7 @@ def why_not_compiled(cluster: Cluster) -> str | None:
 
 
 def rules_toml(experiment: ExperimentFile) -> str:
-    """Return the resolved [rules] table of an experiment: what its preset and its own rows come to."""
+    """Return the resolved [rules] table of an experiment as TOML: its preset's rows, overridden by its own."""
     return to_toml({"rules": experiment.rules.to_dict()})
 
 
@@ -254,7 +264,7 @@ def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) 
 
 
 def render(explanation: Explanation) -> RenderableType:
-    """Return the findings first, then tables of at most 80 columns."""
+    """Return the explanation for `rich.print`: the findings first, then tables of at most 80 columns."""
     parts: list[RenderableType] = [_headline(explanation)]
     parts += [line for f in explanation.findings for line in finding_lines(f)]
     parts += [Text(f"allowed {f.code} at {f.path}: {f.reason}", "dim") for f in explanation.allowed]
@@ -296,7 +306,7 @@ def _placement_lines(placement: PlacementPart, of_file: bool) -> Iterator[Render
 
 
 def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
-    """Return the collectives, most bytes first; scalars and norms of all axes share one row."""
+    """Return a table of the collectives, most bytes first; all those of scalars and norms share the last row."""
     small = [row for row in rows if row.explanation == SCALARS]
     cells: list[Sequence[Cell]] = []
     for row in rows:
@@ -314,7 +324,7 @@ def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
 
 
 def _placed_table(title: str, placed: tuple[PlacedPart, ...], device: str) -> RenderableType:
-    """Return each array with its axes, shards and bytes on a device; the title says the dtype that most have."""
+    """Return a table of arrays with their axes, shards and bytes per device. Its title names the most common dtype."""
     usual = Counter(row.dtype for row in placed).most_common(1)[0][0] if placed else "none"
     named, rows = title == "Parameters", []
     for row in placed:

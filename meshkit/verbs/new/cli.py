@@ -38,7 +38,7 @@ def new(
     ] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; default stdout.")] = None,
 ) -> None:
-    """Write a commented experiment file; with --from-maxtext one that plans MaxText's own training step."""
+    """Write a commented experiment file; with --from-maxtext, one that plans MaxText's own training step."""
     from meshkit.verbs.new.template import copy_model as copy
     from meshkit.verbs.new.template import maxtext_experiment, new_experiment
 

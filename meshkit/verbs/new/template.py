@@ -1,4 +1,4 @@
-"""The commented experiment file that `meshkit new` writes; what its keys mean is said where they are declared."""
+"""Write the commented experiment file of `meshkit new`. Comments on keys are the descriptions in their declarations."""
 
 from __future__ import annotations
 
@@ -111,14 +111,15 @@ def new_experiment(
     hosts: int | None = None,
     file: Path | None = None,
 ) -> str:
-    """Return the text of a commented experiment file that loads as it is.
+    """Return the text of a commented experiment file that can be loaded without changes.
 
     Args:
-        preset: of the model; the one of its example, or its first, where it has any.
-        cluster: a shipped name, or a path.
+        preset: a preset of the model; None takes that of its shipped example, or else the model's first, if any.
+        cluster: the name of a shipped cluster, or the path of a cluster file.
+        file: where the text will be written; None writes FILE into the commands.
 
     Raises:
-        ConfigError: there is no such cluster, or the model takes no preset.
+        ConfigError: there is no such cluster, or the model has no such preset or takes none.
     """
     machines = Cluster.load(cluster, hosts=hosts)
     like = example_of(model, preset)
@@ -156,10 +157,14 @@ def new_experiment(
 def maxtext_experiment(
     config: str, settings: Sequence[str], *, cluster: str, hosts: int | None = None, file: Path | None = None
 ) -> str:
-    """Return the text of an experiment file that plans MaxText's own training step; config `base` is MaxText's own.
+    """Return the text of an experiment file that plans MaxText's own training step.
+
+    Args:
+        config: a MaxText configuration file; `base` is MaxText's own `base.yml`.
+        settings: MaxText keys that override it, as `ici_fsdp_parallelism=8`.
 
     Raises:
-        ConfigError: there is no such cluster or configuration, or its parallelism is not of the cluster's size.
+        ConfigError: there is no such cluster or configuration, or its parallelism does not fit the cluster's size.
     """
     from meshkit.integrations.maxtext import experiment_table
 
@@ -173,7 +178,7 @@ def maxtext_experiment(
 
 
 def _commented(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, with what a section or a key means behind those that say nothing yet."""
+    """Yield the lines, and add the meaning of its section or key to each line that has no comment."""
     keys: Mapping[str, FieldInfo] = {}
     for line in lines:
         header = re.fullmatch(r"(?:# )?\[(\w+)\]", line)
@@ -187,7 +192,7 @@ def _commented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _with_comment(line: str, field: FieldInfo) -> Iterator[str]:
-    """Yield the line and what the field means, with the values it may have where these are few."""
+    """Yield the line with the field's description as a comment, after the list of its values if it is a Literal."""
     choices = ", ".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
     comment = f"{choices}: {field.description}" if choices else field.description or ""
     for part in textwrap.wrap(comment, _WIDTH - _COMMENT_COLUMN - len("# ")):
@@ -196,7 +201,7 @@ def _with_comment(line: str, field: FieldInfo) -> Iterator[str]:
 
 
 def _mesh(cluster: Cluster, inner: str | None) -> str:
-    """Return a mesh for any cluster: two ways of an inner axis where the domain is even, and the rest fully sharded."""
+    """Return the rows of `[mesh]`: the inner axis has size 2 (1 if a domain has an odd size), `fsdp` takes the rest."""
     ways = 2 if cluster.gpus_used_per_domain % 2 == 0 else 1
     domains = cluster.num_nvlink_domains
     fsdp = inline({"nvlink": "fill", "infiniband": "fill"}) if domains > 1 else '"fill"'
@@ -216,7 +221,10 @@ def _commands(file: str, cluster: Cluster) -> str:
 
 
 def _options(model: str, preset: str | None, example: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield lines of `[model]`: the options of its example, or those that its source takes; nothing is imported."""
+    """Yield the options in `[model]`: the preset, or else those of the shipped example.
+
+    Without either, yield the options that the model's source requires, as comments. The source is read, not imported.
+    """
     taken = read_signature(model, [Path.cwd(), folder])
     own = {key: value for key, value in example.items() if key != "class"}
     if preset is None and not own and taken is not None and "preset" in taken.names:
@@ -240,17 +248,20 @@ def _preset_rows(preset: str) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """Options of a class or function: all names, those without a default with their annotation, and its presets."""
+    """Options of a class or function."""
 
     names: list[str]
     needed: dict[str, str]
+    """Options without a default -> their annotations."""
     presets: list[str] = field(default_factory=list)
+    """Keys of the module's dict `PRESETS`."""
 
 
 def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
-    """Return the options of `"pkg.mod:Name"`; None where its source is not found or says nothing.
+    """Return the options of `"pkg.mod:Name"`; None if its source is not found, or defines no such class or function.
 
-    A class is read by its `__init__` or fields, without what meshkit itself passes, such as `rngs`.
+    Options of a class are the arguments of its `__init__`, or else its annotated fields. Arguments that meshkit itself
+    passes, such as `rngs`, are left out.
     """
     module, _, name = model.partition(":")
     shipped = [shipped_folder()] if is_shipped_name(module) else []
@@ -281,7 +292,7 @@ def _arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str | None]]:
 
 
 def _fields(made: ast.ClassDef) -> Iterator[tuple[str, str | None]]:
-    """Return name and annotation of each field, as of a dataclass; None for one that has a default."""
+    """Yield the name and annotation of each annotated field; the annotation is None if the field has a default."""
     for node in made.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, None if node.value is not None else _text(node.annotation)
@@ -299,7 +310,10 @@ def _presets(tree: ast.Module) -> list[str]:
 
 
 def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
-    """Return the tables of a shipped experiment with that model, of its preset or on a CPU; empty if there is none."""
+    """Return the tables of a shipped experiment with the model: one with the preset, or else the one on `cpu8`.
+
+    The result is empty if there is none.
+    """
     examples = _examples(model)
     same = (table for table in examples if table["model"].get("preset") == preset)
     return next(same, None) or next((table for table in examples if table["cluster"] == "cpu8"), {})
@@ -307,18 +321,18 @@ def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
 
 def _examples(model: str = "") -> list[dict[str, Any]]:
     texts = (file.read_text(encoding="utf-8") for file in shipped_experiments().values())
-    tables = (tomllib.loads(text) for text in texts if model in text)  # Parsing takes as long as all else here.
+    tables = (tomllib.loads(text) for text in texts if model in text)  # Parse only these files: parsing is slow.
     return [table for table in tables if model in ("", table["model"]["class"])]
 
 
 def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
-    """Copy a shipped model, and the modules that it imports, to `models/` in a folder; overwrites nothing.
+    """Copy a shipped model, and the modules of `models` that it imports, to `models/` in a folder.
 
     Returns:
         Import path of the model, and the files that were written.
 
     Raises:
-        ConfigError: no such model, a file that exists, or one that cannot be written.
+        ConfigError: there is no such model, or a file exists or cannot be written.
     """
     paths = (table["model"]["class"] for table in _examples() if table["cluster"] == "cpu8")
     known = {path.partition(":")[0].removeprefix(f"{MODELS}."): path for path in paths}

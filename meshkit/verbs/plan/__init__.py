@@ -1,5 +1,5 @@
-"""`meshkit plan` and `mk.plan`: a step on GPUs that are not there; remedies, sweeps over sizes, variants in parallel.
+"""`meshkit plan`: predict a step on absent GPUs, with remedies if it does not fit, and sweeps over numbers of GPUs.
 
-Enters: an experiment, or any jitted function with a cluster. Leaves: a Report, and outcomes of variants of it.
-May be imported by tune, rehearse and explain.
+Enters: an experiment, or a serialized program with a cluster and a mesh. Leaves: a Report, or a ScalingReport.
+May be imported by the CLI. The planning itself, and `mk.plan`, is in `meshkit.planning` and `meshkit.search`.
 """

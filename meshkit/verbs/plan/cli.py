@@ -74,9 +74,9 @@ def plan(
 ) -> None:
     """Predict a step on GPUs that are not there.
 
-    EXPERIMENT may also be a program: what jax.export serialized (.bin), StableHLO (.mlir) or HLO (.pb), with --cluster
-    and --mesh. Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per
-    axis, link and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
+    EXPERIMENT may also be a program, with --cluster and --mesh: a jax.export file (.bin), StableHLO (.mlir) or HLO
+    (.pb). Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis,
+    link and collective, overlapped and exposed. If the step does not fit, shows the cheapest changes that make it fit.
     """
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import Experiment, load_any
@@ -144,7 +144,7 @@ def _plan(loaded: Experiment | ProgramExperiment, imbalance: float) -> Plan:
 
 
 def _with_named_change(report: Report, loaded: Experiment | ProgramExperiment, made: Plan) -> Report:
-    """Return the report, its verdict with the change that helps the step most where the search finds one."""
+    """Add the change that shortens the step most to the report's verdict, if the search finds one."""
     from meshkit.report.causes import add_plan_findings
     from meshkit.search.named_change import find_change
 

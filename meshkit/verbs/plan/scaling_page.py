@@ -1,4 +1,7 @@
-"""Show the result of `meshkit plan --sweep`: a table of sizes, and a page of efficiency and the parts of a step."""
+"""Show the result of `meshkit plan --sweep`: a table for the terminal, and an HTML page with charts.
+
+The page shows the efficiency and the parts of a step (compute, exposed communication, idle) at each number of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def render(report: ScalingReport) -> RenderableType:
 
 
 def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
-    """Write the page and return its path.
+    """Write the HTML page of a sweep and return its path.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
@@ -65,7 +68,7 @@ def _sizes(report: ScalingReport) -> Table:
 
 
 def efficiency_chart(report: ScalingReport) -> dict:
-    """Return a chart of efficiency against GPUs."""
+    """Return a Plotly chart of the efficiency against the number of GPUs."""
     points = [p for p in report.points if p.efficiency is not None]
     line = {
         "type": "scatter",
@@ -83,7 +86,7 @@ def efficiency_chart(report: ScalingReport) -> dict:
 
 
 def steps_chart(report: ScalingReport) -> dict:
-    """Return a chart of the parts of a step at every size."""
+    """Return a Plotly chart of the parts of a step at each number of GPUs."""
     points = [p for p in report.points if p.outcome.time_s]
     names = [str(p.num_gpus) for p in points]
     parts = {

@@ -1,1 +1,1 @@
-"""`meshkit profile` and `mk.profile`: measure a captured run."""
+"""`meshkit profile`, `mk.profile` and `mk.live`: measure a run from its trace."""

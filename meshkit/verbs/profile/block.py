@@ -1,8 +1,8 @@
-"""`mk.profile`: trace and measure the executions of a program in a block of a user's own loop.
+"""`mk.profile`: trace a `with` block in the user's own loop, and measure the executions of one program in it.
 
-the block -> RUN/trace/ (meshkit.trace.capture) -> profiler.py, when its report is first requested
+the block -> its trace in FOLDER/trace/ (meshkit.trace.capture) -> measured by profiler.py when `report` is first read
 
-This half of the verb runs where the job runs, so that it imports jax.
+This module runs in the job's own processes, so it imports jax.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshkit.verbs.profile.profiler import MeasuredTraces, Measurement, TracedJo
 
 
 class ProfileCapture:
-    """The capture that `mk.profile` yields, with `.report` and `.timeline` once the block has ended.
+    """The object that `mk.profile` yields; it has a `report` and a `timeline` once the block has ended.
 
     Args:
-        traced: for a block without a compiled program, the placement of its devices and the facts of its steps.
-        program: for such a block, the program whose executions are the steps; None is the one with the most time.
+        traced: None if the block captured a compiled program on a known mesh. Otherwise the known facts of the job.
+        program: the name of the program to measure, if `traced` is given; None is the one with the most time.
     """
 
     def __init__(self, folder: Path, traced: TracedJob | None = None, program: str | None = None):
@@ -49,10 +49,10 @@ class ProfileCapture:
 
     @property
     def report(self) -> Report:
-        """The measured report; reading it writes `report.json` into the folder.
+        """The measured report. The first access writes `report.json` into the folder.
 
         Raises:
-            TraceError: the block is still running, or ran no step of the program.
+            TraceError: the block is still running, or did not run the program.
         """
         return self._measured.report
 
@@ -61,7 +61,10 @@ class ProfileCapture:
         return self._measured.timeline
 
     def report_of(self, program: str) -> Report:
-        """Return the report of another program in the block, by its module `jit_step` or its jitted function `step`.
+        """Return the report of another program in the block.
+
+        Args:
+            program: the name of its HLO module (`jit_step`) or of its jitted function (`step`).
 
         Raises:
             TraceError: the block ran no such program.
@@ -81,7 +84,7 @@ def profile(
     tokens: float | None = None,
     processes: int | Sequence[int] | None = None,
 ) -> Iterator[ProfileCapture]:
-    """Trace what runs inside the block, and measure the executions of one program in it.
+    """Trace a block, and measure the executions of one program in it.
 
         with mk.profile("runs/mine", mesh=mesh, cluster=cluster) as capture:
             for batch in batches:
@@ -90,13 +93,15 @@ def profile(
 
     Args:
         folder: the run folder; the trace goes to `trace/` in it.
-        program: the step that the block calls: a jitted function or its name, or the result of
-            `jitted.lower(...).compile()`, whose memory and compiler options are recorded, too; None is the program with
-            the most time.
-        mesh: the mesh that it was compiled for; without it, rows are by replica groups.
-        cluster: the cluster of its devices; without it, the link of each collective is that of one domain.
-        model_flops, tokens: of one step over all devices, for MFU and tokens per second.
-        processes: processes of the job that capture, or their number; None for all.
+        program: the step that the block calls: a jitted function, its name, or the result of
+            `jitted.lower(...).compile()`; with `mesh`, the memory and compiler options of the latter are recorded, too.
+            None is the program with the most time.
+        mesh: the mesh for which the program was compiled. Without it, rows of communication are by replica groups.
+        cluster: the cluster of the devices. Without it, collectives of a compiled `program` on a mesh count as inside
+            one NVLink domain, and the links of other programs are unknown.
+        mesh_spec: the spec that the mesh was built from, if any.
+        model_flops, tokens: FLOP and tokens of one step over all devices, for MFU and tokens per second.
+        processes: the processes of the job that capture, or how many; None for all.
 
     Raises:
         ConfigError: `program` is not a program, or the job does not have one of the processes.
@@ -124,7 +129,7 @@ def profile(
 
 
 def _name_of(program: Any) -> str | None:
-    """Return the name of a program: its module, or its function."""
+    """Return the name of a program's HLO module, or of its jitted function."""
     if program is None or isinstance(program, str):
         return program
     if hasattr(program, "runtime_executable"):
@@ -135,4 +140,4 @@ def _name_of(program: Any) -> str | None:
             f"`program` is {a_type(program)}, but a profile needs a jitted function or a compiled program.",
             hint="jax.jit(step), its name, or jax.jit(step).lower(*args).compile()",
         )
-    return re.sub(r"\W", "_", name)  # jax names modules so: `<lambda>` is `jit__lambda_`.
+    return re.sub(r"\W", "_", name)  # jax names modules this way: `<lambda>` becomes `jit__lambda_`.

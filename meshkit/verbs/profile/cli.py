@@ -64,9 +64,9 @@ def profile(
 ) -> None:
     """Measure a run from its trace, or any JAX trace.
 
-    Overlapped and exposed communication per mesh axis, link and collective. Predicted beside measured with --plan, or
-    where the run folder holds the plan (plan.json, or a plan made with the same --out). The program of a bare trace is
-    itself priced where --cluster says on which GPUs and links it ran.
+    Shows overlapped and exposed communication per mesh axis, link and collective. Shows predicted beside measured
+    values with --plan, or if the run folder has a plan (plan.json, or a plan made with the same --out). The program in
+    a bare trace is priced, too; --cluster tells its GPUs and links.
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction, read_report
@@ -111,7 +111,7 @@ def profile(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the search for cyclic garbage, which would walk a trace's hundred thousand names again and again."""
+    """Pause Python's garbage collector, which would traverse the hundred thousand names of a trace repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,7 +122,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _chosen(steps: str | None) -> Container[int] | None:
-    """Return the numbers of the steps that an option names; None without the option."""
+    """Return the step numbers in the value of --steps; None without the option."""
     if steps is None or steps == "all":
         return None if steps is None else range(sys.maxsize)
     numbers: set[int] = set()
@@ -138,7 +138,7 @@ def _chosen(steps: str | None) -> Container[int] | None:
 
 
 def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) -> tuple[MeshSpec | None, Cluster | None]:
-    """Return the mesh and the cluster that the options name."""
+    """Return the mesh and the cluster that the options declare; None for those that they do not."""
     from meshkit.config.cluster import Cluster
     from meshkit.config.mesh import MeshSpec
 

@@ -1,9 +1,9 @@
-"""Capture one step of a user's loop every so many, and measure it while the loop goes on.
+"""`mk.live`: capture one step of a user's loop every N steps, and measure it while the loop goes on.
 
-    with live.step(n) -> a trace of step n -> a process beside the loop -> Report -> `live.line`, `live.report`
+    with live.step(n) -> a trace of step n -> a reader process -> Report -> `live.line`, `live.report`
 
-The loop waits for the profiler to start and stop, and for the devices in between. This time counts, and so do the CPU
-seconds of the process beside the loop; captures become rarer until they take a given share of the loop's time.
+The cost of a capture is the time for which it delays the loop, plus the CPU seconds of the reader process. If captures
+cost more than a given share of the loop's time, they become rarer.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from meshkit.trace.capture import device_numbers
 from meshkit.trace.step_tracer import StepTracer
 from meshkit.units import format_percent
 
-_USUAL = 32  # The median of so many steps is the usual one.
-_SLOWED = 2  # A capture makes its own step longer, and the next one.
-_LATE = 0.01  # A straggler is named from this share of the step on.
-_MOST_AXES = 3  # The line names so many axes.
+_USUAL = 32  # The usual step time is the median of this many steps without a capture.
+_SLOWED = 2  # A capture slows two steps: the captured one and the next.
+_LATE = 0.01  # Stragglers and axes are named if they take at least this share of the step.
+_MOST_AXES = 3  # `line` names at most this many axes.
 
 
 class Live:
-    """The object of `mk.live`: `step` goes around each step of a loop, and `line` describes the last captured one."""
+    """The object that `mk.live` returns: `step` wraps each step of a loop, and `line` describes the last capture."""
 
     line: str = ""
-    """A sentence on the last captured step that was read: its exposed communication, and its straggler. Empty until
-    there is one."""
+    """A sentence on the last captured step that was read: its exposed communication and its straggler. Empty before the
+    first one."""
     report: Report | None = None
+    """The report of the same step; None before the first one."""
 
     def __init__(self, every: int, job: Mapping[str, Any], budget: float):
         self._every, self._job, self._budget = every, job, budget
@@ -52,18 +53,18 @@ class Live:
         self._captures, self._cost_s = 0, 0.0
         self._began = self._entered = 0.0
         self._usual: deque[float] = deque(maxlen=_USUAL)
-        self._slowed = 0  # Coming steps that the last capture makes longer.
+        self._slowed = 0  # The number of coming steps that the last capture still slows.
         atexit.register(self.close)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Go around a step of the loop, and capture it if it is its turn.
+        """Wrap one step of the loop in a `with` block, and capture it if a capture is due.
 
-        The first step, in which programs are compiled, is never captured. An exception in the step is passed on, and
-        its capture dropped. A failing capture is reported once on stderr, and the loop goes on.
+        The first step, in which programs are compiled, is never captured. If the step raises an exception, its capture
+        is dropped and the exception is passed on. The first failing capture is reported on stderr; the loop goes on.
 
         Args:
-            number: number of the step. All processes of a job must count alike, so that they capture the same steps.
+            number: number of the step; it must be the same in all processes, so that they capture the same steps.
         """
         try:
             captures = self._count() and self._is_due(number) and self._start()
@@ -78,14 +79,14 @@ class Live:
             raise
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait until the last captured step is read, or for so many seconds, and return `line`."""
+        """Wait until the last captured step is read, for `timeout_s` at most, and return `line`."""
         if self._reading is not None:
             self._reading.join(timeout_s)
         return self.line
 
     def close(self) -> None:
-        """End the process beside the loop and remove its folder, as the end of a `with` and of the program do."""
-        self._warned = True  # The step that is being read is lost, which needs no warning.
+        """End the reader process and remove its folder. This also happens at the end of a `with` and of the program."""
+        self._warned = True  # A step that is still being read is lost, without a warning.
         self._tracer.close()
         atexit.unregister(self.close)
 
@@ -96,7 +97,7 @@ class Live:
         self.close()
 
     def _count(self) -> bool:
-        """Measure the time of the step before, and return whether there was one."""
+        """Record the time of the previous step, and return whether there was one."""
         now, before = time.perf_counter(), self._entered
         self._entered = now
         if not before:
@@ -110,10 +111,10 @@ class Live:
         return True
 
     def _is_due(self, number: int) -> bool:
-        """Return whether a step is captured: one of every so many, if another capture fits the budget.
+        """Return whether to capture a step: its number is a multiple of `every`, and one more capture fits the budget.
 
-        If it does not fit, every second capture is left out from now on, so that processes with different times still
-        capture the same steps.
+        If it does not fit, `every` is doubled. Processes that double it at different steps thus still capture some
+        steps together.
         """
         if number % self._every or self._slowed or (self._reading is not None and self._reading.is_alive()):
             return False
@@ -124,7 +125,7 @@ class Live:
         return True
 
     def _start(self) -> bool:
-        """Start a trace without anything of the step before, and return whether it runs."""
+        """Wait for the devices to finish the previous step, start a trace, and return whether it runs."""
         self._captures, self._slowed = self._captures + 1, _SLOWED
         try:
             jax.block_until_ready(jax.live_arrays())
@@ -135,7 +136,7 @@ class Live:
 
     def _stop(self, number: int) -> None:
         try:
-            with contextlib.suppress(Exception):  # An error of the step itself reaches the reader of its results.
+            with contextlib.suppress(Exception):  # jax raises an error of the step again when its results are used.
                 jax.block_until_ready(jax.live_arrays())
             self._tracer.stop()
             self._reading = threading.Thread(target=self._read, args=(number,), name="meshkit-live", daemon=True)
@@ -158,7 +159,7 @@ class Live:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            with contextlib.suppress(OSError):  # Nobody may read stderr any more.
+            with contextlib.suppress(OSError):  # stderr may be a closed pipe.
                 say(f"warning: {what.removesuffix('.')}. The loop goes on; this is said once.")
 
 
@@ -170,7 +171,7 @@ def live(
     mesh_spec: MeshSpec | None = None,
     budget: float = 0.01,
 ) -> Live:
-    """Capture one step of a loop every so many, and tell its exposed communication while the loop goes on.
+    """Capture one step of a loop every `every` steps, and describe its exposed communication while the loop goes on.
 
         with mk.live(every=500, mesh=mesh) as live:
             for number, batch in enumerate(batches):
@@ -179,15 +180,17 @@ def live(
                 if number % 100 == 0:
                     print(number, loss, live.line)
 
-    A captured step is traced, and a process beside the loop reads it at the lowest priority. In a job of several
-    processes each captures and reads its own devices; processes that count their steps alike capture the same ones.
+    A reader process turns the trace of a captured step into a report, at the lowest CPU priority. In a job of several
+    processes, each process captures and reads its own devices. They capture the same steps if they pass the same
+    numbers to `step`.
 
     Args:
         every: least number of steps between two captures.
-        mesh: the mesh of the programs in the step, whose axes the line names.
+        mesh: the mesh of the programs in the step, whose axes `line` names.
+        cluster: the cluster of the devices; without it, links have no name.
         mesh_spec: the spec that the mesh was built from, if any.
-        budget: share of the loop's time that captures may take: by the loop's clock, and by CPU seconds of the reader
-            process over the number of CPUs. The first capture is always made; then they become rarer until they fit.
+        budget: share of the loop's time that captures may take: the delay of the loop, plus the CPU seconds of the
+            reader process over the number of CPUs. The first capture is always made; later ones become rarer to fit.
 
     Raises:
         ConfigError: `every` is not a number of steps, `budget` is not positive, or another argument has the wrong type.
@@ -207,7 +210,7 @@ def live(
 
 
 def describe_report(number: int, report: Report) -> str:
-    """Return a sentence on the only step of a report: exposed communication, by axes if known, and its straggler."""
+    """Return a sentence on a report of one step: its exposed communication, by axes if known, and its straggler."""
     step_s = report.step.time_s or 1.0
     exposed: dict[str, float] = {}
     for row in report.communication:
@@ -222,7 +225,7 @@ def describe_report(number: int, report: Report) -> str:
 
 
 def _late_s(device: StragglerPart) -> float:
-    """Return the mean time that the others wait for a device; if waiting is unknown, the time by which it is slower."""
+    """Return the mean seconds that others wait for a device; if these are unknown, by how much longer it computes."""
     if device.delay_s is not None:
         return device.delay_s
     return device.late.behind_s if device.late else 0.0
@@ -231,7 +234,7 @@ def _late_s(device: StragglerPart) -> float:
 def describe_overlap(
     number: int, exposed_share: float, late_device: int | None = None, late_share: float = 0.0, axes: str = ""
 ) -> str:
-    """Return `captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`, by shares of the step."""
+    """Return `captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`, in shares of the step."""
     by = f" ({axes})" if axes else ""
     late = "" if late_device is None else f", device {late_device} is late by {format_percent(late_share)}"
     return f"captured step {number}: {format_percent(exposed_share)} is exposed communication{by}{late}"

@@ -1,4 +1,4 @@
-"""Turn a trace of one step into its report, in the process that `mk.live` starts; it imports no jax, to start fast."""
+"""The reader process of `mk.live`: it turns the trace of one step into a report. To start fast, it imports no jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 
 
 def main() -> None:
-    """Answer requests with the folder of a `trace`, and `mesh`, `cluster` and `devices` as in `TracedJob`."""
+    """Answer each request with a report. A request names the folder `trace`, and the facts of `TracedJob`."""
 
     def answer(request: Mapping[str, Any]) -> str:
         mesh, cluster = request["mesh"], request["cluster"]

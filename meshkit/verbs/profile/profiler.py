@@ -1,10 +1,10 @@
-"""Turn a captured run, any traces, or files of NCCL Inspector into the measured report.
+"""Turn a captured run, any JAX traces, or files of NCCL Inspector into the measured report.
 
 trace + compiled program + mesh   (meshkit.trace.capture wrote them)
   -> the communication of each operation, with its axes and link
   -> Timeline -> Report
 
-Inspector's files only give rows of communication, and nothing that needs a trace.
+From NCCL Inspector's files, the report has only rows of communication, and nothing that needs a trace.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from meshkit.trace.loose import Loose, open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Note, Trace, read_trace
 
-_UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # Notes of a schedule that hides FLOP.
+_UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # With such a note, FLOP cannot be counted.
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured report, the timeline that it summarizes (which the HTML page draws), and their sources."""
+    """The measured report, the timeline that it summarizes and that the HTML page draws, and the sources of both."""
 
     report: Report
     timeline: Timeline
@@ -77,14 +77,14 @@ class Measurement:
 def profile_run(run: str | Path, *, predicted: Report | None = None, steps: Container[int] | None = None) -> Report:
     """Return the measured report of a run folder with a capture, and write its files into the folder.
 
-    It also writes `calibration.toml`, which a cluster may name for later plans, if the run had messages and kernels
-    large enough to measure; and `pgle.pbtxt`, by which XLA schedules a recompile (`--set
+    It also writes two files for later compiles. A cluster file may name `calibration.toml`, which is written if the run
+    had messages or kernels large enough to measure. XLA schedules a recompile by `pgle.pbtxt` (`--set
     xla.xla_gpu_pgle_profile_file_or_directory_path=...`).
 
     Args:
         run: the folder, or the `report.json` in it.
         predicted: a plan's report, which the page shows next to the measurement; None looks for one in the folder.
-        steps: numbers of the steps that count; None sets warm-up and outliers apart.
+        steps: numbers of the steps that count; None leaves out warm-up steps and outliers.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
@@ -103,7 +103,7 @@ def measure_run(
 
     Args:
         only_process: the process whose trace is read; None for all.
-        steps: numbers of the steps that count; None sets warm-up and outliers apart.
+        steps: numbers of the steps that count; None leaves out warm-up steps and outliers.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
@@ -127,7 +127,7 @@ def measure_run(
     untraced_s = _untraced_s(captured.records, history)
     traced = [r.cost.traced_step_s for r in captured.records if r.cost and r.cost.traced_step_s]
     overhead_s = None
-    # The host's time includes the start, and waiting for the last step.
+    # The host's time of the traced steps includes starting the trace and waiting for the last step, so bound it.
     if traced and untraced_s and report.step.time_s:
         overhead_s = max(0.0, min(max(traced), report.step.time_s) - untraced_s)
     parts = {
@@ -156,7 +156,7 @@ def measure_run(
 def profile_traces(
     path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None, out: str | Path | None = None
 ) -> Report:
-    """Return the measured report of bare traces, beside the prices of the traced program; see `measure_traces`.
+    """Return the measured report of bare traces, with the traced program's predicted times; see `measure_traces`.
 
     Args:
         out: a folder for the report's files; None writes nothing.
@@ -167,13 +167,13 @@ def profile_traces(
 
 @dataclass(frozen=True)
 class TracedJob:
-    """The known facts of a job that left bare traces."""
+    """The known facts of a job of which there are only traces, without a run folder (bare traces)."""
 
     mesh: MeshSpec | None = None
     cluster: Cluster | None = None
     facts: StepFacts = NO_FACTS
     devices: Mapping[int, int] | None = None
-    """Number of a device in a single trace -> its id; None if the numbers are ids."""
+    """Number of a device in a trace of one process -> its id in the job; None if these numbers are the ids."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,18 @@ class MeasuredTraces:
     gpu: Cluster | None
 
     def price(self) -> Report | None:
-        """Return the plan's prediction of the traced program, instruction by instruction.
+        """Return the prediction of the traced program by plan's models, instruction by instruction.
 
         It is None if the trace lacks the program's HLO, or if no cluster is given and the trace names no GPU of the
-        catalog. The links of the trace's own GPU are unknown: then a step that communicates has no time, and its
-        collectives no price.
+        catalog. If no cluster is given, links are unknown: collectives then have no predicted time, and neither has a
+        step with collectives.
         """
         schedule, known = self.schedule, self.machines.cluster
         cluster = known or self.gpu
         if schedule is None or cluster is None or cluster.is_cpu:
             return None
         simulation = simulate(schedule, cluster, gpus=self.num_devices, network=known is not None)
-        # Measured collectives only have axes if a mesh is known.
+        # Show the measured collectives in place of the simulated ones: they have axes only if a mesh is known.
         named = {c.name: c for c in self.timeline.collectives}
         collectives = tuple(named.get(c.name, c) for c in simulation.timeline.collectives)
         priced = summarize_simulation(
@@ -229,14 +229,14 @@ class MeasuredTraces:
 def measure_traces(
     path: str | Path, job: TracedJob, *, program: str | None = None, steps: Container[int] | None = None
 ) -> MeasuredTraces:
-    """Return the measured report of a trace of any JAX job or a folder of them, and the data that price its program.
+    """Measure the traces of any JAX job; return the report, and what `MeasuredTraces.price` needs.
 
     Args:
-        path: a `.xplane.pb` file (or `.gz`), an export of nsys (`.sqlite`), a folder of them, one that `jax.profiler`
-            has written into, or one of nsys-jax; see `trace.loose`.
-        job: known facts of the job; without a mesh rows are by replica groups, without a cluster links have no name.
+        path: a `.xplane.pb` file (or `.gz`), an export of nsys (`.sqlite`), a folder of them, a folder that
+            `jax.profiler` has written into, or the folder of nsys-jax; see `trace.loose`.
+        job: known facts of the job. Without a mesh, rows are by replica groups; without a cluster, links have no name.
         program: the program to measure, by name; None is the one with the most time.
-        steps: numbers of the steps that count, from 0; None sets warm-up and outliers apart.
+        steps: numbers of the steps that count, from 0; None leaves out warm-up steps and outliers.
 
     Raises:
         TraceError: there is no trace, it cannot be read, or it lacks the program.
@@ -293,7 +293,7 @@ def measure_traces(
 
 
 def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
-    """Yield a note on the prices if the GPU is the one that the trace names."""
+    """Yield a note on predicted times if they are for the GPU that the trace names, without a given cluster."""
     if gpu is None:
         return
     message = f"Kernels are priced as on {gpu.gpu.name}, which the trace names."
@@ -308,7 +308,7 @@ def _with_bandwidths(report: Report) -> Report:
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema.MemoryPart:
-    """Return the allocator's numbers on the fullest GPU; CPU devices count nothing."""
+    """Return the allocator's numbers on the GPU with the highest peak; on CPU devices they are unknown."""
     peaks = [r.memory for r in records if r.memory.peak_bytes is not None]
     if not peaks:
         return schema.MemoryPart()
@@ -325,7 +325,7 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema
 
 
 def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
-    """Return the facts of a step with the FLOP of its compiled program, if that tells how often each loop runs."""
+    """Add the FLOP of the compiled program to the facts, if these have none and the schedule counts all FLOP."""
     if schedule is None or facts.hardware_flops_per_gpu is not None or schedule.notes.keys() & _UNCOUNTED:
         return facts
     flops = useful_flops(schedule, facts.pipeline) / facts.steps_per_call
@@ -333,7 +333,10 @@ def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
 
 
 def _untraced_s(records: Sequence[CaptureRecord], history: schema.HistoryPart | None) -> float | None:
-    """Return a step of the same run before the trace began; without a history, the slowest process's own count."""
+    """Return the run's step time in seconds without tracing, if it is known.
+
+    It is the median step of the run's metrics before the trace, or without these, the slowest process's measurement.
+    """
     if history is not None and "step_time_s" in history.values:
         return untraced_step_s(history, records[0].first_step)
     return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
@@ -345,9 +348,10 @@ def find_stragglers(
     instructions: Mapping[str, InstructionInfo] | None = None,
     steps_per_execution: int = 1,
 ) -> schema.StragglersPart | None:
-    """Return the stragglers, with the compute and the host of each, and the operations that take them longer.
+    """Return the stragglers, each with its host, its compute time, and the operations that take longer on it.
 
-    It is None if the skew has no collective, and no device is late. Compute is for one of `steps_per_execution`.
+    It is None if no collective shows a skew and no device is late. Times are per step, of which one execution of the
+    program makes `steps_per_execution`.
     """
     late = late_devices(trace, instructions or {}, steps_per_execution)
     if not trace.skew.instances and not late:
@@ -372,8 +376,9 @@ def profile_inspector(
 
     Args:
         files: files of all processes of one job.
-        mesh: the job's mesh, whose axes name communicators of their shape; without it, rows are by communicator size.
-        cluster: the cluster of its GPUs; without it, links have no name.
+        mesh: the job's mesh. A communicator gets the axes whose groups have its ranks and hosts; without a mesh, rows
+            are by communicator size.
+        cluster: the cluster of the job's GPUs; without it, links have no name.
         out: a folder for the report's files; None writes nothing.
         predicted: a plan's report, which the page shows next to the measurement.
 
@@ -412,7 +417,11 @@ def profile_inspector(
 
 
 def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: Cluster | None) -> CommunicationPart:
-    """Return a row of the report: means a step and GPU, and the traffic of one GPU's links if the mesh is known."""
+    """Return a row of the report: means per step and GPU, and if the mesh is known, its axes and bandwidths.
+
+    Args:
+        per: 1 / (devices * steps), which turns the job's sums into these means.
+    """
     group = row.communicator
     shape = shape_on(placement, group) if placement is not None else None
     like = Collective(
@@ -441,7 +450,7 @@ def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: C
 
 
 def _step_times_s(folder: Path) -> list[float]:
-    """Return the steps' seconds in the metrics.jsonl of the folder or its parent; empty without one."""
+    """Return the step times in seconds from metrics.jsonl in the folder or its parent; empty without such a file."""
     for at in (folder, folder.absolute().parent):
         times = [r.get("step_time_s") for r in read_metrics(at / METRICS_FILE)]
         if known := [float(t) for t in times if isinstance(t, int | float) and t > 0]:
@@ -460,7 +469,7 @@ def _note_of_steps(times: Sequence[float]) -> Note:
 
 
 def _unnamed(rows: Sequence[CommunicationPart], placement: Placement | None) -> list[Note]:
-    """Return a note on the communicators that no single set of mesh axes explains."""
+    """Return a note on the communicators that match no mesh axes, or more than one set of them."""
     without = sorted({r.group_size or 0 for r in rows if not r.axes}) if placement is not None else []
     if not without:
         return []

@@ -1,1 +1,1 @@
-"""`meshkit schema`: JSON Schemas of outputs and of the experiment file."""
+"""`meshkit schema`: print the JSON Schema of an output, or of the experiment file."""

@@ -43,7 +43,7 @@ def schema(
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """Return the JSON Schema of an output or file of `SCHEMAS`; imports what makes it and nothing else."""
+    """Return the JSON Schema of an output or file in `SCHEMAS`. Only the module that defines it is imported."""
     module, _, maker = SCHEMAS[name].partition(":")
     found = getattr(importlib.import_module(module), maker)
     return found.model_json_schema(mode="serialization") if isinstance(found, type) else found()

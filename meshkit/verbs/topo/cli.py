@@ -31,7 +31,7 @@ def topo(
 ) -> None:
     """Describe this machine: GPUs, NVLink, NICs, PCIe.
 
-    It shows a table and a picture, and writes a cluster file. It needs no GPU, and says so if there is none.
+    Shows tables and a picture; with --out, writes a cluster file. On a machine without a GPU, it reports that.
     """
     from meshkit.config.experiment import load_any
     from meshkit.verbs.topo.topo import examine, render

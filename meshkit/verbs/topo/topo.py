@@ -1,6 +1,6 @@
-"""The report of `meshkit topo`: examine a machine, describe it, compare, write, and render for a terminal.
+"""The report of `meshkit topo`: examine a machine, compare it with a cluster, write a cluster file, render the report.
 
-The terminal shows tables and a picture in text; 80 columns are enough.
+The terminal view has tables and a text picture, and fits in 80 columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAYERS = {"infiniband": "InfiniBand", "ethernet": "RoCE", "tcp": "Ethernet"}
 
 
 class PciePart(Part):
-    """The slot of a device: its present state, and the most that device and slot support; null if unknown."""
+    """A device's PCIe link: its present generation and width, and the highest ones supported; null if unknown."""
 
     generation: int | None = None
     width: int | None = None
@@ -74,7 +74,7 @@ class NicPart(Part):
 
 
 class LinkPart(Part):
-    """The path between two devices, in the words of `nvidia-smi topo -m`."""
+    """The path between two devices, named as in `nvidia-smi topo -m`: `NV18`, `PIX`, `SYS`, ..."""
 
     a: str
     b: str
@@ -90,7 +90,7 @@ class DomainPart(Part):
 
 
 class RdmaPart(Part):
-    """GPUDirect RDMA; null if unknown."""
+    """Whether GPUDirect RDMA works, by which kernel modules, and how many PCIe bridges use ACS; null if unknown."""
 
     works: bool | None
     peer_memory: bool | None
@@ -107,7 +107,7 @@ class MismatchPart(Part):
 
 
 class OtherPart(Part):
-    """A further machine in the same file."""
+    """A further machine in the same recorded file or folder."""
 
     source: str
     num_gpus: int
@@ -115,7 +115,7 @@ class OtherPart(Part):
 
 
 class TopoReport(Part):
-    """The report of `meshkit topo`; `cluster` loads with `Cluster.load`, and is null if nothing can be loaded."""
+    """The report of `meshkit topo`. `cluster` is a table for `Cluster.load`; null if the machine makes no cluster."""
 
     schema_: Literal["meshkit.topo/1"] = Field(default=SCHEMA, alias="schema")
     source: str
@@ -152,15 +152,16 @@ def examine(
 
     Args:
         bundle: a bundle of `meshkit topo record`, or a folder with one per host.
-        check: a cluster to compare with.
-        out: a cluster file to write.
-        record: path of a scrubbed bundle of this machine to write.
+        check: the declared cluster to compare with.
+        out: the cluster file to write.
+        record: the bundle of this machine to write, without names and serial numbers.
         xml: NCCL's topology XML to read instead of this machine.
-        matrix: output of `nvidia-smi topo -m` to read instead.
-        gpu: catalog key of the GPUs, if discovery does not know it.
+        matrix: output of `nvidia-smi topo -m` to read instead of this machine.
+        gpu: catalog key of the GPUs, if discovery finds none.
 
     Raises:
-        ConfigError: arguments contradict each other, a file is missing or exists, or `out` has nothing to write.
+        ConfigError: arguments contradict each other, an input is missing, an output exists, or there is no cluster to
+            write to `out`.
         TraceError: a file is damaged.
     """
     given: list[tuple[Path | None, Form]] = [(bundle, "bundle"), (xml, "xml"), (matrix, "matrix")]
@@ -237,7 +238,7 @@ def _cluster(found: Topology, gpu: str | None) -> tuple[dict[str, Any] | None, C
 
 
 def _shipped(table: dict[str, Any] | None) -> str | None:
-    """Return the shipped cluster that this is a host of; None if it is none."""
+    """Return the name of the shipped cluster whose hosts equal this machine; None if there is none."""
     if table is None:
         return None
     mine = Cluster.load(table).to_dict() | {"name": None}
@@ -267,7 +268,7 @@ def _write(out: Path, table: dict[str, Any], found: Topology) -> str:
 
 
 def render(report: TopoReport) -> RenderableType:
-    """Return the report for `rich.print`: headline, tables, picture, cluster, and differences."""
+    """Return the report for `rich.print`: headline, tables, picture, cluster file, and differences."""
     recorded = [f"recorded in {report.recorded}"] if report.recorded else []
     if not report.gpus:
         findings = [f"✗ {finding.message}" for finding in report.findings]
@@ -329,7 +330,7 @@ def _gpu_table(report: TopoReport) -> RenderableType:
             _or_dash(gpu.nvlink_domain),
             f"{near} ({gpu.nearest_path})" if near else "-",
         )
-        table.add_row(*map(Text, cells))  # A plain string would be read for markup.
+        table.add_row(*map(Text, cells))  # rich would parse plain strings for markup.
     return table
 
 
@@ -355,7 +356,7 @@ def _rdma(report: TopoReport) -> str:
 
 
 def _picture(report: TopoReport) -> Iterator[Tree]:
-    """Yield the hosts, their NUMA nodes, and each GPU with its nearest NICs."""
+    """Yield a tree for each host: its NUMA nodes, and in each node the GPUs with their nearest NICs."""
     for host in range(report.hosts):
         tree = Tree(Text(f"host {host}", style="bold"), guide_style="bright_black")
         gpus = [gpu for gpu in report.gpus if gpu.host == host]
@@ -367,7 +368,7 @@ def _picture(report: TopoReport) -> Iterator[Tree]:
 
 
 def _draw_node(branch: Tree, gpus: Sequence[GpuPart], nics: Sequence[NicPart]) -> None:
-    """Draw GPUs behind one switch with their NICs, on a line each; then NICs that are near no GPU."""
+    """Add a line for the GPUs of each set of nearest NICs, with these NICs if the path is PIX or PXB; then the rest."""
     groups: dict[tuple[str, ...], list[GpuPart]] = {}
     for gpu in gpus:
         groups.setdefault(gpu.nearest_nics, []).append(gpu)

@@ -1,4 +1,5 @@
-"""`meshkit tune`: a search over variants of an experiment, by `meshkit.search`, written into a folder and shown.
+"""`meshkit tune`: search variants of an experiment with `meshkit.search`; write the result into a folder and show it.
 
-Enters: an experiment. Leaves: every outcome, the fastest that fits and why, as `tune/1`. May be imported by the CLI.
+Enters: an experiment. Leaves: all outcomes, the fastest variant that fits, and why it is fastest, as `meshkit.tune/1`.
+May be imported by the CLI.
 """

@@ -39,8 +39,8 @@ def tune(
 ) -> None:
     """Search the mesh, recomputation and micro-batches of an experiment.
 
-    Rules out by closed forms, compiles the most promising variants, and writes the fastest that fits as winner.toml,
-    with what it gained over the experiment as it is. The global batch stays. Killed, it resumes where it was.
+    Rules out variants by closed forms, compiles the most promising ones, and writes the fastest that fits as
+    winner.toml. Shows its gain over the experiment. Keeps the global batch. A killed search resumes if run again.
     """
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import load_any

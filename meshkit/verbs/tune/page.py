@@ -1,4 +1,4 @@
-"""The page of a search, and its progress on a terminal."""
+"""The HTML page of a search, and its progress bar in the terminal."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from meshkit.search.tune_report import (
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 
 _OFTEN = 50  # Variants between two updates of the progress.
-_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # Symbols of sizes, the experiment's own first.
+_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # By number of GPUs, the experiment's own first.
 _FITS, _TOO_LARGE, _WINNER, _BASE = "#3f7cac", "#d1495b", "#4c9f70", "#28323c"
 
 
 def write_tune_html(report: TuneReport, path: str | Path) -> Path:
-    """Write the page, which opens offline, and return its path.
+    """Write the HTML page of a search, which opens offline, and return its path.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
@@ -52,7 +52,7 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
 
 
 def pareto_chart(report: TuneReport) -> dict:
-    """Draw time against memory of the compiled variants, and the front."""
+    """Draw step time against memory for all compiled variants, and the Pareto front of each number of GPUs."""
     drawn = [o for o in report.outcomes if o.time_s is not None and o.peak_bytes is not None]
     sizes = sorted({o.num_gpus or 0 for o in drawn}, key=lambda n: (n != report.num_gpus, n))
     fitting = [(n, [o for o in drawn if o.fits and (o.num_gpus or 0) == n]) for n in sizes]
@@ -134,7 +134,7 @@ def _pruned(report: TuneReport) -> str:
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[SearchProgress]:
-    """Yield the callbacks of a progress bar; without a terminal they print one line for every variant."""
+    """Yield callbacks that move a progress bar, or print one line per variant if the console is no terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
