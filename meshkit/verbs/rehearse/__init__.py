@@ -1,1 +1,1 @@
-"""`meshkit rehearse`: one GPU's part of a step, on one real GPU."""
+"""`meshkit rehearse`: run one GPU's part of a distributed step on one real GPU."""

@@ -31,8 +31,8 @@ def rehearse(
 ) -> None:
     """Run one GPU's part of a step on one real GPU.
 
-    One process runs its program of the whole job with NCCL mocked: real kernel times and the allocator's real peak;
-    communication is predicted, as in a plan. Writes a calibration that later plans read.
+    Runs the program of one process of the whole job, with NCCL mocked. Kernel times and the allocator's peak are
+    measured; communication is predicted, as in a plan. Writes a calibration that later plans can read.
     """
     from meshkit.config.experiment import load_any
     from meshkit.report.folder import write_folder

@@ -1,11 +1,12 @@
-"""rehearse: one real GPU runs one process's program of a job that is not there.
+"""`meshkit rehearse`: one real GPU runs the program of one process of a job whose other GPUs are absent.
 
-experiment -> (another process, of this module: NCCL and the topology mocked) -> capture: kernel times, peak
-  -> plan's simulation, with measured kernels and the network model for what was mocked -> Timeline -> Report
+experiment -> a child process (`main` below) runs the step, with NCCL and the topology mocked
+  -> capture: kernel times, the allocator's peak
+  -> plan's simulation, with measured kernels and modelled collectives -> Timeline -> Report
 
-Whatever a capture holds can be read again, on any machine: only `run` needs the GPU. In the process that owns it jax is
-told of a topology in which its GPU is one of many (`jax_mock_gpu_topology`), and of an NCCL that does nothing. The
-program is then that of process 0 of the whole job; it runs on data of the right shapes, and is captured.
+Only `run` needs the GPU; its capture can be read later on any machine. In the child process, `jax_mock_gpu_topology`
+makes jax see many GPUs, of which the real one is the first, and makes NCCL do nothing. The program is then that of
+process 0 of the whole job. It runs on random weights of the right shapes.
 """
 
 from __future__ import annotations
@@ -67,28 +68,28 @@ from meshkit.units import format_bytes, format_percent, format_seconds
 LOG_FILE = "logs/rehearsal.log"
 MODULE = "meshkit.verbs.rehearse.rehearsal"  # The module that the process on the GPU runs.
 FLAGS = (
-    COMMAND_BUFFERS_FLAG,  # Inside a CUDA graph a trace names no instruction.
-    "--xla_gpu_shard_autotuning=false",  # XLA would wait a day for kernels that other processes of the job would time.
-    # A ragged all-to-all would ask for its communicator before it runs, and a mocked NCCL has none.
+    COMMAND_BUFFERS_FLAG,  # No CUDA graphs: a trace does not name the instructions inside them.
+    "--xla_gpu_shard_autotuning=false",  # XLA would wait a day for autotuning results of the absent processes.
+    # A ragged all-to-all would request its communicator before it runs, and a mocked NCCL has none.
     "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=false",
 )
-# A smaller share of the kernels' seconds without a name is not worth a warning.
+# Kernels that the trace lacks cause a warning if they have at least this share of all kernels' seconds.
 NOTABLE = 0.01
-# Notes of a trace that are true of every rehearsal: it has one process, whose collectives run no kernel.
+# Notes that fit every rehearsal's trace and are left out: it is of one process, whose collectives run no kernel.
 _EXPECTED = ("process_subset", "collective_counts")
 
 
 WARM_UP = 2
-IDS_FILE = "ids.json"  # The file of a run folder with the ids that the steps had.
-# Values repeat after so many, because drawing gigabytes of random numbers would take longer than the rehearsal.
+IDS_FILE = "ids.json"  # The file in the run folder with the counts of `ids_of`.
+# Random values repeat after this many, because drawing gigabytes of them would take longer than the rehearsal.
 _BLOCK = 1 << 20
-_SCALE = 0.02  # Weights have the size that models give them, because zeros would keep the GPU cooler.
+_SCALE = 0.02  # Standard deviation of weights, as models initialize them: with zeros, a GPU would draw less power.
 _SMALLEST_VOCABULARY = 256
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A rehearsal, read."""
+    """The result of a rehearsal; `calibration` is the path of the written file."""
 
     report: Report
     timeline: Timeline
@@ -96,7 +97,7 @@ class Rehearsed:
 
 
 def check_gpu() -> None:
-    """Stop where there is no GPU to rehearse on.
+    """Raise an error if this machine has no GPU to rehearse on.
 
     Raises:
         ConfigError: no NVIDIA driver finds a GPU.
@@ -109,7 +110,7 @@ def check_gpu() -> None:
 
 
 def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs that this machine's driver knows; 0 without one."""
+    """Return the number of NVIDIA GPUs that this machine's driver lists; 0 without a driver."""
     found = read_nvml()
     return 0 if isinstance(found, str) else len(found["gpus"])
 
@@ -119,11 +120,11 @@ def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int)
 
     Args:
         folder: the run folder; an earlier capture in it is replaced.
-        steps: to capture, after two that warm up.
+        steps: the number of steps to capture, after two warm-up steps.
 
     Raises:
-        ConfigError: a cluster of CPUs, or no GPU here.
-        RunError: the process died, as for want of memory.
+        ConfigError: the cluster has no GPUs, or this machine has none.
+        RunError: the child process failed, for instance because the GPU has too little memory.
     """
     if experiment.cluster.is_cpu:
         raise ConfigError(
@@ -158,13 +159,12 @@ def run(experiment: Experiment | ProgramExperiment, folder: Path, *, steps: int)
 
 
 def gpu_environment(experiment: Experiment | ProgramExperiment, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the process on the GPU, made of this process's.
-
-    One GPU of the machine is visible.
+    """Return the environment of the child process on the GPU, which sees one GPU of the machine.
 
     Args:
-        experiment: whose `train.memory_fraction` JAX's client gets.
-        environment: CUDA_VISIBLE_DEVICES is cut to its first entry, and FLAGS take the place of the same in XLA_FLAGS.
+        experiment: its `train.memory_fraction` is the share of the GPU's memory that jax's client may take.
+        environment: the environment of this process. CUDA_VISIBLE_DEVICES is cut to its first entry, and FLAGS replace
+            flags of the same names in XLA_FLAGS.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     names = [flag.partition("=")[0] for flag in FLAGS]
@@ -178,10 +178,10 @@ def gpu_environment(experiment: Experiment | ProgramExperiment, environment: Map
 
 
 def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehearsed:
-    """Return the report of a rehearsal's capture; writes the rates of its kernels as a calibration.
+    """Return the report of a rehearsal's capture, and write the rates of its kernels as a calibration file.
 
     Raises:
-        TraceError: there is no capture, it cannot be read, or it is of another mesh.
+        TraceError: there is no capture, it cannot be read, or its mesh is not the experiment's.
     """
     cluster = experiment.cluster
     captured = open_capture(folder)
@@ -245,7 +245,7 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
 
 
 def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, reserved: Reserved) -> MemoryPart:
-    """Return the allocator's peak, which holds cuDNN's workspace and what was lost to packing."""
+    """Return the allocator's measured peak, which includes cuDNN's workspaces and fragmentation, and whether it fits."""
     capacity = int(experiment.cluster.gpu.memory_bytes)
     pool = int(capacity * experiment.train.memory_fraction)
     peak = captured.record.memory.peak_bytes
@@ -265,7 +265,7 @@ def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, rese
 
 
 def _gpu_of(captured: Captured) -> str | None:
-    """Return the catalog's key of the GPU that a capture was made on, or the vendor's name of one that it lacks."""
+    """Return the catalog key of the GPU on which a capture was made, or its vendor's name if the catalog lacks it."""
     kind = captured.record.device_kind
     return next((key for key in catalog.gpu_keys() if catalog.gpu(key).name == kind), kind)
 
@@ -299,7 +299,7 @@ def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Wa
 
 
 def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> Warning_:
-    """Warn that a training's values draw more power in matmuls and attention than a mocked step."""
+    """Warn that matmuls and attention take longer in training, where real values draw more power than mocked ones."""
     free = Assumptions(contention=False, slowest=False, full_clock=True)
     pricers = [step_pricer(schedule, cluster, each) for each in (free, replace(free, full_clock=False))]
     measured, planned = 0.0, [0.0, 0.0]
@@ -331,7 +331,7 @@ def _unnamed(price: MeasuredKernels) -> list[Warning_]:
 def _against_plan(
     experiment: Experiment | ProgramExperiment, captured: Captured, schedule: Schedule
 ) -> Iterator[Warning_]:
-    """Yield whether the rehearsed program communicates what the planned one does, and how much memory each takes."""
+    """Compare the rehearsed program with the planned one: yield notes on their collectives and on their peak memory."""
     try:
         planned = planned_program(experiment)
     except MeshkitError as e:
@@ -370,7 +370,7 @@ def _differences(planned: CompiledProgram, record: CaptureRecord) -> str:
 
 
 def _communicated(schedule: Schedule) -> Counter:
-    """Return how often a program communicates what: (collective, axes, dtype, bytes) -> count, loops multiplied out."""
+    """Count a program's collectives by (collective, axes, dtype, bytes); those in loops count once per iteration."""
     found: Counter = Counter()
     for i, times in schedule.walk():
         if (c := i.collective) is not None:
@@ -384,7 +384,7 @@ def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
 
 
 def planned_program(experiment: Experiment | ProgramExperiment) -> CompiledProgram:
-    """Return the experiment's step, compiled for GPUs that are not there, as plan does it.
+    """Return the experiment's step, compiled for absent GPUs as `meshkit plan` compiles it.
 
     Raises:
         ConfigError: the experiment does not fit its cluster, or no compiler is installed.
@@ -400,11 +400,12 @@ def planned_program(experiment: Experiment | ProgramExperiment) -> CompiledProgr
 
 
 def main(request: dict[str, Any]) -> None:
-    """Compile, run and capture the experiment of a request; its code is in the folder of the user's file.
+    """Compile, run and capture the experiment of a request, in the child process that `run` starts.
 
     Args:
-        request: as `run` writes it: `experiment` (a file of all keys), `overrides` (of keys that a file may not set),
-            `beside` (the user's file or None), `folder` (of the run) and `steps` (to capture).
+        request: `experiment` (path of a file with all keys), `overrides` (values of keys that a file may not set),
+            `beside` (the user's own file, whose folder has the user's code; or None), `folder` (the run folder) and
+            `steps` (the number of steps to capture).
     """
     experiment = load_any(request["experiment"], request["overrides"])
     if request["beside"]:
@@ -415,16 +416,16 @@ def main(request: dict[str, Any]) -> None:
 
 
 def mock(cluster: Cluster) -> None:
-    """Make jax, before it starts, see the cluster's GPUs and do nothing where they would communicate.
+    """Configure jax, before it starts, to see all GPUs of the cluster and to skip their communication.
 
-    It reads this from no environment. A process for each GPU, since only one GPU is real.
+    jax reads this option from no environment variable. The topology has one process per GPU, as only one GPU is real.
     """
     topology = f"{cluster.num_nvlink_domains}x{cluster.gpus_used_per_domain}x1"  # Domains x processes x GPUs.
     jax.config.update("jax_mock_gpu_topology", topology)
 
 
 def rehearse(experiment: Experiment | ProgramExperiment, devices: list[Any], folder: Path, steps: int) -> None:
-    """Run the experiment's step on this process's devices, and capture `steps` of it."""
+    """Run the experiment's step on the given devices: two warm-up steps, then `steps` captured ones."""
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     ready = _program_ready(experiment, mesh) if isinstance(experiment, ProgramExperiment) else _ready(experiment, mesh)
     folder.mkdir(parents=True, exist_ok=True)
@@ -447,9 +448,9 @@ class _Ready:
     step: CapturedStep
     args: tuple[Any, ...]
     following: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
-    """Takes a call's arguments and results, and returns the next call's arguments."""
+    """(a call's arguments, its results) -> the next call's arguments."""
     ids: dict[str, dict[str, int]]
-    """The count that `count_ids` returns."""
+    """The counts of `ids_of`."""
 
 
 def _ready(experiment: Experiment, mesh: Any) -> _Ready:
@@ -461,11 +462,11 @@ def _ready(experiment: Experiment, mesh: Any) -> _Ready:
 
 
 def _program_ready(experiment: ProgramExperiment, mesh: Any) -> _Ready:
-    """Return the step of a `[program]`, made for the mesh of the job's devices.
+    """Return the step of a `[program]`, compiled for the mesh, with random arguments.
 
-    Weights are normal with a deviation of 0.02, other floats their absolute values, ids random below 256. What a call
-    is given to overwrite is in the next one what the call returned of that shape and layout, in order, as XLA pairs
-    them.
+    Weights are normal with a standard deviation of 0.02, other floats are the absolute values of such numbers, and
+    integers are random ids below 256. In the next call, each donated argument is replaced by the first unused result
+    with its shape, dtype and sharding, as XLA pairs them.
     """
     program = make_program(experiment, mesh)
     groups = group_arguments(program.args, program.names)
@@ -486,12 +487,12 @@ def _program_ready(experiment: ProgramExperiment, mesh: Any) -> _Ready:
     layouts = tree.flatten_up_to(compiled.program.input_shardings)
     leaves = jax.tree.leaves(given)
     weights = {id(array_of(leaf)) for leaf in groups.parameters.values()}
-    aligned = len(leaves) == len(infos)  # Otherwise some arguments are static.
+    aligned = len(leaves) == len(infos)  # If not, some arguments are static, and leaves cannot be matched to infos.
     random = np.random.default_rng(0)
 
     def fill(number: int) -> jax.Array:
         info, layout = infos[number], layouts[number]
-        # The step does not read an argument without a layout.
+        # An argument without a layout is one that the step does not read.
         layout = NamedSharding(mesh, PartitionSpec()) if layout is None else layout
         abstract = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=layout)
         return _filled(abstract, random, signed=aligned and id(array_of(leaves[number])) in weights)
@@ -520,7 +521,7 @@ def _program_ready(experiment: ProgramExperiment, mesh: Any) -> _Ready:
 
 
 def _spec_of(spec: MeshSpec, mesh: Any) -> MeshSpec | None:
-    """Return the spec with the axes of size 1 that a program's own mesh adds; None where its axes are others."""
+    """Return the spec of a program's own mesh, which may add axes of size 1; None if it differs in any other axis."""
     known = {axis.name: axis for axis in spec.axes}
     if {name: size for name, size in mesh.shape.items() if size > 1} != {n: s for n, s in spec.sizes.items() if s > 1}:
         return None
@@ -528,13 +529,13 @@ def _spec_of(spec: MeshSpec, mesh: Any) -> MeshSpec | None:
 
 
 def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
-    """Return a state and a batch of a program's shapes and layouts, of which this process holds its part.
+    """Return a state and a batch with a program's shapes and shardings; this process holds its own shards.
 
-    Weights are normal with a deviation of 0.02.
+    Weights are normal with a standard deviation of 0.02. The batch is that of `first_batch`.
     """
     random = np.random.default_rng(0)
     state = program.abstract_state
-    # Signs decide how many bits change from one number to the next, and so how much power a matmul takes.
+    # Weights need both signs: signs affect how many bits flip between numbers, and so the power that a matmul draws.
     weights = jax.tree.map(lambda leaf: _filled(leaf, random, signed=True), state.params)
     # Second moments must not be negative.
     others = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), replace(state, params=()))
@@ -542,10 +543,10 @@ def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
 
 
 def first_batch(program: TrainProgram, experiment: Experiment) -> Any:
-    """Return the first batch of the experiment's data where it can be read here, as `program.step` takes it.
+    """Return the first batch of the experiment's data, as `program.step` takes it.
 
-    The ids matter: how long look-ups and the gradient of their table take depends on which there are, and how often.
-    Where the data cannot be read, ids are random, and stderr says so.
+    Real token ids matter: the times of embedding look-ups and of their gradient depend on how often each id occurs.
+    If the data cannot be read on this machine, ids are random, and a message goes to stderr.
     """
     model = program.model.abstract_model()
     try:
@@ -562,7 +563,7 @@ def first_batch(program: TrainProgram, experiment: Experiment) -> Any:
 
 
 def ids_of(batch: Any) -> dict[str, dict[str, int]]:
-    """Return for each array of integers: how many this process holds, how many different ones, the most of one."""
+    """Return for each array of integers the number of ids in this process, of distinct ids, and of the commonest id."""
     found = {}
     for name, array in batch.items():
         if np.issubdtype(array.dtype, np.integer):
@@ -575,9 +576,10 @@ def ids_of(batch: Any) -> dict[str, dict[str, int]]:
 def _filled(
     leaf: jax.ShapeDtypeStruct, random: np.random.Generator, *, signed: bool, ids: int = _SMALLEST_VOCABULARY
 ) -> jax.Array:
-    """Return an array of the leaf's shape and layout, of which only this process's shards hold anything.
+    """Return a random array with the leaf's shape and sharding; only this process's shards are made.
 
-    Floats are normally distributed, or their absolute values are; integers are so many ids, each as often.
+    Floats are normal with a standard deviation of 0.02, or absolute values of such numbers if not `signed`. Integers
+    are uniform from 0 to `ids` - 1.
     """
 
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
