@@ -307,7 +307,7 @@ def network_lines(network: NetworkPart) -> list[str]:
 
 
 def machine(report: BenchReport) -> str:
-    """Return `8 x cpu in 2 processes, jax 0.12`."""
+    """Return `8 x cpu in 2 processes, jax 0.12.0, jaxlib 0.12.0`."""
     d = report.devices
     processes = f" in {d.processes} processes" if d.processes > 1 else ""
     return f"{d.count} x {d.kind}{processes}, jax {d.jax}, jaxlib {d.jaxlib}"

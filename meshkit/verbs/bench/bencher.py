@@ -357,7 +357,7 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
 
 
 def _not_negative(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Solve weighted least squares for two unknowns >= 0; if the free solution has one < 0, set one of them to 0."""
+    """Solve weighted least squares for two unknowns >= 0; if one is negative, keep only the one that fits better."""
     scale = np.sqrt(weights)
     rows, target = design * scale[:, None], scale
     size = np.abs(rows).max(0)  # The columns differ by ten orders of magnitude, so each is scaled to 1.

@@ -69,7 +69,7 @@ class Kind:
     """One collective."""
 
     name: str
-    """HLO opcode of the collective; but XLA has no collective `scatter`, `gather`, `reduce`, `barrier` or `copy`."""
+    """HLO opcode of the collective; `scatter`, `gather`, `reduce`, `barrier` and `copy` are no collectives in HLO."""
     run: Callable[[jax.Array, str, int], jax.Array]
     """(one device's operand, mesh axis, group size) -> the device's result."""
     expected: Callable[[Place, np.ndarray], np.ndarray]
@@ -79,7 +79,7 @@ class Kind:
     gives: str = "whole"
     """One device's operand, if the buffer is cut: all pieces (`whole`) or one (`piece`)."""
     takes: str = "whole"
-    """One device's result, likewise."""
+    """One device's result, if the buffer is cut: `whole` or `piece`."""
     emulated: str | None = None
     """The collective that runs in its place; None if XLA has this collective."""
     root_only: bool = False
@@ -412,7 +412,7 @@ def _capability(device: Any) -> tuple[int, ...]:
 
 
 def _matmul_flops_per_s(precision: str, sizes: RateSizes) -> float:
-    """Return the rate of a matmul so large that none is faster; the catalog's `achieved.matmul` refers to such ones."""
+    """Return the rate of a matmul so large that no shape is faster, as for `achieved.matmul` in the catalog."""
     n = sizes.matmul
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(precision, jnp.float32)
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in range(2))

@@ -68,8 +68,8 @@ def examine(
     Args:
         experiment: the experiment that should run here; None checks the machine alone.
         folder: the folder that the experiment would write to.
-        gang_timeout_s: limit for joining the job that the environment names, and again for one all-reduce over it.
-            None makes no all-reduce.
+        gang_timeout_s: `timeout_s` of `check_gang`, which joins the job that the environment names; None skips this
+            check.
     """
     env = dict(os.environ)
     cluster = experiment.cluster if experiment else None
@@ -251,7 +251,7 @@ def _open_port(address: str) -> int:
 
 
 def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
-    """Warn if outgoing connections may get the coordinator's port: this is rare, but then a launch must try again."""
+    """Warn if outgoing connections may take the coordinator's port, which is rare but makes a launch's attempt fail."""
     try:
         first, last = (int(word) for word in ports.read_text().split())
         kept = reserved.read_text().strip() if reserved.is_file() else ""

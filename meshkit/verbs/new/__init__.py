@@ -1,1 +1,1 @@
-"""`meshkit new`: a commented experiment file."""
+"""`meshkit new`: write a commented experiment file."""

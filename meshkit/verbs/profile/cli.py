@@ -66,7 +66,7 @@ def profile(
 
     Shows overlapped and exposed communication per mesh axis, link and collective. Shows predicted beside measured
     values with --plan, or if the run folder has a plan (plan.json, or a plan made with the same --out). The program in
-    a bare trace is priced, too; --cluster tells its GPUs and links.
+    a bare trace gets predicted times, too; --cluster names its GPUs and links.
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction, read_report

@@ -225,7 +225,7 @@ def describe_report(number: int, report: Report) -> str:
 
 
 def _late_s(device: StragglerPart) -> float:
-    """Return the mean seconds that others wait for a device; if these are unknown, by how much longer it computes."""
+    """Return the mean seconds that others wait for a device; if unknown, the extra seconds of its own work."""
     if device.delay_s is not None:
         return device.delay_s
     return device.late.behind_s if device.late else 0.0

@@ -245,7 +245,7 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
 
 
 def _memory(experiment: Experiment | ProgramExperiment, captured: Captured, reserved: Reserved) -> MemoryPart:
-    """Return the allocator's measured peak, which includes cuDNN's workspaces and fragmentation, and whether it fits."""
+    """Return the allocator's measured peak, which includes cuDNN workspaces and fragmentation, and whether it fits."""
     capacity = int(experiment.cluster.gpu.memory_bytes)
     pool = int(capacity * experiment.train.memory_fraction)
     peak = captured.record.memory.peak_bytes

@@ -115,7 +115,7 @@ class OtherPart(Part):
 
 
 class TopoReport(Part):
-    """The report of `meshkit topo`. `cluster` is a table for `Cluster.load`; null if the machine makes no cluster."""
+    """The report of `meshkit topo`. `cluster` is a table that `Cluster.load` accepts; it is null if there is none."""
 
     schema_: Literal["meshkit.topo/1"] = Field(default=SCHEMA, alias="schema")
     source: str
@@ -368,7 +368,7 @@ def _picture(report: TopoReport) -> Iterator[Tree]:
 
 
 def _draw_node(branch: Tree, gpus: Sequence[GpuPart], nics: Sequence[NicPart]) -> None:
-    """Add a line for the GPUs of each set of nearest NICs, with these NICs if the path is PIX or PXB; then the rest."""
+    """Add a line per set of nearest NICs: its GPUs, and its NICs if the path is PIX or PXB. Then add the other NICs."""
     groups: dict[tuple[str, ...], list[GpuPart]] = {}
     for gpu in gpus:
         groups.setdefault(gpu.nearest_nics, []).append(gpu)
