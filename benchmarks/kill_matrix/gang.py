@@ -49,6 +49,7 @@ class Launch:
         processes: of this launcher.
         out: run folder, of launchers that share one; `run` of the folder by default.
         variables: of its environment, beside those of this process.
+        prefix: of its command, such as `ip netns exec NAME`.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Launch:
         processes: int = 2,
         out: Path | None = None,
         variables: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
     ):
         self.folder, self.out, self._options, self._experiment = folder, out or folder / "run", options, experiment
-        self._processes, self._variables = processes, variables or {}
+        self._processes, self._variables, self._prefix = processes, variables or {}, prefix
         self._gates = {str(k): asdict(gate) for k, gate in (gates or {}).items()}
         self._marks, self._said = folder / "marks", folder / "said"
         self.scratch = folder / "tmp"
@@ -79,10 +81,20 @@ class Launch:
         env = os.environ | self._variables | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
         env |= {"KILL_GATES": told} if self._injects else {}
         env.pop("XLA_FLAGS", None)  # of whatever test runs this
-        command = ["-m", "meshkit", "launch", "local", "--processes", str(self._processes), "--devices", "4"]
+        command = [
+            sys.executable,
+            "-m",
+            "meshkit",
+            "launch",
+            "local",
+            "--processes",
+            str(self._processes),
+            "--devices",
+            "4",
+        ]
         with self._said.open("ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, *command, *self._options, str(self._experiment), "--out", str(self.out)],
+                [*self._prefix, *command, *self._options, str(self._experiment), "--out", str(self.out)],
                 cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

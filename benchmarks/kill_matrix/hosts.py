@@ -1,15 +1,20 @@
-"""Two launchers of a process each, as on two hosts that share a file system: what the loss of a host costs.
+"""Launchers of a process each, as on hosts that share a file system: what the loss of a host costs.
 
     python -m benchmarks.kill_matrix.hosts
 
-Every row is a run of its own: seconds from the fault until the launcher that is left says so, and until the first new
-step; both launchers are started again at once. The losses are compared with a run that is left alone.
+Every row is a run of its own: seconds from the fault until a launcher that is left reports it, and until the first new
+step. The losses are compared with a run that is left alone. Two hosts: launchers that were lost are started again at
+once. Three hosts: nobody starts them again. Where the network is cut, each of the two launchers has a network namespace
+of its own (this needs root and `ip`), and the link between them is down for CUT_S seconds.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +32,15 @@ DISK_TOO = ("--set", "checkpoint.every=8", "--set", "checkpoint.snapshot_every=2
 DISK_ALONE = ("--set", "checkpoint.every=2", "--set", "checkpoint.snapshot_every=0")
 THREE_HOSTS = EXPERIMENT.with_name("three_hosts.toml")
 GATE = Gate("save", 1, 16)  # before process 1 copies the state of step 16
+SPARE = (*MEMORY_ALONE, "--set", "launch.spares=1")
+CUT_S = 30.0
 FAULTS = {
     "process 1 is killed": (MEMORY_ALONE, ()),
     "host 1 is lost": (MEMORY_ALONE, (1,)),
     "host 0 is lost": (MEMORY_ALONE, (0,)),
     "both hosts are lost": (DISK_TOO, (0, 1)),
 }
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
 
 
 class SeveralHosts:
@@ -44,14 +52,24 @@ class SeveralHosts:
         count: hosts of the job.
         spares: launchers beyond them.
         experiment: that they run.
+        network: network namespaces, one for each launcher; None for loopback.
     """
 
-    def __init__(self, folder: Path, options: tuple[str, ...], count: int, spares: int, experiment: Path):
+    def __init__(
+        self,
+        folder: Path,
+        options: tuple[str, ...],
+        count: int,
+        spares: int,
+        experiment: Path,
+        network: tuple[str, ...] | None,
+    ):
         step = {DISK_TOO: 8, DISK_ALONE: GATE.step - 2}.get(options)
         self._checkpoint = folder / "run" / "checkpoints" / str(step) if step else None
         self._copies = options != DISK_ALONE
-        write_certificates(folder / "mtls", make_certificates(["127.0.0.1"]))
-        job = ("--hosts", str(count), "--coordinator", f"127.0.0.1:{free_port()}", "--max-restarts", "3", *options)
+        address = ADDRESSES[0] if network else "127.0.0.1"
+        write_certificates(folder / "mtls", make_certificates([address]))
+        job = ("--hosts", str(count), "--coordinator", f"{address}:{free_port()}", "--max-restarts", "3", *options)
         self.launches = [
             Launch(
                 folder / f"host{host}",
@@ -61,6 +79,7 @@ class SeveralHosts:
                 processes=1,
                 out=folder / "run",
                 variables={"MESHKIT_MTLS": str(folder / "mtls")},
+                prefix=("ip", "netns", "exec", network[host]) if network else (),
             )
             for host in range(count + spares)
         ]
@@ -89,6 +108,12 @@ class SeveralHosts:
         for host in hosts:
             self.launches[host].start()
 
+    def found(self, began: float, host: int = 0) -> float:
+        """Seconds until a launcher reports that the attempt has ended on another host."""
+        launch = self.launches[host]
+        launch.wait(lambda: "attempt 0 has ended elsewhere" in launch.said or None, "a report of the fault")
+        return time.monotonic() - began
+
     def kill_process(self) -> None:
         """Process 1 goes, and its launcher stays."""
         send(self.launches[1].ranks()[1], signal.SIGKILL)
@@ -112,10 +137,16 @@ class SeveralHosts:
 
 @contextmanager
 def several_hosts(
-    folder: Path, options: tuple[str, ...], count: int = 2, *, spares: int = 0, experiment: Path = EXPERIMENT
+    folder: Path,
+    options: tuple[str, ...],
+    count: int = 2,
+    *,
+    spares: int = 0,
+    experiment: Path = EXPERIMENT,
+    network: tuple[str, ...] | None = None,
 ) -> Iterator[SeveralHosts]:
     """The launchers; nothing of them is left afterwards."""
-    made = SeveralHosts(folder, options, count, spares, experiment)
+    made = SeveralHosts(folder, options, count, spares, experiment, network)
     try:
         for launch in made.launches:
             launch.start()
@@ -125,27 +156,87 @@ def several_hosts(
             launch.kill()
 
 
+@contextmanager
+def namespaces() -> Iterator[tuple[str, ...]]:
+    """Two network namespaces with a link between them, whose ends have the addresses of ADDRESSES."""
+    names = tuple(f"meshkit{os.getpid()}-{i}" for i in range(2))
+    links = tuple(f"mk{os.getpid() % 100000}-{i}" for i in range(2))
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for name, link, address in zip(names, links, ADDRESSES):
+            _ip("link", "set", link, "netns", name, "name", "eth0")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", name, "link", "set", device, "up")
+            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` shows it as /etc/hosts: Gloo looks itself up
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        yield names
+    finally:
+        for name in names:
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def _measure_cut(folder: Path, alone: list[tuple[int, float]]) -> str:
+    """Cut the link between two hosts for a while; no process and no launcher ends by itself."""
+    with namespaces() as network, several_hosts(folder, MEMORY_ALONE, network=network) as hosts:
+        hosts.wait_for_gate()
+        began = time.monotonic()
+        _ip("-n", network[0], "link", "set", "eth0", "down")
+        hosts.launches[GATE.rank].let_go(0)
+        found = hosts.found(began)
+        time.sleep(max(0.0, began + CUT_S - time.monotonic()))
+        _ip("-n", network[0], "link", "set", "eth0", "up")
+        return _row(f"the network is cut for {CUT_S:.0f} s", hosts, began, found, alone)
+
+
+def _measure_unreplaced(fault: str, folder: Path, options: tuple[str, ...], alone: list[tuple[int, float]]) -> str:
+    """Lose host 2 of three for good."""
+    with several_hosts(folder, options, 3, spares=int(options == SPARE), experiment=THREE_HOSTS) as hosts:
+        hosts.wait_for_gate()
+        began = time.monotonic()
+        hosts.lose(2)
+        return _row(fault, hosts, began, hosts.found(began), alone, 2)
+
+
+def _row(
+    fault: str, hosts: SeveralHosts, began: float, found: float | None, alone: list[tuple[int, float]], *lost: int
+) -> str:
+    """Wait until the first new step, and compare the losses at the end."""
+    made = lambda: max((step for step, _ in hosts.launches[0].losses()), default=0)
+    hosts.launches[0].wait(lambda: made() > GATE.step or None, "a new step")
+    again = time.monotonic() - began
+    losses = hosts.end(*lost)
+    same = "the same, bit for bit" if losses == alone else f"within {_difference(losses, alone):.0e}"
+    after = max(int(words.split()[0]) for words in hosts.said.split("after step ")[1:])
+    reported = "-" if found is None else f"{found:.1f}"
+    return f"| {fault} | {reported} | {again:.1f} | {GATE.step - after} | {same} |"
+
+
+def _difference(losses: list[tuple[int, float]], alone: list[tuple[int, float]]) -> float:
+    """Return the largest relative difference between the losses of the same steps."""
+    return max(abs(a - b) / abs(b) for (_, a), (_, b) in zip(losses, alone, strict=True))
+
+
 def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
     options, lost = FAULTS[fault]
     with several_hosts(folder, options) as hosts:
         hosts.wait_for_gate()
-        watching = hosts.launches[1 if lost == (0,) else 0]
         began = time.monotonic()
         if lost:
             hosts.lose(*lost)
             hosts.replace(*lost)
         else:
             hosts.kill_process()
-        found = "-"
-        if len(lost) < 2:
-            watching.wait(lambda: "attempt 0 has ended elsewhere" in watching.said or None, "word of the fault")
-            found = f"{time.monotonic() - began:.1f}"
-        made = lambda: max((step for step, _ in hosts.launches[0].losses()), default=0)
-        hosts.launches[0].wait(lambda: made() > GATE.step or None, "a new step")
-        again = time.monotonic() - began
-        same = "the same, bit for bit" if hosts.end() == alone else "DIFFERENT"
-        after = max(int(words.split()[0]) for words in hosts.said.split("after step ")[1:])
-    return f"| {fault} | {found} | {again:.1f} | {GATE.step - after} | {same} |"
+        found = hosts.found(began, 1 if lost == (0,) else 0) if len(lost) < 2 else None
+        return _row(fault, hosts, began, found, alone)
 
 
 def main() -> None:
@@ -156,6 +247,14 @@ def main() -> None:
         print("| fault | s until said | s until a new step | steps lost | losses |\n|---|---|---|---|---|")
         for i, fault in enumerate(FAULTS):
             print(_measure(fault, Path(scratch) / str(i), alone), flush=True)
+        if os.geteuid() == 0:
+            print(_measure_cut(Path(scratch) / "cut", alone), flush=True)
+        with several_hosts(Path(scratch) / "three", (), 3, experiment=THREE_HOSTS) as hosts:
+            hosts.launches[GATE.rank].wait_for_mark(0, "at")
+            hosts.launches[GATE.rank].let_go(0)
+            alone = hosts.end()
+        for fault, options in (("host 2 of 3 is lost, a spare waits", SPARE), ("host 2 of 3 is lost", MEMORY_ALONE)):
+            print(_measure_unreplaced(fault, Path(scratch) / fault, options, alone), flush=True)
     print(f"load average at the end: {os.getloadavg()[0]:.0f}; {os.cpu_count()} cores", file=sys.stderr)
 
 

@@ -228,10 +228,20 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
         check_secrets(document.table, document.overrides)
         check_files(document.table)
         experiment = _build(document)
-        changes = fit_to_hosts(experiment) if isinstance(experiment, Experiment) else []
+        changes = _changes_for_hosts(experiment) if isinstance(experiment, Experiment) else []
     except SpecError as error:
         raise document.locate(error) from None
     return load_any(path, [*overrides, *changes]) if changes else experiment
+
+
+def _changes_for_hosts(experiment: Experiment) -> list[str]:
+    """Return the overrides that make the experiment fit `launch.hosts`; none if its cluster has as many."""
+    hosts, cluster = experiment.launch.hosts, experiment.cluster
+    if hosts in (None, cluster.hosts):
+        return []
+    replicas = (experiment.local_sgd.axis, experiment.compression.axis)
+    parts = (cluster, experiment.mesh, experiment.rules, experiment.train, experiment.pipeline)
+    return fit_to_hosts(hosts, *parts, replicas)
 
 
 def _program_file(path: Path, overrides: Sequence[str]) -> TomlDocument:

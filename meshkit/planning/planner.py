@@ -23,7 +23,7 @@ from meshkit.compile.lowering import on_own_stack, traceable
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment, ProgramExperiment
+from meshkit.config.experiment import Experiment, ProgramExperiment, load
 from meshkit.config.places import describe_error, line_within
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, MeshkitError, check_kinds
@@ -253,6 +253,22 @@ def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, Des
                 raise
             said = f"the step that {experiment.program.make} made raised {describe_error(error)}"
             raise experiment.error("program.make", f"{said}.") from error
+
+
+def experiments_with_fewer_hosts(experiment: Experiment) -> Iterator[Experiment]:
+    """Yield the experiment on fewer hosts, the most hosts first.
+
+    A number is passed over if it does not divide a mesh axis, the global batch, or a dim that the axis shards.
+    """
+    document, most = experiment.document, experiment.cluster.hosts
+    set_by_user = [override.raw for override in document.overrides] if document is not None else []
+    for hosts in range(most - 1, (experiment.launch.min_hosts or most) - 1, -1):
+        try:
+            smaller = load(experiment.file, [*set_by_user, f"launch.hosts={hosts}"])
+            absent_step(smaller)
+        except ConfigError:
+            continue
+        yield smaller
 
 
 def absent_step(experiment: Experiment) -> TrainProgram:

@@ -28,7 +28,7 @@ from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
-from meshkit.planning.fewer_hosts import experiments_with_fewer_hosts
+from meshkit.planning.planner import experiments_with_fewer_hosts
 from meshkit.report.schema import RemedyPart, Report
 from meshkit.search.bounds import Bounds, Shape, collective_seconds, group_shape, ruled_out
 from meshkit.search.candidate import Candidate, Outcome, Settings, fastest_first

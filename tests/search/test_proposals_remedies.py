@@ -10,7 +10,14 @@ from meshkit.report.schema import OptionPart, ProgramPart, Report, StepPart, Win
 from meshkit.search import proposals
 from meshkit.search.bounds import Bounds
 from meshkit.search.candidate import Outcome
-from meshkit.search.proposals import changes, cost_text, find_alternatives, find_remedies, other_options
+from meshkit.search.proposals import (
+    changes,
+    cost_text,
+    find_alternatives,
+    find_remedies,
+    other_options,
+    plan_fewer_hosts,
+)
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
 # Sequences so long and microbatches so few that activations, not the state, are what does not fit.
@@ -90,6 +97,17 @@ def test_what_other_options_give_is_ranked_by_the_step(monkeypatch):
     slower, faster = reversed(find_alternatives("llama3_8b", (), report))
     assert (faster.cost_s, slower.cost_s) == (-0.5, 0.5)
     assert len(answers.asked) == 3
+
+
+def test_the_steps_of_fewer_hosts_are_compiled_and_shown_with_their_meshes(monkeypatch):
+    monkeypatch.setattr(proposals, "open_workers", Answers({("launch.hosts=2",): 3.0, ("launch.hosts=1",): 8.0}))
+    overrides = ("cluster.hosts=3", "mesh.fsdp={infiniband=3}", "launch.min_hosts=1")
+    found = plan_fewer_hosts("benchmarks/kill_matrix/three_hosts.toml", overrides, plan_of(ProgramPart()))
+    assert [remedy.what for remedy in found] == [
+        "2 of 3 hosts, fsdp 2 x tensor 4, accumulate 2",
+        "1 of 3 hosts, fsdp 1 x tensor 4, accumulate 3",
+    ]
+    assert [remedy.cost_s for remedy in found] == [1.0, 6.0]
 
 
 def test_other_options_are_of_one_size(capsys):

@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -29,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshkit.children import Child, ChildFailed
 from meshkit.config.experiment import Experiment
 from meshkit.distributed.certificates import MAKE_HINT, read_certificates
 from meshkit.distributed.environment import MTLS, Gang, join_timeout_s, split_address
@@ -41,6 +39,7 @@ _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # for the others to hear that a launcher has given up
 _SPARE_S = 10.0  # for a launcher whose processes still end, before a spare takes its place
 _LONGEST_LINE = 1 << 16
+_FEWER_HOSTS = "meshkit.planning.fewer_hosts"
 
 
 class EndedElsewhere(Exception):
@@ -66,18 +65,17 @@ class Elasticity:
 def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
     """Return the numbers of hosts, from `launch.min_hosts` on, with which an experiment can go on, the largest first.
 
-    A process of its own finds them: it imports jax and the model.
+    A child process finds them, since that takes jax and the model.
 
     Raises:
-        RunError: that process failed.
+        RunError: it failed.
     """
-    set_by_user = [override.raw for override in experiment.document.overrides] if experiment.document else []
-    command = [sys.executable, "-m", "meshkit.planning.fewer_hosts", experiment.file, *set_by_user]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RunError(f"the meshes of fewer hosts could not be found: {said[-1]}", at=shlex.join(command))
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
+    overrides = [override.raw for override in experiment.document.overrides] if experiment.document else []
+    try:
+        with Child(_FEWER_HOSTS) as child:
+            return tuple(child.ask({"file": experiment.file, "overrides": overrides}))
+    except ChildFailed as error:
+        raise RunError(f"the numbers of hosts to go on with were not found: {error}") from None
 
 
 class Hosts:
@@ -166,9 +164,14 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         self._hang_up()
-        for _, peer in self._present.values():
-            peer.close()
+        for waiting in self._present.values():
+            waiting[1].close()
         self._stack.close()
+
+    @property
+    def waiting(self) -> set[int]:
+        """Launchers that host 0 has no place for, as far as it knows."""
+        return set(self._present)
 
     @property
     def overrides(self) -> list[str]:

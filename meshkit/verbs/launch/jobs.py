@@ -35,6 +35,7 @@ import yaml
 
 from meshkit.config.experiment import load
 from meshkit.config.files import read_bounded
+from meshkit.console import say
 from meshkit.distributed.certificates import FILES, make_certificates
 from meshkit.distributed.environment import (
     ATTEMPT,

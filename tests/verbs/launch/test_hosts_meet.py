@@ -229,7 +229,7 @@ def test_a_spare_replaces_a_lost_host_at_once_and_whoever_comes_back_is_the_spar
     meet(hosts[0], hosts[2], hosts[3], attempt=2)
     assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
     assert at_once(*(lambda h=h: h.settle(60) for h in (hosts[0], hosts[2], hosts[3]))) == [None] * 3
-    while not hosts[0]._present:
+    while not hosts[0].waiting:
         assert hosts[0].news() is None
     hosts[0].withdraw(0)
     waiting.join(60)
@@ -266,7 +266,7 @@ def test_the_others_go_on_with_fewer_hosts_and_write_what_all_had_and_grow_again
     assert places(hosts[0], hosts[2]) == {0: (0, 2), 2: (1, 2)}
 
     waiting = begin(back := place(1, fewer=(2, 1), wait_s=0.5), attempt=0)
-    while not hosts[0]._present:
+    while not hosts[0].waiting:
         assert hosts[0].news() is None
     hosts[2].failed("process 1 failed")
     assert news_of(hosts[0]) == "host 2: process 1 failed"
