@@ -1,10 +1,10 @@
-"""Host memory that outlives a process: the launcher holds it, and the process of the next attempt finds it as it was.
+"""Keep snapshots in host memory that the launcher holds, so that the processes of the next attempt can read them.
 
-    launcher: SnapshotMemory -> MESHKIT_SNAPSHOTS -> process: Slot.reserve, seal | Slot.read after a failure
+    launcher: SnapshotMemory -> MESHKIT_SNAPSHOTS -> process: Slot.reserve, Slot.seal | after a failure: Slot.read
 
-The memory has no name (memfd), so nothing of it is left once the launcher and the processes are gone. Each process has
-two slots: while one is written, the other one is whole. A slot is marked as whole only after all of it was written.
-Later the launcher marks in it whether another host has a copy.
+The memory has no file name (memfd), so the kernel frees it once the launcher and the processes have ended. Each process
+has two slots: while it writes one, the other holds a whole snapshot. A slot is marked as whole only after all of it was
+written. Later the launcher marks in the slot whether another host has a copy.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 SNAPSHOTS_VARIABLE = "MESHKIT_SNAPSHOTS"
 COPY_VARIABLE = "MESHKIT_SNAPSHOT_COPY"
-"""Set where the launcher copies each snapshot to another host."""
+"""The variable that is set if the launcher copies each snapshot to another host."""
 SNAPSHOTS = "snapshots"
-"""Folder of the run folder with the snapshots that `write_snapshots` has written."""
+"""The subfolder of the run folder for the files of `write_snapshots`."""
 _SLOTS = 2
-_HEAD = struct.Struct("<8sQQ")  # mark, bytes of the data, bytes of the record behind it
+_HEAD = struct.Struct("<8sQQ")  # mark, size of the data, size of the record behind the data; in bytes
 _WHOLE, LARGEST_RECORD = b"meshkit1", 1 << 16
 _COPY_AT, _COPIED, _REFUSED = _HEAD.size, b"c", b"r"
-_AHEAD = 4096  # the data begins on a page
+_AHEAD = 4096  # offset of the data: it begins on a page
 _POLL_S = 0.05
 _PIECE = 1 << 24
 
 
 def snapshots_held(hosts: int) -> int:
-    """Return how many snapshots a host holds at most, each of one host's share of the state.
+    """Return the largest number of snapshots in a host's memory, each as large as one host's share of the state.
 
     Two are of its own share. With several hosts, two more are of its neighbour's share. jax keeps one more in host
     memory, from the copy off the devices until the next step.
@@ -47,9 +47,9 @@ def snapshots_held(hosts: int) -> int:
 
 
 class SnapshotMemory:
-    """The slots of one process, held by its launcher; they are empty until the process writes one.
+    """The slots of one process, held by its launcher. A slot is empty until the process writes a snapshot into it.
 
-    Where the system has no memfd there are no descriptors, and the process takes no snapshots.
+    On a system without memfd there are no slots, and the process takes no snapshots.
     """
 
     def __init__(self) -> None:
@@ -60,24 +60,24 @@ class SnapshotMemory:
         """The value of MESHKIT_SNAPSHOTS for the process that inherits the descriptors."""
 
     def clear(self) -> None:
-        """Marks all slots as empty."""
+        """Mark all slots as empty."""
         for slot in self.slots:
             slot.clear()
 
     def close(self) -> None:
-        """Closes the descriptors. The memory is freed with the last process that has it open."""
+        """Close the descriptors. The memory is freed when the last process that has it open ends."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 def write_snapshots(memory: Mapping[int, SnapshotMemory], processes: int, folder: Path) -> None:
-    """Write whole snapshots as files, for an attempt whose processes hold other parts of the state.
+    """Write whole snapshots as files, for a next attempt whose processes hold different parts of the state.
 
     Args:
-        memory: the memory by rank.
+        memory: the snapshot memory by rank.
         processes: number of processes that took the snapshots together.
-        folder: on a file system that all hosts share. Holds `<step>/<rank>` with the bytes and `<step>/<rank>.json`
-            with the record, which is written last.
+        folder: the target, on a file system that all hosts share. It gets `<step>/<rank>` with the bytes, and then
+            `<step>/<rank>.json` with the record.
 
     Raises:
         OSError: the folder cannot be written.
@@ -99,7 +99,7 @@ def write_snapshots(memory: Mapping[int, SnapshotMemory], processes: int, folder
 
 
 def slots_here() -> list[Slot]:
-    """Return the slots that this process has inherited; none where no launcher holds any for it."""
+    """Return the slots that this process has inherited from its launcher; an empty list if there are none."""
     paths = filter(None, os.environ.get(SNAPSHOTS_VARIABLE, "").split(os.pathsep))
     return [Slot(os.open(path, os.O_RDWR)) for path in map(Path, paths) if path.exists()]
 
@@ -108,18 +108,18 @@ class Slot:
     """Memory for one snapshot of one process.
 
     Args:
-        descriptor: of the memory; it stays open.
+        descriptor: the file descriptor of the memory; it stays open.
     """
 
     def __init__(self, descriptor: int):
         self._file = descriptor
 
     def clear(self) -> None:
-        """Marks the slot as empty, whatever it held."""
+        """Mark the slot as empty."""
         os.pwrite(self._file, bytes(_COPY_AT + 1), 0)
 
     def reserve(self, size: int) -> memoryview:
-        """Return memory to fill, all of it allocated. What the slot held is lost.
+        """Allocate memory for a snapshot of `size` bytes, and return it. The slot's earlier snapshot is lost.
 
         Raises:
             OSError: the machine has not enough memory left.
@@ -129,7 +129,7 @@ class Slot:
         return memoryview(mmap.mmap(self._file, _AHEAD + max(1, size)))[_AHEAD : _AHEAD + size]
 
     def seal(self, data: memoryview, record: Mapping[str, Any]) -> None:
-        """Completes a snapshot: writes the record and the sha256 of the data behind the data, and marks it as whole."""
+        """Complete a snapshot: write the record and the sha256 of the data behind the data, and mark it as whole."""
         said = json.dumps({**record, "sha256": hashlib.sha256(data).hexdigest()}).encode()
         end = _AHEAD + data.nbytes
         os.ftruncate(self._file, end)
@@ -137,7 +137,7 @@ class Slot:
         os.pwrite(self._file, _HEAD.pack(_WHOLE, data.nbytes, len(said)) + bytes(1), 0)
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record behind the snapshot; None where the slot has no whole snapshot."""
+        """Return the record of the snapshot; None if the slot has no whole snapshot."""
         try:
             mark, size, length = _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))
             if mark != _WHOLE or length > LARGEST_RECORD:
@@ -149,7 +149,7 @@ class Slot:
 
     @property
     def sha256(self) -> str | None:
-        """The sha256 of a whole snapshot, as it was sealed."""
+        """The sha256 in the record of a whole snapshot; None if the slot has none."""
         return (self.record() or {}).get("sha256")
 
     @property
@@ -158,11 +158,11 @@ class Slot:
         return _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))[1]
 
     def piece(self, at: int, count: int) -> bytes:
-        """Return `count` bytes of a snapshot from byte `at` on; fewer at its end."""
+        """Return `count` bytes of a snapshot from byte `at` on. They must lie before its end: the record follows."""
         return os.pread(self._file, count, _AHEAD + at)
 
     def read(self) -> memoryview | None:
-        """Return the bytes of a whole snapshot without a copy; None where they are not those that were sealed."""
+        """Return the bytes of a whole snapshot without copying them; None if there is none or its sha256 is wrong."""
         if (record := self.record()) is None:
             return None
         size = self.size
@@ -170,15 +170,15 @@ class Slot:
         return data if hashlib.sha256(data).hexdigest() == record.get("sha256") else None
 
     def say_copied(self, copied: bool | None) -> None:
-        """Tells the process that another host has a copy, or has refused one; None takes back what was said."""
+        """Mark whether another host has a copy (True) or has refused it (False); None removes the mark."""
         os.pwrite(self._file, {True: _COPIED, False: _REFUSED, None: bytes(1)}[copied], _COPY_AT)
 
     def said_copied(self) -> bool | None:
-        """Whether another host has a copy; None while the launcher has not said so."""
+        """Return whether another host has a copy; None while the launcher has made no mark."""
         return {_COPIED: True, _REFUSED: False}.get(os.pread(self._file, 1, _COPY_AT))
 
     def wait_until_copied(self, timeout_s: float) -> bool:
-        """Waits for the launcher to say whether another host has a copy, and returns it; False after `timeout_s`."""
+        """Wait until the launcher has marked whether another host has a copy; return the mark, or False at timeout."""
         deadline = time.monotonic() + timeout_s
         while (said := self.said_copied()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)

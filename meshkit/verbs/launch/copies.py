@@ -1,10 +1,10 @@
-"""Copies of a host's snapshots in the memory of another host's launcher, its neighbour's, over mutual TLS.
+"""Keep copies of each host's snapshots in the memory of its neighbour, the next host, sent over mutual TLS.
 
-    processes of host i seal a snapshot -> SnapshotCopies of its launcher -> Keeper of host i+1, in memory -> copied
-    host i is replaced -> fetch_copies: its new launcher asks the Keeper of host i+1 -> memory of its processes
+    a process of host i seals a snapshot -> SnapshotCopies of host i -> Keeper of host i+1 -> slot marked as copied
+    host i is replaced -> its new launcher calls fetch_copies -> Keeper of host i+1 -> memory of host i's processes
 
-Launchers do it, so that neither a step nor the interpreter of a training process waits for the network. The sha256 of a
-snapshot goes with it, and a copy counts once it has the same.
+The launchers send the copies, so that no training process waits for the network. Each snapshot is sent with its sha256,
+and a copy counts only if its bytes have the same sha256.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Channel:
-    """The certificates by which launchers of a job reach each other."""
+    """The TLS contexts by which the launchers of a job connect to each other."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
     name: str
-    """In the certificate that all of them share: that of the coordinator's host."""
+    """The host name in the certificate that all launchers share: the name of the coordinator's host."""
 
     def connect(self, address: Address, *, handshake: bool = True) -> ssl.SSLSocket:
-        """Return a connection to another launcher; without `handshake` the first word that is sent shakes hands.
+        """Return a connection to another launcher; without `handshake` the first message starts the TLS handshake.
 
         Raises:
             OSError: nobody listens there, or the other end does not show the job's certificate.
         """
-        with socket.create_connection(address, timeout=_CONNECT_S) as plain:  # closes it only where it is not wrapped
+        with socket.create_connection(address, timeout=_CONNECT_S) as plain:  # closes it only if wrapping fails
             keep_alive(plain)
             found = self.client.wrap_socket(plain, server_hostname=self.name, do_handshake_on_connect=handshake)
         found.settimeout(_TIMEOUT_S)
@@ -51,11 +51,11 @@ class Channel:
 
 
 class Keeper:
-    """Keeps the newest snapshots of a neighbour's processes, two of each, and gives them back. A context manager.
+    """Keep the newest two snapshots of each process of the previous host, and return them on request.
 
     Args:
-        host: the address on which it listens.
-        channel: of the job.
+        host: the address on which to listen, in threads, inside this context manager.
+        channel: the TLS contexts of the job.
     """
 
     def __init__(self, host: str, channel: Channel):
@@ -77,11 +77,11 @@ class Keeper:
 
     @property
     def memory(self) -> dict[int, SnapshotMemory]:
-        """The memory by rank."""
+        """The snapshot memory by rank."""
         return dict(self._memory)
 
     def keep(self, ranks: Sequence[int], *, anew: bool) -> None:
-        """Keep the snapshots of these processes from now on; free what is kept of others, or all if `anew`."""
+        """Keep the snapshots of these ranks from now on; free those of other ranks, or of all ranks if `anew`."""
         with self._lock:
             for rank in list(self._memory):
                 if anew or rank not in ranks:
@@ -97,7 +97,7 @@ class Keeper:
             threading.Thread(target=self._serve, args=(plain,), name="meshkit-keeper", daemon=True).start()
 
     def _serve(self, plain: socket.socket) -> None:
-        """Answers one request of a launcher."""
+        """Answer one request of a launcher."""
         with suppress(OSError, ValueError, LookupError, TypeError), plain:
             plain.settimeout(_TIMEOUT_S)
             keep_alive(plain)
@@ -111,8 +111,8 @@ class Keeper:
                         _say(file, answer=self._keep(file, **request))
 
     def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
-        """Takes one snapshot, unless it is here already. Those that its process no longer has are dropped."""
-        memory = self._memory[rank]  # without it this host has not begun the attempt yet, and is asked again
+        """Receive a snapshot unless it is here already; return the answer. Drop those whose sha256 is not in `whole`."""
+        memory = self._memory[rank]  # KeyError: this host has not begun the attempt yet, and the sender tries again
         if record["sha256"] in [slot.sha256 for slot in memory.slots]:
             return _KEPT
         free = [slot for slot in memory.slots if slot.sha256 not in whole]
@@ -135,13 +135,13 @@ class Keeper:
 
 
 class SnapshotCopies:
-    """Sends every new snapshot of this host's processes to the neighbour, in a thread. A context manager.
+    """Send every new snapshot of this host's processes to the neighbour, from a thread. A context manager.
 
     Args:
-        memory: rank -> of its process.
-        address: of the neighbour's `Keeper`.
-        channel: of the job.
-        show: told what goes wrong.
+        memory: rank -> snapshot memory of its process.
+        address: the address of the neighbour's `Keeper`.
+        channel: the TLS contexts of the job.
+        show: prints an error for the user.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class SnapshotCopies:
     ):
         self._memory, self._address, self._channel, self._show = memory, address, channel, show
         for slot in (slot for held in memory.values() for slot in held.slots):
-            slot.say_copied(None)  # the neighbour may be another one
+            slot.say_copied(None)  # the neighbour may have changed
         self._ends = threading.Event()
         self._connection: ssl.SSLSocket | None = None
         self._thread = threading.Thread(target=self._run, name="meshkit-copies", daemon=True)
@@ -161,7 +161,7 @@ class SnapshotCopies:
     def __exit__(self, *_: object) -> None:
         self._ends.set()
         if (connection := self._connection) is not None:
-            with suppress(OSError):  # a copy on its way is given up
+            with suppress(OSError):  # abort a copy in progress
                 connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
@@ -177,21 +177,21 @@ class SnapshotCopies:
                             self._copy(rank, slot, record, whole)
             except (OSError, ValueError) as error:
                 failures += 1
-                if failures == _FAILURES and not self._ends.is_set():  # one that is lost is said by who has lost it
+                if failures == _FAILURES and not self._ends.is_set():  # `Hosts.news` reports a lost host
                     self._show(f"snapshots cannot be copied to the next host at {self._address[0]}: {error}")
                 self._ends.wait(_AGAIN_S)
 
     def _copy(self, rank: int, slot: Slot, record: dict[str, Any], whole: list[str]) -> None:
         with self._channel.connect(self._address, handshake=False) as connection:
             self._connection = connection
-            if self._ends.is_set():  # and whoever set it has not seen this connection
+            if self._ends.is_set():  # `__exit__` may have run before it could see this connection
                 return
             with connection.makefile("rwb") as file:
                 _say(file, rank=rank, size=(size := slot.size), record=record, whole=whole)
                 if (answer := _hear(file)["answer"]) == _SEND:
                     _send(file, slot, size)
                     answer = _hear(file)["answer"]
-        if slot.record() != record:  # its process has begun another one there
+        if slot.record() != record:  # the process has meanwhile begun another snapshot in this slot
             return
         slot.say_copied(answer == _KEPT)
         if answer != _KEPT:
@@ -199,15 +199,15 @@ class SnapshotCopies:
 
 
 def fetch_copies(memory: Mapping[int, SnapshotMemory], address: Address, channel: Channel) -> list[int]:
-    """Gets back what a neighbour keeps of this host's processes.
+    """Fetch the snapshots of this host's processes that the neighbour keeps.
 
     Args:
-        memory: rank -> of its process; filled.
-        address: of the neighbour's `Keeper`.
-        channel: of the job.
+        memory: rank -> snapshot memory of its process, to be filled.
+        address: the address of the neighbour's `Keeper`.
+        channel: the TLS contexts of the job.
 
     Returns:
-        Steps of the snapshots that came whole, each once.
+        The steps of the snapshots that arrived undamaged, sorted, without duplicates.
 
     Raises:
         OSError: the neighbour is not there, or does not answer.
@@ -223,7 +223,7 @@ def fetch_copies(memory: Mapping[int, SnapshotMemory], address: Address, channel
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Has the kernel end a connection whose other machine is gone without a word, after some 20 s."""
+    """Have the kernel end a connection some 20 s after the other machine has vanished without closing it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
         if hasattr(socket, name):
@@ -231,14 +231,14 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _send(file: BufferedRWPair, slot: Slot, size: int) -> None:
-    """Sends the bytes of a snapshot; what its process writes meanwhile makes it another one, which is not taken."""
+    """Send the bytes of a snapshot. If its process overwrites them meanwhile, the receiver finds a wrong sha256."""
     for at in range(0, size, _PIECE):
         file.write(slot.piece(at, min(_PIECE, size - at)))
     file.flush()
 
 
 def _receive(file: BufferedRWPair, slot: Slot, data: memoryview, record: dict[str, Any]) -> bool:
-    """Fills a slot; whether the bytes are those that the sender's process has sealed."""
+    """Receive a snapshot into a slot; return whether its bytes have the sha256 of the record."""
     if file.readinto(data) < data.nbytes:
         raise ConnectionResetError("it closed the connection")
     slot.seal(data, {key: value for key, value in record.items() if key != "sha256"})
@@ -254,7 +254,7 @@ def _say(file: BufferedRWPair, **words: Any) -> None:
 
 
 def _hear(file: BufferedRWPair) -> dict[str, Any]:
-    """Return a word of the other end."""
+    """Return the next message from the other end."""
     line = file.readline(LARGEST_RECORD)
     if not line.endswith(b"\n"):
         raise ConnectionResetError("it closed the connection")

@@ -1,16 +1,17 @@
-"""The launchers of a job on several hosts: they begin and end every attempt together, and keep copies of snapshots.
+"""Let the launchers of several hosts, one on each, begin and end every attempt together and keep copies of snapshots.
 
-    launcher of host 0 listens on the coordinator's port <- the others connect, by mutual TLS, and wait
-    enough are there -> each gets a place, or is a spare -> the port of this attempt's processes -> the attempt
-    a process fails, a host is lost, a launcher gives up -> all others are told -> the next meeting, or the end
+    the launcher of host 0 listens on the coordinator's port <- the others connect by mutual TLS, and wait
+    enough launchers are connected -> each gets a place or becomes a spare, and gets the port of the attempt -> attempt
+    a process fails, a host is lost, or a launcher gives up -> all others get a message -> next meeting, or the end
 
-A launcher that is lost is waited for: whoever starts the same command again, on this or another machine, takes its
-place. Its memory is then empty, and its neighbour has copies of the snapshots of its processes (copies.py).
+A place is the number that a host has in one attempt. The others wait for a lost launcher until the same command is
+started again, on the same or another machine. The memory of the new launcher is empty, so it fetches its processes'
+snapshots from the launcher of the next place, which keeps copies of them (copies.py).
 
-A spare is a launcher without a place. It replaces a lost one in the next attempt. Where no spare is left and the lost
-launcher does not come back, the others go on with fewer hosts, if the experiment allows it. The mesh is then another
-one, so all launchers first write the snapshots that they hold into the run folder, from which the processes of the next
-attempt read the parts that they need.
+A spare is a launcher without a place. It replaces a lost launcher in the next attempt. If there is no spare and the
+lost launcher does not come back, the others go on with fewer hosts, if the experiment allows it. The mesh then changes,
+so all launchers first write the snapshots that they hold into the run folder. The processes of the next attempt read
+the parts that they need from there.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from meshkit.runs.snapshots import SnapshotMemory, write_snapshots
 from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies, fetch_copies, keep_alive
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
-_LEAVE_S = 10.0  # for the others to hear that a launcher has given up
-_SPARE_S = 10.0  # for a launcher whose processes still end, before a spare takes its place
+_LEAVE_S = 10.0  # time limit for telling the others that this launcher has given up
+_SPARE_S = 10.0  # time limit for a launcher whose processes are still ending; then a spare replaces it
 _LONGEST_LINE = 1 << 16
 _FEWER_HOSTS = "meshkit.planning.fewer_hosts"
 
 
 class EndedElsewhere(Exception):
-    """Another launcher has ended the job, or a signal has ended this one while it waited for the others."""
+    """Another launcher has ended the job, or this launcher has received a signal while it waited for the others."""
 
     def __init__(self, code: int, text: str):
         super().__init__(text)
@@ -52,20 +53,20 @@ class EndedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Elasticity:
-    """How a job goes on without hosts that it has lost."""
+    """How a job goes on after it has lost hosts."""
 
     spares: int = 0
-    """Launchers beyond the job's hosts."""
+    """The number of launchers beyond the job's hosts."""
     fewer: tuple[int, ...] = ()
-    """Numbers of hosts with which it can go on, the largest first; without the number of all hosts."""
+    """The smaller numbers of hosts with which the job can go on, the largest first."""
     wait_s: float = 60.0
     """Seconds to wait for a lost host before the job goes on with fewer."""
 
 
 def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
-    """Return the numbers of hosts, from `launch.min_hosts` on, with which an experiment can go on, the largest first.
+    """Return the smaller numbers of hosts with which an experiment can go on, down to `launch.min_hosts`.
 
-    A child process finds them, since that takes jax and the model.
+    The largest comes first. A child process finds the numbers, because that needs jax and the model.
 
     Raises:
         RunError: it failed.
@@ -79,16 +80,16 @@ def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
 
 
 class Hosts:
-    """This launcher among those of the other hosts. A context manager.
+    """The connections of this launcher to those of the other hosts. A context manager.
 
     Args:
-        index: of this launcher, from 0; a spare one's is `count` or more.
-        count: hosts of the job.
-        processes: of each host.
+        index: the number of this launcher, from 0; for a spare it is `count` or more.
+        count: the number of hosts of the job.
+        processes: the number of processes on each host.
         coordinator: host:port on which the launcher of host 0 listens.
-        certificates: folder of them, which all hosts share.
-        show: takes a line for the person who waits.
-        snapshots: folder, on a file system that all hosts share, for snapshots that change their layout.
+        certificates: folder of the job's certificates, the same ones on all hosts.
+        show: prints a line for the user.
+        snapshots: folder for `write_snapshots`, on a file system that all hosts share.
         elasticity: how the job goes on without lost hosts; the same for all launchers.
 
     Raises:
@@ -98,9 +99,9 @@ class Hosts:
     coordinator: str
     """Host:port of the first process of this attempt."""
     attempt: int
-    """Number of this attempt, as host 0 counts."""
+    """Number of this attempt, as counted by host 0."""
     place: int
-    """Place of this launcher's processes in this attempt, from 0 to `size` - 1."""
+    """Place of this launcher in this attempt, from 0 to `size` - 1."""
     size: int
     """Number of hosts of this attempt."""
 
@@ -126,24 +127,24 @@ class Hosts:
         self._name = split_address(coordinator)[0]
         found = read_certificates(certificates, coordinator_host=self._name if index == 0 else None)
         self._channel = Channel(found.client(), found.server(), self._name)
-        self._among = Gang(coordinator, count + elasticity.spares, index)  # the launchers, not the processes
+        self._among = Gang(coordinator, count + elasticity.spares, index)  # a gang of launchers, not of processes
         self._wait_s = join_timeout_s(os.environ, otherwise=max(_JOIN_S, 2 * elasticity.wait_s))
-        self._peers: dict[int, _Peer] = {}  # Host 0: the launchers that have a place. Another: host 0.
-        self._present: dict[int, tuple[dict[str, Any], _Peer]] = {}  # Host 0: the launchers that wait for a place.
+        self._peers: dict[int, _Peer] = {}  # At host 0: the launchers with a place. At others: host 0.
+        self._present: dict[int, tuple[dict[str, Any], _Peer]] = {}  # At host 0: the launchers that wait for a place.
         self._done: set[int] = set()  # hosts whose processes have all ended well in this attempt
         self._members = set(range(count))  # hosts of the last attempt that do not know yet how the job has ended
-        self._lost: set[int] = set()  # those of them whose launcher is gone
+        self._lost: set[int] = set()  # hosts of the last attempt whose launcher has disconnected
         self._over = False  # whether all other launchers know that the job is over
-        self._was: tuple[int, int, int] | None = None  # attempt, place and size of the last one with a place
+        self._was: tuple[int, int, int] | None = None  # attempt, place and size, when this launcher last had a place
         self._is_new = True
         self._memory: Sequence[SnapshotMemory] = ()
-        self._keepers: Sequence[Address] = ()  # by place, where the launcher keeps copies
+        self._keepers: Sequence[Address] = ()  # by place: the address of the launcher's `Keeper`
         self._keeper: Keeper | None = None
         self._connections: Connections | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Hosts:
-        """Listens, where this is host 0.
+        """Start to listen, if this is host 0.
 
         Raises:
             RunError: the port is taken.
@@ -175,11 +176,11 @@ class Hosts:
 
     @property
     def overrides(self) -> list[str]:
-        """Options of `meshkit train` that make its experiment fit the hosts of this attempt."""
+        """The options of `meshkit train` that set the number of hosts of this attempt; none with all hosts."""
         return ["--set", f"launch.hosts={self.size}"] if self.size < self.count else []
 
     def _open_keeper(self, host: str) -> Keeper:
-        """Keeps copies of the processes of the place before this one, listening on this address."""
+        """Return this launcher's `Keeper`; the first call opens it, listening on this address."""
         if self._keeper is None:
             self._keeper = self._stack.enter_context(Keeper(host, self._channel))
         return self._keeper
@@ -191,11 +192,11 @@ class Hosts:
     # ------------------------------------------------------------------------------------------ the meeting
 
     def meet(self, attempt: int, signals: Sequence[signal.Signals]) -> None:
-        """Waits until this launcher has a place in an attempt.
+        """Wait until this launcher has a place in an attempt.
 
         Args:
-            attempt: its number, as this launcher counts.
-            signals: that this launcher gets; the first ends the waiting.
+            attempt: the number of the attempt, as counted by this launcher.
+            signals: the signals that this launcher has received; the first one ends the waiting.
 
         Raises:
             EndedElsewhere: a launcher has given up, the job is done, or a signal has come.
@@ -207,7 +208,7 @@ class Hosts:
         self._meet(mine, signals, self._wait_s)
 
     def withdraw(self, code: int) -> None:
-        """Tells the others, who wait to begin another attempt, that this launcher has ended with an exit code."""
+        """Tell the other launchers that this one has ended with an exit code, so that none waits for it."""
         for _, peer in self._present.values():
             peer.say(stop=code, host=self.index)
         if self._over or code == DONE:
@@ -223,7 +224,7 @@ class Hosts:
             if signals:
                 code = INTERRUPTED if signals[0] == signal.SIGINT else PREEMPTED
                 raise EndedElsewhere(code, f"{signals[0].name} while the other hosts are waited for")
-            if missing is None:  # a spare waits as long as host 0 is there
+            if missing is None:  # a spare may wait without a limit while it is connected to host 0
                 ends, progress = time.monotonic() + wait_s, Progress(self._show, wait_s)
                 continue
             if time.monotonic() > ends:
@@ -236,7 +237,7 @@ class Hosts:
     # -------------------------------------------------------------------------------- the meeting, at host 0
 
     def _gather(self, mine: dict[str, Any]) -> Iterator[str | None]:
-        """Yield the missing hosts, until all launchers that are there know how to begin or that the job is over."""
+        """Yield the missing hosts until the attempt has begun, or until all know that the job is over."""
         assert self._keeper is not None
         began, mine = time.monotonic(), mine | {"keeper": (self._name, self._keeper.port)}
         while True:
@@ -255,7 +256,7 @@ class Hosts:
             yield missing
 
     def _admit(self, timeout_s: float) -> None:
-        """Take in launchers that come, and forget those that are gone again."""
+        """Add new launchers to `_present`, read the messages of those in it, and remove disconnected ones."""
         assert self._connections is not None
         for line, connection in self._connections.lines(timeout_s):
             if (word := self._checked(line, connection)) is not None:
@@ -267,7 +268,7 @@ class Hosts:
                 del self._present[host]
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
-        """Return a launcher's introduction; hang up and return None if it is not of this job."""
+        """Return a launcher's first message; close the connection and return None if it is not of this job."""
         try:
             word = json.loads(line)
             most = self.count + self._elastic.spares
@@ -275,7 +276,7 @@ class Hosts:
                 self._show(
                     f"a launcher says that it is host {word['host']} of {word['of']}, and is none of {self.count}"
                 )
-            elif word["host"] not in self._peers.keys() | self._present.keys():  # else the first is not gone yet
+            elif word["host"] not in self._peers.keys() | self._present.keys():  # else one is still connected
                 keep_alive(connection)
                 return word | {"keeper": (connection.getpeername()[0], word["keeper"])}
         except (ValueError, KeyError, TypeError, OSError):
@@ -284,7 +285,7 @@ class Hosts:
         return None
 
     def _tell_stop(self, said: dict[int, dict[str, Any]]) -> None:
-        """Tells all who are there that the job is over, where one says so."""
+        """If a launcher has reported that the job is over, pass this on to all present launchers."""
         host = next((host for host, word in sorted(said.items()) if "stop" in word), None)
         if host is None:
             return
@@ -296,10 +297,10 @@ class Hosts:
             raise _ended(host, said[host]["stop"])
 
     def _chosen(self, said: dict[int, dict[str, Any]], waited_s: float) -> list[int]:
-        """Return the launchers that get a place, host 0 first; none while others are to be waited for."""
+        """Return the hosts that get a place, host 0 first; an empty list while more hosts are waited for."""
         last, had_place = _last_places(said)
         order = sorted(said, key=lambda host: (host != 0, host not in had_place.values(), host))
-        complete = len(had_place) == (last[1] if last else -1)  # no host of the last attempt is lost
+        complete = len(had_place) == (last[1] if last else -1)  # all hosts of the last attempt are here
         if len(said) >= self.count:
             all_come = self._members - said.keys() <= self._lost
             if all_come or complete or waited_s > (self._elastic.wait_s if last is None else _SPARE_S):
@@ -310,7 +311,7 @@ class Hosts:
         return []
 
     def _have_written(self, size: int, said: dict[int, dict[str, Any]]) -> bool:
-        """Have the launchers write their snapshots if the next attempt has another size; return whether all have."""
+        """If the next attempt has another size, have all launchers write their snapshots; return whether all have."""
         last, had_place = _last_places(said)
         if last is None or last[1] == size:
             return True
@@ -325,7 +326,7 @@ class Hosts:
         return all(word.get("written") == lost for word in said.values())
 
     def _begin_with(self, members: Sequence[int], said: dict[int, dict[str, Any]]) -> None:
-        """Give each launcher its place, or none, and tell it how the attempt begins."""
+        """Assign the places, and send every launcher its place (None for a spare) and the attempt's settings."""
         last, had_place = _last_places(said)
         size, stay = len(members), last is not None and last[1] == len(members)
         places = {place: host for place, host in had_place.items() if host in members} if stay else {}
@@ -339,7 +340,7 @@ class Hosts:
         for host, (_, peer) in self._present.items():
             peer.say(start=start | {"place": by_host.get(host)})
         self._peers = {host: self._present.pop(host)[1] for host in by_host if host != 0}
-        for word, _ in self._present.values():  # these are spares, and stay connected
+        for word, _ in self._present.values():  # these are spares, which stay connected
             word["was"] = None
         self._members, self._lost = set(by_host), set()
         self._begin(**start, place=by_host[0])
@@ -347,7 +348,7 @@ class Hosts:
     # ------------------------------------------------------------------------- the meeting, at another host
 
     def _come(self, mine: dict[str, Any]) -> Iterator[str | None]:
-        """Go to host 0 and wait for a place; yield what is missing, None while this launcher is a spare."""
+        """Connect to host 0 and wait for a place; yield what is missing, or None once host 0 has sent a message."""
         while True:
             try:
                 connection = self._channel.connect(self._among.address)
@@ -377,10 +378,10 @@ class Hosts:
     def _begin(
         self, attempt: int, coordinator: str, keepers: Sequence[Address], moved: bool, place: int | None
     ) -> bool:
-        """Take the place in an attempt; return whether there is one."""
+        """Take this launcher's place in an attempt; return False if it has none, because it is a spare."""
         if place is None:
             self._show(f"host {self.index} is a spare")
-            for memory in self._memory:  # until this launcher gets a place again, the job goes on without it
+            for memory in self._memory:  # the job goes on without this launcher, whose snapshots become outdated
                 memory.clear()
             self._was, self._is_new = None, True
             return False
@@ -396,7 +397,7 @@ class Hosts:
         return True
 
     def _write(self, lost: Sequence[int]) -> None:
-        """Write the snapshots that this launcher holds into the run folder: its own, and those of a lost host."""
+        """Write this host's snapshots into the run folder, and the copies of its neighbour's if that host is lost."""
         if self._was is None or self._keeper is None:
             return
         _, place, size = self._was
@@ -411,7 +412,7 @@ class Hosts:
     # ------------------------------------------------------------------------------------------ the attempt
 
     def news(self) -> str | None:
-        """Why this attempt ends, where another host has ended it; None while it goes on. Cheap."""
+        """Return why another host has ended this attempt; None while it goes on. Does not wait, so it may be polled."""
         for host, peer in list(self._peers.items()):
             for word in peer.words():
                 if "failed" in word:
@@ -424,15 +425,15 @@ class Hosts:
         if self.index == 0:
             known = set(self._present)
             self._admit(0.0)
-            for host in self._present.keys() - known:  # its turn is the next meeting
+            for host in self._present.keys() - known:  # it can join at the next meeting
                 self._present[host][1].say(wait=True)
         return None
 
     def failed(self, why: str) -> None:
-        """Ends this attempt on all hosts.
+        """End this attempt on all hosts.
 
         Args:
-            why: one line for the others.
+            why: the reason, in one line, for the other hosts.
         """
         self._pass_on(f"host {self.index}: {why}")
 
@@ -444,10 +445,10 @@ class Hosts:
         return why
 
     def settle(self, timeout_s: float) -> str | None:
-        """Waits until the processes of all hosts have ended well.
+        """Wait until the processes of all hosts have ended well, or for `timeout_s`.
 
         Returns:
-            Why they have not, where another host has failed meanwhile.
+            The reason if another host has failed or is lost meanwhile, else None.
         """
         ends = time.monotonic() + timeout_s
         if self.index != 0:
@@ -456,7 +457,7 @@ class Hosts:
             if (why := self.news()) is not None:
                 return why
             if time.monotonic() > ends:
-                self._done = set()  # all of them are yet to hear how this one ends
+                self._done = set()  # none of them knows yet how this one ends
                 return None
             time.sleep(_POLL_S)
         if self.index == 0:
@@ -467,15 +468,15 @@ class Hosts:
 
     @contextmanager
     def sharing(self, memory: Sequence[SnapshotMemory]) -> Iterator[None]:
-        """Fetches what a new launcher lacks, and copies what its processes take meanwhile to the next host.
+        """Copy new snapshots to the next host inside the block; a new launcher first fetches its own from there.
 
         Args:
-            memory: of each process here.
+            memory: the snapshot memory of each process here.
         """
         self._memory, neighbour = memory, self._keepers[(self.place + 1) % self.size]
         alone = self.size == 1
         held = {r: m for r, m in zip(self._ranks(self.place, self.size), memory) if m.slots and not alone}
-        if held and self._is_new:  # once: what processes drop later is not to come back
+        if held and self._is_new:  # only once: snapshots that processes drop later must not return
             self._is_new = False
             try:
                 if steps := fetch_copies(held, neighbour, self._channel):
@@ -493,21 +494,21 @@ class Hosts:
 
 
 def _last_places(said: dict[int, dict[str, Any]]) -> tuple[tuple[int, int] | None, dict[int, int]]:
-    """Return number and size of the last attempt that any launcher had a place in, and its places with their hosts."""
+    """Return the (number, size) of the last attempt in which launchers had a place, and its {place: host}."""
     had = {host: word["was"] for host, word in said.items() if word["was"]}
     last = max(((attempt, size) for attempt, _, size in had.values()), default=None)
     return last, {place: host for host, (attempt, place, size) in had.items() if (attempt, size) == last}
 
 
 class _Peer:
-    """A connection to another launcher, of which no read waits."""
+    """A connection to another launcher, with non-blocking reads."""
 
     def __init__(self, connection: ssl.SSLSocket):
         self._connection, self._data, self.gone = connection, b"", False
         connection.setblocking(False)
 
     def say(self, **words: Any) -> None:
-        """Says a word of JSON; one that is gone does not hear it."""
+        """Send a message as one line of JSON; errors of a broken connection are ignored."""
         with suppress(OSError):
             self._connection.settimeout(_SAY_S)
             self._connection.sendall(json.dumps(words).encode() + b"\n")

@@ -1,10 +1,10 @@
-"""`meshkit launch local`: the gang of an experiment on this machine, kept going.
+"""`meshkit launch local`: run the processes of an experiment on this machine, and restart them after failures.
 
     experiment, N processes, M devices -> LocalPart -> environment of each process and attempt -> Supervisor
-    attempt -> LocalGang -> first failure -> whole gang killed -> Verdict: done | stop with a code | restart
+    attempt -> LocalGang -> first failure -> whole gang killed -> AttemptEnd -> exit with a code | restart
 
-One process that fails leaves the others waiting in a collective for ever, and one that comes back alone cannot join
-them. So an attempt ends as a whole, and the next one is a new gang with a new coordinator port.
+When one process fails, the others wait in a collective forever, and a process that is restarted alone cannot join them.
+So the processes of an attempt, the gang, end together. The next attempt has a new gang and a new coordinator port.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _JOIN_S = "120"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _POLL_S, _LOCK_POLL_S, _SHOWN_LINES = 0.02, 0.5, 15
 _NEVER = float("inf")
-# Two attempts in a row that reach no new step will not get there by a third.
+# The run fails after so many attempts in a row that reach no new step.
 _FRUITLESS_ATTEMPTS = 2
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 MOST_BYTES = 1 << 20
 MOST_AT_ONCE, MOST_AT_THE_END = 4 << 20, 64 << 20
 _MOST_OF_A_TRACEBACK = 60
-_CHATTER = "[Gloo] Rank"  # a line for every group of processes that it connects: in the logs alone
+_CHATTER = "[Gloo] Rank"  # Gloo logs such a line for each group of processes: not shown
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,23 @@ class LocalPart:
     devices: int
     """Devices of each process."""
     hosts: int = 1
-    """Machines of the job; each runs this many processes."""
+    """Machines of the job; each runs `processes` processes."""
     host_index: int = 0
     """Number of this machine, from 0."""
     coordinator: str | None = None
-    """Host:port of the first process; None for a port of this machine, new for every attempt."""
+    """Host:port of the first process; None for this machine and a new port for every attempt."""
     attempt: int | None = None
-    """Restarts of the whole job before this, where something else restarts it."""
+    """Number of earlier restarts of the whole job; None if this launcher itself counts attempts."""
     mtls: str | None = None
-    """Folder of certificates; None for what the environment says, and on one machine a new secret for every attempt."""
+    """Folder of certificates; None for that of the environment, or on one machine a new secret for every attempt."""
     stall_timeout: tuple[str, ...] = ()
-    """Limits that the processes are told; none for what the environment says."""
+    """Limits for the processes' MESHKIT_STALL_TIMEOUT; empty to inherit that of the environment."""
     virtual: bool = False
     """Whether the devices are virtual ones of the CPU."""
     hosts_meet: bool = False
-    """Whether the launchers of several hosts have met, and copy snapshots."""
+    """Whether the launchers of several hosts are connected (hosts.py), so that they restart together."""
     elasticity: Elasticity = field(default_factory=Elasticity)
-    """How the job goes on without hosts that it has lost."""
+    """How the job goes on after it has lost hosts."""
 
     @property
     def first_rank(self) -> int:
@@ -101,15 +101,15 @@ class LocalPart:
         return split_address(self.coordinator)[0] if self.coordinator else LOOPBACK
 
     def environments(self, attempt: int, *, base: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-        """The environment of every process here.
+        """Return the environment of every process here.
 
         Args:
-            attempt: its number.
-            base: what they inherit; this process's environment by default.
+            attempt: the number of the attempt.
+            base: the environment that the processes inherit; by default that of this process.
         """
         inherited = without_launchers(os.environ if base is None else base)
-        inherited["PYTHONUNBUFFERED"] = "1"  # the log of a process that is killed is whole
-        if self.hosts == 1 or self.hosts_meet:  # whoever ends is seen; on a busy machine one may be late
+        inherited["PYTHONUNBUFFERED"] = "1"  # so that the log of a killed process is complete
+        if self.hosts == 1 or self.hosts_meet:  # for late ones on a busy machine; ended ones are noticed
             inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
         if self.stall_timeout:
             inherited[STALL_TIMEOUT] = " ".join(self.stall_timeout)
@@ -124,18 +124,18 @@ class LocalPart:
         return [inherited | gang.emit() for gang in gangs]
 
     def _gang(self, index: int, coordinator: str, attempt: int, secret: str | None) -> Gang:
-        """Every process sees all GPUs (they reach each other through CUDA IPC) and drives its own."""
+        """Return the `Gang` of one process. It sees all GPUs, as CUDA IPC requires, and drives its own ones."""
         ids = None if self.virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
 
     def shell_lines(self, command: Sequence[str]) -> list[str]:
-        """Return the commands that would be started, for a shell."""
+        """Return shell commands that start the same processes."""
         lines = []
         if self.mtls is not None:
             make = [sys.executable, "-m", "meshkit", "launch", "certificates", self.mtls]
             lines = [shlex.join([*make, "--host", self.coordinator_host])]
-        elif self.hosts == 1:  # one that was printed would be none
+        elif self.hosts == 1:  # printed as a command: a printed secret would be known
             lines = [f'export {SECRET}="$(openssl rand -hex 32)"']
         for environment in self.environments(0, base={}):
             variables = (f"{name}={value}" for name, value in environment.items() if name != SECRET)
@@ -143,10 +143,10 @@ class LocalPart:
         return lines
 
     def run(self, command: Sequence[str], folder: Path, policy: Policy, show: Callable[[str], None]) -> int:
-        """Starts the processes and keeps them going, as `Supervisor.run` does, with certificates made for them.
+        """Run the processes and restart them, as `Supervisor.run` does, with new certificates if `mtls` is set.
 
-        Arguments and result are those of `Supervisor`. The logs go to `logs` of the folder; of several hosts
-        to `logs/host0`, and so on.
+        Arguments and result are those of `Supervisor`. The logs are written to `logs` in the folder. With several hosts
+        they are written to `logs/host0`, `logs/host1`, and so on.
 
         Raises:
             ConfigError: another launcher has the run folder, or the certificates cannot be written.
@@ -183,7 +183,7 @@ class LocalPart:
         )
 
     def _of_attempt(self, hosts: Hosts) -> LocalPart:
-        """The part with what the launchers of all hosts have agreed on."""
+        """Return this part with the size, place, coordinator and attempt that the launchers have agreed on."""
         return replace(
             self,
             hosts=hosts.size,
@@ -194,7 +194,7 @@ class LocalPart:
         )
 
     def _run_with(self, hosts: Hosts, supervisor: Supervisor, show: Callable[[str], None]) -> int:
-        """Runs it, and tells the other hosts how it has ended."""
+        """Run the supervisor, and tell the other hosts how it has ended."""
         try:
             code = supervisor.run()
         except EndedElsewhere as ended:
@@ -208,7 +208,7 @@ class LocalPart:
 
 
 def check_part(part: LocalPart, experiment: Experiment | None) -> None:
-    """Stops unless the processes have as many devices together as the experiment's cluster, if there is one.
+    """Raise an error unless the part is valid and the whole job has as many devices as the experiment's cluster.
 
     Raises:
         ConfigError: they have more or fewer, or the part is none of the job, or its hosts could not meet.
@@ -256,11 +256,11 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
 
 
 def _virtual_devices(env: Mapping[str, str], devices: int) -> dict[str, str]:
-    """XLA's count of CPU devices, instead of whatever count the environment has."""
+    """Return the variables that set the number of virtual CPU devices, replacing any number in `env`."""
     flags = [flag for flag in env.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _DEVICE_COUNT_FLAG]
     return {
         "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={devices}"]),
-        "JAX_NUM_CPU_DEVICES": "-1",  # jax's default: as XLA_FLAGS say
+        "JAX_NUM_CPU_DEVICES": "-1",  # jax's default: the number in XLA_FLAGS
         "JAX_PLATFORMS": "cpu",
     }
 
@@ -281,15 +281,15 @@ class Policy:
     save_grace_s: float = 120.0
     """Seconds that the processes get to save a checkpoint and end, once they are asked to stop."""
     failure_grace_s: float = 5.0
-    """Seconds that the others get once one has saved and left, or has failed after a signal to all."""
+    """Seconds that the other processes get to end after one has saved and ended, or has failed after a signal."""
     last_words_s: float = 1.0
-    """Seconds that the others get once one has failed. They cannot save: that takes all of them."""
+    """Seconds that the other processes get to end after one has failed. They cannot save a checkpoint without it."""
     pause_s: float = 1.0
-    """Seconds between two attempts, the first of which has reached no new step."""
+    """Seconds of pause after an attempt that has reached no new step."""
     limits: Limits = field(default_factory=Limits)
-    """When a process that is alive counts as stuck."""
+    """The limits after which a running process counts as stuck."""
     standby: bool = False
-    """Whether the processes of the next attempt are started while one trains: for `meshkit train`, which then waits."""
+    """Whether to start the next attempt's processes while one trains. The command must be `meshkit train`."""
 
 
 @dataclass(frozen=True)
@@ -297,44 +297,44 @@ class AttemptEnd:
     """The result of one attempt."""
 
     number: int
-    """Restarts before it."""
+    """The number of the attempt, from 0, as in its folder of logs."""
     failed: Member | None = None
-    """The process that failed first, or is stuck; None if none is."""
+    """The process that failed first or is stuck; None if there is none."""
     received: signal.Signals | None = None
-    """SIGTERM or SIGINT, where one has come."""
+    """SIGTERM or SIGINT, if the launcher has received one."""
     endings: tuple[Ending, ...] = ()
-    """How every process ended, those included that were killed with the rest."""
+    """How each process ended, including those killed by the launcher."""
     stuck: str | None = None
-    """Why it was called stuck; None where it ended by itself."""
+    """Why `failed` counts as stuck; None if it ended by itself."""
     left: bool = False
-    """Whether it ended with exit code 0 in the midst of its work, and so failed the others."""
+    """Whether `failed` ended with exit code 0 in the midst of its work, which the others cannot continue alone."""
     hang: Hang | None = None
-    """Where one is stuck: what it and the others wait in."""
+    """If `failed` is stuck: the collective or phase in which the processes wait."""
     witnesses: tuple[Witness, ...] = ()
-    """The state of each process at that time."""
+    """If `failed` is stuck: the state of each process at that time."""
     where: str = ""
-    """The activity of that process."""
+    """The last reported activity of `failed`."""
     before_steps: bool = False
-    """Whether none had reached the training loop, so that there was nothing to save."""
+    """Whether no process had reached the training loop, so that there was nothing to save."""
     outage: Outage | None = None
-    """When it failed, if it did."""
+    """The times of the failure, if there was one."""
     elsewhere: str = ""
-    """Why another host has ended it, where one has."""
+    """Why another host has ended the attempt; empty if none has."""
 
 
 class Supervisor:
-    """Runs a command as a gang until it is done, or nothing more can be done.
+    """Run a command as a gang, attempt after attempt, until it is done or a restart cannot help.
 
     Args:
-        command: what every process runs.
-        environments: attempt number -> the environment of each process; called for every attempt, so that each has
-            a coordinator port of its own.
+        command: the command that every process runs.
+        environments: attempt number -> the environment of each process. It is called for every attempt, so that each
+            has its own coordinator port.
         folder: the run folder, whose `metrics.jsonl` shows progress.
-        policy: restarts and graces.
-        show: takes a line for the person who waits.
-        logs: where `attempt0/rank0.log`, ... go; `logs` of the run folder by default.
-        first_rank: of the processes here.
-        hosts: the launchers of a job on several hosts, which restart together; None where this one is alone.
+        policy: limits on restarts and on times.
+        show: prints a line for the user.
+        logs: the folder for `attempt0/rank0.log`, ...; by default `logs` in the run folder.
+        first_rank: the rank of the first process here.
+        hosts: the connection to the launchers of other hosts, which restart together; None for a launcher alone.
     """
 
     def __init__(
@@ -360,10 +360,10 @@ class Supervisor:
         self._outage: Outage | None = None
 
     def run(self) -> int:
-        """Attempts until the end.
+        """Run attempts until the job is done or cannot go on.
 
         Returns:
-            0 done; 2 or 3 as a process said; 75 preempted with a checkpoint saved; 130 interrupted.
+            0: done. 2 or 3: a process ended with this code. 75: preempted with a checkpoint saved. 130: interrupted.
 
         Raises:
             RunError: it failed for good: no restarts are left, or restarts bring no progress.
@@ -398,7 +398,7 @@ class Supervisor:
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self, number: int) -> AttemptEnd:
-        """One attempt from its start to its end, with nothing of it left running."""
+        """Run one attempt. At its end none of its processes is left."""
         with ExitStack() as stack:
             logs = self._logs / f"attempt{number}"
             started = self._standby.take(logs, stack) or stack.enter_context(self._started(number, logs))
@@ -407,9 +407,9 @@ class Supervisor:
             try:
                 end = self._agreed(self.watch(number, gang, follower, watchdog))
                 found_at = time.monotonic()
-                if end.stuck is not None:  # and then no grace: what is stuck does not end by itself
+                if end.stuck is not None:  # without a grace: a stuck process does not end by itself
                     end = self._examine(end, gang, watchdog.witnesses(gang))
-                    follower.new_lines(last=True)  # stacks, of which the name of the hang has what matters
+                    follower.new_lines(last=True)  # skip the printed stacks, which `_examine` has read
                 elif end.failed is not None or end.elsewhere:
                     gang.stop(self._policy.last_words_s)
             finally:
@@ -425,7 +425,7 @@ class Supervisor:
 
     @contextmanager
     def _started(self, number: int, logs: Path, waits_on: int | None = None) -> Iterator[Started]:
-        """The processes of an attempt; with `waits_on` they go on once each has read a byte from that descriptor."""
+        """Start the processes of an attempt; with `waits_on` each first waits for a byte from that descriptor."""
         environments = self.environments(number)
         with ExitStack() as stack:
             pulses = tuple(stack.enter_context(closing(Pulse())) for _ in environments)
@@ -446,7 +446,7 @@ class Supervisor:
             yield Started(gang, pulses, environments[0].get(COORDINATOR))
 
     def watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:
-        """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
+        """Wait until all are done, one fails or is stuck, another host ends the attempt, or a grace period is over."""
         forwarded, saved, deadline, stop_others_at = 0, False, _NEVER, _NEVER
         trains = False
         while True:
@@ -457,13 +457,13 @@ class Supervisor:
                 trains = True
                 self._trains(number, starts, now, goes_on=not ended)
             if len(self._signals) > forwarded:
-                if forwarded:  # the second signal: now
+                if forwarded:  # a second signal ends the attempt at once
                     return AttemptEnd(number, received=self._signals[0])
                 forwarded, deadline = len(self._signals), now + self._policy.save_grace_s
                 gang.signal(self._signals[0])
                 self._show(f"{self._signals[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
             codes = {m.rank: m.ending.code for m in ended if m.ending is not None}
-            if PREEMPTED in codes.values() and not saved:  # it has saved, together with the others, which now end too
+            if PREEMPTED in codes.values() and not saved:  # all processes have saved, and the others now end too
                 saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
                 stop_others_at = now + self._policy.failure_grace_s
             failures = [m for m in ended if codes.get(m.rank) not in (DONE, PREEMPTED)]
@@ -471,7 +471,7 @@ class Supervisor:
             if (failures or left) and not forwarded and not saved:
                 first = min(failures + left, key=cause_first)
                 return AttemptEnd(number, first, left=first in left)
-            if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
+            if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without the failed one
                 deadline = min(deadline, now + self._policy.failure_grace_s)
             if not gang.running or now > deadline:
                 return AttemptEnd(number, received=self._signals[0] if forwarded else None)
@@ -484,7 +484,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _trains(self, number: int, starts: Sequence[Mapping[str, float]], now: float, *, goes_on: bool) -> None:
-        """Say how long the first step of an attempt took, and start those on standby while the attempt goes on."""
+        """Once all processes have made a step, print the length of the outage, if any, and start the standby gang."""
         if self._outage is not None:
             self._show(self._outage.line(starts, now))
             self._outage = None
@@ -492,7 +492,7 @@ class Supervisor:
             self._standby.start(number + 1)
 
     def _agreed(self, end: AttemptEnd) -> AttemptEnd:
-        """Tells the other hosts how the attempt ended here; where it ended well, waits until it did so on all."""
+        """Tell the other hosts how the attempt ended here. If it ended well, wait until it has ended on all hosts."""
         if self._hosts is None or end.elsewhere:
             return end
         if end.failed is not None:
@@ -503,7 +503,7 @@ class Supervisor:
         return replace(end, elsewhere=why) if end.received is None else end
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
-        """Names the hang, and leaves what it was named by in the run folder."""
+        """Name the hang, and write the states of all processes, from which it is named, into the run folder."""
         order = read_order(self._folder)
         count = order.processes if order is not None else 0
         here = {w.process for w in witnesses}
@@ -512,16 +512,16 @@ class Supervisor:
         write_witnesses(self._folder / FOLDER / f"attempt{end.number}.json", everyone)
         end = replace(end, hang=(hang := name_hang(everyone, order)), witnesses=everyone)
         missing = [(m, w) for m in gang.members for w in witnesses if m.rank == w.process and m.rank in hang.missing]
-        if missing and end.failed not in [m for m, _ in missing]:  # stacks have said more than phases
+        if missing and end.failed not in [m for m, _ in missing]:  # the stacks show which process it is
             member, witness = missing[0]
             end = replace(end, failed=member, stuck=f"does not get on, {witness.where}")
         return end
 
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
-        """Passes on to the others the signal that one process got alone: before the training loop it ends without them.
+        """Send SIGTERM to all processes: if one gets it alone before the training loop, it ends without the others.
 
         Returns:
-            When they have to be gone; one that writes a checkpoint has the whole grace.
+            The time by which they must have ended; infinity, for the whole save grace, if one writes a checkpoint.
         """
         gang.signal(signal.SIGTERM)
         return _NEVER if watchdog.finishing(gang) else now + self._policy.failure_grace_s
@@ -532,7 +532,7 @@ class Supervisor:
                 self._show(f"[{gang.members[0].rank}] {line}")
 
     def _show(self, line: str) -> None:
-        """A terminal that is gone is no reason to stop; the logs have it all."""
+        """Print a line. A closed terminal is ignored, because the run and its logs do not need it."""
         with suppress(OSError):
             self._print(line)
 
@@ -551,7 +551,7 @@ class Supervisor:
                     self._show(line)
             return
         when = f"{failed.ended_s:.1f} s into attempt {end.number}"
-        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else of its way out
+        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else `where` is after the error
         self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
@@ -559,7 +559,7 @@ class Supervisor:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Keeps the processes' snapshots in memory from one attempt to the next; then they are gone."""
+        """Keep the processes' snapshots in memory through all attempts, and free them at the end."""
         try:
             yield
         finally:
@@ -569,9 +569,9 @@ class Supervisor:
 
     @contextmanager
     def _note_signals(self) -> Iterator[None]:
-        """Notes SIGINT and SIGTERM, which the loop then passes on; the processes have sessions of their own.
+        """Record SIGINT and SIGTERM. `watch` passes them on to the processes, which run in sessions of their own.
 
-        A closed terminal (SIGHUP) counts as SIGTERM, unless nohup or the like has it ignored.
+        A closed terminal (SIGHUP) counts as SIGTERM, unless SIGHUP is ignored, as under nohup.
         """
         meanings = {n: n for n in (signal.SIGINT, signal.SIGTERM)}
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -586,11 +586,11 @@ class Supervisor:
 
 
 def last_step(folder: Path) -> int:
-    """The last step that the run's metrics.jsonl has; 0 where it has none."""
+    """Return the last step in the run's metrics.jsonl; 0 if there is none."""
     for line in reversed(last_lines(folder / "metrics.jsonl", 5)):
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # cut short by a crash, or no record
+        except (ValueError, RecursionError):  # cut short by a crash, or not a record
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             return record["step"]
@@ -599,9 +599,9 @@ def last_step(folder: Path) -> int:
 
 @contextmanager
 def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Keeps other launchers off a folder of logs. The kernel lets go of it with this process, however that ends.
+    """Lock a folder of logs against other launchers. The kernel releases the lock when this process ends.
 
-    One of another host may be one that is gone, whose lock the file server keeps for its lease: it is waited for.
+    A lock from another host may be of a dead launcher, whose lock the file server keeps for its lease. So wait for it.
 
     Raises:
         ConfigError: another launcher has it, or it cannot be written.
@@ -630,18 +630,18 @@ def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
 
 
 def _is_locked(file: IO[str]) -> bool:
-    """Whether another process has locked a file; if not, this one has. Where there are no locks, nobody has."""
+    """Try to lock a file; return whether another process has locked it. False too where locks are not supported."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # logs are not written over there either
+    except OSError:  # no locks; even so no log is overwritten, because logs are opened with "x"
         return False
     return False
 
 
 def next_attempt(logs: Path) -> int:
-    """The number of the next attempt: one after the last whose logs are there.
+    """Return the number of the next attempt: one more than the last attempt that has logs.
 
     Raises:
         ConfigError: the folder cannot be read.
@@ -654,16 +654,16 @@ def next_attempt(logs: Path) -> int:
 
 
 def cause_first(member: Member) -> tuple[int, float]:
-    """Sorts failures seen at one look, the cause first.
+    """Return a sort key for the failures found by one poll, which puts their cause first.
 
-    When a process is gone, jax aborts the others (SIGABRT), or they lose their connection to it (exit code 4).
+    After a process has ended, jax aborts the others (SIGABRT), or they lose their connection to it (exit code 4).
     """
     assert member.ending is not None
     return {-signal.SIGABRT: 2, RUN_FAILED: 1}.get(member.ending.code, 0), member.ended_s
 
 
 def _stopped(attempt: AttemptEnd) -> int:
-    """The exit code of an attempt that no process has failed, or that a signal stopped.
+    """Return the exit code of an attempt that a signal stopped, or in which no process failed.
 
     Raises:
         RunError: a process neither saved nor ended well.
@@ -671,11 +671,11 @@ def _stopped(attempt: AttemptEnd) -> int:
     if attempt.received == signal.SIGINT:
         return INTERRUPTED
     codes = {ending.code for ending in attempt.endings}
-    if PREEMPTED in codes:  # a checkpoint is whole, or nobody says so
+    if PREEMPTED in codes:  # no process exits so before the checkpoint is complete
         return PREEMPTED
     if codes == {DONE}:
         return DONE
-    if attempt.received is not None and attempt.before_steps:  # nothing was made since the last checkpoint
+    if attempt.received is not None and attempt.before_steps:  # no step was made since the last checkpoint
         return PREEMPTED
     bad = next(ending for ending in attempt.endings if ending.code != DONE)
     raise RunError(
@@ -685,7 +685,7 @@ def _stopped(attempt: AttemptEnd) -> int:
 
 
 def _how(attempt: AttemptEnd) -> str:
-    """How the process that failed ended."""
+    """Describe how the failed process ended."""
     assert attempt.failed is not None
     if attempt.left:
         return "exit code 0 in the midst of its work, while the others went on"
@@ -704,19 +704,19 @@ def _failed(attempt: AttemptEnd, why: str) -> RunError:
 
 
 class Follower:
-    """Reads a log that grows, in whole lines; a line of more than a mebibyte comes in pieces.
+    """Read the new lines of a growing log. A line of more than a mebibyte is returned in pieces.
 
-    Of a log that grows faster than it is read every call takes a part: whoever follows has other things to look after.
+    Each call reads a limited number of bytes, so that a log which grows fast does not keep the caller from other work.
     """
 
     def __init__(self, path: Path):
         self._path, self._offset, self._rest = path, 0, b""
 
     def new_lines(self, *, last: bool = False) -> list[str]:
-        """The lines that came since the last call; with `last` also one that has no end."""
+        """Return the lines since the last call; with `last` also a final line without a newline."""
         try:
             with open_regular(self._path) as file:
-                if last and file.seek(0, 2) - self._offset > MOST_AT_THE_END:  # the log has it all
+                if last and file.seek(0, 2) - self._offset > MOST_AT_THE_END:  # skip the older part
                     self._offset, self._rest = file.tell() - MOST_AT_THE_END, b""
                 file.seek(self._offset)
                 data = file.read(MOST_AT_THE_END if last else MOST_AT_ONCE)
@@ -730,7 +730,7 @@ class Follower:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last non-empty lines of a file; none where there is no file. Reads its last mebibyte at most."""
+    """Return the last non-empty lines of a file; none if it cannot be read. Reads at most its last mebibyte."""
     try:
         with open_regular(path) as file:
             file.seek(0, 2)
@@ -743,13 +743,13 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def last_words(path: Path, count: int) -> list[str]:
-    """Return the last words of a failed process: its last traceback if it ends with one, else `count` lines."""
+    """Return the last `count` lines of a failed process's log, or more if its last traceback begins before them."""
     lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not line.startswith(_CHATTER)]
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     return lines[min(starts[-1], max(0, len(lines) - count)) :] if starts else lines[-count:]
 
 
 def _printable(line: bytes) -> str:
-    """Without what moves a terminal's cursor; of a line that was drawn over, the last drawing."""
+    """Return the text without terminal control codes; of a progress line redrawn in place, the last state."""
     text = line.decode(errors="replace").rstrip("\r")
     return _CONTROL.sub("", text.rsplit("\r", 1)[-1])
