@@ -54,7 +54,7 @@ class Keeper:
     """Keep the newest two snapshots of each process of the previous host, and return them on request.
 
     Args:
-        host: the address on which to listen, in threads, inside this context manager.
+        host: the address on which the context manager listens.
         channel: the TLS contexts of the job.
     """
 
@@ -111,7 +111,7 @@ class Keeper:
                         _say(file, answer=self._keep(file, **request))
 
     def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
-        """Receive a snapshot unless it is here already; return the answer. Drop those whose sha256 is not in `whole`."""
+        """Receive a snapshot unless it is here; return the answer. Drop copies whose sha256 is not in `whole`."""
         memory = self._memory[rank]  # KeyError: this host has not begun the attempt yet, and the sender tries again
         if record["sha256"] in [slot.sha256 for slot in memory.slots]:
             return _KEPT

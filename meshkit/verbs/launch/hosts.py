@@ -276,7 +276,7 @@ class Hosts:
                 self._show(
                     f"a launcher says that it is host {word['host']} of {word['of']}, and is none of {self.count}"
                 )
-            elif word["host"] not in self._peers.keys() | self._present.keys():  # else one is still connected
+            elif word["host"] not in self._peers.keys() | self._present.keys():  # else it is still connected
                 keep_alive(connection)
                 return word | {"keeper": (connection.getpeername()[0], word["keeper"])}
         except (ValueError, KeyError, TypeError, OSError):
@@ -457,7 +457,7 @@ class Hosts:
             if (why := self.news()) is not None:
                 return why
             if time.monotonic() > ends:
-                self._done = set()  # none of them knows yet how this one ends
+                self._done = set()  # no other host knows yet how this one ends
                 return None
             time.sleep(_POLL_S)
         if self.index == 0:
@@ -468,7 +468,7 @@ class Hosts:
 
     @contextmanager
     def sharing(self, memory: Sequence[SnapshotMemory]) -> Iterator[None]:
-        """Copy new snapshots to the next host inside the block; a new launcher first fetches its own from there.
+        """Copy new snapshots to the next host, inside the block. A new launcher first fetches old snapshots from there.
 
         Args:
             memory: the snapshot memory of each process here.
@@ -494,7 +494,7 @@ class Hosts:
 
 
 def _last_places(said: dict[int, dict[str, Any]]) -> tuple[tuple[int, int] | None, dict[int, int]]:
-    """Return the (number, size) of the last attempt in which launchers had a place, and its {place: host}."""
+    """Return (number, size) of the last attempt in which launchers had a place, or None, and its {place: host}."""
     had = {host: word["was"] for host, word in said.items() if word["was"]}
     last = max(((attempt, size) for attempt, _, size in had.values()), default=None)
     return last, {place: host for host, (attempt, place, size) in had.items() if (attempt, size) == last}
@@ -516,7 +516,7 @@ class _Peer:
             self._connection.setblocking(False)
 
     def words(self) -> list[dict[str, Any]]:
-        """Return the messages since the last call."""
+        """Return the messages received since the last call."""
         while not self.gone:
             try:
                 piece = self._connection.recv(1 << 14)

@@ -56,13 +56,13 @@ _JOIN_S = "120"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _POLL_S, _LOCK_POLL_S, _SHOWN_LINES = 0.02, 0.5, 15
 _NEVER = float("inf")
-# The run fails after so many attempts in a row that reach no new step.
+# The run fails after this many attempts in a row that reach no new step.
 _FRUITLESS_ATTEMPTS = 2
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 MOST_BYTES = 1 << 20
 MOST_AT_ONCE, MOST_AT_THE_END = 4 << 20, 64 << 20
 _MOST_OF_A_TRACEBACK = 60
-_CHATTER = "[Gloo] Rank"  # Gloo logs such a line for each group of processes: not shown
+_CHATTER = "[Gloo] Rank"  # the start of Gloo's line for each group of processes, which is not shown
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LocalPart:
     attempt: int | None = None
     """Number of earlier restarts of the whole job; None if this launcher itself counts attempts."""
     mtls: str | None = None
-    """Folder of certificates; None for that of the environment, or on one machine a new secret for every attempt."""
+    """Folder of certificates. None uses that of the environment; on one machine, a new secret for every attempt."""
     stall_timeout: tuple[str, ...] = ()
     """Limits for the processes' MESHKIT_STALL_TIMEOUT; empty to inherit that of the environment."""
     virtual: bool = False
@@ -109,7 +109,7 @@ class LocalPart:
         """
         inherited = without_launchers(os.environ if base is None else base)
         inherited["PYTHONUNBUFFERED"] = "1"  # so that the log of a killed process is complete
-        if self.hosts == 1 or self.hosts_meet:  # for late ones on a busy machine; ended ones are noticed
+        if self.hosts == 1 or self.hosts_meet:  # a busy machine starts processes late
             inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
         if self.stall_timeout:
             inherited[STALL_TIMEOUT] = " ".join(self.stall_timeout)
@@ -135,7 +135,7 @@ class LocalPart:
         if self.mtls is not None:
             make = [sys.executable, "-m", "meshkit", "launch", "certificates", self.mtls]
             lines = [shlex.join([*make, "--host", self.coordinator_host])]
-        elif self.hosts == 1:  # printed as a command: a printed secret would be known
+        elif self.hosts == 1:  # print a command, because a printed secret would be known
             lines = [f'export {SECRET}="$(openssl rand -hex 32)"']
         for environment in self.environments(0, base={}):
             variables = (f"{name}={value}" for name, value in environment.items() if name != SECRET)
@@ -208,7 +208,7 @@ class LocalPart:
 
 
 def check_part(part: LocalPart, experiment: Experiment | None) -> None:
-    """Raise an error unless the part is valid and the whole job has as many devices as the experiment's cluster.
+    """Raise an error unless the job's processes together have as many devices as the experiment's cluster, if any.
 
     Raises:
         ConfigError: they have more or fewer, or the part is none of the job, or its hosts could not meet.
@@ -307,7 +307,7 @@ class AttemptEnd:
     stuck: str | None = None
     """Why `failed` counts as stuck; None if it ended by itself."""
     left: bool = False
-    """Whether `failed` ended with exit code 0 in the midst of its work, which the others cannot continue alone."""
+    """Whether `failed` ended with exit code 0 in the midst of its work, so that the others cannot go on."""
     hang: Hang | None = None
     """If `failed` is stuck: the collective or phase in which the processes wait."""
     witnesses: tuple[Witness, ...] = ()
@@ -518,10 +518,10 @@ class Supervisor:
         return end
 
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
-        """Send SIGTERM to all processes: if one gets it alone before the training loop, it ends without the others.
+        """Send SIGTERM to all processes, because a process that gets it before the training loop ends alone.
 
         Returns:
-            The time by which they must have ended; infinity, for the whole save grace, if one writes a checkpoint.
+            The time by which they must have ended; infinity if one writes a checkpoint, to leave it the whole grace.
         """
         gang.signal(signal.SIGTERM)
         return _NEVER if watchdog.finishing(gang) else now + self._policy.failure_grace_s
@@ -551,7 +551,7 @@ class Supervisor:
                     self._show(line)
             return
         when = f"{failed.ended_s:.1f} s into attempt {end.number}"
-        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else `where` is after the error
+        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else `where` only shows its exit
         self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
@@ -601,7 +601,7 @@ def last_step(folder: Path) -> int:
 def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
     """Lock a folder of logs against other launchers. The kernel releases the lock when this process ends.
 
-    A lock from another host may be of a dead launcher, whose lock the file server keeps for its lease. So wait for it.
+    If the lock is held from another host, this waits: the file server keeps the lock of a dead launcher for a lease.
 
     Raises:
         ConfigError: another launcher has it, or it cannot be written.
