@@ -25,21 +25,21 @@ launch_app = typer.Typer(
     epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu",
 )
 
-_COMMAND = "command"  # in the meta of the context: what stands behind `--`
+_COMMAND = "command"  # key in `context.meta` of the words after `--`
 
 
 class WithCommand(typer.core.TyperCommand):
-    """A launcher of an experiment, or of the command behind `--`."""
+    """A launcher's command line: an experiment, or `--` and the user's own command."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        """Takes the command from the words."""
+        """Store the words after `--` in `ctx.meta`, and parse the others."""
         if "--" in args:
             at = args.index("--")
             ctx.meta[_COMMAND], args = tuple(args[at + 1 :]), args[:at]
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx) -> list[str]:
-        """`[OPTIONS] EXPERIMENT | -- COMMAND ...`."""
+        """Return the usage line: `[OPTIONS] EXPERIMENT | -- COMMAND ...`."""
         return [*super().collect_usage_pieces(ctx), "| -- COMMAND ..."]
 
 
@@ -113,11 +113,11 @@ def local(
     mtls: Annotated[bool, typer.Option("--mtls", help=_MTLS_HELP)] = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Start a gang on this machine and watch it: a failure is shown, all are stopped, and all start again.
+    """Start processes on this machine and watch them. If one fails, all are stopped and started again.
 
-    What each process prints is in logs/ of the run folder; what the first one prints is shown as well. No restart after
-    exit code 2 (what you gave is wrong), nor once two attempts in a row have reached no new step. A command of yours
-    says how far it is by `mk.progress`; one that does not is watched by its exit code.
+    The output of each process is in logs/ of the run folder; that of the first one is also shown. There is no restart
+    after exit code 2 (your input is wrong), or after two attempts in a row without a new step. Your own command can
+    report progress by `mk.progress`; if it does not, only its exit code is watched.
     """
     from meshkit.config.experiment import load
     from meshkit.discover.probe import has_driver
@@ -186,7 +186,7 @@ def slurm(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write an sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
+    """Write an sbatch script that restarts the job in one allocation, and requeues it when preempted."""
     from meshkit.verbs.launch.jobs import Slurm, interpreter_of, make_job, slurm_script, submit
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
@@ -235,7 +235,7 @@ def jobset(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write a Kubernetes JobSet: one pod for each host, and all pods start again together."""
+    """Write a Kubernetes JobSet: one pod for each host; after a failure all pods restart together."""
     from meshkit.verbs.launch.jobs import Kubernetes, interpreter_of, jobset_yaml, make_job, submit_jobset
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
@@ -266,7 +266,7 @@ def mpi(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write a script around OpenMPI's mpirun, which runs until the job is done."""
+    """Write a script that runs OpenMPI's mpirun again until the job is done."""
     from meshkit.verbs.launch.jobs import count_hosts, interpreter_of, make_job, mpi_script
 
     own = _own_command(context, experiment)
@@ -296,9 +296,9 @@ def certificates(
         int, typer.Option(metavar="N", min=1, max=3650, help="Days for which the certificates are valid.")
     ] = 365,
 ) -> None:
-    """Make certificates for one run of a launcher of your own: MESHKIT_MTLS=DIR in every process then uses them.
+    """Make certificates for one run of a launcher of your own, which then sets MESHKIT_MTLS=DIR in every process.
 
-    The launchers make their own: slurm, jobset and mpi unless --no-mtls, local with --mtls.
+    meshkit's launchers make certificates themselves: slurm, jobset and mpi unless --no-mtls, local with --mtls.
     """
     from meshkit.distributed.certificates import make_certificates, write_certificates
 
@@ -307,7 +307,7 @@ def certificates(
 
 
 def _own_command(context: typer.Context, experiment: Path | None) -> tuple[str, ...]:
-    """Return the words behind `--`; none for the training of an experiment.
+    """Return the words after `--`; none for the training of an experiment.
 
     Raises:
         ConfigError: there is neither.
@@ -327,7 +327,7 @@ def _warn_of_the_open(closed: bool) -> None:
 
 
 def _pairs(texts: list[str], at: str) -> dict[str, str]:
-    """`NAME=VALUE` words as a table; a name alone is a flag.
+    """Return `NAME=VALUE` texts as a dict; a name alone, which is a flag, gets the value "".
 
     Raises:
         ConfigError: a name is missing or given twice.

@@ -1,18 +1,18 @@
-"""The job that every launcher starts (one experiment, on so many hosts, by so many processes a host), and how
-other machines are told: a bash script for SLURM or MPI, a Kubernetes JobSet.
+"""Describe the job that every launcher starts (an experiment, its hosts, and the processes on each), and write it for
+other machines: as a bash script for SLURM or MPI, or as a Kubernetes JobSet.
 
     experiment file + --set -> Job -> local gang, SLURM, JobSet, MPI
-    Job + what the site wants -> directives, assignments (quoted) + bodies/*.sh (as they are) -> sbatch | bash
-    Job + image, volumes -> JobSet as tables, in Kubernetes' own words -> YAML -> kubectl create
+    Job + settings of the site -> directives + quoted assignments + bodies/*.sh unchanged -> script for sbatch | bash
+    Job + image, volumes -> JobSet as dicts with Kubernetes' keys -> YAML -> kubectl create
 
-A script quotes every value of the job. The parts that meshkit brings (bodies/*.sh) are copied as they are: no value is
-put into their text.
+A script quotes every value of the job. The fixed parts of a script (bodies/*.sh) are copied unchanged: no value is put
+into their text.
 
-The values of a JobSet are chosen so that its pods stop all together and restart all together. There is one pod on each
-host. It needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. Where a
-host runs several processes, `meshkit launch local` starts them inside the pod, since processes in pods of their own
-would not reach each other over NVLink. The pods read their certificates, or without mutual TLS the secret that they
-share, from a Secret, which Kubernetes removes with the JobSet. The rendered JobSet names the Secret and holds no key.
+The JobSet is configured so that all its pods stop together and restart together. There is one pod on each host. A pod
+needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. If a host runs
+several processes, `meshkit launch local` starts them inside the pod, since processes in separate pods would not reach
+each other over NVLink. The pods read their certificates (or their shared secret, if there is no mutual TLS) from a
+Secret, which Kubernetes removes with the JobSet. The rendered JobSet names the Secret and holds no key.
 Sources: the Kubernetes API (batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema is in tests/data/.
 """
 
@@ -50,11 +50,11 @@ from meshkit.distributed.environment import (
 from meshkit.errors import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR, ConfigError, RunError
 from meshkit.runs.limits import STALL_TIMEOUT, read_limits
 
-SAVE_S = 120  # seconds from SIGTERM to the end of a job, in which it saves a checkpoint
+SAVE_S = 120  # seconds that a job has after SIGTERM to save a checkpoint
 _NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]*-]*", re.ASCII)
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*", re.ASCII)
-_Value = int | str | tuple[str, ...]  # of a shell variable: a whole number, a word, or an array of words
+_Value = int | str | tuple[str, ...]  # a shell variable's value: integer, word, or array of words
 _API_VERSION = "jobset.x-k8s.io/v1alpha2"
 _WORKERS, _CONTAINER = "workers", "main"
 _KILL_S = 30
@@ -71,9 +71,9 @@ class Job:
     """A training run to start."""
 
     name: str
-    """Name of the job, and of its run folder where none is given: lower-case letters, digits and `-`."""
+    """Name of the job, and of its run folder if no folder is given: lower-case letters, digits and `-`."""
     experiment: str
-    """Path of the experiment file, as the processes find it."""
+    """Path of the experiment file on the processes' machines."""
     overrides: tuple[str, ...]
     """The `--set` options."""
     out: str
@@ -83,20 +83,20 @@ class Job:
     gpus_per_host: int
     """GPUs that the job uses on each host."""
     processes_per_host: int = 1
-    """1, or one for each GPU, or a number in between that divides the host's GPUs evenly."""
+    """A number that divides the host's GPUs evenly, from 1 to one process for each GPU."""
     max_restarts: int = 3
     """Attempts after the first one."""
     own: tuple[str, ...] = ()
-    """A command in place of the training; it finds the run folder in MESHKIT_OUT."""
+    """The user's own command in place of `meshkit train`. It gets the run folder in MESHKIT_OUT."""
     stall_timeout: tuple[str, ...] = ()
-    """The `--stall-timeout` options; the processes find them in MESHKIT_STALL_TIMEOUT."""
+    """The `--stall-timeout` options, which the processes get in MESHKIT_STALL_TIMEOUT."""
 
     @property
     def num_processes(self) -> int:
         return self.hosts * self.processes_per_host
 
     def command(self, python: Sequence[str]) -> tuple[str, ...]:
-        """The command of every process."""
+        """Return the command of every process."""
         told = (f"{STALL_TIMEOUT}={' '.join(self.stall_timeout)}",) if self.stall_timeout else ()
         if self.own:
             return ("env", f"{OUT}={self.out}", *told, *self.own)
@@ -116,16 +116,16 @@ def make_job(
     machines: tuple[int | None, int] = (None, 8),
     stall_timeout: Sequence[str] = (),
 ) -> Job:
-    """Return the job of an experiment file on the hosts of its cluster, or of a command.
+    """Return the job for an experiment file on the hosts of its cluster, or for the user's own command.
 
     Args:
-        file: the experiment; None for a command, which runs on `machines`.
+        file: the experiment file; None for a command, which runs on `machines`.
         overrides: the `--set` options.
         out: the run folder; `runs/NAME` by default.
         processes_per_host: 1, or one for each GPU.
         max_restarts: attempts after the first one.
-        own: a command in place of the training.
-        machines: number of hosts, and of GPUs on each, where there is no experiment.
+        own: the user's own command in place of the training.
+        machines: the number of hosts and the number of GPUs on each, used if there is no experiment.
         stall_timeout: the `--stall-timeout` options.
 
     Raises:
@@ -165,7 +165,7 @@ def make_job(
 
 
 def count_hosts(hostfile: str) -> int:
-    """Return how many machines an OpenMPI hostfile names.
+    """Return the number of machines in an OpenMPI hostfile.
 
     Raises:
         ConfigError: the file cannot be read, or names no machine.
@@ -178,23 +178,23 @@ def count_hosts(hostfile: str) -> int:
 
 
 def interpreter_of(command: Sequence[str]) -> str:
-    """Return the Python interpreter that a command names, so that meshkit runs with it too; by default `python3`."""
+    """Return the Python interpreter that a command names, with which meshkit runs too; by default `python3`."""
     return next((word for word in command if _PYTHON.fullmatch(word)), "python3")
 
 
 def command_name(command: Sequence[str]) -> str:
-    """Return the name of a job from its command: that of the script, else of the program."""
+    """Return a name for the job of a command: the name of its script, or of its program if it has no script."""
     script = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
     return job_name(Path(script).stem)
 
 
 def check_share(processes: int, devices: int, what: str, at: str) -> None:
-    """Raises an error unless the processes can share the devices evenly.
+    """Raise an error unless the processes can share the devices evenly.
 
     Args:
         processes: number of processes.
         devices: number of devices.
-        what: words for the devices in the message, such as `GPUs of a host`.
+        what: the name of the devices in the message, such as `GPUs of a host`.
         at: the option that gives the number of processes, such as `--processes-per-host`; the hint names it too.
 
     Raises:
@@ -208,12 +208,12 @@ def check_share(processes: int, devices: int, what: str, at: str) -> None:
 
 
 def job_name(text: str) -> str:
-    """Return a name that SLURM, Kubernetes and file systems all take.
+    """Return a name that SLURM, Kubernetes and file systems all accept.
 
-    For Kubernetes the name and `-workers-0-511` behind it are a DNS label.
+    Kubernetes appends a suffix such as `-workers-0-511`, and the result must be a valid DNS label.
 
     Returns:
-        Lower-case letters, digits and `-`, a letter first. It has up to 40 characters, or 44 where it begins with an
+        Lower-case letters, digits and `-`, a letter first. It has up to 40 characters, or 44 if it begins with an
         added `job-`.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
@@ -221,10 +221,10 @@ def job_name(text: str) -> str:
 
 
 def submit(command: Sequence[str], text: str) -> str:
-    """Hands a rendered job to the program that starts it: runs the command with the text as its input.
+    """Run a command that submits a job, with the rendered job as its standard input.
 
     Returns:
-        What the program printed.
+        The program's standard output.
 
     Raises:
         ConfigError: the program is not on this machine.
@@ -247,9 +247,9 @@ class Slurm:
     """The settings of a SLURM site."""
 
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of sbatch by name: `{"partition": "gpu", "time": "2-00:00:00"}`; they replace what meshkit sets."""
+    """Options of sbatch by name: `{"partition": "gpu", "time": "2-00:00:00"}`. They override meshkit's options."""
     container_image: str | None = None
-    """Image that pyxis starts; None runs on the host."""
+    """Container image for pyxis; None runs on the host."""
     container_mounts: tuple[str, ...] = ()
     """Mounts of the container: `/data:/data`."""
     container_workdir: str | None = None
@@ -257,14 +257,14 @@ class Slurm:
     python: str = "python3"
     """The Python interpreter on the hosts or in the image."""
     mtls: bool = True
-    """Whether the processes identify each other by certificates, which the first host makes; else by a secret."""
+    """True: the processes identify each other by certificates, which the first host makes. False: by a secret."""
 
 
 def slurm_script(job: Job, site: Slurm) -> str:
     """Return the sbatch script of a job: `sbatch < script`.
 
-    The job is one allocation, in which a gang that fails is started again. On a preemption, or at the end of its time,
-    the job saves a checkpoint and goes back into the queue. The loss of a host puts it back into the queue, too.
+    The job is one allocation, in which the processes are restarted after a failure. On a preemption, or at the end of
+    its time, the job saves a checkpoint and is requeued. After the loss of a host it is requeued, too.
 
     Raises:
         ConfigError: an option cannot be written into a script; mounts or a working folder are given without an image;
@@ -306,10 +306,10 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
     """Return the bash script that starts a job with OpenMPI's mpirun: `bash script`.
 
     Args:
-        job: what to start.
+        job: the job to start.
         hostfile: the file that names the hosts; process 0 runs on the first one.
         python: the Python interpreter on the hosts.
-        mtls: whether the processes identify each other by certificates, which the first host makes; else by a secret.
+        mtls: as in `Slurm.mtls`.
 
     Raises:
         ConfigError: the run folder, or a word of a command, has a line break or control character in it.
@@ -329,7 +329,7 @@ def _assignments(job: Job, python: str, mtls: bool) -> dict[str, _Value]:
         "python": _one_line(python, "--python"),
         "out": _one_line(job.out, "--out"),
         "num_processes": job.num_processes,
-        "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all of the host
+        "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all GPUs of the host
         "max_restarts": job.max_restarts,
         "command": words(job.command((python,)), "the command"),
         **({"make_certificates": words(make, "--python")} if mtls else {}),
@@ -350,7 +350,7 @@ def _render(
         comment: the script's first lines, without `#`.
         directives: `#SBATCH` options by name; an empty value is a flag.
         values: shell variables by name.
-        bodies: names of the fixed parts that follow, which are files of bodies/, without `.sh`.
+        bodies: names of the fixed parts that follow: files in bodies/, without `.sh`.
 
     Raises:
         ConfigError: a directive has a character that SLURM might take for something else.
@@ -364,7 +364,7 @@ def _render(
 
 
 def _one_line(text: str, at: str) -> str:
-    """Return the text, for a place that takes no line breaks and control characters.
+    """Return the text unchanged, after checking that it has no line breaks or control characters.
 
     Raises:
         ConfigError: the text has one.
@@ -385,7 +385,7 @@ def _directive(name: str, value: str) -> str:
 
 
 class _Python(str):
-    """The word of a command that is the interpreter. A script has it in the variable `python`."""
+    """The interpreter as a word of a command. A script writes it as "$python"."""
 
 
 def _value(value: _Value) -> str:
@@ -402,25 +402,25 @@ class Kubernetes:
     image: str
     """The container image, which has meshkit, the model and the experiment."""
     namespace: str | None = None
-    """The namespace of the JobSet; None takes the one that kubectl is set to."""
+    """The namespace of the JobSet; None uses kubectl's current namespace."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """Persistent volume claim -> the folder where it is mounted. The run folder must be in such a folder."""
     resources: Mapping[str, str] = field(default_factory=dict)
     """Further resources of a pod besides the GPUs: `{"rdma/ib": "8"}`."""
     shared_memory: str = "64Gi"
-    """Size of /dev/shm, which NCCL and data loaders use and which is 64 MB otherwise."""
+    """Size of /dev/shm, which NCCL and data loaders use. Without this setting a pod has 64 MB."""
     workdir: str | None = None
-    """The folder that has the experiment; None takes the working folder of the image."""
+    """The folder in the image that has the experiment; None uses the working folder of the image."""
     python: str = "python3"
     """The interpreter in the image."""
     mtls: bool = True
-    """Whether the processes identify each other by certificates; else by a secret."""
+    """True: the processes identify each other by certificates. False: by a secret."""
     fs_group: int = 1000
-    """Number of the group that may read the certificates. The container's user becomes a member, also if not root."""
+    """The ID of the group that may read the certificates. Kubernetes adds the container's user to this group."""
 
 
 def jobset_yaml(job: Job, site: Kubernetes) -> str:
-    """Return the JobSet as YAML, after a comment that says how to make its Secret.
+    """Return the JobSet as YAML, after a comment with the commands that make its Secret.
 
     Raises:
         ConfigError: `jobset` refuses the job or the site.
@@ -430,10 +430,10 @@ def jobset_yaml(job: Job, site: Kubernetes) -> str:
 
 
 def submit_jobset(job: Job, site: Kubernetes) -> str:
-    """Creates a JobSet, and the Secret that its pods wait for.
+    """Create a JobSet, and the Secret that its pods wait for.
 
-    The private key is never on a disk of this machine or on a command line. Kubernetes removes the Secret together with
-    the JobSet.
+    The private key is never written to a disk of this machine or to a command line. Kubernetes removes the Secret
+    together with the JobSet.
 
     Returns:
         A line that names what was created.
@@ -461,7 +461,7 @@ def submit_jobset(job: Job, site: Kubernetes) -> str:
 
 
 def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
-    """Return the JobSet as plain tables, with the keys of `jobset.x-k8s.io/v1alpha2`.
+    """Return the JobSet as nested dicts, with the keys of `jobset.x-k8s.io/v1alpha2`.
 
     Raises:
         ConfigError: Kubernetes does not take a name or a quantity, or a claim's folder is no absolute path.
@@ -494,10 +494,10 @@ def _metadata(name: str, site: Kubernetes) -> dict[str, Any]:
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:
-    """Return what follows when the JobSet's one Job fails: all pods start again, unless a rule says otherwise.
+    """Return the policy for a failure of the JobSet's only Job: all pods restart, unless a rule overrides this.
 
     They start only once all pods of the last attempt are gone, since a new process must not join an old one. The
-    patterns match messages that Kubernetes' job controller writes for a pod failure policy.
+    patterns match the messages that Kubernetes' job controller writes for a pod failure policy.
     """
     preempted = {
         "name": "preempted",
@@ -510,7 +510,7 @@ def _failure_policy(job: Job) -> dict[str, Any]:
 
 
 def _pod_failure_policy() -> dict[str, Any]:
-    """Return rules for the failures of a pod that are no crash. A crash also fails the Job: its backoff limit is 0."""
+    """Return rules for pod failures other than a crash. A crash fails the Job too, because its backoff limit is 0."""
 
     def ended_with(*codes: int) -> dict[str, Any]:
         found = {"containerName": _CONTAINER, "operator": "In", "values": sorted(codes)}
@@ -521,7 +521,7 @@ def _pod_failure_policy() -> dict[str, Any]:
 
 
 def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
-    """Return the pod of one host, where it is the only pod of the job."""
+    """Return the specification of a pod. Each host has at most one pod of the job."""
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}}]
     for claim, path in site.claims.items():
@@ -541,10 +541,10 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
         "volumeMounts": mounts,
         "securityContext": {
             "allowPrivilegeEscalation": False,
-            "capabilities": {"add": ["IPC_LOCK"]},  # RDMA pins memory
+            "capabilities": {"add": ["IPC_LOCK"]},  # for RDMA, which pins memory
         },
     }
-    # Without this policy the kubelet sets the group of every file of a claim at each start.
+    # Without this policy the kubelet would set the group of every file in a volume at each start.
     group = {"fsGroup": site.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     on_one_host = {
         "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}},
@@ -563,7 +563,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
 
 def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
     values = {
-        COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # a pod has all ports for itself
+        COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # free, because a pod has its own ports
         NUM_PROCESSES: str(job.num_processes),
     }
     shared = {"secretKeyRef": {"name": _secret_name(job, site), "key": _SHARED}}
@@ -576,7 +576,7 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
 
 
 def _command(job: Job, site: Kubernetes) -> list[str]:
-    """Return the command of a pod. Kubernetes replaces `$(NAME)` in it, so each `$` of the user's is doubled."""
+    """Return the command of a pod. Kubernetes expands `$(NAME)`, so each `$` in the user's words is doubled."""
     command = [word.replace("$", "$$") for word in job.command((site.python,))]
     if job.processes_per_host == 1:
         return command
@@ -584,7 +584,7 @@ def _command(job: Job, site: Kubernetes) -> list[str]:
     part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
     part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
     part += [word for limit in job.stall_timeout for word in ("--stall-timeout", limit)]
-    # `meshkit launch local` takes the arguments of a training, or `--` and a command of the user's.
+    # `meshkit launch local` takes the arguments of `meshkit train`, or `--` and the user's own command.
     arguments = ["--out", job.out, "--", *command] if job.own else command[command.index("train") + 1 :]
     return [site.python, "-m", "meshkit", "launch", "local", *part, *arguments]
 

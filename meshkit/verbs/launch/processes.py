@@ -1,15 +1,15 @@
-"""The processes of one attempt on this machine, started and killed together, and watched for one that does not get on.
+"""Start and kill the processes of one attempt on this machine together, and find a process that makes no progress.
 
-    commands, environments -> a reaper for each -> poll until one fails or all are done -> the reapers kill all below
-    exit code or signal -> Ending -> final, or what a restart may mend (also the batch scripts' and pod policies' rule)
-    Pulse of each process (runs/phases.py), what the kernel says -> Watchdog.look() -> the one that holds up the others
+    command, environments -> a reaper for each process -> poll until one fails or all are done -> the reapers kill all
+    exit code or signal -> Ending -> final, or a restart may help (batch scripts and pod policies use the same rule)
+    Pulse of each process (runs/phases.py), its state in /proc -> Watchdog.look() -> the process that others wait for
 
-jax's heartbeats see a process that is gone. They do not see one that is stopped for less than their own time, nor one
-that waits for data or in a collective, which keeps all the others waiting for ever.
+jax's heartbeats find a process that is gone. They do not find a process that is stopped for less than their timeout, or
+one that waits for data or in a collective. Such a process keeps all others waiting forever.
 
-The processes are on this machine, so the kernel says whether one lives, is stopped, or has used the CPU: none of them
-has to prove it by a thread, which a library that keeps the interpreter would keep as well. What a process says itself
-is how far it is. One that says nothing new is stuck after the limit of its phase, busy or not, and no sooner.
+The processes are on this machine, so the kernel reports whether each is running or stopped, and its CPU time. No
+process needs a thread that gives signs of life, which a library that holds the GIL would block. A process itself only
+reports its progress. Without new progress it counts as stuck after the limit of its phase, whether it is busy or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshkit.runs.phases import Pulse
 _POLL_S, _START_S = 0.02, 60.0
 _REAPER = str(Path(__file__).with_name("reaper.py"))
 
-# Nothing that a restart changes: the experiment is wrong, a condition is not met, a person stopped it.
+# Exit codes after which a restart cannot help: done, wrong input, an unmet condition, stopped by the user.
 FINAL = (DONE, USER_ERROR, CONDITION, INTERRUPTED)
 
 _MEANINGS = {
@@ -54,10 +54,10 @@ _SIGNALS = {
     signal.SIGBUS: "often a full /dev/shm",
 }
 _LOOK_EVERY_S = 0.5
-# For the processes to print their stacks; on Linux the kernel says when each has.
+# Seconds for the processes to print their stacks. On Linux the kernel reports when each has printed them.
 _STACKS_S, _STACKS_ELSEWHERE_S = 10.0, 2.0
 _MOST_OF_STACKS = 1 << 20
-# Before the first step nothing has been made since the last checkpoint; with these a checkpoint is on its way.
+# Phases before the training loop, in which there is nothing to save, and phases in which a checkpoint may be written.
 _BEFORE_STEPS, _FINISHING = ("start", "compile", "restore", "init"), ("save", "end")
 _NEVER = float("inf")
 
@@ -71,12 +71,12 @@ class Ending:
 
     @property
     def is_final(self) -> bool:
-        """Whether a restart cannot help, or is not wanted."""
+        """Whether the code is in `FINAL`."""
         return self.code in FINAL
 
     @property
     def is_restartable(self) -> bool:
-        """Whether this launcher starts the gang again. Not after a preemption: the machine is about to be taken."""
+        """Whether this launcher restarts the gang. It does not after a preemption, which takes the machine away."""
         return not self.is_final and self.code != PREEMPTED
 
     def __str__(self) -> str:
@@ -92,34 +92,34 @@ class Ending:
 
 @dataclass
 class Member:
-    """One process of the gang, which leads a session of its own below a reaper."""
+    """One process of the gang. It is the child of a reaper, and leads its own session."""
 
     rank: int
-    """Its number in the job."""
+    """The rank of the process in the job."""
     reaper: subprocess.Popen
-    """Its parent, from which it gets what it has."""
+    """The parent, from which the process inherits its environment and descriptors."""
     channel: socket.socket
-    """To the reaper, which ends everything once this end is closed."""
+    """Socket to the reaper, which kills the process and its children once this end is closed."""
     log: Path
     """The log of the process and its children."""
     pid: int = 0
-    """Its own for as long as the reaper runs, which leaves it a zombie."""
+    """Valid as long as the reaper runs, because an ended process stays a zombie."""
     ending: Ending | None = None
-    """None while it runs."""
+    """None while the process runs."""
     ended_s: float = 0.0
-    """Seconds after the start of the gang."""
+    """When the process ended, in seconds after the start of the gang."""
 
 
 @dataclass
 class LocalGang:
-    """The processes of one attempt. A context manager: on leaving it, none of them and of their descendants is left.
+    """The processes of one attempt. A context manager: leaving it kills all of them and of their descendants.
 
     Args:
-        command: what every process runs.
-        environments: of each process, by rank.
-        logs: folder of `rank0.log`, `rank1.log`, ...; made if missing. What is there is not written over.
-        first_rank: of the processes here, where other machines run the ones before.
-        descriptors: one that each process inherits; none by default.
+        command: the command that every process runs.
+        environments: the environment of each process, by rank.
+        logs: folder for `rank0.log`, `rank1.log`, ...; made if missing. Existing logs are not overwritten.
+        first_rank: the rank of the first process here; other machines run the lower ranks.
+        descriptors: for each process, the file descriptors that it inherits; none by default.
     """
 
     command: Sequence[str]
@@ -129,10 +129,10 @@ class LocalGang:
     descriptors: Sequence[Sequence[int]] = ()
     members: list[Member] = field(default_factory=list)
     began: float = 0.0
-    """When its processes were started, or went on, by `time.monotonic`."""
+    """When the processes were started, or left standby, by `time.monotonic`."""
 
     def __enter__(self) -> LocalGang:
-        """Starts them all.
+        """Start all processes.
 
         Raises:
             ConfigError: a log cannot be written, or the program is not there.
@@ -164,13 +164,13 @@ class LocalGang:
         self.kill()
 
     def begin(self, logs: Path) -> None:
-        """Counts from now, where the processes have waited; their logs have moved to this folder."""
+        """Set the start to now, because the processes leave standby; their logs have moved to the folder `logs`."""
         self.began = time.monotonic()
         for member in self.members:
             member.log = logs / member.log.name
 
     def poll(self) -> list[Member]:
-        """The processes that have ended since the last call, the first of them first."""
+        """Return the processes that have ended since the last call, in the order in which they ended."""
         ended = [member for member in self.members if member.ending is None and self._has_ended(member)]
         return sorted(ended, key=lambda member: member.ended_s)
 
@@ -187,18 +187,18 @@ class LocalGang:
 
     @property
     def running(self) -> list[Member]:
-        """Those that have not ended, by the last poll."""
+        """The processes that had not ended at the last poll."""
         return [member for member in self.members if member.ending is None]
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to every process group, also to what is left of one whose leader has ended."""
+        """Send a signal to every process group, including groups whose leader has ended."""
         for member in self.members:
             if member.pid and member.reaper.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left, or (macOS) zombies only
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # none left, or (macOS) only zombies
                     os.killpg(member.pid, number)
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, at most `grace_s` seconds for the processes to end, then SIGKILL."""
+        """Send SIGTERM, wait at most `grace_s` seconds for the processes to end, then kill them."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline:
@@ -207,7 +207,7 @@ class LocalGang:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to all that the processes have started and to them, a stopped one too; returns when they are gone."""
+        """Kill the processes and their descendants, stopped ones included; return when they are gone."""
         for member in self.members:
             if member.reaper.poll() is None:
                 with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ class LocalGang:
                 member.reaper.send_signal(signal.SIGCONT)
         for member in self.members:
             member.reaper.wait()
-            if member.ending is None and member.pid:  # what a reaper that has ended wrote, or the end of its socket
+            if member.ending is None and member.pid:  # from the reaper's last line, or its closed socket
                 self._has_ended(member)
             member.channel.close()
 
@@ -223,7 +223,7 @@ class LocalGang:
 def _start(
     environment: Mapping[str, str], output: IO[bytes], kept: Sequence[int]
 ) -> tuple[subprocess.Popen, socket.socket]:
-    """A reaper, which waits for its command, and the socket to it."""
+    """Start a reaper, which then waits for its command; return it and the socket to it."""
     ours, theirs = socket.socketpair()
     with theirs:
         reaper = subprocess.Popen(
@@ -239,7 +239,7 @@ def _start(
 
 
 def _line(channel: socket.socket, timeout_s: float) -> str:
-    """A line from the reaper, which writes each at once; empty where it has ended.
+    """Return a line from the reaper, which writes a line at once; "" if the reaper has ended.
 
     Raises:
         BlockingIOError: there is none, and it is not waited for.
@@ -255,7 +255,7 @@ def _line(channel: socket.socket, timeout_s: float) -> str:
 
 @dataclass
 class _Seen:
-    """The last move of a process, and when it was noticed; since when it is stopped, if it is."""
+    """The last pulse of a process and the time at which it changed; `stopped_at` is None unless it is stopped."""
 
     moves: int = -1
     phase: str = "start"
@@ -266,7 +266,7 @@ class _Seen:
     stopped_at: float | None = None
 
     def shift(self, seconds: float) -> None:
-        """Nobody looked for so long."""
+        """Leave so many seconds, in which the watchdog itself did not run, out of all ages."""
         self.moved_at += seconds
         if self.stopped_at is not None:
             self.stopped_at += seconds
@@ -279,16 +279,16 @@ class Stuck:
     member: Member
     """The process."""
     why: str
-    """One line for the person who waits."""
+    """The reason, in one line for the user."""
 
 
 class Watchdog:
-    """Reads the pulses of a gang.
+    """Find stuck processes of a gang by their pulses.
 
     Args:
-        pulses: of each member, in its order.
-        limits: when to call.
-        clock: seconds.
+        pulses: the pulse of each member, in the order of the gang.
+        limits: the limits after which a process counts as stuck.
+        clock: returns seconds.
     """
 
     def __init__(self, pulses: Sequence[Pulse], limits: Limits, *, clock: Callable[[], float] = time.monotonic):
@@ -297,7 +297,7 @@ class Watchdog:
         self._looked = clock()
 
     def look(self, gang: LocalGang) -> Stuck | None:
-        """The process that holds up the others, if one does. Cheap: looks twice a second at most."""
+        """Return the process that holds up the others, if there is one. Cheap: checks at most twice a second."""
         now = self._clock()
         if (since := now - self._looked) < _LOOK_EVERY_S:
             return None
@@ -308,7 +308,7 @@ class Watchdog:
         return self._stopped(running, now) or self._late(running, now)
 
     def starts(self) -> list[dict[str, float]] | None:
-        """Of each process, seconds by part of its start; None until all have made their first step."""
+        """Return for each process the seconds by part of its start; None until all have made their first step."""
         found = [pulse.read_parts() for pulse in self._pulses]
         return [parts for parts in found if parts] if all(found) else None
 
@@ -318,22 +318,22 @@ class Watchdog:
         return _where(seen) if seen.moves >= 0 else "before its first sign of life"
 
     def has_left(self, member: Member, gang: LocalGang) -> bool:
-        """Whether a process said last that it was in the midst of its work."""
+        """Return whether the last reported phase of an ended process is not `end`: it left in the midst of its work."""
         seen = self._last(member, gang)
         return seen.moves >= 0 and seen.phase != "end"
 
     def before_steps(self, gang: LocalGang) -> bool:
-        """Whether no process has reached the training loop, so that there was nothing to save."""
+        """Return whether no process has reached the training loop, so that there was nothing to save."""
         return all(self._before_steps(member, gang) for member in gang.members)
 
     def _before_steps(self, member: Member, gang: LocalGang) -> bool:
-        """One without a pulse, which may be no process of meshkit, has not come so far if SIGTERM could end it."""
+        """Return whether a process was before the training loop. Without a pulse, only death by SIGTERM shows it."""
         seen = self._last(member, gang)
         known = seen.moves >= 0 or member.ending == Ending(-signal.SIGTERM)
         return known and seen.phase in _BEFORE_STEPS
 
     def finishing(self, gang: LocalGang) -> bool:
-        """Whether a process that still runs is writing a checkpoint, or about to end."""
+        """Return whether a running process is writing a checkpoint or about to end."""
         return any(self._last(member, gang).phase in _FINISHING for member in gang.running)
 
     def _stopped(self, running: list[tuple[Member, _Seen]], now: float) -> Stuck | None:
@@ -348,7 +348,7 @@ class Watchdog:
             running = [(member, seen) for member, seen in running if seen.moves >= 0]
         if not any(now - s.moved_at > self._limits.of(s.phase) for _, s in running):
             return None
-        # The others wait for the one that is furthest behind; of equals, for one that is stopped.
+        # The others wait for the process that is furthest behind; among equals, for a stopped one.
         behind = lambda member, seen: (_witness(member, seen, now).place, seen.stopped_at is None, seen.moved_at)
         member, seen = min(running, key=lambda pair: behind(*pair))
         others = f"; {len(running) - 1} others wait" if len(running) > 1 else ""
@@ -357,10 +357,10 @@ class Watchdog:
         return Stuck(member, f"has not moved for {now - seen.moved_at:.0f} s{used}, {_where(seen)}{others}")
 
     def witnesses(self, gang: LocalGang) -> list[Witness]:
-        """Return the state of every process here. Each prints the stacks of its threads into its log.
+        """Return the state of every running process here. Each prints the stacks of its threads into its log.
 
-        One that is stopped goes on, just for that. Waits for those that run to have taken the signal, 10 s at most:
-        Linux says when. Elsewhere it waits 2 s.
+        A stopped process is continued for that. On Linux this waits until /proc shows that each process has handled the
+        signal, at most 10 s. On other systems it waits 2 s.
         """
         now = self._clock()
         found = [_witness(member, self._last(member, gang), now) for member in gang.running]
@@ -394,9 +394,9 @@ class Watchdog:
 
 
 def _kernel_says(member: Member) -> tuple[str, float]:
-    """The state of a process and seconds of CPU time so far, as Linux has them; "" and 0 elsewhere, or if it is gone.
+    """Return a process's state and seconds of CPU time from Linux's /proc; "" and 0 if /proc does not have them.
 
-    SIGSTOP brings the state T; a debugger another one, t.
+    The state is T after SIGSTOP, and t under a debugger.
     """
     try:
         words = Path(f"/proc/{member.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -406,7 +406,7 @@ def _kernel_says(member: Member) -> tuple[str, float]:
 
 
 def _prints(member: Member, since_s: float) -> bool:
-    """Whether a process has yet to take SIGUSR1, or is in its handler: there the kernel blocks the signal."""
+    """Return whether SIGUSR1 is pending for a process, or blocked because its handler runs."""
     if since_s > _STACKS_S:
         return False
     try:
@@ -418,7 +418,7 @@ def _prints(member: Member, since_s: float) -> bool:
 
 
 def _witness(member: Member, seen: _Seen, now: float) -> Witness:
-    """The launcher's knowledge of a running process."""
+    """Return what the launcher knows about a running process."""
     note = "has been stopped (SIGSTOP)" if seen.stopped_at is not None else ""
     if seen.moves < 0:
         return Witness(member.rank, note=note or "it has given no sign of life")
@@ -426,7 +426,7 @@ def _witness(member: Member, seen: _Seen, now: float) -> Witness:
 
 
 def _since(log: Path, size: int) -> str:
-    """Return the part of a log beyond this size, its last mebibyte at most."""
+    """Return the part of a log after byte `size`, at most its last mebibyte."""
     try:
         with open_regular(log) as file:
             end = file.seek(0, 2)

@@ -1,16 +1,16 @@
-"""Stands between the launcher and one process of a gang, so that nothing which that process starts outlives either.
+"""The reaper: the parent of one process of a gang, which kills all descendants of the process when the launcher ends.
 
     launcher --socket--> reaper -> process of the gang -> its children, also in sessions of their own
-    the socket ends (also by kill -9 of the launcher) -> SIGKILL to all of them
+    the socket is closed (also by kill -9 of the launcher) -> SIGKILL to all of them
 
-A program of its own, which imports nothing of meshkit: `python -I -S reaper.py DESCRIPTOR`. It reads one line from the
-socket (the command, as JSON) and writes two: the number of the process; when it has ended, its exit code (or minus the
-signal) and the time. The process is then left a zombie, so that nobody else gets its number. On Linux what has lost its
-parent becomes a child of the reaper (PR_SET_CHILD_SUBREAPER), and a reaper that is killed takes the process with it
-(PR_SET_PDEATHSIG). Elsewhere the reaper ends the process group of the process.
+This is a separate program, which imports nothing of meshkit: `python -I -S reaper.py DESCRIPTOR`. It reads one line
+from the socket: the command, as JSON. It writes two lines: the process's PID, and when the process has ended, its exit
+code (or minus the signal) and the time. The process stays a zombie, so that its PID is not reused. On Linux orphaned
+descendants become children of the reaper (PR_SET_CHILD_SUBREAPER), and the process is killed when the reaper is killed
+(PR_SET_PDEATHSIG). On other systems the reaper kills only the process group.
 
-Not a control group: that needs a right which few jobs have, somebody who kills it when the launcher is gone, and one
-that is left behind is in the way of the scheduler's own.
+A control group (cgroup) is not used. It would need rights that few jobs have, and another process to kill it when the
+launcher is gone. A leftover group would also get in the way of the scheduler's groups.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
-# What is left of a process that is gone, and cannot be killed: another user's, or storage that does not answer.
+# Seconds to wait for descendants that cannot be killed, because of another user or of storage that does not answer.
 _LEAVE_S = 5.0
 _KEPT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def keep(launcher: socket.socket) -> None:
-    """Starts what the launcher says, tells of it, and ends it with all that it has started once the socket ends."""
-    for number in _KEPT:  # a scheduler may signal every process of a job
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup's stays, and the process inherits it
+    """Run the command that the launcher sends, report its start and end, and kill it when the socket is closed."""
+    for number in _KEPT:  # ignored here: a scheduler may signal every process of a job
+        if signal.getsignal(number) != signal.SIG_IGN:  # ignored, as under nohup: the process inherits that
             signal.signal(number, lambda *_: None)
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -66,7 +66,7 @@ def keep(launcher: socket.socket) -> None:
 
 
 def _start(command: list[str]) -> int:
-    """The process, which leads a session of its own.
+    """Start the process in a session of its own, and return its PID.
 
     Raises:
         OSError: the program is not there.
@@ -74,15 +74,15 @@ def _start(command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if _LINUX:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    reaper, (said, says) = os.getpid(), os.pipe()  # it closes when the program begins
+    reaper, (said, says) = os.getpid(), os.pipe()  # the pipe closes when the program begins
     process = os.fork()
     if process == 0:
         try:
             os.setsid()
             if _LINUX:
                 libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == reaper:  # else it was gone before the kernel knew
-                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            if os.getppid() == reaper:  # else the reaper ended before prctl
+                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                     signal.signal(number, signal.SIG_DFL)
                 os.execvp(command[0], command)
         except OSError as error:
@@ -97,7 +97,7 @@ def _start(command: list[str]) -> int:
 
 
 def _reap(process: int) -> int | None:
-    """How the process has ended, if it has; what has ended of its orphans is forgotten."""
+    """Return the exit code (or minus the signal) of the process if it has ended, and reap ended orphans."""
     try:
         while hasattr(os, "waitid"):
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -113,10 +113,10 @@ def _reap(process: int) -> int | None:
 
 
 def _end(process: int, ending: int | None) -> int | None:
-    """SIGKILL to the process and all below it, until none is left.
+    """Send SIGKILL to the process and all its descendants, until none is left or `_LEAVE_S` have passed.
 
     Returns:
-        How the process has ended.
+        The exit code of the process, or minus the signal.
     """
     leave_at, pause_s = time.monotonic() + _LEAVE_S, 0.005
     _kill(os.killpg, process)
@@ -136,7 +136,7 @@ def _end(process: int, ending: int | None) -> int | None:
 
 
 def _below(pid: int) -> list[int]:
-    """Children of a process, their children, and so on, as /proc has them."""
+    """Return the PIDs of all descendants of a process, from /proc."""
     parents, found = {}, [pid]
     for name in os.listdir("/proc") if _LINUX else ():
         if name.isdigit():
@@ -151,12 +151,12 @@ def _below(pid: int) -> list[int]:
 
 
 def _kill(send: Callable[[int, int], None], number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # nobody left, zombies only (macOS), or another user's
+    with suppress(ProcessLookupError, PermissionError):  # none left, only zombies (macOS), or another user's
         send(number, signal.SIGKILL)
 
 
 def _tell(launcher: socket.socket, line: str) -> None:
-    with suppress(OSError):  # it is gone, which the next look at the socket says
+    with suppress(OSError):  # a closed socket is noticed by the next select
         launcher.sendall(f"{line}\n".encode())
 
 

@@ -1,12 +1,12 @@
-"""The gang of the next attempt, started while the present one trains, so that a failure does not wait for imports.
+"""Start the next attempt's gang while the present one trains, so that a restart need not wait for imports.
 
-    attempt has made its first step -> Standby.start -> processes that import and wait (runs/standby.py)
-    failure -> take: are all of them there, is their port still free? -> a byte for each -> the next attempt's gang
-            -> if not: the next attempt is started as the first one was
+    the attempt has made its first step -> Standby.start -> processes that import and wait (runs/standby.py)
+    failure -> Standby.take: all of them running, and their port free? -> a byte for each -> the next attempt's gang
+            -> if not: the next attempt starts new processes, as the first attempt did
 
 A process that ends while it waits is no failure of the run. The next attempt then starts without the standby.
 
-    failure -> Outage: found, ended -> first new step, parts of each process's start -> a line: what took how long
+    failure -> Outage: times of the failure -> first new step, parts of each process's start -> line on the lost time
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Started:
 
     gang: LocalGang
     pulses: tuple[Pulse, ...]
-    """The pulse by which each process says how far it is, in the order of the gang."""
+    """The pulse by which each process reports its progress, in the order of the gang."""
     coordinator: str | None = None
-    """Host:port on which the processes are to meet; None where their environment names none."""
+    """Host:port on which process 0 will listen; None if the environment of the processes names none."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Outage:
     """The times of a failure, by `time.monotonic`."""
 
     failed_at: float
-    """When the process ended; where it is stuck instead, `found_at`."""
+    """When the process ended; `found_at` for a stuck process."""
     found_at: float
     """When the launcher noticed the failure."""
     ended_at: float
     """When the last process of the gang had ended."""
 
     def line(self, starts: Sequence[Mapping[str, float]], now: float) -> str:
-        """Return a line on how long it took until training went on, with the seconds of each part.
+        """Return a line on the time from the failure to the next step, with the seconds of each part.
 
         Args:
             starts: for each process of the next attempt, the seconds of its start by part. The last part is its first
                 step.
-            now: when all processes have made that step.
+            now: the time at which all processes had made that step.
         """
         slowest = dict(max(starts, key=lambda parts: sum(parts.values())))
         total_s = now - self.failed_at
@@ -67,12 +67,12 @@ Start = Callable[[int, Path, int | None], AbstractContextManager[Started]]
 
 
 class Standby:
-    """At most one gang that waits. A context manager, which ends the gang and removes its files.
+    """Hold at most one waiting gang. A context manager, which ends the gang and removes its files.
 
     Args:
-        start: starts a gang from the attempt's number, a folder of logs, and a descriptor. From the descriptor each
-            process reads a byte before it goes on.
-        folder: holds what the processes print while they wait.
+        start: starts a gang, given the attempt's number, a folder for logs, and a descriptor. Each process reads a
+            byte from the descriptor before it goes on.
+        folder: the folder for the logs of waiting processes.
     """
 
     def __init__(self, start: Start, folder: Path):
@@ -80,7 +80,7 @@ class Standby:
         self._held, self._started, self._lets_go = ExitStack(), None, -1
 
     def start(self, number: int) -> None:
-        """Starts the processes of an attempt, which then wait. Where the machine cannot start them, none wait."""
+        """Start the processes of an attempt, which then wait. If the machine cannot start them, none wait."""
         self.close()  # also removes the files that a killed launcher has left
         reads, self._lets_go = os.pipe()
         self._held.callback(os.close, self._lets_go)
@@ -92,14 +92,14 @@ class Standby:
             os.close(reads)
 
     def take(self, logs: Path, into: ExitStack) -> Started | None:
-        """Lets the waiting processes go on as those of the attempt that they were started for.
+        """Let the waiting processes go on as the processes of the next attempt.
 
         Args:
-            logs: folder of the attempt's logs; what the processes have printed moves there.
-            into: the stack that ends the processes from now on, when it closes.
+            logs: folder for the attempt's logs. The logs of the waiting processes are moved there.
+            into: the stack that takes over the processes, and ends them when it closes.
 
         Returns:
-            The processes. None where no processes wait, one of them has ended, or their port is taken.
+            The processes. None if no processes wait, one of them has ended, or their port is taken.
         """
         try:
             found = self._started
@@ -116,7 +116,7 @@ class Standby:
             self.close()
 
     def close(self) -> None:
-        """Ends the processes that wait, and removes their files."""
+        """End the waiting processes, and remove their files."""
         self._started = None
         self._held.close()
         shutil.rmtree(self._folder, ignore_errors=True)
