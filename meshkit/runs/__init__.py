@@ -1,5 +1,5 @@
-"""A run folder: metrics, goodput, phases, the experiment it was made by, and where metrics go.
+"""The run folder of a training: its owner, metrics, goodput, phases, hangs, and snapshots in memory.
 
-Enters: what a training says of itself. Leaves: files that survive a kill.
+Enters: what a training reports about itself. Leaves: files that survive a killed process.
 May be imported by report and the verbs.
 """

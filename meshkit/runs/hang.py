@@ -1,11 +1,11 @@
-"""A hang gets a name: which collective or phase holds a training up, who has come to it, and where the others are.
+"""Name a hang: the collective or phase in which processes wait, and the missing processes for which they wait.
 
-    pulse and stack of each process -> Witness; collectives of the step, in their order -> StepOrder -> Hang
+    pulse and stack of each process -> Witness; collectives of the step in their order -> StepOrder; both -> Hang
 
-Processes train in lockstep, so the others wait for whichever is behind. A process that has not entered the step has
-come to none of its collectives. The others then wait in the first collective that needs this process: the name is
-exact. Where all have entered the step, only the devices know how far each process is. The name then is a list of three
-collectives at most in which the processes may wait, called candidates.
+Processes train in lockstep, so they wait for a process that is behind. If this process has not entered the step, it has
+not reached any of its collectives. The others then wait in the first collective that needs this process, so the name is
+exact. If all processes have entered the step, the host cannot tell how far each device is. The name is then a list of
+at most three candidates: collectives in which the processes may wait.
 
 Imports no jax, since the launcher names hangs too.
 """
@@ -28,7 +28,7 @@ FOLDER = "hang"
 MOST_LINES, _MOST_CANDIDATES, _MOST_MISSING, _MOST_FRAMES, _MOST_SPANS = 12, 3, 2, 3, 8
 _LARGEST_BYTES = 16 * 2**20
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$')
-_THREADS = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")  # the main one is the last
+_THREADS = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")  # the main thread is the last
 _CALLBACK, _READER = "/jax/_src/callback.py", "/meshkit/step/data.py"
 _WAITS = ("/jax/_src/array.py", "/jax/_src/distributed.py", "/meshkit/distributed/join.py")
 _LIBRARIES = ("/site-packages/", "/lib/python3")
@@ -37,23 +37,23 @@ _STEP = PHASES.index("step")
 
 @dataclass(frozen=True)
 class StepCollective:
-    """A collective of the step that goes from one process to another."""
+    """A collective of the step that connects different processes."""
 
     name: str
     """The HLO instruction name."""
     collective: str
     """`all-reduce`, `all-gather`, ..."""
     axes: tuple[str, ...]
-    """Mesh axes along which it goes; () where it maps to none."""
+    """Mesh axes over which it communicates; () if it maps to none."""
     link: str
     """The slowest link that it crosses, and the hardware of that link: `infiniband, ndr400`."""
     payload_bytes: int
     line: str
-    """Source line of the model's code, or its op_name path; "" where neither is known."""
+    """Source line in the model's code, or the instruction's op_name path; "" if neither is known."""
     grouping: int
-    """Index of its groups in `StepOrder.groupings`."""
+    """Index into `StepOrder.groupings` of its groups of processes."""
     after_callback: bool = False
-    """Whether a callback into Python runs between the previous collective and this one."""
+    """Whether a Python callback runs between the previous collective and this one."""
 
     def __str__(self) -> str:
         over = f"over {', '.join(self.axes)}" if self.axes else "over no mesh axis"
@@ -67,16 +67,16 @@ class StepOrder:
 
     processes: int
     groupings: tuple[tuple[tuple[int, ...], ...], ...]
-    """Each: the groups of processes that wait for each other. Groups within one process are left out."""
+    """Each grouping holds the groups of processes that wait for each other; groups of one process are left out."""
     collectives: tuple[StepCollective, ...]
     read_from: str = ""
-    """A digest of what the order was read from: the compiled step, its partitions' processes, and the launch."""
+    """A digest of the order's sources: the compiled step, the processes of its partitions, and the launch."""
 
     def blocked(self, missing: Collection[int]) -> dict[int, int]:
-        """Return for each blocked process the index of its collective, where the missing processes never enter any.
+        """Return {process: index of the collective in which it waits} if the missing processes enter no collective.
 
-        A process that waits in one collective does not come to the next one. The other processes of that next
-        collective then wait in turn.
+        A process that waits in one collective does not reach the next one. So the other processes of the next
+        collective wait for it there.
         """
         stopped: dict[int, int] = dict.fromkeys(missing, -1)
         for index, each in enumerate(self.collectives):
@@ -90,9 +90,9 @@ class StepOrder:
         """Return the collectives in which the others may wait for the missing processes, most bytes first.
 
         Args:
-            missing: processes that seem to hold up the others; empty where none is known, which leaves all collectives.
-            in_callback: whether a missing process is in a callback into Python. Then only collectives that follow such
-                a callback are returned, in the order of the step, if there are any.
+            missing: processes that seem to hold up the others. If it is empty, all collectives are returned.
+            in_callback: whether a missing process is in a Python callback. Then only collectives that follow such a
+                callback are returned, in the order of the step, if there are any.
         """
         found = [
             c
@@ -104,7 +104,7 @@ class StepOrder:
 
     @property
     def signature(self) -> list[list[Any]]:
-        """Return what must be equal in every process: each collective's operation, bytes and groups, as JSON values."""
+        """Each collective's operation, bytes and groups as JSON values, which must be equal in every process."""
         groupings = [[list(group) for group in each] for each in self.groupings]
         return [[c.collective, c.payload_bytes, groupings[c.grouping]] for c in self.collectives]
 
@@ -125,7 +125,7 @@ class StepOrder:
         return cls(int(said["processes"]), groupings, tuple(rows), str(said.get("read_from", "")))
 
     def write(self, folder: Path) -> None:
-        """Writes the order into a run folder, for the launcher. A full disk raises no error."""
+        """Write the order into a run folder, for the launcher. A full disk raises no error."""
         try:
             path = folder / FOLDER / "step.json"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class StepOrder:
 
 
 def read_order(folder: Path) -> StepOrder | None:
-    """Return the order that a training has written into its run folder; None where it cannot be read."""
+    """Return the order that a training has written into its run folder; None if it cannot be read."""
     try:
         return StepOrder.from_json(read_regular(folder / FOLDER / "step.json", _LARGEST_BYTES))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -150,7 +150,7 @@ class Witness:
 
     process: int
     phase: str | None = None
-    """The last phase that it has entered; None where the process says nothing."""
+    """The last phase that it has entered; None if the process has reported none."""
     step: int = 0
     age_s: float = 0.0
     """Seconds in that phase."""
@@ -164,7 +164,7 @@ class Witness:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """How far it is: step, phase, and, in a phase before `data`, how many phases it has entered."""
+        """A sort key of its progress: step, index of the phase, and, in a phase before `data`, `moves`."""
         if self.phase is None:
             return -1, -1, -1
         order = PHASES.index(self.phase) if self.phase in PHASES else _STEP
@@ -179,20 +179,20 @@ class Witness:
 
     @property
     def in_callback(self) -> bool:
-        """Whether this process runs a callback into Python, for which a device waits."""
+        """Whether this process runs a Python callback, for which a device waits."""
         return any(_CALLBACK in line for line in self.stack.splitlines())
 
     @property
     def waits(self) -> bool:
-        """Whether its main thread waits for the other processes: for a device, or to agree with them."""
+        """Whether its main thread waits for a device or for an agreement with the other processes."""
         innermost = _frames_of(self._threads[-1:])[:_MOST_FRAMES]
         return any(m["file"].endswith(_WAITS) for m in innermost)
 
     def frames(self) -> list[str]:
-        """Return the Python frames of the thread that tells where the process is, innermost first.
+        """Return the Python frames, innermost first, of the thread that shows what the process does.
 
-        That is a thread that runs a callback for which a device waits. Without one it is, in phase `data`, the thread
-        that reads the data; else it is the main thread.
+        This is a thread that runs a Python callback, if there is one. If not, it is the thread that reads the data in
+        phase `data`, and the main thread in other phases.
         """
         threads = self._threads
         called = [block for block in threads if _CALLBACK in block]
@@ -209,12 +209,12 @@ class Witness:
 
 
 def _frames_of(blocks: Sequence[str]) -> list[re.Match[str]]:
-    """Return the frames of these threads, each thread's innermost first."""
+    """Return the frames of these threads; those of a thread are ordered innermost first."""
     return [m for block in blocks for line in block.splitlines() if (m := _FRAME.match(line))]
 
 
 def write_witnesses(path: Path, witnesses: Sequence[Witness]) -> None:
-    """Writes what is known of each process, and this machine's flags of XLA and NCCL. A full disk raises no error."""
+    """Write the state of each process, and this machine's flags of XLA and NCCL. A full disk raises no error."""
     flags = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS" or name.startswith("NCCL_")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,26 +225,26 @@ def write_witnesses(path: Path, witnesses: Sequence[Witness]) -> None:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang with its name."""
+    """The description of a hang."""
 
     head: str
-    """The hang in a sentence."""
+    """The hang in one sentence."""
     missing: tuple[int, ...] = ()
-    """Processes that the others wait for, as far as that is known."""
+    """Processes for which the others wait, as far as they are known."""
     candidates: tuple[StepCollective, ...] = ()
-    """Collectives in which the others may wait: one where `exact`; none where they wait in no collective."""
+    """Collectives in which the others may wait. Only one if `exact`; none if they wait in no collective."""
     details: tuple[str, ...] = ()
     """Further lines on the collectives."""
     exact: bool = False
     """Whether the collective or phase and the missing processes are certain."""
 
     def lines(self, witnesses: Sequence[Witness], evidence: str, most: int = MOST_LINES) -> list[str]:
-        """Return the message: what is known, the collectives, and where the missing processes are, in `most` lines.
+        """Return the message: `head`, the collectives, and the states and stacks of missing processes.
 
         Args:
-            witnesses: those that `name_hang` got.
-            evidence: the file that has stacks and phases.
-            most: the most lines.
+            witnesses: the argument of `name_hang`.
+            evidence: path of the file with all stacks and phases.
+            most: the largest number of lines.
         """
         told = [w for w in witnesses if w.process in self.missing][:_MOST_MISSING]
         room = most - 2 - len(self.details)
@@ -257,11 +257,11 @@ class Hang:
 
 
 def name_hang(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """Return the name of a hang, from what is known of each process.
+    """Find out where processes wait and for which processes, from the state of each.
 
     Args:
-        witnesses: of every process of the job, or of those of this machine.
-        order: the collectives of the step; None where they are not known, as before the first step.
+        witnesses: the states of all processes of the job, or of those on this machine.
+        order: the collectives of the step; None if they are not known, as before the first step.
     """
     furthest = max(w.place for w in witnesses)
     ahead = [w for w in witnesses if w.place == furthest]
@@ -273,12 +273,12 @@ def name_hang(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
 
 
 def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """Name a hang in which some processes have not come as far as the others.
+    """Name a hang in which some processes are behind the others.
 
     Args:
-        ahead: those that have come furthest, and wait.
-        behind: the other ones.
-        order: of the step in which `ahead` wait; None where they wait in another phase, or the order is not known.
+        ahead: the processes that are furthest, and wait.
+        behind: all other processes.
+        order: the collectives of the step in which `ahead` wait; None if they wait in another phase, or if unknown.
     """
     missing, there = tuple(w.process for w in behind), ahead[0]
     have, wait = "has" if len(missing) == 1 else "have", "waits" if len(ahead) == 1 else "wait"
@@ -307,12 +307,12 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
 
 
 def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
-    """Name a hang in which every process that gave an answer has entered the step."""
+    """Name a hang in which every process that has reported a phase is in the same step."""
     step = max(w.step for w in witnesses)
     silent = [w for w in witnesses if w.phase is None]
     noted = [w for w in witnesses if w.note]
     called = [w for w in witnesses if w.in_callback]
-    # Where every process is in a callback, the callbacks do not tell which of them is late.
+    # If every process is in a callback, the callbacks do not show which process is late.
     known = silent or noted or (called if len(called) < len(witnesses) else [])
     missing = tuple(w.process for w in known)
     head = f"all processes have entered step {step} and wait in it"
@@ -328,7 +328,7 @@ def _inside(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
 
 
 def _in_phase(witnesses: Sequence[Witness]) -> Hang:
-    """Name a hang in which all processes are in the same phase, which is not the step."""
+    """Name a hang in which all processes are in the same phase other than `step`."""
     there = witnesses[0]
     if len(witnesses) == 1:
         return Hang(f"the process does not get on in phase '{there.phase}'", (there.process,), exact=True)
@@ -352,7 +352,7 @@ def _in_phase(witnesses: Sequence[Witness]) -> Hang:
 
 
 def _with_candidates(hang: Hang, order: StepOrder, missing: Collection[int], *, in_callback: bool) -> Hang:
-    """Return the hang with the first three of the order's candidates: no device says how far it is."""
+    """Return the hang with at most three candidates of the order, because no device reports how far it is."""
     found = order.candidates(missing, in_callback=in_callback)
     shown = tuple(found[:_MOST_CANDIDATES])
     head = "candidate" if found else "no candidate"
@@ -366,7 +366,7 @@ def _with_candidates(hang: Hang, order: StepOrder, missing: Collection[int], *, 
 
 
 def _processes(found: Iterable[int]) -> str:
-    """Return `process 3`, or `processes 0-2, 5`, cut where that is long."""
+    """Return `process 3`, or `processes 0-2, 5`; a long list is cut."""
     spans: list[list[int]] = []
     numbers = sorted(found)
     for n in numbers:

@@ -1,11 +1,11 @@
-"""A thread in each process that notices when training makes no progress, where no launcher sees all processes.
+"""Watch for hangs by threads in each process, for jobs in which no launcher sees all processes.
 
-    a phase longer than its limit -> `late`, in jax's coordination service -> every process says its phase and stack
-    -> the one that called names the hang, and all end with exit code 4, which whoever started them may restart
+    a phase exceeds its limit -> its process sets `late` in jax's coordination service -> every process publishes its
+    phase and stack there -> the process that set `late` names the hang -> all end with exit code 4 (may be restarted)
 
-`meshkit launch local` on one machine watches its processes from outside, and needs no such thread in them. Under SLURM,
-MPI, Kubernetes and launchers of one's own nobody sees all processes. Until somebody is late, each process asks the
-service for the word every second, and nothing else is sent.
+`meshkit launch local` on one machine watches its processes from outside, so they need no such threads. Under SLURM,
+MPI, Kubernetes and users' own launchers no program sees all processes. Until a process is late, each process only asks
+the service for `late` every second, and sends nothing else.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from meshkit.runs.limits import AWAY_S, Limits, limits_of_environment
 from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
-_MEET_S, _ANSWER_S = 2.0, 3.5  # for this process to say where it is, and for all
-_GRACE_S = 5.0  # beyond that, until a process that has not named the hang ends
+_MEET_S, _ANSWER_S = 2.0, 3.5  # time limits for this process's report, and for the reports of all
+_GRACE_S = 5.0  # additional seconds until the processes that do not name the hang end
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
 
 
 class AwakeAge:
-    """The age of a process's phase, without the time for which its machine or its whole job was suspended.
+    """The seconds in the present phase, without the time in which the machine or the whole job was suspended.
 
     Args:
-        phases: of this process.
-        clock: seconds.
+        phases: the phases of this process.
+        clock: returns seconds.
     """
 
     def __init__(self, phases: Phases, *, clock: Callable[[], float] = time.monotonic):
@@ -49,7 +49,7 @@ class AwakeAge:
         self._looked, self._away_s, self._moves = clock(), 0.0, -1
 
     def look(self) -> float:
-        """Seconds, from one who looks every half second: a longer time between two looks does not count."""
+        """Return the seconds. Call this every half second: more than `AWAY_S` between two calls is not counted."""
         now, moves = self._clock(), self._phases.move.number
         since_s, self._looked = now - self._looked, now
         self._away_s = (self._away_s if moves == self._moves else 0.0) + (since_s if since_s > AWAY_S else 0.0)
@@ -58,20 +58,20 @@ class AwakeAge:
 
 
 class HangWatch:
-    """Watches this process and answers for it. A context manager, within a job that has met; alone it does nothing.
+    """Watch this process for hangs. A context manager, which does nothing in a job with a single process.
 
     Args:
-        phases: of this process.
-        folder: the run folder, for what the hang was named by.
+        phases: the phases of this process, which has joined its job.
+        folder: the run folder, for the file with the states of all processes.
         say: prints a line.
-        limits: of each phase; by default what MESHKIT_STALL_TIMEOUT says.
+        limits: the limits of each phase; by default those of MESHKIT_STALL_TIMEOUT.
 
     Raises:
         ConfigError: MESHKIT_STALL_TIMEOUT is no limit.
     """
 
     order: StepOrder | None = None
-    """Of the step's collectives, once it is compiled."""
+    """The order of the step's collectives, once the step is compiled."""
 
     def __init__(self, phases: Phases, folder: Path, say: Callable[[str], None], limits: Limits | None = None):
         self._phases, self._folder, self._say = phases, folder, say
@@ -81,7 +81,7 @@ class HangWatch:
         seen_from_outside = PULSE_VARIABLE in os.environ and gang is not None and gang.on_loopback
         self._watches = self._line.size > 1 and not seen_from_outside
         self._ended, self._heard, self._told = threading.Event(), threading.Event(), threading.Event()
-        # A service that does not answer holds whoever asks it, and must not hold the one who looks.
+        # A request to a service that does not answer blocks its thread, so `_look` has a thread of its own.
         runs = {"meshkit-hang": self._look, "meshkit-hang-asks": self._ask}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in runs.items()]
 
@@ -92,34 +92,34 @@ class HangWatch:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        for thread in self._threads if self._watches else ():  # jax's client, which they ask, ends with this process
+        for thread in self._threads if self._watches else ():  # they must not use jax's client after its end
             thread.join(_GRACE_S)
 
     def _ask(self) -> None:
-        """Until somebody has said that he is late."""
+        """Ask the service until a process has set `late`."""
         while not self._ended.wait(_ASK_S):
             if self._line.heard(_LATE):
                 self._heard.set()
                 return
 
     def _look(self) -> None:
-        """Until somebody is late."""
+        """Wait until this or another process is late; then report this process's state."""
         age = AwakeAge(self._phases)
         while not self._ended.wait(_LOOK_S):
             age_s = age.look()
-            said = self._phases.move.number > 0  # a loop of the user's need not say what it does
+            said = self._phases.move.number > 0  # a user's own loop need not report phases
             late = said and age_s > self._limits.of(self._phases.phase)
             if not late and not self._heard.is_set():
                 continue
             threading.Thread(target=self._talk, name="meshkit-hang-talk", daemon=True).start()
             if self._told.wait(_MEET_S):
-                return  # it ends this process
+                return  # `_talk` ends this process
             if not self._ended.is_set():
                 self._tell(self._alone())
             return
 
     def _talk(self) -> None:
-        """Says where this process is; who was late first hears all others, and names the hang."""
+        """Publish the state of this process. The process that set `late` then reads all states and names the hang."""
         calls = self._line.announce(_LATE)
         self._line.tell(_SAID, asdict(self._witness()))
         self._told.set()
@@ -131,13 +131,13 @@ class HangWatch:
         self._tell([_read(process, word) for process, word in enumerate(said)])
 
     def _alone(self) -> list[Witness]:
-        """Return this process's own knowledge, where the service does not answer."""
+        """Return this process's state, and empty states of the others, because the service does not answer."""
         notes = {0: "the coordination service, which it runs, does not answer"}
         others = [Witness(p, note=notes.get(p, "")) for p in range(self._line.size) if p != self._line.rank]
         return sorted([*others, self._witness()], key=lambda w: w.process)
 
     def _tell(self, witnesses: list[Witness]) -> None:
-        """Names the hang, and ends this process; Python's own way out would wait for the others."""
+        """Name the hang, and end this process by `os._exit`, since Python's normal exit would wait for the others."""
         path = self._folder / FOLDER / f"attempt{self._attempt}.json"
         write_witnesses(path, witnesses)
         hang = name_hang(witnesses, self.order)
@@ -160,5 +160,5 @@ class HangWatch:
 def _read(process: int, word: Any) -> Witness:
     try:
         return Witness(**{**word, "process": process})
-    except TypeError:  # it said nothing, or what no process says
+    except TypeError:  # no report, or an invalid one
         return Witness(process)

@@ -1,9 +1,9 @@
-"""How long a process may stay in a phase before it counts as stuck: one number, which options and the environment set.
+"""Set how long a process may stay in a phase before it counts as stuck.
 
     --stall-timeout SECONDS, PHASE=SECONDS | MESHKIT_STALL_TIMEOUT -> read_limits -> Limits -> launcher, HangWatch, XLA
 
-The limit is a number and learns nothing: a slow step is called a hang only where it takes longer than that. What takes
-long by its nature (a compilation, a checkpoint, a start) has six times as much.
+The limit is a fixed number of seconds, and does not adapt to the times of past steps. Phases that are long by nature
+(such as a compilation, a checkpoint or the start) have six times this limit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshkit.errors import ConfigError
 from meshkit.runs.phases import PHASES
 
 STALL_TIMEOUT = "MESHKIT_STALL_TIMEOUT"
-# A process that somebody has stopped says so itself (its state is T), however busy the machine is.
+# This limit may be short: the kernel reports reliably that a process is stopped (state T), even on a busy machine.
 _STOPPED_S, _STOPPED = 10.0, "stopped"
-# Longer between two looks: the one who looks was stopped (a job that is suspended), or had no CPU.
+# A longer time between two checks is not counted: the checking process was stopped (job suspended), or had no CPU.
 AWAY_S = 5.0
-# What takes long by its nature: the limit of a step does not hold there.
+# Phases that are long by nature: their limit is `_PATIENCE` times that of a step.
 _PATIENT = ("start", "compile", "restore", "init", "trace", "save")
 _PATIENCE = 6.0
 _NEVER = float("inf")
@@ -29,24 +29,24 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Limits:
-    """When a process is called stuck."""
+    """When a process counts as stuck."""
 
     stall_s: float = 600.0
-    """Seconds in one phase of the loop (data, step, evaluate, check); six times that for start, compile, restore, init,
-    trace and save, and for the first pulse to come; the end has 300 s. 0 watches nothing that has no limit of its
-    own."""
+    """Limit in seconds for a phase of the loop (data, step, evaluate, check). The limit is six times that for start,
+    compile, restore, init, trace and save, and until the first pulse; for `end` it is 300 s. With 0 only the phases
+    in `of_phase` have a limit."""
     of_phase: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in a phase, in place of the above; 0 for no limit."""
+    """Limits in seconds by phase, which replace the limit from `stall_s`; 0 for no limit."""
     stopped_s: float = _STOPPED_S
-    """Seconds in the state that SIGSTOP brings; 0 for no limit. Seen on Linux alone; elsewhere it is the phase's."""
+    """Limit in seconds for a process stopped by SIGSTOP, on Linux; elsewhere the phase's limit applies. 0: no limit."""
     silent_too: bool = True
-    """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
+    """Whether a process without any pulse can count as stuck in `start`. A user's own command need not have one."""
 
     def of(self, phase: str) -> float:
         """Return the seconds that a process may stay in a phase.
 
         Returns:
-            Infinity where the limit is 0.
+            The limit; infinity if it is set to 0.
         """
         by_nature = self.stall_s * (_PATIENCE if phase in _PATIENT else 1.0)
         if phase == "end" and self.stall_s:
@@ -55,12 +55,12 @@ class Limits:
 
 
 def read_limits(texts: Sequence[str], *, own: bool = False, at: str = "--stall-timeout") -> Limits:
-    """Return the limits that options give: `SECONDS` for all phases, `PHASE=SECONDS` for one or for `stopped`.
+    """Return the limits from options: `SECONDS` for all phases, `PHASE=SECONDS` for one phase or for `stopped`.
 
     Args:
         texts: the options.
-        own: whether they are of a command of the user's, which need not say what it does.
-        at: what gives them, for an error.
+        own: whether they are for the user's own command, which need not report its phases.
+        at: the name of the option or variable, for error messages.
 
     Raises:
         ConfigError: one is no number from 0 on, or of no phase.
@@ -87,10 +87,10 @@ def read_limits(texts: Sequence[str], *, own: bool = False, at: str = "--stall-t
 
 
 def limits_of_environment(environment: Mapping[str, str] | None = None) -> Limits:
-    """Return the limits that MESHKIT_STALL_TIMEOUT gives, with a space between several; 600 s without it.
+    """Return the limits in MESHKIT_STALL_TIMEOUT, separated by spaces; without the variable the limit is 600 s.
 
     Args:
-        environment: in place of the process's own.
+        environment: the variables; by default those of this process.
 
     Raises:
         ConfigError: it says something else.

@@ -1,7 +1,8 @@
-"""A run's metrics: `metrics.jsonl`, one JSON object a step and never a broken or repeated one, and what else gets them.
+"""Write a run's metrics to `metrics.jsonl`, one JSON object per step, never broken or repeated, and to sinks.
 
-A sink (TensorBoard, the user's own function) never stops or slows training: it runs in a thread of its own behind a
-queue of bounded length. What it raises is said once; what comes while its queue is full is dropped and counted.
+A sink (TensorBoard or the user's own function) never stops or slows training: it runs in a thread of its own, which
+reads from a queue of bounded length. Only the first problem of a sink is printed. Records that come while its queue is
+full are dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from meshkit.config.files import open_regular
 from meshkit.config.places import Places, UserCode, describe_error
 from meshkit.errors import ConfigError
 
-LARGEST = 1e40  # no quantity of a run is near it
+LARGEST = 1e40  # larger than any quantity of a run
 _LONGEST_LINE, _LONGEST_INTEGER, _LARGEST_BYTES = 2**20, 18, 2**30
 TENSORBOARD_FOLDER = "tensorboard"
 Record = dict[str, Any]
-_CAPACITY = 1024  # records: minutes of steps; beyond it a sink is too slow to wait for
+_CAPACITY = 1024  # records, which are some minutes of steps
 
 
 class MetricsLog:
-    """Appends to a run's metrics.jsonl.
+    """Append to a run's metrics.jsonl.
 
-    Opening it drops what an earlier attempt wrote after `resumed_step` (those steps will be done again), and a last
-    line that a crash cut short. The file is replaced as a whole, so that a crash while opening loses nothing either.
+    Opening the log drops the lines after `resumed_step`, whose steps will be made again, and a last line that a crash
+    cut short. The file is replaced as a whole, so that a crash during this loses nothing.
 
     Args:
-        path: the file; made if missing. None writes nothing: of several processes one keeps the log.
+        path: the file; made if missing. None writes nothing. Only one process of a job keeps the log.
         resumed_step: the last step whose line is kept.
 
     Raises:
@@ -47,22 +48,22 @@ class MetricsLog:
     def __init__(self, path: Path | None, resumed_step: int):
         self._path = path
         self._file: TextIO | None = None
-        self._lock = threading.Lock()  # a capture is measured in another thread, which then amends its steps
+        self._lock = threading.Lock()  # the thread that measures a capture calls `amend`
         if path is None:
             return
         self._replace([r for r in read_metrics(path) if r["step"] <= resumed_step])
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds one line. JSON has no NaN: a number that is not finite is written as null."""
+        """Add one line. A number that is not finite is written as null, because JSON has no NaN."""
         with self._lock:
             if self._file:
                 self._file.write(_line(record))
 
     def amend(self, values: Mapping[int, Mapping[str, Any]]) -> None:
-        """Adds to the lines of steps that were written before; a step without a line gets one.
+        """Add values to lines that were written before; a step without a line gets one.
 
         Args:
-            values: step -> what is known of it now.
+            values: step -> its additional values.
         """
         with self._lock:
             if self._file is None or self._path is None:
@@ -74,7 +75,7 @@ class MetricsLog:
             self._replace([records[step] for step in sorted(records)])
 
     def _replace(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the file anew, as a whole or not at all, and opens it to append."""
+        """Replace the file atomically, and open it to append."""
         assert self._path is not None
         partial = self._path.with_suffix(".tmp")
         partial.write_text("".join(map(_line, records)))
@@ -84,7 +85,7 @@ class MetricsLog:
             old.close()
 
     def close(self) -> None:
-        """Flushes to disk."""
+        """Flush the file to disk, and close it."""
         with self._lock:
             if self._file:
                 self._file.flush()
@@ -98,7 +99,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out.
+    """Return the complete records of a metrics.jsonl, without a line that a crash cut short; [] if there is no file.
 
     Raises:
         OSError: it cannot be read, is no regular file, or has more than a gibibyte.
@@ -118,7 +119,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file; one of more than a mebibyte, which no record is, in pieces."""
+    """Yield the lines of a file; a line of more than a mebibyte, which is no record, comes in pieces."""
     if not path.exists():
         return
     with open_regular(path) as file:
@@ -129,7 +130,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _float(text: str) -> float | None:
-    """Return a number of a record; None for one that sums and ratios could not hold."""
+    """Return a number of a record; None if it is too large, see `within`."""
     return within(float(text))
 
 
@@ -141,7 +142,7 @@ _DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=l
 
 
 def within(number: float | None) -> float | None:
-    """Return the number, or None for one that is not finite, or so large that its sums and ratios may not be."""
+    """Return the number, or None if it is not finite, or so large that its sums and ratios may not be finite."""
     return number if number is not None and abs(number) <= LARGEST else None
 
 
@@ -151,14 +152,14 @@ def finite(value: Any) -> Any:
 
 
 class Sink:
-    """A function that is called with every record, in a thread of its own.
+    """Call a function with every record, in a thread of its own.
 
     Args:
-        name: what messages call it.
-        write: called with a copy of each record, in order.
+        name: the name of the sink in messages.
+        write: the function, called with a copy of each record, in order.
         say: prints one line.
         finish: called at the end, in the same thread.
-        capacity: records that may wait.
+        capacity: the largest number of waiting records.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Sink:
         self._thread.start()
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Hands over a record; returns at once."""
+        """Put a record into the queue; return at once."""
         try:
             self._queue.put_nowait(dict(record))
         except queue.Full:
@@ -186,11 +187,11 @@ class Sink:
             self._warn(f"is slower than training: records are dropped while {self._queue.maxsize} wait")
 
     def close(self, timeout_s: float) -> None:
-        """Waits for what is in the queue, at most this long, and says what was lost."""
+        """Wait at most this long until the queue is empty, and print how many records were lost."""
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
-                self._queue.put(None, timeout=0.05)  # the end
+                self._queue.put(None, timeout=0.05)  # ends the thread
                 break
             except queue.Full:
                 continue
@@ -210,7 +211,7 @@ class Sink:
     def _call(self, function: Callable[..., Any], *args: Record) -> None:
         try:
             function(*args)
-        except BaseException as error:  # also SystemExit: a sink may not end the run
+        except BaseException as error:  # also SystemExit, because a sink must not end the run
             self.failed += 1
             self._warn(f"raised {describe_error(error)}")
 
@@ -220,7 +221,7 @@ class Sink:
             self._tell(f"{self.name} {what}. Training goes on; this is said once.")
 
     def _tell(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # a closed terminal is no reason to stop either
+        with contextlib.suppress(Exception):  # a closed terminal must not end the run either
             self._say(f"warning: {text}")
 
 
@@ -231,12 +232,12 @@ class Sinks:
         self._sinks = tuple(sinks)
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Hands a record to each; returns at once."""
+        """Put a record into the queue of each sink; return at once."""
         for sink in self._sinks:
             sink.put(record)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Waits for all of them, at most this long together."""
+        """Close all sinks, which together may take about `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for sink in self._sinks:
             sink.close(max(0.1, deadline - time.monotonic()))
@@ -247,8 +248,8 @@ class SinkCode:
     """The user's functions for the sinks, imported before anything expensive begins.
 
     Attributes:
-        metrics: what `train.metrics` names, or None.
-        tensorboard: the type of TensorBoard's writers, or None where `train.tensorboard` does not ask for it.
+        metrics: the function that `train.metrics` names, or None.
+        tensorboard: TensorBoard's writer type, or None if `train.tensorboard` is not set.
     """
 
     metrics: UserCode | None = None
@@ -256,7 +257,7 @@ class SinkCode:
 
 
 def tensorboard_writer(places: Places) -> Any:
-    """Return the type of TensorBoard's writers.
+    """Return TensorBoard's writer type.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -276,9 +277,9 @@ def open_sinks(code: SinkCode, folder: Path, say: Callable[[str], None]) -> Sink
     """Return the sinks of a run.
 
     Args:
-        code: what they call.
-        folder: the run folder; TensorBoard's files go to `tensorboard` below it.
-        say: prints one line, a warning about a sink.
+        code: the functions that the sinks call.
+        folder: the run folder; TensorBoard's files are written to its subfolder `tensorboard`.
+        say: prints a warning about a sink.
 
     Raises:
         ConfigError: TensorBoard cannot write to the folder.
@@ -295,7 +296,7 @@ def open_sinks(code: SinkCode, folder: Path, say: Callable[[str], None]) -> Sink
 
 
 class _TensorBoard:
-    """Scalars in TensorBoard's event files; on disk every ten seconds, where a reader looks for them."""
+    """Write scalars to TensorBoard's event files, and flush them every ten seconds, so that TensorBoard shows them."""
 
     _FLUSH_S = 10.0
 

@@ -1,8 +1,8 @@
-"""A training loop of the user's own, under a launcher: it joins the job, says how far it is, and is watched.
+"""Let the user's own training loop, under a launcher, join the job, report its progress, and be watched for hangs.
 
     MESHKIT_* -> init_distributed -> jax.distributed; progress(step) -> pulse of this process, metrics.jsonl
 
-Both do nothing in a process that nobody launched, so a script runs alone as well.
+In a process without a launcher both functions do nothing, so a script also runs alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshkit.runs.phases import Phase, Phases
 
 
 class _Loop:
-    """The state of a process with a loop of the user's own, until it ends."""
+    """The state of a process that runs the user's own loop."""
 
     def __init__(self) -> None:
         self.around = ExitStack()
@@ -31,7 +31,7 @@ class _Loop:
         self.process = 0
 
     def begin(self) -> Phases:
-        """Return the pulse, from now to the end of the process; how it fails is said, and keeps nobody waiting."""
+        """Return the phases; the first call starts the pulse, and makes the process end at once on an exception."""
         if self.phases is None:
             self.phases = self.around.enter_context(Phases())
             atexit.register(self.around.close)
@@ -43,23 +43,23 @@ _loop = _Loop()
 
 
 def init_distributed(*, timeout_s: float | None = None) -> tuple[int, int]:
-    """Joins the job that `meshkit launch` (or SLURM, MPI, Kubernetes, torchrun) describes, before any other use of jax.
+    """Join the job that `meshkit launch` (or SLURM, MPI, Kubernetes, torchrun) describes, before any other use of jax.
 
-    From then on the launcher watches this process, and one that ends with an exception ends at once: it does not wait
-    for the others, which wait for it in a collective.
+    From then on the launcher watches this process. After an exception the process ends at once: it does not wait for
+    the others, which wait for it in a collective.
 
     Args:
-        timeout_s: for all processes to come; MESHKIT_JOIN_TIMEOUT by default, and without it 300 s, or 20 s where the
-            coordinator is on a loopback address.
+        timeout_s: seconds to wait for all processes; by default MESHKIT_JOIN_TIMEOUT, and without it 300 s, or 20 s if
+            the coordinator is on a loopback address.
 
     Returns:
-        This process's number, and how many there are; 0 and 1 for a process that is alone.
+        The number of this process and the number of processes; 0 and 1 for a process that runs alone.
 
     Raises:
         ConfigError: the environment is wrong, or jax has already started.
         RunError: a process does not come, or the coordinator cannot be reached.
     """
-    from meshkit.distributed.join import join_gang  # with jax
+    from meshkit.distributed.join import join_gang  # imports jax
     from meshkit.runs.hang_watch import HangWatch
 
     phases = _loop.begin()
@@ -70,15 +70,16 @@ def init_distributed(*, timeout_s: float | None = None) -> tuple[int, int]:
 
 
 def progress(step: int, *, phase: Phase = "step", **metrics: float | None) -> None:
-    """Says that this process has come to a step, so that a loop that stands still is noticed.
+    """Report that this process has reached a step, so that a loop which makes no progress is noticed.
 
-    Process 0 also adds a line to `metrics.jsonl` in the run folder that the launcher names: restarts that reach no new
-    step end the job, and `meshkit profile` shows the values. Costs some microseconds, and reads no device.
+    Process 0 also adds a line to `metrics.jsonl` in the launcher's run folder. The launcher reads the step from it and
+    ends the job if restarts reach no new step; `meshkit profile` shows the values. A call takes some microseconds, and
+    does not synchronize with devices.
 
     Args:
         step: the training step, from 1.
-        phase: what it does now; in `save`, `restore` or `compile` it may stay six times as long as in a step.
-        metrics: numbers of this step; not finite ones become null.
+        phase: what the process does now. `save`, `restore` and `compile` have six times the limit of `step`.
+        metrics: numbers of this step; values that are not finite become null.
 
     Raises:
         OSError: process 0 cannot write the run folder or its `metrics.jsonl`.
@@ -97,7 +98,7 @@ def progress(step: int, *, phase: Phase = "step", **metrics: float | None) -> No
 
 
 def _leave(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Prints an exception as Python does, and ends this process without the others."""
+    """Print an exception as Python does, and end this process without waiting for the others."""
     lost = say_lost_process(error) if isinstance(error, Exception) else 0
     if not lost:
         sys.__excepthook__(kind, error, traceback)

@@ -1,17 +1,18 @@
-"""The one writer of a run folder: who it is, for how long, and which run it writes.
+"""Make one process the owner of a run folder, so that no two jobs write the same run.
 
-    run.json                which run this is: an identity that its checkpoints carry
-    owner/7.json            the seventh owner has the folder; the file's time is its last sign of life
-    owner/7.released.json   it has given it back
+    run.json                the ID of the run, which its checkpoints carry
+    owner/7.json            the claim of the seventh owner; its mtime, which the owner renews, shows that it is alive
+    owner/7.released.json   the seventh owner has released the folder
 
-    process 0 -> nobody, given back, dead -> owner/8.json -> RunOwner -> checked before every commit -> given back
-              -> alive -> wait for a predecessor to be gone, else say who it is
+    process 0 -> no owner, or a released or dead one -> owner/8.json -> RunOwner -> checked before commits -> released
+              -> the owner is alive -> wait for it if it is of the same gang, else raise an error that names it
 
-The number is the fencing token: a file of a number can be made once, the highest has the folder, and the others are
-removed before anything else is. So a writer that was taken for dead finds its file gone, and writes no more. On this
-machine a process is dead when the system says so; of another one, when it has given no sign for a lease. Times are
-those of the file system, which has one clock for all. A launcher gives the sign of life for its processes too, since a
-library may keep their interpreter for longer than a lease.
+The number is a fencing token. The file for a number can be made only once, the highest number owns the folder, and the
+files of lower numbers are removed before the new owner does anything else. So an owner that was wrongly taken for dead
+finds its file gone, and stops writing. An owner on this machine is dead when the kernel says so. An owner on another
+machine counts as dead when it has not renewed its file for a lease. Times are those of the file system, which has the
+same clock for all. A launcher renews the file for its processes too, since a library may hold their GIL for longer than
+a lease.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ LAUNCH_VARIABLE = "MESHKIT_LAUNCH"
 """The identity that the attempts of one launch share."""
 RUN_FILE, OWNER_FOLDER = "run.json", "owner"
 _RUN_SCHEMA, _OWNER_SCHEMA = "meshkit.run/1", "meshkit.owner/1"
-LEASE_S = 120.0  # a library that keeps the interpreter for a minute is no death
+LEASE_S = 120.0  # long enough for a library that holds the GIL for a minute
 BEAT_S, _POLL_S = 5.0, 0.2
-LINGER_S = 5.0  # a process that was killed frees its memory first
+LINGER_S = 5.0  # a killed process ends only after it has freed its memory
 _LARGEST_BYTES = 1 << 16
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _CLAIM = re.compile(r"([0-9]{1,12})(\.released)?\.json", re.ASCII)
@@ -49,13 +50,13 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 @dataclass(frozen=True)
 class _Claim:
-    """The facts about an owner."""
+    """The claim file of an owner."""
 
     token: int
     released: bool
     path: Path
     record: Mapping[str, Any]
-    """Empty where it is being written, or cannot be read."""
+    """The contents of the file; empty if it is being written or cannot be read."""
 
     def __str__(self) -> str:
         said = self.record
@@ -64,35 +65,35 @@ class _Claim:
         return f"process {said.get('pid')!r:.20} on host {said.get('host')!r:.80} (attempt {said.get('attempt')!r:.20})"
 
     def is_here(self, me: Mapping[str, Any]) -> bool:
-        """Return whether this process can see that one: it has the same kernel and numbers of processes."""
+        """Return whether the owner runs on this process's kernel and in its PID namespace."""
         keys = ("boot", "pid_namespace") if me["boot"] else ("host",)
         return bool(self.record) and all(self.record.get(key) == me[key] for key in keys)
 
     def is_before(self, me: Mapping[str, Any]) -> bool:
-        """Return whether it is an earlier attempt of this process's gang."""
+        """Return whether the owner belongs to an earlier attempt of this process's gang."""
         attempt = self.record.get("attempt")
         same = bool(me["launch"]) and self.record.get("launch") == me["launch"]
         return same and isinstance(attempt, int) and attempt < me["attempt"]
 
     def is_gone(self, me: Mapping[str, Any]) -> bool:
-        """Return whether the folder is free, or its owner certainly dead."""
+        """Return whether the owner has released the folder or is dead."""
         if self.released:
             return True
         if self.is_here(me):
             return not _runs(self.record.get("pid"), self.record.get("started"))
         try:
             return _age_s(self.path) > LEASE_S
-        except FileNotFoundError:  # given back or taken over just now
+        except FileNotFoundError:  # released or replaced just now
             return False
 
 
 class RunOwner:
-    """The right to write a run folder. A context manager: held inside it, given back on leaving it.
+    """The right to write a run folder. A context manager, which releases the folder at its end.
 
     Args:
-        run: identity of the run.
-        token: number of this owner.
-        claim: its file; None for the processes of a gang other than the first, which rely on that one.
+        run: the ID of the run.
+        token: the number of this owner.
+        claim: the claim file; None in all processes of a gang but the first, which owns the folder for all.
     """
 
     def __init__(self, run: str, token: int, claim: Path | None = None):
@@ -106,15 +107,15 @@ class RunOwner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lost = self._lost or "it was given back"  # a save in the background may be late
+        self._lost = self._lost or "it was given back"  # a background save may check after this
         self._ends.set()
         if self._claim is not None:
             self._thread.join(timeout=BEAT_S)
-            with suppress(OSError):  # taken over
+            with suppress(OSError):  # another owner has taken the folder over
                 _give_back(self._claim)
 
     def check(self) -> None:
-        """Stops unless the folder is still this owner's; asks the file system.
+        """Raise an error unless this owner still has the folder. Accesses the file system.
 
         Raises:
             ConfigError: another has taken it over.
@@ -132,7 +133,7 @@ class RunOwner:
             )
 
     def watch(self) -> None:
-        """`check`, cheap enough for every step: asks only where the sign of life is late.
+        """Like `check`, but access the file system only if the background renewal is late. Cheap enough for each step.
 
         Raises:
             ConfigError: another has taken it over.
@@ -142,9 +143,9 @@ class RunOwner:
                 self.check()
 
     def _look(self, claim: Path) -> None:
-        """Gives a sign of life, and notes whether it is still this one's place to give it."""
+        """Renew the claim file, and set `_lost` if another owner has taken the folder over."""
         try:
-            os.utime(claim)  # by the server's word, not by what a client remembers of a folder
+            os.utime(claim)  # asks the file server, while a directory listing may come from the client's cache
             newest = _newest(claim.parent)
             if newest is not None and newest.token > self.token:
                 self._lost = f"{newest} has taken it over"
@@ -156,7 +157,7 @@ class RunOwner:
     def _beat(self) -> None:
         assert self._claim is not None
         while not self._ends.wait(BEAT_S) and not self._lost:
-            with suppress(OSError):  # storage that is away comes back, or the lease ends
+            with suppress(OSError):  # the storage may come back; if not, the lease ends
                 self._look(self._claim)
 
 
@@ -167,13 +168,13 @@ def take_run(
     known_run: Callable[[], str | None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunOwner:
-    """Makes this process the owner of a run folder, once nobody else is.
+    """Make this process the owner of a run folder; wait for the end of its gang's last attempt, or of a silent owner.
 
     Args:
-        folder: made if missing.
-        attempt: of this process's gang.
-        known_run: the run that a folder without identity is of, where its checkpoints tell; asked by the owner alone.
-        say: told what it waits for.
+        folder: the run folder; made if missing.
+        attempt: the attempt of this process's gang.
+        known_run: returns the run ID that the checkpoints carry, or None; called by the owner if there is no run.json.
+        say: prints a line about the owner for which this waits.
 
     Raises:
         ConfigError: another job has the folder, or it cannot be written.
@@ -198,17 +199,17 @@ def take_run(
 
 @contextmanager
 def renewing(folder: Path, launch: str) -> Iterator[None]:
-    """Within it, an owner of a run folder that is a live process of a launch on this machine is never silent.
+    """Renew, inside the block, the claim of an owner that is a running process of this launch on this machine.
 
     Args:
-        folder: it need not be there yet.
-        launch: what `LAUNCH_VARIABLE` is for its processes.
+        folder: the run folder, which need not exist yet.
+        launch: the value of `LAUNCH_VARIABLE` for the processes of this launch.
     """
 
     def beat() -> None:
         me = this_process(0)
         while not ends.wait(BEAT_S):
-            with suppress(OSError):  # storage that is away comes back; or given back, or taken over just now
+            with suppress(OSError):  # the storage may come back; or the claim was released or replaced
                 newest = _newest(folder / OWNER_FOLDER)
                 if newest is None or newest.record.get("launch") != launch:
                     continue
@@ -224,7 +225,7 @@ def renewing(folder: Path, launch: str) -> Iterator[None]:
 
 
 def is_owned(folder: Path) -> bool:
-    """Return whether some job has a run folder now.
+    """Return whether a job owns a run folder now.
 
     Raises:
         OSError: the folder cannot be read; or, where the owner is of another machine, not be written: a file
@@ -235,7 +236,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) -> Path:
-    """Waits until the folder is free, and makes the claim."""
+    """Wait until the folder is free, and make the claim."""
     seen, beat, since, told = None, 0, 0.0, False
     while True:
         last = _newest(owners)
@@ -266,7 +267,7 @@ def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) ->
 
 
 def make_claim(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
-    """Return the claim with this number, which then has the folder; None where somebody else was first."""
+    """Make and return the claim with this number, whose maker then owns the folder; None if another was first."""
     claim = owners / f"{token}.json"
     try:
         with open(claim, "x", encoding="utf-8") as file:
@@ -279,7 +280,7 @@ def make_claim(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
         claim.unlink(missing_ok=True)
         raise
     if any(other.token >= token and other.path != claim for other in _claims(owners)):
-        claim.unlink(missing_ok=True)  # numbers that were removed meanwhile let this one be made late
+        claim.unlink(missing_ok=True)  # higher numbers exist: this one could be made only because its file was removed
         return None
     for other in _claims(owners):
         if other.token < token:
@@ -310,7 +311,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
-    """Return the identity of the run in a folder, given to it where it has none."""
+    """Return the ID of the run in a folder; write one into the folder if there is none."""
     path = folder / RUN_FILE
     if path.exists():
         try:
@@ -334,7 +335,7 @@ def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
 
 
 def this_process(attempt: int) -> dict[str, Any]:
-    """Return the facts that tell this process from all others."""
+    """Return the facts that identify this process among all processes of all machines."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
         "host": socket.gethostname(),
@@ -348,7 +349,7 @@ def this_process(attempt: int) -> dict[str, Any]:
 
 
 def _runs(pid: Any, started: Any) -> bool:
-    """Return whether a process of this machine is the one that began then, and has not ended."""
+    """Return whether the process `pid` of this machine was started at `started`, and has not ended."""
     if not isinstance(pid, int) or pid < 1:
         return False
     began, state = process_start(pid)
@@ -358,13 +359,13 @@ def _runs(pid: Any, started: Any) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # another user's, which some systems hide
+    except PermissionError:  # another user's process, whose start some systems hide
         pass
     return True
 
 
 def process_start(pid: int) -> tuple[int | None, str]:
-    """When a process was started, in ticks since the system was, and its state; None where the system does not say."""
+    """Return when a process was started, in ticks since boot, and its state; None and "" if /proc does not have it."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return int(words[19]), words[0]
@@ -373,7 +374,7 @@ def process_start(pid: int) -> tuple[int | None, str]:
 
 
 def _age_s(path: Path) -> float:
-    """Return the seconds since a file was touched, both times by the clock of its file system."""
+    """Return the seconds since a file was touched, by the clock of its file system."""
     with tempfile.NamedTemporaryFile(dir=path.parent) as now:
         os.utime(now.name)
         return os.stat(now.name).st_mtime - path.stat().st_mtime

@@ -1,18 +1,18 @@
-"""Seconds of wall time by phase, a pulse by which others watch a process, and the goodput of all attempts.
+"""Measure the seconds in each phase of a process, report its progress as a pulse, and compute a run's goodput.
 
     trainer -> Phases.enter(phase, step) -> seconds by phase (goodput) | Pulse -> the supervisor
 
-The pulse is memory that both share. The main thread writes it as it moves, so no other thread has to run for it: a
-library that keeps the interpreter, storage that hangs and a full disk change nothing. It says how far a process is, and
-once its first step is made, how long each part of its start took; whether it lives, is stopped or computes, the kernel
-knows.
+The pulse is memory that the process shares with the supervisor. The main thread writes it when it enters a phase, so it
+depends on no other thread, and works while a library holds the GIL, storage hangs, or a disk is full. It holds the
+phase and step, and after the first step also the seconds of each part of the start. The kernel reports whether the
+process is alive, stopped or computing.
 
     phases of each attempt -> goodput/<when it began>.json, once a second -> read_goodput -> Goodput
 
-Productive is the time of training steps that count. Steps that a later attempt made again are lost; what lies between
-two attempts is restart. A thread writes, so that an attempt that is killed while it compiles or restores is seen too,
-with what it did until a second before. A pause after an attempt that was done, that a person ended or has to mend, is
-nobody's loss and no part of the wall time.
+Productive time is the time of the training steps that count. The time of steps that a later attempt made again is
+`lost`; the time between two attempts is `restart`. A thread writes the record every second, so it includes an attempt
+that is killed, except its last second. A pause is not part of the wall time if it follows an attempt that was done,
+that the user ended, or that failed because of the user's input.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from meshkit.runs.standby import turn_came_at
 PULSE_VARIABLE = "MESHKIT_PULSE"
 Phase = Literal["start", "compile", "restore", "init", "data", "step", "evaluate", "check", "trace", "save", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_MOVE_BYTES, _PARTS_BYTES = 128, 896  # of a pulse: where the process is, and behind it the parts of its start
+_MOVE_BYTES, _PARTS_BYTES = 128, 896  # of a pulse: the last `Move`, and behind it the parts of the start
 _PULSE_BYTES = _MOVE_BYTES + _PARTS_BYTES
 _FOLDER = "goodput"
 _EVERY_S = 1.0
-_MARKS = 16  # saved steps of an attempt that are remembered, the newest: an attempt resumes from one of the last few
+_MARKS = 16  # the newest saved steps of an attempt that are recorded: an attempt resumes from one of the last few
 _LARGEST_BYTES, _MOST_ATTEMPTS = 2**20, 10_000
 _MOST = 1e15  # seconds, steps
 PRODUCTIVE = "step"
-# What a step costs besides its own time: both are lost where a step is made again.
+# The phases of which a step consists: the time of both is lost if a step is made again.
 _OF_A_STEP = (PRODUCTIVE, "data")
 AttemptOutcome = Literal["done", "interrupted", "refused", "preempted", "failed"]
 _WANTED_PAUSE = ("done", "interrupted", "refused")
@@ -64,7 +64,7 @@ class Move(NamedTuple):
 
 
 class Pulse:
-    """Memory in which one process says what it does, to which it inherits a descriptor. It has no name to be left."""
+    """Memory in which one process reports its phase. It has no file name; the process inherits its descriptor."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -74,10 +74,10 @@ class Pulse:
                 self.descriptor = os.dup(file.fileno())
         os.truncate(self.descriptor, _PULSE_BYTES)
         self.path = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd", str(self.descriptor))
-        """The path by which a process with the descriptor opens it."""
+        """The path with which a process that has inherited the descriptor opens the memory."""
 
     def read(self) -> Move | None:
-        """None before the first one; one that is just being written may be mixed of two."""
+        """Return the last move; None before the first. A read during a write may mix two moves."""
         try:
             said = json.loads(os.pread(self.descriptor, _MOVE_BYTES, 0))
             return Move(int(said["moves"]), str(said["phase"]), int(said["step"]))
@@ -85,7 +85,7 @@ class Pulse:
             return None
 
     def read_parts(self) -> dict[str, float] | None:
-        """Part of the start -> seconds, in their order; None until the first step is made."""
+        """Return the seconds by part of the start, in the order of the parts; None until the first step is made."""
         try:
             said = json.loads(os.pread(self.descriptor, _PARTS_BYTES, _MOVE_BYTES))
             return {str(part): float(seconds) for part, seconds in said.items()}
@@ -93,7 +93,7 @@ class Pulse:
             return None
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """Close the descriptor."""
         os.close(self.descriptor)
 
 
@@ -101,12 +101,12 @@ class Phases:
     """The phases of one process, and the seconds spent in each. A context manager around a run.
 
     Args:
-        pulse: path of what tells the supervisor; by default the one that MESHKIT_PULSE names, None for no pulse.
-        clock: seconds.
+        pulse: path of the pulse; by default the value of MESHKIT_PULSE, and without it there is no pulse.
+        clock: returns seconds.
     """
 
     seconds: dict[str, float]
-    """Phase -> seconds so far, without the present stay."""
+    """Phase -> seconds so far, without the time since the present phase was entered."""
     parts: dict[str, float]
     """Part of the start -> seconds, from the beginning of the process to the end of its first step."""
 
@@ -119,16 +119,16 @@ class Phases:
         self.seconds = {"start": _age_s()}
         self.parts = dict(self.seconds)
         self._part, self._part_began, self._has_stepped = "start", self._entered, False
-        self._moving = threading.Lock()  # another thread may ask for the totals in the middle of a move
+        self._moving = threading.Lock()  # another thread may call `totals` during a move
         self._shared: mmap.mmap | None = None
 
     def enter(self, phase: Phase, step: int | None = None, *, part: str | None = None) -> None:
-        """The main thread begins something else; `step` is the training step it belongs to.
+        """Enter a phase. Called by the main thread.
 
         Args:
-            phase: what begins; the seconds until now count for the one before.
-            step: None leaves the step as it is.
-            part: of the start, a name that is finer than the phase's.
+            phase: the phase that begins; the seconds until now count for the phase before.
+            step: the training step to which the phase belongs; None keeps the present step.
+            part: the part of the start that begins, if it has a more precise name than the phase.
         """
         now = self._clock()
         self.begin_part(part or phase)
@@ -144,10 +144,10 @@ class Phases:
         self._tell()
 
     def begin_part(self, name: str, *, ago_s: float = 0.0) -> None:
-        """Begins another part of the start, in the same phase; after the first step nothing happens.
+        """Begin another part of the start, in the same phase. After the first step this does nothing.
 
         Args:
-            name: of what has begun.
+            name: the name of the part that has begun.
             ago_s: seconds since it began.
         """
         if self._has_stepped:
@@ -167,12 +167,12 @@ class Phases:
         return self._clock() - self._entered
 
     def count_as(self, phase: Phase) -> None:
-        """The seconds of the present stay belong to another phase: devices were busy while the host waited."""
+        """Count the seconds since the last `enter` for another phase, such as `step` if devices were busy meanwhile."""
         with self._moving:
             self.phase = phase
 
     def totals(self) -> dict[str, float]:
-        """Phase -> seconds, the present stay included. They add up to the age of the process."""
+        """Return the seconds by phase, including the present one. Their sum is the age of the process."""
         with self._moving:
             now = {self.phase: self.seconds.get(self.phase, 0.0) + self._clock() - self._entered}
             return self.seconds | now
@@ -186,7 +186,7 @@ class Phases:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The phase `end`."""
+        """Enter the phase `end`, and close the pulse."""
         self.enter("end")
         if self._shared is not None:
             self._shared.close()
@@ -204,7 +204,7 @@ class Phases:
 
 
 def _mapped(path: Path) -> mmap.mmap | None:
-    """Return the memory of a pulse, or None where this process has not inherited it."""
+    """Return the memory of a pulse, or None if this process has not inherited it."""
     with suppress(OSError, ValueError):
         file = os.open(path, os.O_RDWR)
         try:
@@ -216,7 +216,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 def _age_s() -> float:
-    """Return the seconds since this process was started, or its turn came; 0 where the system does not say."""
+    """Return the seconds since this process was started or left standby; 0 if the system does not provide them."""
     if (turn := turn_came_at()) is not None:
         return time.monotonic() - turn
     try:
@@ -228,17 +228,17 @@ def _age_s() -> float:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went."""
+    """The wall time of a run, by phase."""
 
     wall_s: float
     """Seconds of all attempts and of the restarts between them; the sum of `seconds`."""
     seconds: dict[str, float]
     """Phase -> seconds: `start`, `compile`, `restore` or `init`, `data` (waiting for a batch), `step`, `evaluate`,
-    `save` (what a checkpoint keeps the loop from doing), `trace`, `check`, `end`, and `lost` and `restart`."""
+    `save` (the loop waits for a checkpoint), `trace`, `check`, `end`, and `lost` and `restart`."""
     attempts: int
-    """How many there were."""
+    """The number of attempts."""
     lost_steps: int
-    """That were made and had to be made again, counted each time."""
+    """The number of steps that had to be made again; a step that was lost twice counts twice."""
 
     @property
     def share(self) -> float:
@@ -246,38 +246,38 @@ class Goodput:
         return self.seconds.get(PRODUCTIVE, 0.0) / self.wall_s if self.wall_s else 0.0
 
     def to_dict(self) -> dict:
-        """As JSON has it."""
+        """Return the goodput as a JSON object."""
         return {"share": self.share, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """One attempt's record."""
+    """The record of one attempt."""
 
     began: float
     """When its process was started, in seconds of the system's clock."""
     seconds: Mapping[str, float]
-    """Phase -> seconds until its last sign."""
+    """Phase -> seconds until its record was last written."""
     resumed_step: int | None = None
-    """Where it began; None if it ended before it knew."""
+    """The step from which it began; None if it ended before that was known."""
     last_step: int = 0
-    """The last one that it made."""
+    """The last step that it made."""
     marks: tuple[tuple[int, Mapping[str, float]], ...] = ()
-    """A step that was saved -> the seconds by phase at that moment."""
+    """Pairs of a saved step and the seconds by phase at that moment."""
     outcome: AttemptOutcome | None = None
-    """None where it was killed."""
+    """How it ended; None if it was killed or still runs."""
 
     @property
     def wall_s(self) -> float:
-        """From its start to its last sign."""
+        """Seconds from its start until its record was last written."""
         return math.fsum(self.seconds.values())
 
     def lost_after(self, step: int) -> tuple[int, dict[str, float]]:
-        """Return the steps beyond the one that a later attempt began from, and their seconds by phase.
+        """Return the steps that were lost because a later attempt began from `step`.
 
         Returns:
-            How many steps, and the seconds of `step` and `data` that they took; 0 and no phase where it got no further,
-            or never said where it began.
+            The number of lost steps, and their seconds in `step` and `data`. 0 and {} if the attempt made no step after
+            `step`, or if its first step is unknown.
         """
         if self.resumed_step is None or self.last_step <= max(step, self.resumed_step):
             return 0, {}
@@ -289,18 +289,18 @@ class RunAttempt:
             if phase not in self.seconds:
                 continue
             total = self.seconds[phase]
-            # where nothing was saved at that step (an older checkpoint was asked for), all steps count as equal
+            # Without a mark at that step (the user resumed from an older checkpoint), all steps count as equally long.
             before = total * (1 - again / made) if marked is None else marked.get(phase, 0.0)
             spent[phase] = min(total, max(0.0, total - before))
         return again, spent
 
 
 class GoodputLog:
-    """Writes down one attempt's seconds as it goes, in a thread. A context manager around the attempt.
+    """Write the record of a running attempt every second, in a thread. A context manager around the attempt.
 
     Args:
-        folder: the run folder; None writes nothing: of several processes the first does.
-        phases: of this process.
+        folder: the run folder; None writes nothing. Only the first process of a job writes.
+        phases: the phases of this process.
     """
 
     def __init__(self, folder: Path | None, phases: Phases):
@@ -313,25 +313,25 @@ class GoodputLog:
         self._thread = threading.Thread(target=self._run, name="meshkit-goodput", daemon=True)
 
     def resumed(self, step: int) -> None:
-        """The attempt begins from this step; 0 from the start."""
+        """Record the step from which the attempt resumes; 0 for a new run."""
         self._attempt = replace(self._attempt, resumed_step=step, last_step=step)
         now = self._now()
         known = goodput_of([*self._before, now]) if self._path is not None else None
         self._at_loop = (known, now.seconds) if known else None
 
     def made(self, step: int) -> None:
-        """The step is done."""
+        """Record that a step is done."""
         self._attempt = replace(self._attempt, last_step=step)
 
     def mark(self, step: int) -> None:
-        """A checkpoint of this step is being written: a later attempt may begin from it."""
+        """Record that this step is being saved, so that a later attempt may begin from it."""
         marks = (*self._attempt.marks, (step, self._phases.totals()))[-_MARKS:]
         self._attempt = replace(self._attempt, marks=marks)
 
     def share(self) -> float | None:
-        """Productive seconds over wall seconds so far, of all attempts; None before it is known where this one began.
+        """Return productive seconds over wall seconds, of all attempts so far; None before `resumed` is called.
 
-        From there on only this attempt's seconds grow.
+        Afterwards only the seconds of this attempt change.
         """
         if self._at_loop is None:
             return None
@@ -345,8 +345,8 @@ class GoodputLog:
         return replace(self._attempt, seconds=self._phases.totals())
 
     def write(self) -> None:
-        """Writes the record as it is now. A disk that is full stops nothing."""
-        # storage that hangs in the thread must not keep the run from ending
+        """Write the present record. A full disk raises no error."""
+        # A thread that hangs in a write must not keep the run from ending.
         if self._path is None or not self._lock.acquire(timeout=2 * _EVERY_S):
             return
         try:
@@ -378,18 +378,18 @@ class GoodputLog:
 
 
 def read_goodput(folder: Path) -> Goodput | None:
-    """Return the goodput of a run folder; None where no attempt has written any."""
+    """Return the goodput of a run folder; None if no attempt has written a record."""
     return goodput_of(read_attempts(folder))
 
 
 def read_attempts(folder: Path) -> list[RunAttempt]:
-    """Return the attempts at a run, the first one first; what cannot be read is left out."""
+    """Return the records of a run's attempts in the order of their start, without those that cannot be read."""
     files = sorted((folder / _FOLDER).glob("*.json"))[-_MOST_ATTEMPTS:]
     return sorted((a for path in files if (a := _read(path)) is not None), key=lambda a: a.began)
 
 
 def goodput_of(attempts: Sequence[RunAttempt]) -> Goodput | None:
-    """Return the sums over the attempts of a run, in the order in which they began; None for none."""
+    """Return the goodput of a run's attempts, given in the order of their start; None without attempts."""
     if not attempts:
         return None
     seconds: dict[str, float] = {"lost": 0.0, "restart": 0.0}
@@ -399,14 +399,14 @@ def goodput_of(attempts: Sequence[RunAttempt]) -> Goodput | None:
         for phase, spent in attempt.seconds.items():
             seconds[phase] = seconds.get(phase, 0.0) + spent
         if i + 1 < len(attempts):
-            # the lowest step that any later attempt began from: what was made beyond it was made again
+            # `resumed` is the lowest step from which a later attempt began: steps after it were made again.
             again, lost = attempt.lost_after(int(resumed)) if math.isfinite(resumed) else (0, {})
             lost_steps += again
             for phase, spent in lost.items():
                 seconds[phase] -= spent
                 seconds["lost"] += spent
             if attempt.outcome not in _WANTED_PAUSE:
-                # clocks of two machines may differ by more than the pause: no time runs backwards
+                # The clocks of two machines may differ by more than the pause, so the difference may be negative.
                 seconds["restart"] += max(0.0, attempts[i + 1].began - attempt.began - attempt.wall_s)
         if attempt.resumed_step is not None:
             resumed = min(resumed, attempt.resumed_step)
@@ -418,7 +418,7 @@ def _outcome(error: BaseException | None) -> AttemptOutcome:
         return "done"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    code = getattr(error, "exit_code", None)  # of an error of meshkit's
+    code = getattr(error, "exit_code", None)  # errors of meshkit have one
     return "preempted" if code == PREEMPTED else "refused" if code == USER_ERROR else "failed"
 
 
@@ -443,8 +443,8 @@ def _seconds(found: Mapping) -> dict[str, float]:
 
 
 def _number(value: object) -> float:
-    """Return a number of seconds or steps; it is written down by others, and sums of it have to hold."""
+    """Return a number of seconds or steps from a file, which may hold anything; sums of it must stay finite."""
     number = float(value)  # pyright: ignore[reportArgumentType]  a TypeError is what says so
-    if not abs(number) <= _MOST:  # also what is no number
+    if not abs(number) <= _MOST:  # True for NaN as well
         raise ValueError("out of range")
     return number

@@ -1,11 +1,11 @@
-"""A process that waits to take the place of one that may fail: it has imported what it needs, and no more.
+"""Let a standby process import its modules and wait, so that it can start the next attempt at once after a failure.
 
     launcher, once an attempt trains -> the same command with MESHKIT_STANDBY -> imports -> waits for its turn
-    a failure -> a byte for each process -> it goes on as one that has just been started
-    the launcher ends -> the pipe ends, and so does the process
+    a failure -> the launcher writes a byte for each process -> the process goes on like a newly started one
+    the launcher ends -> the pipe closes -> the process ends
 
-Until its turn comes it touches no device, joins nobody, and reads neither the experiment nor code of the user's. So
-what these do, and what is wrong with them, is the same as in a process that was not started beforehand.
+Until its turn comes, the process uses no device, does not join the job, and reads neither the experiment nor the user's
+code. So all of this behaves, and fails, in the same way as in a process that was not on standby.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _turn_came_at: float | None = None
 
 
 def wait_for_turn(module: str) -> None:
-    """Imports a module and returns once the launcher lets this process go on; at once where it waits for none.
+    """Import a module, and return when the launcher lets this process go on. Return at once if it is not on standby.
 
-    The import runs in a thread, because a thread that has given up its priority cannot take it back, and the training
-    must not pay for it.
+    The import must not slow the training, so it runs with low priority. It runs in a thread of its own, because a
+    thread cannot raise its priority again.
 
     Args:
-        module: what takes long to import. What it raises is raised by who imports it afterwards.
+        module: the module, which takes long to import. Its exceptions are ignored here; a later import raises them.
     """
     global _turn_came_at
     descriptor = os.environ.pop(STANDBY_VARIABLE, None)
@@ -40,22 +40,22 @@ def wait_for_turn(module: str) -> None:
     importing.start()
     with open(int(descriptor), "rb", buffering=0) as turn:
         if not turn.read(1):
-            os._exit(0)  # the launcher is gone, or needs no other attempt
+            os._exit(0)  # the launcher has ended, or needs no further attempt
     _turn_came_at = time.monotonic()
     importing.join()
 
 
 def turn_came_at() -> float | None:
-    """When this process was let go, by `time.monotonic`; None where it did not wait."""
+    """Return when this process's wait ended, by `time.monotonic`; None if it was not on standby."""
     return _turn_came_at
 
 
 def _import(module: str) -> None:
-    if sys.platform == "linux":  # elsewhere it would be the priority of the whole process
+    if sys.platform == "linux":  # elsewhere this would set the priority of the whole process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     with suppress(Exception):
         importlib.import_module(module)
-    # What was imported stays. Tracing, which makes many objects, takes a fifth longer where each collection visits it.
+    # Keep imported objects out of garbage collections. Otherwise tracing, with its many objects, takes a fifth longer.
     gc.collect()
     gc.freeze()
