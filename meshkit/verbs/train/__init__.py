@@ -1,4 +1,4 @@
-"""`meshkit train`: a training on attached devices, into a run folder that the same command resumes.
+"""`meshkit train`: train on attached devices, and write a run folder from which the same command resumes.
 
 Enters: an experiment. Leaves: metrics, checkpoints, a trace. May be imported by the CLI.
 """

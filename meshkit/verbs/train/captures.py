@@ -1,8 +1,9 @@
-"""Which steps of a training are traced: those of `[profile] steps`, and one of every so many that is read at once.
+"""Trace steps of a training: the range `[profile] steps`, and one step in every `[profile] every`, read at once.
 
-    before a step: start | after it: stop -> `trace/` of the run folder | watch.StepCaptures
+    before a step: start | after it: stop -> `trace/` in the run folder (`steps`) | watch.StepCaptures (`every`)
 
-A trace holds nothing but its steps: it begins once the state before them is there, and ends with their outputs.
+A trace holds only its own steps: it starts when devices have computed the state before the steps, and stops when they
+have computed the outputs.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from meshkit.verbs.train.watch import StepCaptures
 
 
 def planned_capture(profile: ProfileTable, step: CapturedStep, folder: Path, resumed_step: int) -> Capture | None:
-    """Return the capture that `[profile] steps` asks for; None where an attempt from this step on makes none of them.
+    """Return the capture of `[profile] steps`; None if it is not set, or if all of its steps are done already.
 
     Args:
-        profile: of the experiment.
-        step: what runs.
+        profile: the experiment's `[profile]` table.
+        step: the step of the training.
         folder: the run folder.
-        resumed_step: steps that are done already.
+        resumed_step: the number of steps that are done already.
 
     Raises:
         ConfigError: `processes` names one that the job does not have.
@@ -46,13 +47,13 @@ def planned_capture(profile: ProfileTable, step: CapturedStep, folder: Path, res
 
 
 class Captures:
-    """Starts and stops the traces of a training; one profiler runs at a time.
+    """Start and stop the traces of a training; one profiler runs at a time.
 
     Args:
-        planned: of `[profile] steps`; None where this attempt makes none of them.
-        live: of `[profile] every`.
-        records: which a finished capture amends, and whose clock no trace is to be part of.
-        phases: of this process.
+        planned: the capture of `[profile] steps`; None if this attempt makes none of these steps.
+        live: the captures of `[profile] every`.
+        records: the records of the steps. A finished capture amends them, and their clock must not include traces.
+        phases: the phases of this process.
     """
 
     def __init__(self, planned: Capture | None, live: StepCaptures, records: StepRecords, phases: Phases):
@@ -61,7 +62,7 @@ class Captures:
         self._live_next = self._live_now = False
 
     def before(self, step: int, state: TrainState) -> None:
-        """Starts the trace of a step that is to be captured, once its state is there."""
+        """If this step is to be captured, wait for `state` and start the trace."""
         planned, self._live_now = self._planned is not None and step == self._planned.first, self._live_next
         if not planned and not self._live_now:
             return
@@ -76,17 +77,17 @@ class Captures:
         self._records.restart_clock()
 
     def is_due(self, step: TrainingStep) -> bool:
-        """Return whether a trace ends with this step, or begins with the next: its metrics are to be read before."""
+        """Return whether a trace ends with this step or begins with the next. Its metrics must then be read first."""
         following = step.number + step.per_call
         planned = self._planned
-        # asked at each step, unless the other profiler runs
+        # `live.is_due` is called after every step, except while the planned capture runs.
         others = planned is not None and planned.first <= following < planned.last + step.per_call
         self._live_next = not others and self._live.is_due(step.number + 1, following)
         edges = planned is not None and step.number in (planned.first - step.per_call, planned.last)
         return edges or self._live_now or self._live_next
 
     def after(self, step: TrainingStep) -> None:
-        """Stops the trace that ends with this step, once its outputs are there."""
+        """If a trace ends with this step, wait for the step's outputs and stop the trace."""
         if self._live.active:
             self._live.stop(step.number, (step.state, step.arrays))
         if self._planned and self._planned.active:
@@ -97,5 +98,5 @@ class Captures:
                 self._records.log.measure_capture()
 
     def close(self) -> None:
-        """Ends what reads traces beside this process."""
+        """End the process that reads live captures."""
         self._live.close()

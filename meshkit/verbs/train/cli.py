@@ -26,7 +26,7 @@ def train(
 ) -> None:
     """Train, evaluate, checkpoint, resume.
 
-    With [profile] steps in the experiment it also captures a trace of them.
+    If the experiment sets `steps` in [profile], these steps are also traced.
     """
     from meshkit.runs.standby import wait_for_turn
 
@@ -48,7 +48,7 @@ def train(
 
 
 def training_summary(result: TrainResult) -> str:
-    """Return the last lines of a training: where its time went, what it reached, and what frequencies alone would."""
+    """Return the last lines of a training: its goodput, step, time and losses, and the unigram entropy of its data."""
     from meshkit.report.views.words import goodput_summary
 
     loss = "" if result.loss is None else f": loss {result.loss:.3f}"

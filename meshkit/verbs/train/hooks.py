@@ -1,8 +1,8 @@
-"""Functions that a training calls between its steps, every so many of them.
+"""Define hooks: functions that a training calls after every N-th step.
 
-    [train] hooks = ["pkg.mod:name"] -> find_hooks -> Hook(fn, every) -> fn(TrainingStep), after each step that is due
+    [train] hooks = ["pkg.mod:name"] -> find_hooks -> Hook(fn, every) -> fn(TrainingStep) after every `every` steps
 
-What is optional in a training is such a function: the evaluation, the check of replicas, what the user brings.
+The optional parts of a training are hooks: the evaluation, the check of replicas, checkpoints, the user's functions.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _KEY = "train.hooks"
 
 @dataclass
 class TrainingStep:
-    """A training step that was called, as hooks see it. Devices may still be computing it."""
+    """The argument of a hook: a training step that was dispatched. Devices may still be computing it."""
 
     number: int
-    """Of the step, from 1. Where one call makes several steps, as with `[local_sgd]`, of the last."""
+    """The number of the step, from 1. If one call makes several steps, as with `[local_sgd]`, that of the last one."""
     steps: int
-    """Of the whole run."""
+    """The number of steps of the whole run."""
     state: TrainState
-    """After the step, on the devices. The next step takes over its memory: copy what is to be kept."""
+    """The state after the step, on the devices. It is donated to the next step: copy arrays that you want to keep."""
     arrays: Mapping[str, jax.Array]
     """The results of the step, such as `loss` and `grad_norm`, on the devices and perhaps not computed yet."""
     read: Callable[[Mapping[str, jax.Array]], list[dict[str, float]]] = field(repr=False)
-    """Waits for the arrays; the numbers of each step of the call."""
+    """Waits for the arrays, and returns the numbers of each step of the call."""
     per_call: int = 1
-    """Training steps of the call."""
+    """The number of training steps that the call makes."""
     added: dict[str, float] = field(default_factory=dict)
     """The numbers that hooks add to the step's line in `metrics.jsonl`."""
     stops: bool = False
     """Whether a hook has called `stop`."""
     numbers: list[dict[str, float]] | None = None
-    """The result of `read`; None before the call."""
+    """The result of `read`; None before `read` is called."""
 
     @property
     def first(self) -> int:
@@ -60,17 +60,17 @@ class TrainingStep:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of the step, as its line in `metrics.jsonl` has them. Waits until the devices have made it."""
+        """The numbers of the step, with their names in `metrics.jsonl`. Waits until the devices have computed it."""
         return dict(self.wait()[-1])
 
     def wait(self) -> list[dict[str, float]]:
-        """Returns the numbers of each step of the call, once the devices have made it."""
+        """Wait until the devices have computed the call, and return the numbers of each of its steps."""
         if self.numbers is None:
             self.numbers = self.read(self.arrays)
         return self.numbers
 
     def add(self, **numbers: float) -> None:
-        """Adds numbers to the step's line in `metrics.jsonl`, and for all that gets it. That of process 0 counts.
+        """Add numbers to the step's record, which goes to `metrics.jsonl` and all sinks. Process 0's numbers are used.
 
         Raises:
             ValueError: the line has another number of that name.
@@ -81,16 +81,16 @@ class TrainingStep:
             self.added[name] = float(number)
 
     def stop(self) -> None:
-        """Ends the run after this step, as if it were the last one. Every process has to ask for it."""
+        """End the run after this step, as if it were the last one. Every process must call this."""
         self.stops = True
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A function that `meshkit train` calls every so many steps, in every process of the job.
+    """A function that `meshkit train` calls every `every` steps, in every process of the job.
 
-    Steps are counted from the beginning of the run: one that resumes calls it after the same steps as one that was not
-    interrupted. It runs before a checkpoint of the step is saved, and again for steps that are made again.
+    Steps are counted from the beginning of the run, so a resumed run calls the function after the same steps as an
+    uninterrupted one. It is called before the step's checkpoint is saved, and again if the step is made again.
 
         import meshkit as mk
 
@@ -104,11 +104,11 @@ class Hook:
     """
 
     fn: Callable[[TrainingStep], Any]
-    """Called with the step that was made; what it returns is not looked at."""
+    """The function, called with the step that was made. Its result is ignored."""
     every: int = 1
-    """Steps; 0 is never."""
+    """The number of steps between two calls; 0 means never."""
     last: bool = False
-    """Whether it is called after the last step, too."""
+    """Whether the function is also called after the last step."""
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -117,13 +117,13 @@ class Hook:
             raise ConfigError(f"the every of a Hook is {self.every!r}, not a number of steps.", hint="every=100")
 
     def is_due(self, step: TrainingStep) -> bool:
-        """Return whether it is called after this step, or after one that was made in the same call."""
+        """Return whether the hook is to be called after this step, or after an earlier step of the same call."""
         crossed = self.every > 0 and step.number // self.every > (step.first - 1) // self.every
         return crossed or (self.last and self.every > 0 and step.is_last)
 
 
 def find_hooks(experiment: Experiment) -> tuple[Hook, ...]:
-    """Return the hooks that `train.hooks` names; what they raise later is a ConfigError at that key.
+    """Return the hooks that `train.hooks` names. Their exceptions are raised as ConfigErrors that name this key.
 
     Raises:
         ConfigError: no such module or name, or it is no Hook of the user's own function.
@@ -142,7 +142,7 @@ def find_hooks(experiment: Experiment) -> tuple[Hook, ...]:
 
 
 def _located(code: UserCode) -> Callable[[TrainingStep], Any]:
-    """Return the user's function, whose errors say which key of which file names it."""
+    """Return the user's function, with errors that report the file and key that name it."""
 
     def call(step: TrainingStep) -> None:
         what = f"{code.name}, called after step {step.number},"

@@ -1,9 +1,9 @@
-"""The collectives of a compiled step between the processes of a job, in the order in which every process enters them.
+"""List a compiled step's collectives between the processes of a job, in the order in which every process enters them.
 
-    compiled step -> schedule and participants (hlo) -> StepOrder -> hang/step.json of the run folder: what names a hang
-                                                     -> all processes compare theirs before the first step
+    compiled step -> schedule and participants (hlo) -> StepOrder -> hang/step.json in the run folder, to name hangs
+                                                     -> all processes compare their orders before the first step
 
-Programs that differ in a collective would wait for each other for ever, and no launcher sees that.
+Processes whose programs differ in a collective would wait for each other forever, and no launcher can detect that.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshkit.runs.hang import StepCollective, StepOrder, read_order
 from meshkit.runs.owner import LAUNCH_VARIABLE
 from meshkit.trace.capture import serialized_module
 
-_FRAME = re.compile(r"stack_frame_id=\d+")  # of a table in front of the first computation
-_COMPARE_S = 1800.0  # processes end to compile at different times
-_MOST_TOLD = 2000  # collectives of a process that are compared one by one
+_FRAME = re.compile(r"stack_frame_id=\d+")  # an index into a table before the first computation
+_COMPARE_S = 1800.0  # seconds; long, because processes may finish compiling at different times
+_MOST_TOLD = 2000  # the number of a process's collectives that are compared one by one
 
 
 def order_of_step(
@@ -41,12 +41,12 @@ def order_of_step(
 
     Args:
         program: the compiled step.
-        mesh: of attached devices, for which it was compiled.
-        placement: of its partitions.
-        folder: the run folder, whose order serves where an earlier attempt of this launch has the same program.
+        mesh: the mesh of attached devices for which the step was compiled.
+        placement: the placement of the step's partitions.
+        folder: the run folder. Its order is used if an earlier attempt of this launch wrote it for the same program.
 
     Returns:
-        None where this version does not know a form of HLO in it: then a hang is named without its collective.
+        The order. None if the HLO has a form that this version cannot read; a hang then gets no named collective.
     """
     processes = np.array([d.process_index for d in mesh.devices.flat])
     read_from = _digest(program, os.environ.get(LAUNCH_VARIABLE), processes.tolist(), placement)
@@ -81,17 +81,17 @@ def order_of_step(
 
 
 def _digest(program: Any, *facts: Any) -> str:
-    """A hash of a compiled step that is the same whether XLA made it or it was loaded, which orders its tables anew."""
+    """Hash a compiled step without its tables, whose order changes when the step is loaded from a compilation cache."""
     _, begin, text = program.as_text().partition("\n%")
     return hashlib.sha256((repr(facts) + begin + _FRAME.sub("", text)).encode()).hexdigest()
 
 
 def agree_on_order(order: StepOrder | None, folder: Path) -> None:
-    """Stops all processes of a job where their steps differ in a collective; the first leaves its own in the folder.
+    """Raise an error in all processes of a job if their steps differ in a collective. Process 0 writes its order.
 
     Args:
-        order: of this process's step.
-        folder: the run folder.
+        order: the order of this process's step.
+        folder: the run folder, into which process 0 writes its order.
 
     Raises:
         ConfigError: which processes have another program than process 0, and where the two part.
@@ -108,10 +108,10 @@ def agree_on_order(order: StepOrder | None, folder: Path) -> None:
 
 
 def refuse_difference(said: Sequence[Sequence[Any]]) -> None:
-    """Says which processes have another program than process 0.
+    """Raise an error that names the processes whose program differs from that of process 0.
 
     Args:
-        said: by process: of each collective its signature, and how it is told.
+        said: for each process, a (signature, text for messages) pair for each of its collectives.
 
     Raises:
         ConfigError: always.

@@ -1,8 +1,8 @@
-"""The line of each step: its numbers, how long it took, and where the host waited meanwhile.
+"""Write a record for each step: its numbers, its time, and the times for which the host waited.
 
-    TrainingStep -> read: waits for the devices -> numbers, clock -> write -> metrics.jsonl and sinks, progress, goodput
+    TrainingStep -> read: waits for the devices -> numbers, times -> write -> metrics.jsonl and sinks, progress, goodput
 
-A step is read while the next one runs, unless somebody asks for it before.
+The numbers of a step are read while the next step runs, unless a hook or a checkpoint needs them before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshkit.verbs.train.watch import Stragglers
 
 @dataclass
 class StepRecords:
-    """Writes down the steps of one attempt, in their order."""
+    """Write the records of one attempt's steps, in the order of the steps."""
 
     train: TrainTable
     folder: Path
@@ -43,23 +43,23 @@ class StepRecords:
     log: RunLog
     step_times_s: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
-    """The newest record; empty before the first."""
+    """The newest record; empty before the first one."""
     data_wait_s: float = 0.0
     """Seconds that the host has waited for batches since the last step was read."""
     _clock: float = 0.0
 
     def restart_clock(self) -> None:
-        """Leave the time until now out of the next step's."""
+        """Leave the time until now out of the next step's time."""
         self._clock = time.perf_counter()
 
     def read(self, arrays: Mapping[str, jax.Array]) -> list[dict[str, float]]:
-        """Waits for the metrics of a call, with which its time ends.
+        """Wait for the metrics of a call of the step, and read its clock.
 
         Args:
             arrays: scalars, or one number for each of the call's steps.
 
         Returns:
-            Of each step, the numbers and its equal share of the call's seconds.
+            For each step, its numbers and its share of the call's seconds, which is equal for all steps of the call.
         """
         per_call, phase = self.facts.steps_per_call, self.phases.phase
         if phase != "step":  # inside a hook
@@ -77,7 +77,7 @@ class StepRecords:
         return [waits | {name: value[i] for name, value in values.items()} for i in range(per_call)]
 
     def write(self, step: TrainingStep) -> None:
-        """Writes down each step of a call, once its metrics are there.
+        """Wait for the metrics of a call, and write the record of each of its steps.
 
         Raises:
             RunError: the loss or the norm of the gradients is not finite.
@@ -103,7 +103,7 @@ class StepRecords:
         self.restart_clock()
         self.goodput.made(step)
         norm = values.get("grad_norm", 0.0)
-        if not math.isfinite(loss) or not math.isfinite(norm):  # before a checkpoint of this state replaces a good one
+        if not math.isfinite(loss) or not math.isfinite(norm):  # found before a checkpoint replaces a good one
             raise RunError(
                 f"the loss is {loss} and the gradient norm {norm} at step {step}.",
                 at=str(self.folder),
@@ -112,9 +112,9 @@ class StepRecords:
 
 
 def speed_of(facts: StepFacts, devices: int, step_time_s: float) -> dict[str, float | None]:
-    """Return `tokens_per_s` (of a step without tokens `examples_per_s`) and `mfu` at a step time.
+    """Return `tokens_per_s` (`examples_per_s` for data without tokens) and `mfu`, model FLOPs utilization.
 
-    mfu is None without a known peak, as of virtual CPU devices.
+    `mfu` is None if the peak FLOP/s of the devices is not known, as for virtual CPU devices.
     """
     assert facts.examples is not None
     assert facts.model_flops is not None

@@ -1,20 +1,22 @@
-"""One attempt at a run, but for its loop: its experiment file, what it says of its steps, and the signals that end it.
+"""Handle the parts of one attempt outside its loop: experiment file, progress, metrics, captures, and signals.
 
     record of a step -> a progress bar | metrics.jsonl, TensorBoard, the user's function
-    capture -> profiler, in a thread of its own -> metrics of the captured steps -> the same
+    capture -> read in a thread of its own -> metrics of the captured steps -> metrics.jsonl, TensorBoard, ...
 
-A trace is read after the steps it is of: their lines are amended. It is this process's own trace, so the numbers are of
-its devices; `meshkit profile` reads those of all processes. Nothing that fails here reaches training.
+A trace is read after its steps have been recorded, so their lines in metrics.jsonl are amended. It is the trace of this
+process, so the numbers are those of its devices; `meshkit profile` reads the traces of all processes. A failure to read
+a trace or to write a metric does not stop training.
 
-SIGINT and SIGTERM are honoured at once before the first step, and between two steps from then on:
+Before the first step, SIGINT and SIGTERM end the process at once. After that, they end the run between two steps:
 
     SIGTERM in start, compile, restore -> exit 75 now: nothing has been made since the last checkpoint
     SIGTERM in the training loop       -> all processes stop after the same step, save, exit 75
 
-Of several processes all must stop after the same step, whichever of them got the signal: one that goes on waits for
-the others in a collective for ever. jax's preemption service brings them to agree (`reached_preemption_sync_point`). It
-takes SIGTERM as its notice, so from the first step on this process leaves that signal to it, and turns SIGINT into one.
-Before that the service is off: its notice would wait until a compilation of minutes is over.
+All processes of a job must stop after the same step, whichever of them gets the signal: a process that goes on would
+wait for the others in a collective forever. They agree on the step by jax's preemption service
+(`reached_preemption_sync_point`). The service takes SIGTERM as its notice. So it handles this signal from the first
+step on, and SIGINT is turned into SIGTERM. Before the first step the service is off, because it would act on a notice
+only after compilation, which may take minutes.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from meshkit.verbs.profile.profiler import measure_run
 
 _SERVICE = "jax_enable_preemption_service"
 _EXPERIMENT_FILE = "experiment.toml"
-# What a run cannot change on the way: its arrays, its objective, and the order of its data.
+# Keys that must not change during a run: they define its arrays, its objective, and the order of its data.
 _FIXED = (
     "model.",
     "data.",
@@ -64,16 +66,16 @@ _FIXED = (
     "local_sgd.",
     "compression.",
 )
-# A run that ends waits this long for what is still being measured and handed on.
+# Seconds that a run waits at its end for the measurement of a capture, and for its sinks.
 MEASURE_S, _SINKS_S = 30.0, 5.0
 _LINES_WITHOUT_TERMINAL = 10
 
 
 def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
-    """Return the differences from the run's own experiment file, one sentence a key; none for a new run.
+    """Return the differences from the experiment file in the run folder, one sentence per key; none for a new run.
 
     Args:
-        experiment: as it is to run now.
+        experiment: the experiment of this attempt.
         folder: the run folder.
 
     Raises:
@@ -103,11 +105,11 @@ def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
 
 
 def _changed_rates(experiment: Experiment, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which learning rates are others now that the run has another length; none of a schedule without an end.
+    """Describe how a new number of steps changes the learning rates; [] if the schedule does not depend on it.
 
     Args:
-        experiment: as it is to run now.
-        records: of the steps that were made.
+        experiment: the experiment of this attempt.
+        records: the records of the steps that were made.
     """
     optimizer, steps = experiment.optimizer, experiment.train.steps
     last = records[-1] if records else {}
@@ -125,7 +127,7 @@ def _changed_rates(experiment: Experiment, records: Sequence[Mapping[str, Any]])
 
 
 def write_experiment_file(experiment: Experiment, folder: Path) -> None:
-    """Writes the resolved experiment into the run folder, as a whole or not at all."""
+    """Write the resolved experiment into the run folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
         partial = folder / f"{_EXPERIMENT_FILE}.tmp"
@@ -134,7 +136,7 @@ def write_experiment_file(experiment: Experiment, folder: Path) -> None:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"train": {"seed": 0}}` as `{"train.seed": 0}`."""
+    """Return `{"train": {"seed": 0}}` as `{"train.seed": 0}`."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -142,11 +144,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class StepProgress:
-    """A progress bar; where the console is no terminal, some ten plain lines in its place.
+    """A progress bar, or about ten plain lines if the console is not a terminal.
 
     Args:
-        console: where to print.
-        steps: of the whole run.
+        console: the console to print to.
+        steps: the number of steps of the whole run.
         enabled: False prints nothing.
     """
 
@@ -162,7 +164,7 @@ class StepProgress:
         bar = enabled and console.is_terminal
         self._bar = Progress(*columns, console=console) if bar else None
         self._task = self._bar.add_task("train", total=steps, numbers="compiled") if self._bar else None
-        self._told: int | None = None  # the captured step of which a line was printed last
+        self._told: int | None = None  # the last captured step for which a line was printed
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -174,20 +176,21 @@ class StepProgress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         if self._enabled:
             self._console.print(text, highlight=False, markup=False)  # a path or a message may hold brackets
 
     def start(self, step: int) -> None:
-        """Puts the bar at the step that the run resumes from."""
+        """Set the bar to the step from which the run resumes."""
         if self._bar and self._task is not None:
             self._bar.reset(self._task, total=self._steps, completed=step, numbers="first step")
 
     def tell_capture(self, record: Mapping[str, Any]) -> None:
-        """Prints what a step's record says of the last captured step, once for each of these.
+        """Print a line on the last captured step, once for each captured step.
 
         Args:
-            record: with `captured_step`, `exposed_share` and perhaps `late_device` and `late_share` once one was read.
+            record: a step's record. After a capture was read it has `captured_step`, `exposed_share` and, if a device
+                is late, `late_device` and `late_share`.
         """
         step = record.get("captured_step")
         if step is None or step == self._told:
@@ -198,16 +201,16 @@ class StepProgress:
         )
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Shows a step's record as metrics.jsonl has it.
+        """Show a step's record.
 
         Args:
-            record: `step`, `loss`, `tokens_per_s` or `examples_per_s`, and where they are known `mfu` (a share) and
-                `evaluation_loss`.
+            record: `step`, `loss`, `tokens_per_s` or `examples_per_s`, and if they are known `mfu` (a share) and
+                `evaluation_loss`, as in metrics.jsonl.
         """
         step, mfu = record["step"], record.get("mfu")
         what = "tokens" if "tokens_per_s" in record else "examples"
         numbers = f"loss {record['loss']:.4f}  {format_count(record[f'{what}_per_s'])}{what}/s"
-        numbers += f"  MFU {format_percent(mfu)}" if mfu is not None else ""  # None where no peak is known
+        numbers += f"  MFU {format_percent(mfu)}" if mfu is not None else ""  # None if the peak is not known
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
         elif step == 1 or step == self._steps or step % max(1, self._steps // _LINES_WITHOUT_TERMINAL) == 0:
@@ -217,10 +220,10 @@ class StepProgress:
 
 
 class RunLog(MetricsLog):
-    """The metrics of a run: of several processes the first keeps them, in the others nothing happens.
+    """The metrics of a run. Process 0 writes them; in other processes the methods do nothing.
 
     Args:
-        sinks: what `train.metrics` and `train.tensorboard` ask for.
+        sinks: the code for the sinks of `train.metrics` and `train.tensorboard`.
         folder: the run folder.
         resumed_step: the last step whose line is kept.
         say: prints one line.
@@ -238,7 +241,7 @@ class RunLog(MetricsLog):
         super().__init__(folder / "metrics.jsonl" if self._first else None, resumed_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds one step. A disk that is full, or gone, is a warning: the checkpoints say whether training can go on."""
+        """Write one step. A full or missing disk causes only a warning, because it may not affect the checkpoints."""
         try:
             super().write(record)
         except OSError as error:
@@ -247,15 +250,15 @@ class RunLog(MetricsLog):
             self._sinks.put(record)
 
     def measure_capture(self) -> None:
-        """Measures the capture that has just ended, in a thread; returns at once."""
+        """Start a thread that measures the capture which has just ended; return at once."""
         if self._first:
             self.measuring = threading.Thread(target=self._measure, name="meshkit-capture", daemon=True)
             self.measuring.start()
 
     def close(self) -> None:
-        """Waits for what is on its way, but not for long, and flushes to disk.
+        """Wait a limited time for a running measurement and for the sinks, and flush the file to disk.
 
-        After a failure of one of several processes it does not wait: the others wait for that one to be gone.
+        In a failed process of a job with several processes this does not wait, because the others wait for its end.
         """
         hurries = jax.process_count() > 1 and _is_a_failure(sys.exception())
         if self.measuring:
@@ -286,15 +289,15 @@ class RunLog(MetricsLog):
 
 
 def _is_a_failure(error: BaseException | None) -> bool:
-    """Return whether an exception is more than a signal that the run has honoured (KeyboardInterrupt, Preempted)."""
+    """Return whether an exception is a failure, not the end after a signal (KeyboardInterrupt, Preempted)."""
     return isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED
 
 
 def metrics_of(report: Report) -> dict[int, dict[str, float]]:
-    """Step -> its measured metrics: `exposed_s`, `overlapped_share` of communication, and what a GPU sent by link.
+    """Return {step: metrics}: `exposed_s`, `overlapped_share` of communication, and the bytes that a GPU sent by link.
 
     Args:
-        report: measured. Seconds and shares are of each captured step; bytes are the mean of a step, the same for all.
+        report: a measured report. Seconds and shares are of the captured step itself; bytes are the mean of all steps.
     """
     sent = {
         f"bytes_{link}": float(sum(getattr(row, f"wire_bytes_{link}") or 0 for row in report.communication))
@@ -308,16 +311,16 @@ def metrics_of(report: Report) -> dict[int, dict[str, float]]:
 
 
 class Preempted(RunError):
-    """The run got SIGTERM and has saved what there was to save; the same command resumes it."""
+    """Raised after SIGTERM, when everything is saved. The same command resumes the run."""
 
     exit_code = PREEMPTED
 
 
 class StopRequest:
-    """A context around a run. Until `arm`, a signal ends it; after that the first one only sets a flag.
+    """Handle SIGINT and SIGTERM during a run. A context manager. Before `arm` a signal ends the process.
 
-    A second SIGINT interrupts at once. Outside of the main thread, where Python allows no handlers, it never asks to
-    stop.
+    After `arm` the first signal only sets a flag, and a second SIGINT interrupts at once. Outside the main thread this
+    handles no signals, because Python allows no signal handlers there.
     """
 
     def __init__(self):
@@ -331,28 +334,28 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal was received."""
         return self._signal is not None
 
     def arm(self) -> None:
-        """The training loop begins: from now on there is something to save. All processes call it."""
+        """Handle signals between steps from now on, because there is a state to save. All processes must call this."""
         self._several = jax.process_count() > 1
         self._armed = True
         self._stop_waking()
         if self._several:
             _start_preemption_service()
-            if self.requested:  # in the moment before
+            if self.requested:  # a signal came just before the service started
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def agreed(self, first: int, last: int) -> bool:
-        """Return whether the job stops after this call of the step: the same answer on all processes.
+        """Return whether the job stops after this call of the step. The answer is the same on all processes.
 
         Args:
-            first, last: the training steps of the call. All processes ask about every call, in order.
+            first, last: the training steps of the call. All processes must ask about every call, in order.
         """
         if not self._several:
             return self.requested
-        # Every number is asked about, since the agreed one may be any of them.
+        # Ask about every step of the call, since the processes may have agreed on any of them.
         reached = [multihost_utils.reached_preemption_sync_point(step) for step in range(first, last + 1)]
         if any(reached) and self._signal is None:
             self._signal = signal.SIGTERM
@@ -360,7 +363,7 @@ class StopRequest:
 
     @property
     def preempted(self) -> bool:
-        """Whether it was SIGTERM."""
+        """Whether the received signal was SIGTERM."""
         return self._signal == signal.SIGTERM
 
     def __enter__(self) -> Self:
@@ -375,7 +378,7 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._stop_waking()
         for number, handler in self._before.items():
-            if number == signal.SIGINT or not (self._several and self._armed):  # jax's handler stays
+            if number == signal.SIGINT or not (self._several and self._armed):  # else jax's handler stays
                 signal.signal(number, handler)
         if self._several:
             jax.config.update(_SERVICE, True)
@@ -394,7 +397,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _start_waking(self) -> None:
-        """Signals reach a thread at once; the main one takes them in only when XLA has compiled."""
+        """Start a thread that gets signals at once. Handlers run in the main thread, which may be compiling in XLA."""
         self._wakes = reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -403,11 +406,11 @@ class StopRequest:
     def _stop_waking(self) -> None:
         if self._wakes is not None:
             signal.set_wakeup_fd(-1)
-            self._wakes[1].close()  # which ends the thread
+            self._wakes[1].close()  # ends the thread
             self._wakes = None
 
     def _leave_at_once(self, reader: socket.socket) -> None:
-        """Ends this process when a signal comes before the first step. Python's own way out waits for the others."""
+        """End this process if a signal comes before the first step; Python's normal exit would wait for the others."""
         with reader:
             while data := reader.recv(64):
                 number = next((n for n in data if n in (signal.SIGINT, signal.SIGTERM)), None)
@@ -421,7 +424,7 @@ class StopRequest:
 
 
 def _start_preemption_service() -> None:
-    """Start jax's preemption service as `jax.distributed.initialize` does, unless it runs or is off."""
+    """Enable jax's preemption service, and start it as `jax.distributed.initialize` does, unless it runs already."""
     jax.config.update(_SERVICE, True)
     if jax_runtime().preemption_sync_manager is None:
         jax_runtime().initialize_preemption_sync_manager()

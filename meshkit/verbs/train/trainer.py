@@ -1,9 +1,9 @@
-"""`meshkit train`: runs the step of an experiment on attached devices, into a run folder.
+"""`meshkit train`: run the step of an experiment on attached devices, and write a run folder.
 
-    experiment -> mesh -> compiled step -> [ batch -> step -> hooks, line, checkpoint ] -> TrainResult
+    experiment -> mesh -> compiled step -> loop [ batch -> step -> hooks, metrics, checkpoint ] -> TrainResult
 
-The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints/` and `trace/`. The same one resumes.
-One job at a time writes it: `runs/owner.py`.
+The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints/` and `trace/`. A run with the same
+folder resumes from it. Only one job at a time can write it (`runs/owner.py`).
 """
 
 from __future__ import annotations
@@ -76,31 +76,31 @@ class TrainResult:
     folder: str
     """The run folder."""
     step: int
-    """Steps done, of all attempts."""
+    """The number of steps done by all attempts."""
     resumed_step: int
-    """Where this attempt began."""
+    """The step from which this attempt resumed; 0 for a new run."""
     loss: float | None
     """Loss of the last step, nats per token."""
     evaluation_loss: float | None
-    """The last one, on held-out data; None if never evaluated."""
+    """The last loss on held-out data; None if this attempt made no evaluation."""
     unigram_entropy_nats: float | None
-    """Entropy of the corpus; a model below it has learned more than frequencies."""
+    """Unigram entropy of the corpus; a model with a lower loss has learned more than frequencies."""
     step_time_s: float | None
-    """Median of this attempt's steps."""
+    """Median time of this attempt's steps."""
     tokens_per_s: float | None
-    """None of examples without tokens."""
+    """Tokens per second at `step_time_s`; None for examples without tokens."""
     mfu: float | None
-    """At that step time; mfu is None where no peak is known."""
+    """Model FLOPs utilization at `step_time_s`; None if the peak FLOP/s is not known."""
     compile_s: float
     wall_s: float
     """Seconds of this attempt."""
     compile_cached: bool | None = None
-    """Whether an earlier attempt had compiled the step; None where nothing is kept."""
+    """Whether the compiled step came from the compilation cache; None without a cache."""
     goodput: Goodput | None = None
-    """Where the wall time of all attempts went."""
+    """The wall time of all attempts by phase."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As `meshkit train --json` prints it."""
+        """Return the result as `meshkit train --json` prints it."""
         values = {name: finite(value) for name, value in asdict(self).items()}
         return {"schema": "meshkit.train/1", **values, "goodput": self.goodput.to_dict() if self.goodput else None}
 
@@ -113,13 +113,13 @@ def train(
     console: Console | None = None,
     show_progress: bool = True,
 ) -> TrainResult:
-    """Trains the experiment in the folder `out`; resumes what is there.
+    """Train the experiment in the folder `out`, and resume from the folder if it has a run.
 
     Args:
         experiment: loaded from a file.
         out: the run folder.
-        hooks: called between the steps, before those that `train.hooks` names; what they raise is passed on.
-        console: where progress goes; stderr by default.
+        hooks: called between the steps, before those that `train.hooks` names. Their exceptions are passed on.
+        console: the console for progress; stderr by default.
         show_progress: False prints nothing.
 
     Raises:
@@ -135,8 +135,8 @@ def train(
     memory = device_memory(experiment.cluster, experiment.train, experiment.file)
     with memory, Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
-        phases.enter("start", part="rendezvous")  # who has come to it, and who has left it, is seen by that
-        join_gang()  # of the processes that the environment names, if it names any
+        phases.enter("start", part="rendezvous")  # in a hang, shows which processes are here
+        join_gang()  # joins the job that the environment describes, if any
         phases.enter("start", part="devices")
         watch = around.enter_context(HangWatch(phases, folder, say_line))
         note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
@@ -161,7 +161,7 @@ def train(
         phases.begin_part("executable", ago_s=compiled.executable_s)
         compile_cached = cache.misses == missed if cache else None
         if jax.process_count() > 1:
-            phases.enter("compile", part="agreement")  # this process has compiled; who is late is seen by that
+            phases.enter("compile", part="agreement")  # in a hang, shows that this process has compiled
             watch.order = order_of_step(compiled.program, cast(jax.sharding.Mesh, mesh), experiment.placement, folder)
             agree_on_order(watch.order, folder)
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
@@ -172,12 +172,12 @@ def train(
     return dataclasses.replace(run.result(time.perf_counter() - started), compile_cached=compile_cached)
 
 
-_ownerships = itertools.count()  # made in the same order by every process
-_OWN_S = 3600.0  # process 0 waits for a predecessor, less long than this
+_ownerships = itertools.count()  # the same number in every process, since all call `_own` in the same order
+_OWN_S = 3600.0  # longer than process 0 may wait for an earlier owner
 
 
 def _own(folder: Path, say: Callable[[str], None]) -> RunOwner:
-    """Makes the job the one that writes the run folder; process 0 does, and all know."""
+    """Make the job the owner of the run folder: process 0 takes it, and all processes get the run's ID and token."""
     gang = read_gang()
 
     def take(_: Any) -> tuple[str, int]:
@@ -193,7 +193,7 @@ def _own(folder: Path, say: Callable[[str], None]) -> RunOwner:
 
 @dataclass
 class _Run:
-    """One attempt at a run: the loop, and what stands around it."""
+    """One attempt at a run: the loop, and the preparation and cleanup around it."""
 
     experiment: Experiment
     folder: Path
@@ -214,7 +214,7 @@ class _Run:
     snapshots: Snapshots | None = None
     resumed_step: int = 0
     checked_step: int = 0
-    """The last step after which replicas were compared."""
+    """The last step after which the replicas were compared."""
     evaluation_loss: float | None = None
     running: Mapping[str, jax.Array] = field(default_factory=dict)
 
@@ -223,7 +223,7 @@ class _Run:
         self.facts = self.program.facts.model_copy(update={"peak_flops_per_gpu": peak})
 
     def execute(self) -> None:
-        """Restores or initialises, then steps to the end or to a signal."""
+        """Restore or initialise the state, then train until the last step or a signal."""
         arrangement, say = self.program.arrangement, self.progress.say
         self.store = open_store(
             self.experiment, self.folder, owner=self.owner, arrangement=arrangement, data=self.data, say=say
@@ -245,18 +245,18 @@ class _Run:
                 self._loop(state)
                 if self.snapshots is not None:
                     self.snapshots.close()
-                self.store.wait()  # the last state is on disk, or the run has failed
+                self.store.wait()  # then the last state is on disk, or an error is raised
             finally:
                 self.phases.enter("end")
                 self.captures.close()
                 log.close()
         finally:
-            self.phases.enter("save")  # what is still being written keeps the process from ending
+            self.phases.enter("save")  # the process waits for checkpoints that are still being written
             self.store.close()
             self.phases.enter("end")
 
     def _restored(self) -> TrainState | None:
-        """Return the newest state there is: of a snapshot in memory, else of a checkpoint; None for a new run."""
+        """Return the newest state, from a snapshot in memory or else from a checkpoint; None for a new run."""
         if self.experiment.checkpoint.snapshot_every:
             self.snapshots = Snapshots(self.owner.run, self.folder / SNAPSHOTS, self.progress.say)
             newest = next(iter(self.store.steps()), 0)
@@ -267,7 +267,7 @@ class _Run:
         return self.store.restore_latest(self.program.abstract_state)
 
     def _open_records(self, log: RunLog) -> None:
-        """Makes what writes down and captures the steps."""
+        """Create the objects that record and capture the steps."""
         experiment, say = self.experiment, self.progress.say
         stragglers = Stragglers(experiment.train.straggler_every, say, slowest_clock_mhz, errors_of_this_process)
         self.records = StepRecords(
@@ -283,10 +283,10 @@ class _Run:
         self.captures = Captures(planned, live, self.records, self.phases)
 
     def _loop(self, state: TrainState) -> None:
-        """Steps from the first one that is not done to the last, or to a signal."""
+        """Make the remaining steps, until the last one, a signal, or a hook that stops the run."""
         train = self.experiment.train
         measuring = (Hook(self._evaluate, train.evaluate_every), *map(self._as_evaluation, self.own_hooks))
-        # A state that is corrupt is found before its checkpoint replaces a good one.
+        # The check comes first, so that a corrupt state is found before its checkpoint replaces a good one.
         guarding = (
             Hook(self._check_replicas, train.replica_check_every or 0),
             Hook(self._snapshot, self.experiment.checkpoint.snapshot_every),
@@ -304,12 +304,12 @@ class _Run:
                 number, train.steps, state, self.running, self.records.read, self.program.steps_per_call
             )
             captured, stops = self.captures.is_due(step), self.stop.agreed(step.first, step.number)
-            for hook in measuring:  # before the step's line is written, to which they add
+            for hook in measuring:  # they add numbers to the step's record, so they run before it is written
                 if hook.is_due(step):
                     hook.fn(step)
             due = [hook for hook in guarding if hook.is_due(step)]
-            # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
-            # devices do: two programs in flight would fight for the same cores.
+            # Metrics of a step are read while the next step runs, so that devices never wait for the host. On virtual
+            # CPU devices they are read at once, because two running programs would compete for the same cores.
             if due or captured or stops or step.numbers or step.is_last or self.experiment.cluster.is_cpu:
                 self.records.write(step)
                 unwritten = None
@@ -317,7 +317,7 @@ class _Run:
             self.captures.after(step)
             for hook in due:
                 hook.fn(step)
-            if due or captured:  # none of it is part of a step's time
+            if due or captured:  # hooks and captures are not part of a step's time
                 self.records.restart_clock()
             if stops:
                 self._leave(step)
@@ -325,7 +325,7 @@ class _Run:
                 return
 
     def _calls(self) -> Iterator[tuple[int, Mapping[str, jax.Array]]]:
-        """The last step of every call of the program, and its argument: a batch, or several stacked."""
+        """Yield, for every call of the program, its last step and its argument: a batch, or several stacked ones."""
         steps, per_call = self.experiment.train.steps, self.program.steps_per_call
         batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
         if isinstance(self.data.train, Stream) and self.resumed_step:
@@ -339,11 +339,11 @@ class _Run:
             batch = self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
             self.records.data_wait_s += time.perf_counter() - began
             if not all(cast(Any, value).is_ready() for value in self.running.values()):
-                self.phases.count_as("step")  # devices have had work all the while
+                self.phases.count_as("step")  # devices were busy all the time
             yield step, batch
 
     def _evaluate(self, step: TrainingStep) -> None:
-        """Mean loss over the first `evaluate_batches` held-out batches, always the same ones."""
+        """Compute the mean loss over the first `evaluate_batches` held-out batches, which are always the same."""
         step.wait()
         began = time.perf_counter()
         self.phases.enter("evaluate")
@@ -351,7 +351,7 @@ class _Run:
         count = self.experiment.train.evaluate_batches
         sums = []
         for batch in batches.iterate(0, count):
-            self.phases.enter("evaluate")  # each batch has the time of a step
+            self.phases.enter("evaluate")  # restarts the phase's time limit for each batch
             sums.append(self.program.evaluate(step.state, batch))
         loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
         self.evaluation_loss = loss_sum / weight
@@ -359,7 +359,7 @@ class _Run:
         step.added |= {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
 
     def _as_evaluation(self, hook: Hook) -> Hook:
-        """Return a hook of the user's; what it takes counts as evaluation, but for its waiting for the step."""
+        """Return a user's hook, whose time counts as `evaluate`, except for the time in which it waits for the step."""
 
         def call(step: TrainingStep) -> None:
             self.phases.enter("evaluate", step.number)
@@ -373,14 +373,14 @@ class _Run:
         return ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
 
     def _check_replicas(self, step: TrainingStep) -> None:
-        """Stops the run where replicas differ; the next attempt resumes from a checkpoint whose replicas were equal."""
+        """Raise an error if replicas differ. The next attempt resumes from a checkpoint whose replicas were equal."""
         if self.experiment.train.replica_check_every == 0 or step.number == self.checked_step:
             return
         self.phases.enter("check", step.number)
         try:
             self._replicas.check(step.state, step.number)
         except RunError:
-            if self.snapshots is not None:  # they were taken since the last check
+            if self.snapshots is not None:  # snapshots since the last check may be corrupt
                 self.snapshots.drop()
             raise
         self.checked_step = step.number
@@ -398,8 +398,8 @@ class _Run:
         self.store.save(step.state)
 
     def _leave(self, step: TrainingStep) -> None:
-        """Saves, and raises what the signal asks for."""
-        # Of several processes one may have been interrupted and the others terminated: a save takes all of them.
+        """Save a checkpoint if needed, and raise the exception for the received signal."""
+        # One process may have got SIGINT and the others SIGTERM. All must save, since a save needs all processes.
         if self.stop.preempted or self.experiment.checkpoint.every or jax.process_count() > 1:
             self._save(step)
             self.store.wait()
@@ -422,7 +422,7 @@ class _Run:
         self.progress.start(self.resumed_step)
 
     def result(self, wall_s: float) -> TrainResult:
-        """Return the TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
+        """Return the TrainResult of this attempt, which may have made no step because the run was done already."""
         recorded = read_metrics(self.folder / "metrics.jsonl")
         last = self.records.last or (recorded[-1] if recorded else {})
         times_s = self.records.step_times_s

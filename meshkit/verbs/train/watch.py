@@ -1,23 +1,24 @@
-"""Watch a job while it trains: which process keeps the others waiting, and whether replicas still agree.
+"""Watch a job while it trains: find the process that keeps the others waiting, and replicas that differ.
 
-    seconds of data and host of each step -> medians of a window -> process 0 compares -> one line, and the sinks
-    one captured step every so many -> read by a process beside it -> a table of some KB -> process 0 -> the same
+    data and host seconds of each step -> medians over a window of steps -> process 0 compares -> log line, metrics
+    every N-th step is captured -> a reader process makes a table of some KB -> process 0 compares -> log line, metrics
     state -> each GPU hashes its own shards -> min and max over the axes that do not cut an array -> equal or not
 
-Processes in lockstep all take equally long for a step, whoever is late: the others wait for it in a collective. So the
-step time says nothing. The late one is known by what it does itself, outside of the devices, longer than the others, by
-the clock of its GPU, or by a captured step. The exchange runs in a thread, and no step waits for it.
+All processes have the same step time, because the others wait for a late process in a collective. So the step time does
+not show which process is late. A late process spends more time than the others outside of the device program (in data
+loading or on its host), has a GPU with a lower clock, or is found in a captured step. The processes exchange their
+times in a thread, and no step waits for it.
 
-Copies of an array are kept equal by computing the same thing everywhere. Nothing notices when that fails: a GPU that
-corrupts silently, a rank that diverged. The hash of a shard of n elements, all in arithmetic modulo 2^32, is
+Replicas of an array are equal because every GPU computes the same values. No error is raised when they become unequal,
+by silent corruption in a GPU or a diverged rank. So they are hashed. The hash of a shard of n elements, modulo 2^32, is
 
     sum over i of mix(bits_i xor mix(i))
 
-`mix` is one-to-one, so a change within one element always changes the sum; the position in it tells swapped elements
-apart; the sum has no order, so every platform and every reduction gives the same. Two changed elements cancel with
-probability 2^-32. Each GPU reads its shards of the replicated arrays once (at memory bandwidth: 10 GB in 3 ms on an
-H100) and sends two all-reduces of 4 bytes an array. Which GPU differs is found by a second program, run only after a
-difference: an all-gather of 4 bytes an array and GPU.
+`mix` is one-to-one, so a change within one element always changes the sum. The index i makes swapped elements change
+it. A sum does not depend on the order, so every platform and every reduction gives the same hash. Two changed elements
+cancel with probability 2^-32. Each GPU reads its shards of the replicated arrays once (at memory bandwidth: 10 GB in
+3 ms on an H100), and takes part in two all-reduces of 4 bytes per array. Only after a difference a second program finds
+the GPU that differs, by an all-gather of 4 bytes per array and GPU.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from meshkit.trace.capture import CapturedStep, serialized_module, trace_devices
 from meshkit.trace.step_tracer import StepTracer
 from meshkit.units import format_percent, format_seconds
 
-LEAST_SHARE = 0.05  # share of the step that the others must lose, and of the clock that a GPU must lack
-_AGAIN = 1.5  # a straggler is named again where it costs so many times what it did
+LEAST_SHARE = 0.05  # a straggler costs the others more than this share of a step, or its clock is lower by this share
+_AGAIN = 1.5  # a straggler is named again if its share has grown by this factor
 _ANSWER_S, _CAPTURE_ANSWER_S = 60.0, 120.0
 _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the step"}
-# of captured steps
-_BUDGET_S = 1e-3  # of CPU a step
-_BUDGET = 0.01  # of the steps' time
-_OF_ALL = 1.5  # x an even share of all waiting, that one process must cause
-_LONGER = 0.03  # of compute, from which it is said
-# of replicas
+# For captured steps:
+_BUDGET_S = 1e-3  # seconds of CPU time per step
+_BUDGET = 0.01  # share of the steps' time
+_OF_ALL = 1.5  # a straggler causes at least this many times an even share of all waiting
+_LONGER = 0.03  # the message names longer compute from this share on
+# For replicas:
 _MOST_NAMED = 4
 _HOST_NAME_BYTES = 64
 
@@ -74,18 +75,18 @@ class LateProcess:
     process: int
     host: str
     share: float
-    """The share of each step that the others wait for it; 0 where only its clock is known."""
+    """The share of each step for which the others wait for this process; 0 if only its clock is known."""
     message: str
 
 
 class Stragglers:
-    """Compares the processes of a job every so many steps.
+    """Compare the processes of a job every `every` steps.
 
     Args:
-        every: steps; 0 never.
-        say: prints a line; process 0 uses it.
-        clock_mhz: of this process's slowest GPU; None where unknown.
-        errors: counters of this process's machine, see `error_counts`; growth is said.
+        every: steps between two comparisons; 0 for none.
+        say: prints a line; called in process 0.
+        clock_mhz: returns the clock of this process's slowest GPU; None if unknown.
+        errors: returns the error counters of this process's machine, see `error_counts`. Their growth is reported.
     """
 
     def __init__(
@@ -103,22 +104,22 @@ class Stragglers:
         self._named: dict[int, float] = {}  # process -> share when it was named
         self._news: dict[str, float] = {}
         self.captured: Mapping[str, float] = {}
-        """In process 0: the number of the last captured step that was read, and what the reading process says of it."""
-        self._noted = 0  # steps
-        self.cpu_s = 0.0  # of this process, for all that names stragglers
+        """In process 0: the number of the last captured step that was read, and its numbers from the reader process."""
+        self._noted = 0  # number of steps
+        self.cpu_s = 0.0  # CPU seconds of this process for finding stragglers
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what this thread takes of a CPU meanwhile."""
+        """Add the CPU time of this thread inside the block to `cpu_s`."""
         began = time.thread_time()
         yield
         self.cpu_s += time.thread_time() - began
 
     def note(self, step: Mapping[str, float]) -> None:
-        """Takes the seconds of one step, with the names of metrics.jsonl; the window's last starts a comparison.
+        """Record the seconds of one step. The last step of a window starts a comparison.
 
         Args:
-            step: with `data_wait_s`, `host_s` and `step_time_s` at least.
+            step: the step's record in metrics.jsonl, with at least `data_wait_s`, `host_s` and `step_time_s`.
         """
         self._noted += 1
         if not self._every:
@@ -134,16 +135,16 @@ class Stragglers:
         self._thread.start()
 
     def news(self) -> dict[str, float]:
-        """Return the additions to the record of the next step, once after a comparison.
+        """Return numbers for the record of the next step: once after each comparison, otherwise {}.
 
-        `straggler` (its process) and `straggler_share` if there is one; `straggler_cpu_s`, what naming them takes: CPU
-        seconds a step, since the run began, of the process where it is most.
+        If there is a straggler, `straggler` is its process and `straggler_share` its share. `straggler_cpu_s` is the
+        cost of finding stragglers: CPU seconds per step since the run began, in the process with the largest cost.
         """
         news, self._news = self._news, {}
         return news
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the comparison that runs, if one does."""
+        """Wait for a running comparison, if there is one."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -156,15 +157,16 @@ class Stragglers:
                 self._say(f"warning: {line}")
             self.tell(judge(every), max(s["cpu_s"] for s in every))
 
-        with self.counted(), contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
+        with self.counted(), contextlib.suppress(MeshkitError):  # training goes on, and so does the next comparison
             self.line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
 
     def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
-        """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does.
+        """Report the late processes and the cost of finding them. Called in process 0.
 
         Args:
-            found: of one comparison; one that was named before is named again where it costs 1.5 times as much.
-            cpu_s: CPU seconds since the run began, of the process where they are most.
+            found: the late processes of one comparison, the worst first. A process that was reported before is reported
+                again only if its share has grown to 1.5 times the reported one.
+            cpu_s: CPU seconds since the run began, in the process with the largest cost.
         """
         for late in found:
             if late.share >= _AGAIN * self._named.get(late.process, 0.0):
@@ -179,7 +181,7 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
     """Return the processes that the others wait for, the worst first.
 
     Args:
-        said: by process: medians of a window (`data_wait_s`, `host_s`, `step_time_s`), `host`, `clock_mhz`.
+        said: for each process, the medians of a window (`data_wait_s`, `host_s`, `step_time_s`), `host`, `clock_mhz`.
     """
     step_s = statistics.median(s["step_time_s"] for s in said)
     usual = {part: statistics.median(s[part] for s in said) for part in _PARTS}
@@ -200,11 +202,11 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
 
 
 def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
-    """Return a clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown.
+    """Return a clause on the clock of a process's GPU if it is more than 5 % below the median, else "".
 
     Args:
-        said: by process, with `clock_mhz`; None in any of them is unknown.
-        process: whose GPU is held against the median; slower is by more than 5 %.
+        said: for each process, a dict with `clock_mhz`. If it is None for any process, the result is "".
+        process: the process whose GPU is compared with the median.
     """
     clocks = [s["clock_mhz"] for s in said if s["clock_mhz"]]
     usual_mhz, mhz = statistics.median(clocks or [0.0]), said[process]["clock_mhz"]
@@ -214,7 +216,7 @@ def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
 
 
 def slowest_clock_mhz() -> float | None:
-    """Return the present clock of the slowest GPU of this process, in MHz, or None where no driver tells it."""
+    """Return the present clock of the slowest GPU of this process, in MHz, or None if no driver reports it."""
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in _gpus_of_this_process()]
         return min((float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM)) for h in handles), default=None)
@@ -223,14 +225,14 @@ def slowest_clock_mhz() -> float | None:
 
 
 def errors_of_this_process() -> dict[str, int]:
-    """Return the error counters of this process's GPUs and of its machine's links, see `error_counts`."""
+    """Return the error counters of this process's GPUs and of its machine's links; see `error_counts`."""
     return error_counts(LiveProbe(), _gpus_of_this_process())
 
 
 def _gpus_of_this_process() -> list[int]:
-    """Return the NVML indices of the GPUs that this process drives; none where there is no driver."""
+    """Return the NVML indices of the GPUs that this process drives; [] if there is no driver."""
     try:
-        pynvml.nvmlInit()  # for the rest of the process: the next window asks again
+        pynvml.nvmlInit()  # stays initialized for the next windows
         order = visible_gpus(LiveProbe(), pynvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         return [order[d.local_hardware_id] for d in jax.local_devices()]
     except (pynvml.NVMLError, MeshkitError, LookupError, AttributeError, TypeError, ValueError):
@@ -238,20 +240,21 @@ def _gpus_of_this_process() -> list[int]:
 
 
 class StepCaptures:
-    """Captures a step of a training every so many; it is read while training goes on.
+    """Capture a step of a training every `every` steps, and read the capture while training goes on.
 
-    A process beside this one, at low priority, reads each. A step waits for nothing but the start and the end of its
-    trace. What these add to a step, and what all of it takes of CPUs, is counted; captures become rarer until that is
-    at most 1 % of the steps' time and a millisecond a step, on the process where it is most. Process 0 says which is
-    next, so far ahead that all hear of it before; who is not heard from ends the captures of all.
+    A separate process at low priority reads each capture. Training only waits for the start and the end of a trace. The
+    cost is measured: the time that captures add, and the CPU time of everything. Captures become rarer until the added
+    time is at most 1 % of the steps' time, and the CPU time at most a millisecond per step, on the process with the
+    largest cost. Process 0 chooses the next step to capture, far enough ahead that all processes know it in time. If a
+    process does not answer, all processes stop capturing.
 
     Args:
-        every: steps, at least; 0 never.
-        step: what runs.
-        stragglers: which says who is late, and counts.
+        every: the smallest number of steps between two captures; 0 for none.
+        step: the step of the training.
+        stragglers: reports late processes, and counts CPU time.
         say: prints a line.
-        first_step: of this attempt.
-        budget_s: CPU seconds a step.
+        first_step: the first step of this attempt.
+        budget_s: CPU seconds per step.
         budget: share of the steps' time that captures may add.
     """
 
@@ -269,11 +272,11 @@ class StepCaptures:
         self.line = Agreement("captures")
         self._every = every
         self._now = first_step - 1  # the last step that began
-        self._next = _multiple_after(self._now, every) if every else 0  # to be captured, by all processes
+        self._next = _multiple_after(self._now, every) if every else 0  # the next step that all processes capture
         self._step, self._stragglers, self._say = step, stragglers, say
         self._first_step, self._budget_s, self._budget = first_step, budget_s, budget
-        self._began = self._took_s = 0.0  # of the captured call, with the profiler's start and end
-        self._lost_s = self._each_s = 0.0  # what captures added so far; a training step
+        self._began = self._took_s = 0.0  # start and seconds of the captured call, including those of the profiler
+        self._lost_s = self._each_s = 0.0  # seconds that captures have added so far; seconds of a training step
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
         self._tracer = StepTracer("meshkit.trace.live")
@@ -285,26 +288,26 @@ class StepCaptures:
         return self._tracer.tracing
 
     def is_due(self, first: int, last: int) -> bool:
-        """Return whether the call of the step that makes these training steps is captured, by all processes."""
+        """Return whether all processes capture the call that makes the training steps `first` to `last`."""
         self._now = last
         return first <= self._next <= last
 
     def start(self, pending: Any) -> None:
-        """Starts the trace once `pending` arrays are ready, which nothing of the step before is to be in."""
+        """Wait for the arrays in `pending`, so that the trace holds nothing of the step before, and start the trace."""
         jax.block_until_ready(pending)
         self._began = time.perf_counter()
         with self._stragglers.counted():
             try:
                 self._introduced &= not self._tracer.start()
-            except Exception as error:  # somebody else's profiler, or no right to one
+            except Exception as error:  # another profiler runs, or there is no permission
                 self._warn(f"no step can be captured: {describe_error(error)}")
 
     def stop(self, step: int, pending: Any) -> None:
-        """Stops the trace once `pending` arrays are ready; it is read behind the back of the steps that follow.
+        """Wait for the arrays in `pending`, and stop the trace. It is read while the next steps run.
 
         Args:
             step: the last training step of the captured call; the same on all processes.
-            pending: its outputs, a tree of arrays.
+            pending: the outputs of the call, a tree of arrays.
         """
         jax.block_until_ready(pending)
         problem = None
@@ -318,17 +321,17 @@ class StepCaptures:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the exchange that runs, if one does."""
+        """Wait for a running exchange, if there is one."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def close(self) -> None:
-        """Ends the process that reads, and removes what was captured."""
-        self._warned = True  # what is being read is lost, which is no news
+        """End the reader process, and remove the captures."""
+        self._warned = True  # no warning that a capture which is being read is lost
         self._tracer.close()
 
     def exchange(self, step: int, problem: str | None) -> None:
-        """Reads the trace of a step, and hears from process 0 when the next one is captured."""
+        """Read the trace of a step, send the result to process 0, and receive the next step to capture."""
         said: dict[str, Any] = {"host": socket.gethostname(), "clock_mhz": self._stragglers.clock_mhz(), "step": step}
         with self._stragglers.counted():
             try:
@@ -339,7 +342,7 @@ class StepCaptures:
                 said |= self.ask_reader({"trace": str(self._tracer.traces)})
                 said["lost_s"] = max(0.0, self._took_s - said["step_s"])
                 said["each_s"] = said["step_s"] / self._step.facts.steps_per_call
-            except Exception as error:  # of a process, or a disk: the others hear of it
+            except Exception as error:  # of the reader process or a disk; sent to the other processes
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
             self._tracer.forget()
         said["cpu_s"] = self._stragglers.cpu_s
@@ -351,7 +354,7 @@ class StepCaptures:
                 self._warn(f"no more steps are captured: {why}")
 
     def decide(self, said: list[Mapping[str, Any]]) -> int:
-        """Says who is late, and which step is captured next: the same for all processes."""
+        """Report a late process, and return the step that all processes capture next. Called in process 0."""
         step, cpu_s, every = said[0]["step"], max(s["cpu_s"] for s in said), self._every
         bad = {process: s["error"] for process, s in enumerate(said) if "error" in s}
         try:
@@ -365,19 +368,19 @@ class StepCaptures:
         for process, why in list(bad.items())[:1]:
             self._warn(f"the captured step {step} of process {process} cannot be read: {why}")
         self._captures += 1
-        more = 1 + 1 / self._captures  # with a capture that takes what the others took
+        more = 1 + 1 / self._captures  # includes the next capture, at the mean cost of the others
         each_s = max(s.get("each_s", 0.0) for s in said)
         if each_s > 0:
             self._each_s, self._lost_s = each_s, self._lost_s + max(s.get("lost_s", 0.0) for s in said)
         now = max(step, self._now)
-        heard = now + (now - step) + 1  # by all: the answer takes no longer than all the rest has
+        heard = now + (now - step) + 1  # all know by then: the answer takes no longer than the reading has taken
         steps = max(cpu_s * more / self._budget_s, self._lost_s * more / (self._budget * (self._each_s or 1.0)))
         while steps > _multiple_after(heard, every) - self._first_step + 1:
             every *= 2
         return _multiple_after(heard, every)
 
     def _late(self, said: Sequence[Mapping[str, Any]], worst: Mapping[str, Any] | None) -> LateProcess | None:
-        """Return the process that most waiting is for, if it was in the capture before too."""
+        """Return the process that causes most of the waiting, if it was the same one in the previous capture."""
         if worst is None or worst["share"] < LEAST_SHARE or worst["of_all"] < min(0.75, _OF_ALL / len(said)):
             self._suspect = -1
             return None
@@ -394,7 +397,7 @@ class StepCaptures:
         return LateProcess(process, host, worst["share"], message + (f", {clock}" if clock else ""))
 
     def ask_reader(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer of the process that reads.
+        """Return the answer of the reader process to a request.
 
         Raises:
             TraceError: what it could not do, or that it is gone.
@@ -406,7 +409,7 @@ class StepCaptures:
             self._stragglers.cpu_s += self._tracer.cpu_s - before_s
 
     def _introduce(self, program: Path) -> None:
-        """Tells the process that reads what it will read traces of; the program in a file."""
+        """Send the reader process the facts about the program and the mesh; `program` is the file for the program."""
         mesh = self._step.mesh
         program.write_bytes(serialized_module(self._step.program))
         self.ask_reader(
@@ -432,30 +435,30 @@ def _multiple_after(step: int, n: int) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies of one part of an array that are not all alike."""
+    """One part of an array whose copies differ."""
 
     path: str
     """Path of the array in the state."""
     devices: tuple[Any, ...]
-    """Those that differ from the majority; all of them where there is none."""
+    """The devices that differ from the majority; without a majority, all devices that hold this part."""
     copies: int
-    """How many devices hold this part."""
+    """The number of devices that hold this part."""
     majority: bool
     """Whether more than half of the copies agree."""
 
 
 class ReplicaCheck:
-    """Compares the replicas of every array of a state.
+    """Compare the replicas of every array of a state.
 
     Args:
-        mesh: attached devices.
-        state: tree of arrays, or ShapeDtypeStructs with NamedShardings on that mesh.
+        mesh: a mesh of attached devices.
+        state: tree of arrays, or of ShapeDtypeStructs, with NamedShardings on that mesh.
     """
 
     paths: list[str]
-    """Arrays that have replicas, in tree order; the others have one copy of each part only."""
+    """Paths of the arrays that have replicas, in tree order. All other arrays have only one copy of each part."""
     share: float
-    """Of the bytes of the state, those of arrays that have replicas: what the check sees."""
+    """The share of the state's bytes in arrays that have replicas, which this check can compare."""
 
     def __init__(self, mesh: jax.sharding.Mesh, state: Any):
         self._mesh = mesh
@@ -471,11 +474,11 @@ class ReplicaCheck:
         self._gather = jax.jit(self._over_mesh(self._all_hashes))
 
     def check(self, state: Any, step: int) -> None:
-        """Stops a run whose replicas differ. Every process must call it.
+        """Raise an error if replicas differ. Every process must call this.
 
         Args:
-            state: of the shapes and shardings that the check was made for, in device memory or pinned on the host.
-            step: after which it is the state.
+            state: has the shapes and shardings of the `state` of `__init__`, in device memory or pinned host memory.
+            step: the number of the step that made this state.
 
         Raises:
             RunError: names the arrays, and the GPUs and hosts that differ from the others.
@@ -495,7 +498,7 @@ class ReplicaCheck:
     def differences(self, state: Any) -> list[Difference]:
         """Return the parts of arrays whose copies differ, in tree order.
 
-        Every process must call it: the hashes are compared by a program over the whole mesh.
+        Every process must call this, because a program over the whole mesh compares the hashes.
 
         Args:
             state: see `check`.
@@ -511,7 +514,7 @@ class ReplicaCheck:
         return [d for i in np.flatnonzero(differ) for d in self._outliers(int(i), hashes[..., i])]
 
     def _over_mesh(self, local: Any) -> Any:
-        """`local`, called by each GPU with its own shards; its result is the same on all."""
+        """Return a function in which each GPU calls `local` with its own shards; `local` gives all the same result."""
         specs = tuple(sharding.spec for sharding in self._shardings)
         mapped = jax.shard_map(local, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
 
@@ -521,7 +524,7 @@ class ReplicaCheck:
         return run
 
     def _compare(self, *shards: jax.Array) -> jax.Array:
-        """bool [arrays]: some part of the array has copies that differ."""
+        """Return bool [arrays]: whether any part of the array has copies that differ."""
         groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for index, axes in enumerate(self._axes):
             groups[axes].append(index)
@@ -530,14 +533,14 @@ class ReplicaCheck:
             hashes = jnp.stack([hash_bits(shards[i]) for i in members])
             unequal = lax.pmin(hashes, axes) != lax.pmax(hashes, axes)
             differ = differ.at[jnp.asarray(members)].set(unequal.astype(jnp.int32))
-        return lax.pmax(differ, self._mesh.axis_names) > 0  # every process must come to the same end
+        return lax.pmax(differ, self._mesh.axis_names) > 0  # so that every process gets the same result
 
     def _all_hashes(self, *shards: jax.Array) -> jax.Array:
-        """uint32 [devices in mesh order, arrays]."""
+        """Return the hashes, uint32 [devices in mesh order, arrays]."""
         return lax.all_gather(jnp.stack([hash_bits(x) for x in shards]), self._mesh.axis_names)
 
     def _outliers(self, index: int, hashes: np.ndarray) -> list[Difference]:
-        """Compares hashes of one array, laid out as the mesh is, among the devices that hold the same part."""
+        """Compare the hashes of one array, in the shape of the mesh, among the devices that hold the same part."""
         replicas = [self._mesh.axis_names.index(a) for a in self._axes[index]]
         last = range(-len(replicas), 0)
         copies = int(np.prod([hashes.shape[a] for a in replicas]))
@@ -554,10 +557,10 @@ class ReplicaCheck:
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
-    """uint32 scalar: the hash of an array's bits that this module's docstring defines.
+    """Return the hash of an array's bits that this module's docstring defines, a uint32 scalar.
 
     Args:
-        x: integers, floats, bools or PRNG keys, of any shape, which the hash does not see.
+        x: integers, floats, bools or PRNG keys, of any shape. The shape does not affect the hash.
     """
     words = _words(x).reshape(-1)
     return jnp.sum(_mix(words ^ _mix(lax.iota(jnp.uint32, words.size))), dtype=jnp.uint32)
@@ -571,7 +574,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32: one an element, or two where an element has 64 bits."""
+    """Return the bits of an array as uint32: one per element, or two per element of 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
@@ -583,26 +586,26 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _replica_axes(x: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Return the mesh axes that do not cut an array, of those with more than one device."""
+    """Return the mesh axes with more than one device over which an array is not sharded."""
     spec = x.sharding.spec
     cut = {a for axes in spec if axes is not None for a in (axes if isinstance(axes, tuple) else (axes,))}
     return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in cut)
 
 
 def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """x in device memory, wherever it is kept."""
+    """Return x in device memory, copied from the host if it is there."""
     return jax.device_put(x, sharding.with_memory_kind("device")) if sharding.memory_kind == "pinned_host" else x
 
 
 def _host_names() -> list[str]:
-    """Return the host of every process; a collective."""
+    """Return the host name of every process. This is a collective."""
     name = socket.gethostname().encode()[:_HOST_NAME_BYTES].ljust(_HOST_NAME_BYTES)
     rows = multihost_utils.process_allgather(np.frombuffer(name, np.uint8))
     return [bytes(row).decode(errors="replace").strip() for row in np.atleast_2d(rows)]
 
 
 def _describe(difference: Difference, hosts: Sequence[str]) -> str:
-    """`params/norm/scale on GPU 3 (process 0, host node7) against 7 others`."""
+    """Return, for example, `params/norm/scale on GPU 3 (process 0, host node7) against 7 others`."""
     devices = difference.devices
     where = ", ".join(f"GPU {d.id} (process {d.process_index}, host {hosts[d.process_index]})" for d in devices[:8])
     where += f" and {len(devices) - 8} more" if len(devices) > 8 else ""
