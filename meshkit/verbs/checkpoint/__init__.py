@@ -1,5 +1,5 @@
-"""`meshkit checkpoint`, and the checkpoints of a training: written, verified, restored, exported.
+"""`meshkit checkpoint`, and the checkpoints of a training: write, verify, restore and export them.
 
-Enters: a state on its shardings. Leaves: orbax's arrays with a manifest; the state again, on any mesh; weights.
+Enters: a state on its shardings. Leaves: orbax's arrays with a manifest; the state restored on any mesh; weights.
 May be imported by train.
 """

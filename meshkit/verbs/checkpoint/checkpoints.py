@@ -1,4 +1,4 @@
-"""checkpoint list, verify, export: what a run's checkpoints are, whether they are intact, their weights."""
+"""`meshkit checkpoint`: list a run's checkpoints, verify whether they are intact, and export their weights."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ class Saved:
     folder: Path
     size_bytes: int
     arrays: int | None
-    """The number of arrays; None where its manifest cannot be read."""
+    """The number of arrays; None if the manifest cannot be read."""
     corruption: str | None
+    """How the files differ from the manifest; None if they do not, or if `unreadable`."""
     unreadable: dict[str, Any] | None
-    """Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents."""
+    """The result of `describe_failure` if the files cannot be read; whether they are intact is then unknown."""
     set_aside: bool
-    """Whether a run has found it corrupt and passed it over."""
+    """Whether a run has found the checkpoint corrupt and has renamed it."""
 
 
 def find(run: Path, *, contents: bool = False) -> list[Saved]:
     """Return the checkpoints of a run folder, oldest first.
 
-    `contents` reads every file and compares it with its sha256, not only names and sizes.
+    With `contents` every file is read and its sha256 is compared, too. Without it only names and sizes are compared.
 
     Raises:
         ConfigError: there is no such folder, or none in it; or it may not be read.
@@ -81,14 +82,15 @@ def export(
     """Write the parameters of a checkpoint as a folder of safetensors, in the layout of the model's `hf_layout()`.
 
     Args:
-        out: must not exist yet, or be empty.
-        experiment: names the model, whose code runs.
-        step: of the checkpoint; the newest by default.
+        run: the run folder.
+        out: the folder to write, which must not exist or must be empty.
+        experiment: names the model. The model's code is run.
+        step: the step of the checkpoint; the newest by default.
         dtype: `fp32` or `bf16`.
-        max_shard_bytes: of one file.
+        max_shard_bytes: the largest size of one file.
 
     Returns:
-        The step.
+        The step of the checkpoint.
 
     Raises:
         ConfigError: no such checkpoint, or a model without `hf_layout()`; or its files may not be read.
@@ -131,7 +133,7 @@ def _look(path: Path, *, contents: bool, chain: bool = False) -> tuple[str | Non
 
 
 def _read_params(folder: Path) -> Any:
-    """Return the parameters of a saved state as numpy arrays, nested as the model has them; nothing else is read."""
+    """Return the parameters of a saved state as numpy arrays, nested as in the model. Reads nothing but parameters."""
     handler, at = ocp.PyTreeCheckpointHandler(), epath.Path(folder)
     metadata = handler.metadata(at)
     tree = getattr(metadata, "tree", metadata)["params"]

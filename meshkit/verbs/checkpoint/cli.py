@@ -25,7 +25,7 @@ StepOption = Annotated[int | None, typer.Option("--step", metavar="N", min=0, he
 
 @checkpoint_app.command("list", epilog="Example: meshkit checkpoint list runs/first")
 def list_(run: RunFolder) -> None:
-    """List the checkpoints of a run: step, size, and whether all files are there in full size."""
+    """List the checkpoints of a run: step, size, and whether all files exist in full size."""
     from meshkit.verbs.checkpoint.checkpoints import find
 
     _show(find(run))
@@ -66,7 +66,7 @@ def export(
     step: StepOption = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Precision to write: fp32 or bf16.")] = "fp32",
 ) -> None:
-    """Write the parameters as safetensors with config.json, as Hugging Face's from_pretrained loads them."""
+    """Write the parameters as safetensors with config.json, for Hugging Face's from_pretrained."""
     from meshkit.config.experiment import load
     from meshkit.verbs.checkpoint.checkpoints import export as write
 

@@ -1,22 +1,22 @@
-"""Checkpoints on disk: what their folders are called, and the manifest with the sha256 of every file, its own included.
+"""Name the folders of checkpoints, and write and check their manifests, which hold the sha256 of every file.
 
-    120                 whole: it has a manifest, and every process had written its part
+    120                 whole: it has a manifest, and every process has written its part
     120.partial-3       being written, or left by a process that was killed; removed at the next start
     120.corrupt         found damaged and set aside; never removed, never counted
-    120.deleting        about to be gone
+    120.deleting        being removed
 
-    each process: the files it wrote -> fingerprints -> process 0: all of them -> meshkit.json, last and as a whole
+    each process: the files it wrote -> fingerprints -> process 0: all fingerprints -> meshkit.json, written last
     meshkit.json -> read_manifest -> find_corruption: all files, or one process's share of them
 
-A folder gets the name of its step by one rename, when all is on disk, and loses it by another before it is removed.
-orbax stores no checksum of its arrays: without a manifest a flipped bit is restored as a wrong value.
+A folder is renamed to its step once all of its files are on disk, and renamed again before it is removed. orbax stores
+no checksum of its arrays, so without a manifest a flipped bit would be restored as a wrong value.
 
-    a file is missing, or has other contents          corrupt: passed over, set aside
+    a file is missing, or has other contents          corrupt: skipped and set aside
     EIO, ESTALE, ENOMEM, EMFILE, ...                  read again after each of PAUSES_S, then RunError (exit code 4)
     EACCES, EPERM                                     ConfigError (exit code 2)
 
-Only what was read can be called corrupt: storage that is away for a minute, or one `chmod`, would otherwise cost the
-newest checkpoint its name.
+Only a checkpoint that could be read is called corrupt. Otherwise storage that is away for a minute, or one `chmod`,
+would cause the newest checkpoint to be set aside.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _SCHEMA = "meshkit.checkpoint/2"
 _LARGEST_BYTES = 256 * 2**20
 _SEAL = '"sha256": "'
 _CORRUPT = "corrupt"
-# Also what orbax calls a checkpoint that it has not finished.
+# The last suffix is that of orbax's own unfinished checkpoints.
 _UNFINISHED = ("partial", "deleting", "orbax-checkpoint-tmp")
-_THREADS = 4  # Hashing releases the interpreter's lock; more threads than disks read at once gain nothing.
-PAUSES_S = (0.5, 2.0, 8.0)  # Pauses between attempts to read a file.
-# Also a pipe or a device in the file's place (ENXIO), and far too many bytes (EFBIG): see meshkit.config.files.
+_THREADS = 4  # Hashing releases the GIL. More threads do not help, because disks limit the speed.
+PAUSES_S = (0.5, 2.0, 8.0)  # Seconds between attempts to read a file.
+# Includes a pipe or a device in place of the file (ENXIO), and a too large file (EFBIG); see meshkit.config.files.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def is_absent(error: OSError) -> bool:
-    """Return whether an error says that no such file is there, which storage that answers has said."""
+    """Return whether an error means that there is no such regular file, and not that the storage failed."""
     return error.errno in _ABSENT
 
 
 def retried[T](read: Callable[[], T]) -> T:
-    """Return what `read` gives; where storage or memory fails, call it again after each of PAUSES_S.
+    """Return the result of `read`; if storage or memory fails, call it again after each of PAUSES_S.
 
     Raises:
         OSError: there is no such file, it may not be read, or it still cannot be read.
@@ -83,7 +83,7 @@ def retried[T](read: Callable[[], T]) -> T:
 
 
 def explain(problem: BaseException) -> str:
-    """Return the system's error of a file in one line, without the calls around it."""
+    """Return the operating system's error behind an exception in one line, or the first line of its message."""
     for error in (problem, problem.__cause__, problem.__context__):
         if isinstance(error, OSError) and error.strerror:
             return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -95,7 +95,7 @@ def explain(problem: BaseException) -> str:
 
 
 def describe_failure(problem: BaseException) -> dict[str, Any]:
-    """Return why something could not be read, as JSON: `reason`, and whether it is `forbidden`."""
+    """Return why something could not be read, as a JSON object: `reason`, and whether the access is `forbidden`."""
     chain = (problem, problem.__cause__, problem.__context__)
     numbers = {error.errno for error in chain if isinstance(error, OSError)}
     numbers |= {int(number) for number in _OS_ERROR.findall(str(problem))}
@@ -103,10 +103,10 @@ def describe_failure(problem: BaseException) -> dict[str, Any]:
 
 
 def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitError:
-    """Return the error that ends a command because of what `describe_failure` has found.
+    """Return the error to raise for a result of `describe_failure`.
 
     Returns:
-        A ConfigError where it is forbidden (a mode or an owner is wrong), else a RunError, which a restart may mend.
+        A ConfigError if access is forbidden (a wrong mode or owner), else a RunError, after which a restart may help.
     """
     if failure["forbidden"]:
         return ConfigError(
@@ -127,32 +127,35 @@ class Manifest:
     """The contents of a checkpoint's manifest."""
 
     record: Mapping[str, Any]
-    """The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
-    what the run added (`experiment`, `data`, `run`)."""
+    """The manifest as a JSON object: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files`
+    and the facts of the run (`experiment`, `data`, `run`)."""
     seal: str
+    """The sha256 of the manifest itself, which is also stored in it."""
 
     @property
     def step(self) -> int:
-        """Return the training step after which it was saved."""
+        """The training step after which the checkpoint was saved."""
         return int(self.record["step"])
 
     @property
     def arrays(self) -> Mapping[str, str]:
-        """Map the path of every array to `float32[128, 256]`."""
+        """The path of every array -> its dtype and shape, such as `float32[128, 256]`."""
         return self.record["arrays"]
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """Map the name of every file but the manifest to its size in bytes and sha256."""
+        """The name of every file except the manifest -> its size in bytes and sha256."""
         return {name: (int(size), str(digest)) for name, (size, digest) in self.record["files"].items()}
 
 
 def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> dict[str, tuple[int, str]]:
-    """Map names below the folder to size in bytes and sha256; several files are hashed at a time.
+    """Return {name below the folder: (size in bytes, sha256)}; several files are hashed at the same time.
 
     Args:
-        sync: have the system write each of them to disk, before it counts as written. What cannot be read is read
-            again only without it: a second fsync would say nothing of what the first one lost.
+        folder: the folder of the checkpoint.
+        paths: the files.
+        sync: call fsync on each file first. After a failure files are then not read again, because a second fsync would
+            not report the data that the first one lost.
 
     Raises:
         OSError: one of them cannot be read.
@@ -180,10 +183,11 @@ def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
 
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the manifest, sealed with its own sha256, and has it and the names of all files on disk.
+    """Write the manifest with its own sha256, and sync it and all folders to disk.
 
     Args:
-        record: `step`, `previous`, `arrays`, `files` and what else the run says, JSON. `schema` and `versions` are
+        folder: the folder of the checkpoint.
+        record: a JSON object: `step`, `previous`, `arrays`, `files` and facts of the run. `schema` and `versions` are
             added.
 
     Raises:
@@ -242,10 +246,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
-    """Return step and seal of the newest whole checkpoint before this step; None if there is none.
+    """Return the step and seal of the newest whole checkpoint before this step; None if there is none.
 
     Returns:
-        `step`, and as `sha256` the seal of its manifest, None where that manifest is damaged.
+        `step`, and as `sha256` the seal of the manifest, which is None if the manifest is damaged.
 
     Raises:
         OSError: the folder, or that one's manifest, cannot be read.
@@ -254,15 +258,16 @@ def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
     if before is None:
         return None
     found: dict[str, Any] = {"step": before, "sha256": None}
-    with contextlib.suppress(ValueError):  # A damaged one is found when it is needed.
+    with contextlib.suppress(ValueError):  # A damaged manifest is reported when it is needed.
         found["sha256"] = read_manifest(folder / str(before)).seal
     return found
 
 
 def find_break(folder: Path, step: int) -> str | None:
-    """Say why this folder's run cannot have made a checkpoint after those before it; None if it may have.
+    """Return why a checkpoint cannot be the successor of the one before it in the folder; None if it can.
 
-    What an earlier version wrote says nothing of it, and one whose predecessor is gone cannot be compared.
+    A checkpoint without a recorded predecessor is accepted, unless only the one before it carries a run ID. A
+    checkpoint whose predecessor is gone or damaged is accepted.
 
     Raises:
         OSError: the folder, or a manifest in it, cannot be read.
@@ -285,12 +290,12 @@ def find_break(folder: Path, step: int) -> str | None:
 
 
 def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Say what differs between a checkpoint folder and its manifest; None if nothing does.
+    """Return a difference between a checkpoint folder and its manifest; None if there is none.
 
     Args:
-        checkpoint: the folder of one step, or of one set aside.
-        contents: compare sha256 too, not only names and sizes.
-        share: (i, n): of the contents only the i-th of n parts; together they are all of them.
+        checkpoint: the folder of a checkpoint, which may have been set aside.
+        contents: compare also sha256, not only names and sizes.
+        share: (i, n) compares the sha256 of only the i-th of n parts of the files; the n parts cover all files.
 
     Raises:
         OSError: a file cannot be read, which says nothing of what it holds.
@@ -320,10 +325,10 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
 
 
 def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """Return the i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them.
+    """Return the i-th of n parts of the files. The parts have about equally many bytes; each file is in one part.
 
     Returns:
-        Names, the largest file first; the same parts for the same sizes, on every process.
+        The names in the part, the largest file first. Every process gets the same parts from the same sizes.
     """
     loads, mine = [0] * count, []
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -335,7 +340,7 @@ def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str
 
 
 def _sync(descriptor: int) -> None:
-    """Call fsync, which some network file systems lack for a folder, or for a file that is open to read."""
+    """Call fsync. Ignore that some network file systems lack it for a folder, or for a file that is open to read."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -352,7 +357,7 @@ def _find_changed(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) 
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the stat of a path; None if there is nothing. `Path.is_file` would hide errors."""
+    """Return the stat of a path; None if it does not exist. `Path.is_file` would hide other errors."""
     try:
         return retried(path.stat)
     except OSError as error:
@@ -362,7 +367,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name stays below the folder: a seal says that nothing has changed, not who wrote it."""
+    """Return whether a name stays below the folder. Needed because a seal does not show who wrote the manifest."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
 
@@ -391,7 +396,7 @@ def _reason(error: Exception) -> str:
 
 
 def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[int]:
-    """Return the newest `keep` steps, and those that `keep_every` divides (0: none).
+    """Return the newest `keep` steps, and all steps that are multiples of `keep_every` (none if it is 0).
 
     The steps are read twice, so they cannot be an iterator.
     """
@@ -400,7 +405,7 @@ def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[i
 
 
 def step_folder(path: Path) -> tuple[int, bool] | None:
-    """Return the step of a checkpoint's folder, and whether it was set aside; None for anything else."""
+    """Return the step of a checkpoint's folder, and whether it was set aside; None if it is no such folder."""
     number, _, rest = path.name.partition(".")
     step = _step(number)
     if step is None or rest.partition("-")[0] not in ("", _CORRUPT):
@@ -410,13 +415,13 @@ def step_folder(path: Path) -> tuple[int, bool] | None:
 
 
 def _step(name: str) -> int | None:
-    """Return the step that a name is, as it is written here: of plain digits, with no zero before them."""
+    """Return the step for a folder's name of plain digits without leading zeros; None for other names."""
     step = integer(name)
     return step if str(step) == name else None
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Return the steps whose checkpoint is not set aside, newest first.
+    """Return the steps of the checkpoints that are not set aside, newest first.
 
     Raises:
         OSError: the folder cannot be read.
@@ -442,7 +447,7 @@ def set_aside(folder: Path, step: int) -> Path:
     """Rename a damaged checkpoint, never over an earlier one of the same step.
 
     Returns:
-        Where it is now.
+        The new path.
 
     Raises:
         OSError: it cannot be renamed.
@@ -456,7 +461,7 @@ def set_aside(folder: Path, step: int) -> Path:
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Remove a checkpoint. One that is killed on the way leaves no half checkpoint under the name of a whole one.
+    """Remove a checkpoint. It is renamed first, so that an interrupted removal leaves no incomplete one under its name.
 
     Raises:
         OSError: it cannot be renamed.
@@ -467,9 +472,9 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes that are gone left half written or half removed.
+    """Remove folders that a process, now dead, did not finish to write or to remove.
 
-    By another name first: one that was only taken to be gone can then no longer give it the name of a whole one.
+    Each folder is renamed first. If its process still runs, this process can then no longer complete it.
 
     Raises:
         OSError: the folder cannot be listed; what cannot be removed is left.
@@ -478,6 +483,6 @@ def remove_unfinished(folder: Path) -> None:
         number, _, rest = path.name.partition(".")
         if _step(number) is not None and rest.startswith(_UNFINISHED):
             gone = folder / f"{number}.deleting-{uuid.uuid4().hex}"
-            with contextlib.suppress(OSError):  # Somebody else removes it, or nobody can.
+            with contextlib.suppress(OSError):  # Another process removes it, or it cannot be removed.
                 os.replace(path, gone)
             shutil.rmtree(gone, ignore_errors=True)

@@ -1,10 +1,11 @@
-"""One checkpoint on its way to disk, in a thread of its own.
+"""Write one checkpoint to disk, in a thread of its own.
 
     state -> [copied to host memory] -> training goes on
-          -> this process's shards, their sha256 -> process 0: merge, manifest, rename -> the same outcome on all
+          -> this process writes and hashes its shards -> process 0: merge, manifest, rename -> the same outcome on all
 
-orbax writes the arrays. That a save is whole, or has failed, is agreed here: with orbax's own manager a process whose
-disk is full leaves all others waiting in a barrier, and a save that failed in the background counts as there.
+orbax writes the arrays. This module lets all processes agree whether a save is complete or has failed. With orbax's own
+manager, a process whose disk is full leaves all others waiting in a barrier, and a save that failed in the background
+is listed as a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from meshkit.verbs.checkpoint.manifest import (
 )
 
 STATE = "state"
-_REMOVE_S, QUIET_S = 5.0, 0.5  # What is left or created again after these goes with the next save, or at the end.
-_VISIBLE_S = 90.0  # NFS clients keep the names in a folder for up to a minute.
+_REMOVE_S, QUIET_S = 5.0, 0.5  # Files that remain after these are removed at the next save, or at the end of the run.
+_VISIBLE_S = 90.0  # NFS clients cache directory listings for up to a minute.
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on every process."""
+    """How a save ended. `step` and `error` are the same on every process."""
 
     step: int
     seconds: float
@@ -56,14 +57,16 @@ class SaveOutcome:
 
 
 class Saving:
-    """A checkpoint being written; made by every process of the job at the same step.
+    """A checkpoint being written. Every process of the job makes one at the same step.
 
     Args:
-        number: of this save, counted by every process.
-        record: what the manifest says besides its files: `step`, `arrays` and more.
-        limit_s: for all processes to write their part.
-        superseded: steps whose checkpoints go, once this one is whole.
-        owner: of the run folder; None where nobody else can write it.
+        folder: the folder of the run's checkpoints.
+        number: the number of this save, counted by every process.
+        record: the manifest without its `files`: `step`, `arrays` and more.
+        agreement: the channel on which the processes of the job agree.
+        limit_s: seconds for all processes to write their parts.
+        superseded: steps whose checkpoints are removed once this one is complete.
+        owner: the owner of the run folder; None if no other job can write it.
     """
 
     def __init__(
@@ -96,16 +99,16 @@ class Saving:
 
     @property
     def ended(self) -> bool:
-        """Return whether the outcome is known."""
+        """Whether the outcome is known."""
         return self._outcome is not None
 
     @property
     def partial(self) -> Path:
-        """Return the folder that it writes, until it is whole."""
+        """The folder into which the save writes until it is complete."""
         return self._partial
 
     def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
-        """Return the outcome, once it is known; None when the time is over first."""
+        """Wait for the outcome and return it; None after `timeout_s`."""
         self._thread.join(timeout_s)
         return self._outcome
 
@@ -129,11 +132,11 @@ class Saving:
             self._state = None
             self._copied.set()
             wait_for_all(futures or ())
-            # Neither another process nor the merge writes there.
+            # No other process writes into this folder, and the merge does not change it.
             shards = into / f"ocdbt.process_{self._agreement.rank}"
             files = fingerprints(self._partial, _files(shards), sync=True)
             if self._agreement.size > 1 and (took_s := time.monotonic() - self._began) > self._limit_s:
-                # The others no longer wait, so this save has failed for all.
+                # The others no longer wait, so this save has failed on all processes.
                 raise OSError(f"its part took {took_s:.0f} s to write, but a save may take {self._limit_s:.0f} s")
             return {"files": files}
         except BaseException as problem:
@@ -142,7 +145,7 @@ class Saving:
             self._copied.set()
 
     def _commit(self, parts: list[dict[str, Any]]) -> str | None:
-        """Make the checkpoint whole on process 0, or removes it; why it failed, if it did."""
+        """Complete the checkpoint, or remove it if a process failed; return the error, if any. Runs on process 0."""
         errors = [f"process {rank}: {p['error']}" for rank, p in enumerate(parts) if "error" in p]
         error = parts[0].get("error") if len(parts) == 1 else next(iter(errors), None)
         try:
@@ -176,7 +179,7 @@ class Saving:
         sync_folder(self._target.parent)
 
     def _see(self, hashed: Mapping[str, tuple[int, str]]) -> None:
-        """Wait until this process sees what the others wrote: orbax would leave out what it does not see."""
+        """Wait until this process sees the files of all others, since orbax's merge would leave out unseen files."""
         ends = time.monotonic() + _VISIBLE_S
         while unseen := [name for name, (size, _) in hashed.items() if _size(self._partial / name) != size]:
             if time.monotonic() > ends:
@@ -185,7 +188,7 @@ class Saving:
 
 
 def wait_for_all(futures: Sequence[Any]) -> None:
-    """Wait until no array is being written any more; return the first error."""
+    """Wait until all arrays are written; raise the first error only then."""
     problems = []
     for future in futures:
         try:
@@ -197,7 +200,7 @@ def wait_for_all(futures: Sequence[Any]) -> None:
 
 
 def remove_failed(folder: Path) -> None:
-    """Remove a folder in which threads of a failed save may still make files for a moment, the folder itself too."""
+    """Remove a folder until it stays gone: threads of a failed save may create it and its files again for a moment."""
     ends, gone_since = time.monotonic() + _REMOVE_S, time.monotonic()
     while time.monotonic() < min(ends, gone_since + QUIET_S):
         if folder.exists():
@@ -218,11 +221,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def silence_orbax() -> None:
-    """Keep off the terminal what orbax says of its work, from now on; a second call changes nothing.
+    """Suppress orbax's messages on the terminal from now on. A second call changes nothing.
 
-    orbax logs every step of every save. Where one write of many fails, it stops waiting for the rest, each of which
-    then leaves a traceback as it ends: of an event loop that is closed, or of a coroutine, task or future that nobody
-    has waited for. The first error is the one that is said.
+    orbax logs every step of every save. If one of many writes fails, it stops waiting for the rest. Each of these then
+    prints a traceback when it ends: of a closed event loop, or of a coroutine, task or future that was never awaited.
+    meshkit reports the first error itself.
     """
     logging.getLogger("absl").addFilter(_not_of_orbax)
     logging.getLogger("asyncio").addFilter(_not_of_a_save)
@@ -239,7 +242,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_of_a_save(record: logging.LogRecord) -> bool:
-    """Return whether what asyncio says is of no save: neither of orbax's code nor of a file that it writes."""
+    """Return whether a message of asyncio is unrelated to saves: it names no code of orbax and no partial file."""
     text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
     frames = traceback.walk_tb(error.__traceback__ if error else None)
     files = (frame.f_code.co_filename for frame, _ in frames)

@@ -1,15 +1,15 @@
-"""Snapshots: the state in host memory that the launcher holds, from which the next attempt goes on without the disk.
+"""Take snapshots: copies of the state in host memory, held by the launcher, from which the next attempt can resume.
 
     state, every `checkpoint.snapshot_every` steps -> copied to this process's slot -> training goes on
                                                    -> sha256, seal -> the launcher copies it to another host
-                                                   -> all processes have it
-    next attempt: whole slots of this run and this layout -> the newest step that all have -> TrainState
+                                                   -> all processes agree that they have it
+    next attempt: whole slots of this run and layout -> newest step that all processes have -> TrainState
     next attempt on another mesh: the launchers have written the slots as files -> the parts of the new layout
 
-Every process keeps all shards that its devices hold, each once. The step before a snapshot has ended on all processes,
-and a slot is written over only once all have sealed the newer one, so one step is always whole everywhere.
+Every process keeps all shards that its devices hold, each once. A slot is overwritten only when all processes have
+sealed the other, newer one. So there is always a step whose snapshot is whole on all processes.
 
-orbax's emergency checkpoints do not serve here: docs/adr/0019-snapshots-at-a-neighbour.md.
+Why orbax's emergency checkpoints are not used: docs/adr/0019-snapshots-at-a-neighbour.md.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from meshkit.sharding.resolve import path_name
 from meshkit.step.state import TrainState
 from meshkit.units import format_bytes
 
-Index = tuple[tuple[int, int], ...]  # First and end index of a shard in each dim.
-_LIMIT_S = 600.0  # Time for all processes to seal, or to say what they have.
-_made = itertools.count()  # Every process makes them in the same order.
+Index = tuple[tuple[int, int], ...]  # First and end index of a shard in each dimension.
+_LIMIT_S = 600.0  # Seconds for all processes to seal a snapshot, or to report which snapshots they have.
+_made = itertools.count()  # Every process makes its `Snapshots` in the same order.
 
 
 class Snapshots:
-    """The snapshots of one process. Every process of the job makes one, and calls it at the same steps.
+    """The snapshots of one process. Every process of the job makes a `Snapshots`, and calls it at the same steps.
 
     Args:
-        run: identity of the run; a snapshot of another one is none.
-        folder: of the snapshots that the launchers have written because the mesh has changed.
+        run: the ID of the run; snapshots of other runs are ignored.
+        folder: the folder of the snapshots that the launchers have written because the mesh has changed.
         say: prints one line.
     """
 
@@ -61,14 +61,14 @@ class Snapshots:
             "slots", bool(self._slots), lambda every: every.count(False), timeout_s=_LIMIT_S
         )
         self.enabled = not missing
-        """Whether every process has somewhere to keep them."""
+        """Whether every process has slots, and no snapshot has failed."""
         if missing and self._agreement.rank == 0:
             say("note: no snapshots are taken: `meshkit launch local` keeps those of checkpoint.snapshot_every.")
 
     def take(self, state: TrainState) -> None:
         """Copy the state; return when the next step may change it. Wait for an earlier snapshot first."""
         self.close()
-        if not self.enabled:  # also since just now: the older one may be what all have
+        if not self.enabled:  # `close` may have disabled them; the older snapshot, which all may have, must then stay
             return
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
         layout = np.frombuffer(json.dumps(_layout(state)).encode(), np.uint8)
@@ -87,7 +87,7 @@ class Snapshots:
         self._thread.start()
 
     def _seal(self, slot: Slot, data: memoryview | None, record: dict[str, Any], problem: str) -> None:
-        """Seal the snapshot, and wait until all processes have. Where it fails on one, none takes another."""
+        """Seal the snapshot, and wait for all processes. After a failure on any process, none takes further ones."""
         try:
             if data is not None:
                 slot.seal(data, record)
@@ -100,15 +100,15 @@ class Snapshots:
             self.enabled = False
             if self._agreement.rank == 0:
                 self._say(f"warning: no further snapshots are taken: {said}.")
-        else:  # all have a newer one
+        else:  # all processes have a newer snapshot
             self._remove_written()
 
     def restore(self, abstract: TrainState, *, after: int) -> TrainState | None:
-        """Return the newest state that all processes have whole, on the shardings of `abstract`; None without one.
+        """Return the newest state of which all processes have a whole snapshot, on `abstract`'s shardings, or None.
 
         Args:
             abstract: ShapeDtypeStructs with shardings.
-            after: step of the newest checkpoint on disk; an older snapshot is of no use.
+            after: the step of the newest checkpoint on disk. Snapshots that are not newer are ignored.
         """
         if not self.enabled:
             return None
@@ -124,7 +124,7 @@ class Snapshots:
         written = {step: parts for step, parts in _read_written(self._folder, self._run).items() if step > after}
         mine = {"slots": sorted(found), "files": [step for step, parts in written.items() if self._intact(parts)]}
         step, in_files = self._agreement.reach("restore", mine, _newest_of_all, timeout_s=_LIMIT_S)
-        for number, slot in enumerate(self._slots):  # what others do not have is made again, and may differ
+        for number, slot in enumerate(self._slots):  # clear others: their steps are made again, and may differ
             if in_files or not step or number != found[step][0]:
                 slot.clear()
         if not step:
@@ -139,7 +139,7 @@ class Snapshots:
         return state
 
     def _intact(self, parts: list[_Written]) -> bool:
-        """Return whether this process's share of the written parts is whole; every part is in some process's share."""
+        """Return whether this process's share of the written parts is intact. Together, the shares hold all parts."""
         share = parts[self._agreement.rank :: self._agreement.size]
         broken = [part for part in share if not part.is_intact()]
         for part in broken[:1]:
@@ -147,7 +147,7 @@ class Snapshots:
         return not broken
 
     def drop(self) -> None:
-        """Forget the snapshots of this process, so that the next attempt resumes from a checkpoint."""
+        """Drop the snapshots of this process, so that the next attempt resumes from a checkpoint."""
         self.close()
         for slot in self._slots:
             slot.clear()
@@ -158,19 +158,19 @@ class Snapshots:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Return when nothing is being written."""
+        """Wait until no snapshot is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
 def _first(every: list[str]) -> str:
-    """Return the first problem that any process has; empty for none."""
+    """Return the first problem of any process; "" if there is none."""
     return next(filter(None, every), "")
 
 
 def _newest_of_all(every: list[dict[str, list[int]]]) -> tuple[int, bool]:
-    """Return the newest step that every process has, 0 for none, and whether it is in files alone."""
+    """Return the newest step that every process has, or 0, and whether it is read from files instead of slots."""
     slots, files = (
         max(set.intersection(*(set(said[kind]) for said in every)), default=0) for kind in ("slots", "files")
     )
@@ -189,7 +189,7 @@ def _kept(leaf: Any) -> list[Index]:
 
 
 def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
-    """Return those parts as host arrays, which jax keeps until the next step takes the array."""
+    """Return the parts of `_kept` as host arrays, which jax keeps until the array is donated to the next step."""
     indices, shards = _indices(leaf), {shard.device: shard.data for shard in leaf.addressable_shards}
     held = {index: shards[device] for device, index in indices.items()}
     for data in held.values():
@@ -198,7 +198,7 @@ def _blocks_of(leaf: jax.Array) -> list[np.ndarray]:
 
 
 def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
-    """Copy arrays behind each other. Not one may be left a view: the next step changes what it shows."""
+    """Copy arrays into `into`, one behind the other. They must be copied, since the next step overwrites them."""
     at = 0
     for block in blocks:
         flat = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
@@ -217,19 +217,19 @@ def _hash(state: TrainState) -> str:
 
 
 def _state_of(abstract: TrainState, data: np.ndarray) -> TrainState:
-    """Return the state whose parts stand behind each other in `data`."""
+    """Return the state whose parts are stored one behind the other in `data`."""
     blocks = _Blocks(data)
     return jax.tree.map(lambda leaf: _place(leaf, {i: blocks.take(i, leaf.dtype) for i in _kept(leaf)}), abstract)
 
 
 class _Blocks:
-    """The arrays that stand behind each other in the bytes of a snapshot."""
+    """Read the arrays that are stored one behind the other in the bytes of a snapshot."""
 
     def __init__(self, data: np.ndarray):
         self._data, self._at = data, 0
 
     def take(self, index: Index, dtype: Any) -> np.ndarray:
-        """Return the next array, without a copy."""
+        """Return the next array as a view."""
         shape = tuple(end - first for first, end in index)
         size = math.prod(shape) * dtype.itemsize
         self._at += size
@@ -247,7 +247,7 @@ def _place(leaf: Any, blocks: Mapping[Index, np.ndarray]) -> jax.Array:
 
 
 def _resharded(abstract: TrainState, written: list[_Written]) -> TrainState:
-    """Return the state of a snapshot that processes on another mesh have taken.
+    """Return the state of a snapshot that was taken on another mesh.
 
     Raises:
         RunError: an array has another shape on this mesh.
@@ -273,7 +273,7 @@ def _resharded(abstract: TrainState, written: list[_Written]) -> TrainState:
 
 
 def _cut(index: Index, blocks: Mapping[Index, np.ndarray], dtype: Any) -> np.ndarray:
-    """Return a part of an array, put together from the parts that overlap it."""
+    """Return a part of an array, assembled from the stored parts that overlap it."""
     found = np.empty([end - first for first, end in index], dtype)
     for held, block in blocks.items():
         overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(index, held)]
@@ -286,19 +286,19 @@ def _cut(index: Index, blocks: Mapping[Index, np.ndarray], dtype: Any) -> np.nda
 
 @dataclass(frozen=True)
 class _Written:
-    """One process's part of a snapshot that `write_snapshots` has written."""
+    """One process's part of a snapshot, in a file of `write_snapshots`."""
 
     data: np.ndarray
-    """The bytes, mapped and not read."""
+    """The bytes of the file, memory-mapped."""
     record: Mapping[str, Any]
 
     def is_intact(self) -> bool:
-        """Return whether the bytes have the sha256 with which the process sealed them. Reads all of them."""
+        """Read all bytes, and return whether they have the sha256 with which the process sealed them."""
         return hashlib.sha256(self.data).hexdigest() == self.record.get("sha256")
 
 
 def _read_written(folder: Path, run: str) -> dict[int, list[_Written]]:
-    """Return the written snapshots of a run: step -> the part of every process by rank; none that lacks a part."""
+    """Return {step: parts by rank} of a run's written snapshots; snapshots that lack a part are left out."""
     found: dict[int, list[_Written]] = {}
     for step in folder.glob("*/0.json"):
         with suppress(OSError, ValueError, LookupError, TypeError):

@@ -1,13 +1,13 @@
-"""Checkpoints of a run: asynchronous, verified, and resumed exactly.
+"""Save the checkpoints of a run asynchronously, and verify and restore them.
 
-    checkpoints/120/state/...         orbax, each process its own shards
+    checkpoints/120/state/...         orbax's arrays; each process writes its own shards
     checkpoints/120/meshkit.json      manifest: sha256 of every file, shapes, dtypes, mesh, experiment, versions
 
-    save    -> saving.py: background thread -> manifest, rename -> older ones go
-    restore -> newest manifest -> every process its share of the files -> all agree: intact, or the one before
+    save    -> saving.py: background thread -> manifest, rename -> older checkpoints are removed
+    restore -> newest manifest -> every process verifies a share of the files -> restore, or try the checkpoint before
 
-A folder has the name of its step only when all is on disk, and every wait of one process for another has a limit. A
-save that fails is said and costs that checkpoint; the training goes on to the next one.
+A folder has the name of its step only when all is on disk, and every wait of one process for another has a time limit.
+A save that fails is reported, and training goes on without that checkpoint.
 """
 
 from __future__ import annotations
@@ -56,24 +56,25 @@ from meshkit.verbs.checkpoint.manifest import (
 from meshkit.verbs.checkpoint.saving import STATE, Saving, remove_failed, silence_orbax
 
 _stores = itertools.count()  # Every process makes its stores in the same order.
-# For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.
+# Time limit for all processes to read and hash their parts, or to write and hash them: long enough for slow storage.
 _READ_S = 3600.0
 _LEAST_WRITE_S, _SLOWEST_BYTES_PER_S = 600.0, 20e6  # For all processes together.
-_ABANDON_S = 5.0  # A save of several processes has so long to end after one of them has failed.
+_ABANDON_S = 5.0  # Seconds that a save of several processes has to end when the run ends.
 SAID_AFTER_S = 1.0  # Waiting longer than this for an earlier save is reported.
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. Every process of the job makes one, and calls it at the same steps.
+    """The checkpoints of one run folder. Every process of the job makes a store, and calls it at the same steps.
 
     Args:
-        folder: made if missing.
-        table: `[checkpoint]` of the experiment: which are kept, and how they are verified before they are restored.
-            Where it has some saved, a folder that cannot be written is an error now.
-        arrangement: of a pipeline's state, which is written in the order that it has without one.
-        facts: what the manifest says of the run besides its arrays, JSON. A resumed run with other `data` is warned.
-        owner: of the run folder. Nothing is committed or removed once it is another's, and checkpoints of another run
-            are refused. None for a folder that no other job can use.
+        folder: the folder of the checkpoints; made if missing.
+        table: `[checkpoint]` of the experiment: which checkpoints are saved and kept, and how they are verified before
+            they are restored. If any are saved, a folder that cannot be written raises an error now.
+        arrangement: the order of layers in a pipeline's state. The state is saved in the order without a pipeline.
+        facts: facts on the run for the manifest, a JSON object. A resumed run with other `data` gives a warning.
+        say: prints one line; by default it is a Python warning.
+        owner: the owner of the run folder. After another owner has taken the folder over, nothing is committed or
+            removed. Checkpoints of other runs are refused. None for a folder that no other job can use.
 
     Raises:
         ConfigError: the folder cannot be made or written to, and has to be; or it may not be read.
@@ -112,13 +113,13 @@ class CheckpointStore:
             )
 
     def _open(self) -> tuple[list[int], str | None, dict[str, Any] | None]:
-        """Return the steps that have a checkpoint, as process 0 finds them, and why the folder cannot be used."""
+        """Return the steps with a checkpoint, and why the folder cannot be written or read. Runs on process 0."""
         unwritable = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._owner is not None:
                 self._owner.check()
-            # Otherwise somebody else may be writing it.
+            # Otherwise another job may be writing these files.
             if self._owner is not None or not is_owned(self.folder.parent):
                 remove_unfinished(self.folder)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -131,9 +132,9 @@ class CheckpointStore:
             return [], unwritable, describe_failure(error)
 
     def save(self, state: TrainState) -> None:
-        """Start writing the state; return when it is copied to host memory. Wait for an earlier save first.
+        """Wait for an earlier save, start to write the state, and return when it is copied to host memory.
 
-        A step that has a checkpoint is not written again. How it ends, `check` and `wait` say.
+        A step that has a checkpoint is not written again. `check` and `wait` report how the save ended.
         """
         self._settle()
         self._remove_again()
@@ -162,12 +163,12 @@ class CheckpointStore:
         self.saving.start(state)
 
     def check(self) -> None:
-        """Say what became of a save in the background, once it has ended; cheap enough for every step."""
+        """Report the outcome of a background save, once it has ended; cheap enough for every step."""
         if self.saving is not None and self.saving.ended:
             self._settle()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until no checkpoint is being written.
 
         Raises:
             RunError: the last save failed.
@@ -182,19 +183,19 @@ class CheckpointStore:
             )
 
     def close(self) -> None:
-        """Let a save in the background end, of several processes only briefly: after a failure others may be gone.
+        """Wait for a background save; in a job of several processes only briefly, since others may be gone.
 
-        Never raises: a run that ends well has called `wait`.
+        Does not raise errors of the save, because a run without a failure has called `wait` before.
         """
         if self.saving is not None and self.saving.wait(_ABANDON_S if self.agreement.size > 1 else None):
             self._settle()
         self._remove_again()
 
     def news(self) -> dict[str, Any]:
-        """Return what happened since the last call, for the metrics.
+        """Return metrics on what happened since the last call.
 
-        `checkpoint_step` and `checkpoint_s` are of a save, or `checkpoint_error`; `checkpoint_wait_s` is how long
-        training waited for one; `checkpoint_corrupt` is a checkpoint that was passed over.
+        After a save these are `checkpoint_step` and `checkpoint_s` (its seconds), or `checkpoint_error`.
+        `checkpoint_wait_s` is the time that training waited for a save. `checkpoint_corrupt` is a skipped checkpoint.
         """
         news, self._news = self._news, {}
         return news
@@ -204,15 +205,16 @@ class CheckpointStore:
         return list(self._steps)
 
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
-        """Return the newest state that is intact, on the shardings of `abstract`; None when there is no checkpoint.
+        """Return the newest intact state, on the shardings of `abstract`; None if there is no checkpoint.
 
-        All processes restore the same step. A corrupt checkpoint is passed over with a warning, and set aside
-        (`120.corrupt`) once one before it is restored. Where none is intact nothing is touched, and every further
-        attempt is refused as well. One that cannot be read is not corrupt: it is tried again, and then an error.
+        All processes restore the same step. A corrupt checkpoint is skipped with a warning, and set aside
+        (`120.corrupt`) once an earlier one is restored. If no checkpoint is intact, none is renamed, and each further
+        attempt raises the same error. A checkpoint that cannot be read is not corrupt: it is read again, and if that
+        fails an error is raised.
 
         Args:
-            abstract: ShapeDtypeStructs with shardings; the mesh, the number of processes, and a pipeline's stages may
-                differ from those that saved.
+            abstract: ShapeDtypeStructs with shardings. The mesh, the number of processes, and the pipeline's stages may
+                differ from those of the run that saved the checkpoint.
 
         Raises:
             ConfigError: an array was saved with another shape or dtype: the model is not the same. Or a file may not be
@@ -241,7 +243,7 @@ class CheckpointStore:
         return None
 
     def _try(self, step: int, abstract: TrainState) -> tuple[str | None, TrainState | None]:
-        """Return what is wrong with a checkpoint, the same on every process, and its state where nothing is.
+        """Return a checkpoint's corruption, the same on every process, and its state if the corruption is None.
 
         Raises:
             ConfigError, RunError: nothing is known to be wrong with it, but it cannot be restored; on every process.
@@ -262,13 +264,13 @@ class CheckpointStore:
                 return corruption, state
             if failure["forbidden"]:
                 break
-            # What cannot be restored is not yet corrupt: reading its files tells.
+            # A failed restore does not prove corruption, so compare the contents of the files.
             if pause_s is None and (corruption := self._verify(step, contents=True)[0]):
                 return corruption, None
         raise unreadable_error(f"checkpoint {step}", failure, str(self.folder / str(step)))
 
     def _verify(self, step: int, *, contents: bool) -> tuple[str | None, Manifest | None]:
-        """Return what differs from the manifest, the same on every process, and the manifest."""
+        """Return a difference from the manifest, the same on every process, and the manifest."""
         checkpoint, mine = self.folder / str(step), (self.agreement.rank, self.agreement.size)
         manifest, found = None, {}
         try:
@@ -277,7 +279,7 @@ class CheckpointStore:
             if found["corruption"] is None:
                 manifest = read_manifest(checkpoint)
                 found["seal"] = manifest.seal
-        except ValueError as error:  # The file changed since.
+        except ValueError as error:  # The manifest has changed since `find_corruption`.
             found["corruption"] = str(error)
         except OSError as error:
             found["failure"] = describe_failure(error)
@@ -287,7 +289,7 @@ class CheckpointStore:
         return corruption, manifest
 
     def _check_fits(self, step: int, manifest: Manifest, abstract: TrainState) -> None:
-        """Stop where the checkpoint is of another run: orbax would cast a dtype without a word."""
+        """Raise an error if the checkpoint has other arrays or is of another run; orbax would silently cast dtypes."""
         self._check_run(step, manifest.record.get("run"))
         saved, wanted, at = manifest.arrays, _describe(abstract), str(self.folder / str(step))
         for path in [*wanted, *(p for p in saved if p not in wanted)]:
@@ -307,7 +309,7 @@ class CheckpointStore:
             )
 
     def _check_run(self, step: int, run: Any) -> None:
-        """Stop where the checkpoint says that it is of another run, or does not follow the one that lies before it."""
+        """Raise an error if the checkpoint is of another run, or does not follow the one before it in the folder."""
         if self._owner is None:
             return
         at = str(self.folder / str(step))
@@ -329,7 +331,7 @@ class CheckpointStore:
             self._say_first(f"note: {what}")
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Rename corrupt checkpoints on process 0; the others wait, so that none of them saves that step earlier."""
+        """Rename corrupt checkpoints on process 0; all others wait, so that none saves one of these steps before."""
 
         def rename(_: Any) -> list[str]:
             refused = []
@@ -389,13 +391,13 @@ class CheckpointStore:
                 remove_failed(partial)
 
     def _say_first(self, line: str) -> None:
-        """Print on process 0 alone what every process has come to know."""
+        """Print a line on process 0 only; every process calls this."""
         if self.agreement.rank == 0:
             self._say(line)
 
 
 def write_limit_s(state_bytes: int) -> float:
-    """Return seconds in which a job may write a checkpoint: as storage of 20 MB/s takes, from 600 to 3600."""
+    """Return the seconds that a job may take to write a checkpoint: the time at 20 MB/s, at least 600, at most 3600."""
     return min(max(_LEAST_WRITE_S, state_bytes / _SLOWEST_BYTES_PER_S), _READ_S)
 
 
@@ -408,7 +410,7 @@ def open_store(
     data: Data,
     say: Callable[[str], None],
 ) -> CheckpointStore:
-    """Return the checkpoints of an experiment's run folder, as its `[checkpoint]` says.
+    """Return the checkpoint store of an experiment's run folder, with the settings of `[checkpoint]`.
 
     Raises:
         ConfigError: it saves checkpoints, and their folder cannot be written; or the folder may not be read.
@@ -425,7 +427,7 @@ def open_store(
 
 
 def run_of_checkpoints(folder: Path) -> str | None:
-    """Return the run that all checkpoints of a run folder say they are of; None where they do not, or differ.
+    """Return the run ID that all checkpoints of a run folder carry; None if they carry none or different ones.
 
     Raises:
         ConfigError, RunError: one cannot be read.
@@ -441,7 +443,7 @@ def run_of_checkpoints(folder: Path) -> str | None:
 
 
 def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, dict[str, Any]]:
-    """Return the state in a checkpoint; the `failure` to read it, or the `corruption` that was read."""
+    """Return (state, {}), or (None, problem) with `failure` (the state cannot be read) or `corruption`."""
     try:
         handler = ocp.StandardCheckpointHandler()
         state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
@@ -456,7 +458,7 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
 
 
 def first_problem(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the first corruption or failure to read of any process, or that a manifest's `seal` is another one."""
+    """Return (corruption, failure) over all processes; at most one is set. A differing `seal` is a corruption."""
     for key in ("corruption", "failure"):
         for rank, found in enumerate(every):
             if said := found.get(key):
