@@ -186,7 +186,7 @@ def slurm(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write an sbatch script that restarts the job in one allocation, and requeues it when preempted."""
+    """Submit an sbatch script that restarts the job in one allocation, and requeues it when preempted."""
     from meshkit.verbs.launch.jobs import Slurm, interpreter_of, make_job, slurm_script, submit
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
@@ -235,7 +235,7 @@ def jobset(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write a Kubernetes JobSet: one pod for each host; after a failure all pods restart together."""
+    """Create a Kubernetes JobSet: one pod for each host; after a failure all pods restart together."""
     from meshkit.verbs.launch.jobs import Kubernetes, interpreter_of, jobset_yaml, make_job, submit_jobset
 
     own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
@@ -266,7 +266,7 @@ def mpi(
     mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Write a script that runs OpenMPI's mpirun again until the job is done."""
+    """Write and run a script that restarts OpenMPI's mpirun after a failure."""
     from meshkit.verbs.launch.jobs import count_hosts, interpreter_of, make_job, mpi_script
 
     own = _own_command(context, experiment)
