@@ -1,4 +1,4 @@
-"""What a stranger waits for: seconds and megabytes of every command, from the wheel alone and from a clone.
+"""Time to the first report: seconds and megabytes of every command, from the wheel alone and from a clone.
 
 `python -m benchmarks.first_report` builds the wheel, downloads it with what `[plan]` needs, installs that in a new
 environment, and works in an empty folder with an empty HOME: README's commands, then the guide's program about a model
@@ -112,8 +112,8 @@ def from_the_wheel(folder: Path) -> str:
     first = sum(row[1] for row in log.rows[: at + 1])
     foreign = sum(row[1] for row in (*log.rows[:3], log.rows[-1]))
     return (
-        f"{table(log)}\n\n{first / 60:.1f} minutes to the first report (the first plan), {foreign / 60:.1f} to that of "
-        f"a foreign model by the guide.\n{machine()}"
+        f"{table(log)}\n\nIt takes {first / 60:.1f} minutes to the first report (the first plan), and "
+        f"{foreign / 60:.1f} to that of a foreign model with the guide's program.\n{machine()}"
     )
 
 
@@ -145,8 +145,8 @@ def table(log: Log) -> str:
 def machine() -> str:
     """Where and when."""
     return (
-        f"Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[2]:.1f} with others', "
-        f"{time.strftime('%Y-%m-%d')}; a download takes what the network does."
+        f"Python {platform.python_version()}, {os.cpu_count()} CPUs, load average {os.getloadavg()[2]:.1f}, "
+        f"{time.strftime('%Y-%m-%d')}. The time of a download depends on the network."
     )
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     command = f"`python -m benchmarks.first_report{options}`"
     texts[part] = f"{command}, with an empty HOME:\n\n{made}"
     sections = [f"{heading}\n\n{texts[name]}\n" for name, heading in HEADINGS.items() if texts[name]]
-    PAGE.write_text("\n".join(["# What a stranger waits for\n", *sections]), encoding="utf-8")
+    PAGE.write_text("\n".join(["# Time to the first report\n", *sections]), encoding="utf-8")
 
 
 if __name__ == "__main__":

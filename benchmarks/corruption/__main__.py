@@ -39,11 +39,11 @@ def main() -> None:
 
 
 _EXPLAINS = """\
-Two steps of a run are saved. Then, again and again on a fresh copy, one file of the newer step is damaged: one bit
-flipped, or cut short, or deleted; and the run restores what it can. The file is chosen with equal chance, so metadata
-and manifest are damaged as often as arrays. With `verify = "off"` only names and sizes are compared, as much as can be
-seen without checksums: what the campaign finds there is what the checksums are for. orbax gives its files random names,
-so the last table is a little different each time."""
+Does a run restore a wrong state from a damaged checkpoint? A run saves two steps. Each trial copies them, damages one
+file of the newer step (flips one bit, truncates it or deletes it) and restores. Every file has the same chance, so
+metadata and the manifest are damaged as often as arrays. With `verify = "off"` meshkit compares only names and sizes;
+the wrong states of that table are those that the checksums prevent. orbax gives its files random names, so the last
+table differs a little from run to run."""
 
 
 def found_wrong(found: Counter[tuple[str, str]]) -> int:

@@ -147,16 +147,16 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 _EXPLAINS = f"""\
-2 processes x 4 CPU devices train for {SECONDS:g} s under failures of {len(KINDS)} kinds at times drawn from the seed,
-{MEAN_S:g} s apart on average. Goodput is the share of that time that went into steps that count. The costs are those of
-other runs (`costs.json`), and `predictions.csv` was written before a soak was run. Own costs: what the simulator gives
-afterwards with the step, detection and restart that the soak itself had. What is left of the error then is the
-simulator's; the rest is how the machine's load changed between the runs.
+2 processes x 4 CPU devices train for {SECONDS:g} s under failures of {len(KINDS)} kinds. The failures come at times
+drawn from the seed, {MEAN_S:g} s apart on average. Goodput is the share of the time that went into steps that count.
+The simulator takes its costs from other runs (`costs.json`), and `predictions.csv` was written before a soak ran. "Own
+costs" is a later prediction with the step, detection and restart times of the soak itself. Its error is the
+simulator's. The difference between the two predictions comes from the machine's load, which changed between the runs.
 
-Where between two checkpoints a failure falls depends on every step before it, and no cost of another run foretells it:
-n failures with k steps between checkpoints lose k n / 2 steps with a deviation of k sqrt(n / 12). With n = 9 that is 87
-steps, or 1.8 points here, for k = 100, and 0.5 points for k = 25. On a machine whose load changes, restarts are what
-errors are made of: two seconds more for each of nine of them are 3.8 points.
+When a failure hits between two checkpoints depends on every step before it, and the costs of other runs cannot predict
+it. With k steps between checkpoints, n failures lose k n / 2 steps, with a standard deviation of k sqrt(n / 12). With
+n = 9 this is 87 steps or 1.8 points for k = 100, and 0.5 points for k = 25. When the load changes, most of the error
+comes from restarts: two seconds more for each of nine restarts are 3.8 points.
 """
 
 
