@@ -62,11 +62,13 @@ def main() -> None:
             print(lines[-1], flush=True)
     PAGE.write_text(
         "# Kernels of earlier programs\n\n"
-        f"`python -m benchmarks.kept_kernels`: CPU seconds of `meshkit {' '.join(PLAN)}`, of changed ones, and of\n"
-        "`meshkit tune`, with the kernels that earlier programs left and with nothing kept; in turn, medians of "
-        f"{RUNS}.\n\n" + "\n".join(lines) + f"\n\njaxlib {version('jaxlib')}, {os.cpu_count()} CPUs, "
-        f"{time.strftime('%Y-%m-%d')}. Reports with and without are equal but for the seconds of the compile\n"
-        "(`tests/compile/test_cache.py` holds the programs to that).\n",
+        "How much CPU time do the kernels of earlier programs save? `python -m benchmarks.kept_kernels` measures the "
+        f"CPU seconds\nof `meshkit {' '.join(PLAN)}`, of this plan with changes, and of `meshkit tune`, with these\n"
+        f"kernels kept and with nothing kept. The runs alternate; the table has medians of {RUNS}.\n\n"
+        + "\n".join(lines)
+        + f"\n\njaxlib {version('jaxlib')}, {os.cpu_count()} CPUs, {time.strftime('%Y-%m-%d')}. "
+        "Both ways give the same report except for the compile time\n"
+        "(`tests/compile/test_cache.py` compares the programs).\n",
         encoding="utf-8",
     )
 

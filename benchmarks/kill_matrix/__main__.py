@@ -13,17 +13,21 @@ from benchmarks.kill_matrix.gang import Launch
 from benchmarks.kill_matrix.table import machine, page, read_rows, write_rows
 
 _EXPLAINS = """\
-2 processes x 4 CPU devices over gloo train a perceptron of two layers for 24 steps, with a checkpoint every 4 (`start`,
-`compile` of a first attempt; `restore` of the checkpoint of step 8; `step`, `save`, `commit` of step 12). The process
-named is hit while its pulse says that it is in the phase: it holds there for it (`commit`: process 0 holds just before
-the rename that makes the checkpoint one). A cell says seconds until the last process of the gang is gone / seconds
-until the first step of the next attempt is made, both from the fault, and restarts. SIGTERM ends the launch with exit
-code 75, and the same command is given again (steps take 0.3 s from then on, so that the run is not over first), as it
-is after kill -9 of the launcher. Each process leaves a daemon, which only SIGKILL ends: of none anything may be left.
-An exception in the commit itself (process 0) costs that checkpoint and no restart: it is said, and training goes on. Of
-these numbers the behaviour is the supervisor's: 1 s for the others after a failure, 5 s after a SIGTERM to one alone;
-10 s until a stopped process is called stuck, and up to 1 s for its stack. A process that was stopped takes 1.5 s a step
-once it is woken for its stack, so that the run is not over first. The rest is the machine's.
+2 processes x 4 CPU devices over gloo train a perceptron of two layers for 24 steps, with a checkpoint every 4 steps.
+`start` and `compile` are those of a first attempt; `restore` is that of the checkpoint of step 8; `step`, `save` and
+`commit` are those of step 12. The process waits in the phase until its pulse reports the phase and the fault hits it.
+For `commit`, process 0 waits just before the rename that completes the checkpoint.
+
+A cell has the seconds until the last process of the gang is gone / the seconds until the next attempt's first step is
+made, both from the fault, and the number of restarts. After SIGTERM, which ends the launch with exit code 75, and after
+kill -9 of the launcher, the same command runs again. Each process starts a daemon that only SIGKILL ends; no daemon may
+be left. An exception in the commit itself (process 0) costs that checkpoint but no restart: the run reports it and goes
+on.
+
+Part of the seconds is set by the supervisor: 5 s of grace for the other processes after a failure, or after a SIGTERM
+to one process; 10 s until a stopped process counts as stuck, and up to 1 s for its stack. The rest depends on the
+machine. After a SIGTERM a step takes 0.3 s, and in a process that is woken for its stack 1.5 s, so that the run does
+not end before the fault takes effect.
 """
 
 
@@ -52,7 +56,7 @@ def main() -> int:
             rows[row.fault, row.phase] = row
             write_rows(whole if chosen.only else partial, list(rows.values()))
             print(f"{i + 1}/{len(wanted)} {cell.name}: {row.detection_s} s, {row.recovery_s} s {row.wrong}", flush=True)
-    anew = f" Of that load are the cells of '{chosen.only}', the last made anew." if chosen.only else ""
+    anew = f" Only the cells of '{chosen.only}', which ran last, had that load." if chosen.only else ""
     text = f"# Kill matrix\n\n`make kill-matrix`: {machine()}{anew}\n\n{_EXPLAINS}\n{page(list(rows.values()))}"
     (chosen.out / "matrix.md").write_text(text)
     if not chosen.only:

@@ -25,9 +25,9 @@ _MOST_DELAY_S = 0.5
 _OPTIONS = ("--max-restarts", str(COUNT), "--set", f"train.steps={STEPS}", "--set", "checkpoint.every=5")
 _MIB = 1 << 20
 _MEMORY = (
-    "Memory is the resident set (VmRSS): of the launcher when the fault came, of the processes as they note it "
-    f"themselves after their first {MEMORY_EVERY} steps (more where the step was compiled than where it came from the "
-    "cache). In the run left alone, after so many steps:"
+    "Memory is the resident set (VmRSS): of the launcher when the fault came, and of the processes after their "
+    f"first {MEMORY_EVERY} steps (more where the step was compiled than where it came from the cache). In the "
+    "undisturbed run, by number of steps:"
 )
 
 
@@ -139,7 +139,7 @@ def problems(found: Found) -> list[str]:
 def page(found: Found, seed: int) -> str:
     """What was found, as Markdown."""
     wrong = "; ".join(problems(found))
-    verdict = f"**{wrong}**." if wrong else "the losses of the run left alone, bit for bit; nothing is left."
+    verdict = f"**{wrong}**." if wrong else "the losses of an undisturbed run, bit for bit; no file or process is left."
     codes = ", ".join(map(str, found.codes))
     heads = ("attempt", "fault", "drawn for", "pulse then", "gang down after s", "launcher MiB", "processes 0, 1 MiB")
     lines = [

@@ -42,7 +42,7 @@ def page(rows: Sequence[Row]) -> str:
     equal = sum(row.losses_equal for row in rows)
     down, back = _range([r.detection_s for r in rows]), _range([r.recovery_s for r in rows])
     lines = [
-        f"{good} of {len(rows)} cells as promised; {equal} with the losses of the run left alone, bit for bit.",
+        f"{good} of {len(rows)} cells are as promised; {equal} have the losses of an undisturbed run, bit for bit.",
         f"Detection {down} s (promised: {DOWN_S:g} s), recovery {back} s.",
         "",
         "| fault | " + " | ".join(PHASES) + " |",
