@@ -61,16 +61,16 @@ def write(report: TuneReport, sittings: Sequence[dict[str, float]]) -> str:
         *(f"- {text}" for text in report.why),
         "",
         *_offload_note(winner),
-        f"{report.space:,} variants in the space; ruled out: "
+        f"The space has {report.space:,} variants. Ruled out: "
         + ", ".join(f"{p.count:,} ({RULE_WORDS.get(p.rule, p.rule)})" for p in report.pruned)
-        + f"; {report.compiled} compiled, {report.left:,} left.",
+        + f". {report.compiled} were compiled, and {report.left:,} are left.",
     ]
     cpu, wall = (sum(s[key] for s in sittings) for key in ("cpu_s", "wall_s"))
     new = int(sum(s["compiled"] for s in sittings))
     if new:
         runs = "one run" if len(sittings) == 1 else f"{len(sittings)} runs"
         lines.append(
-            f"{new} of them in {runs}: {wall / 60:.1f} minutes with {report.jobs} processes, {cpu / 60:.1f} CPU "
+            f"Compiling {new} took {runs}: {wall / 60:.1f} minutes with {report.jobs} processes, {cpu / 60:.1f} CPU "
             f"minutes in all, {cpu / new:.1f} s each."
         )
     lines += ["", "![step time against memory](tune.svg)"]
@@ -88,8 +88,8 @@ def _offload_note(winner: Outcome | None) -> list[str]:
     if winner is None or not winner.host_bytes:
         return []
     return [
-        "The published step is measured, this one predicted, and no published run of this model offloads activations:",
-        "the copies are priced at what a PCIe slot sustains; that they share it with InfiniBand's traffic is left out.",
+        "The published step is measured, this one predicted. No published run of this model offloads activations. The",
+        "copies are priced at the rate that a PCIe slot sustains, as if InfiniBand's traffic did not share the slot.",
         "",
     ]
 

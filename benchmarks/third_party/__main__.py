@@ -1,7 +1,7 @@
-"""Ten models that meshkit does not know: sharded, trained, profiled and planned.
+"""Ten models that do not use meshkit: sharded, trained, profiled and planned.
 
-`python -m benchmarks.third_party FLAX_CHECKOUT` prints the table and writes it to models.md beside this file, without a
-checkout that of kinds.py to kinds.md; `--only NAME` runs one in this process and prints its row.
+`python -m benchmarks.third_party FLAX_CHECKOUT` prints the table and writes it to models.md beside this file. Without a
+checkout, it does the same with the models of kinds.py and kinds.md. `--only NAME` runs one model and prints its row.
 """
 
 from __future__ import annotations

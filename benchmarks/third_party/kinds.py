@@ -1,7 +1,7 @@
-"""Ten more models and ways of training that meshkit does not know, written as a newcomer would, and cut by path.
+"""Ten more models and ways of training that do not use meshkit, written as a newcomer would, and sharded by path.
 
 `python -m benchmarks.third_party` shards, trains, profiles and plans each. No model or step here names meshkit: rules
-say by path where weights lie, and hold for moments and averages of them too.
+shard weights by their paths, and the moments and averages of a weight like the weight.
 """
 
 from __future__ import annotations
