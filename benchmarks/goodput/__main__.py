@@ -150,13 +150,13 @@ _EXPLAINS = f"""\
 2 processes x 4 CPU devices train for {SECONDS:g} s under failures of {len(KINDS)} kinds. The failures come at times
 drawn from the seed, {MEAN_S:g} s apart on average. Goodput is the share of the time that went into steps that count.
 The simulator takes its costs from other runs (`costs.json`), and `predictions.csv` was written before a soak ran. "Own
-costs" is a later prediction with the step, detection and restart times of the soak itself. Its error is the
-simulator's. The difference between the two predictions comes from the machine's load, which changed between the runs.
+costs" is a later prediction with the step, detection and restart times of the soak itself. What remains is the error of
+the simulator. The difference between the two predictions comes from the machine's load, which changed between the runs.
 
-When a failure hits between two checkpoints depends on every step before it, and the costs of other runs cannot predict
-it. With k steps between checkpoints, n failures lose k n / 2 steps, with a standard deviation of k sqrt(n / 12). With
-n = 9 this is 87 steps or 1.8 points for k = 100, and 0.5 points for k = 25. When the load changes, most of the error
-comes from restarts: two seconds more for each of nine restarts are 3.8 points.
+The position of a failure between two checkpoints depends on every step before it. The costs of other runs cannot
+predict it. With k steps between checkpoints, n failures lose k n / 2 steps, with a standard deviation of
+k sqrt(n / 12). With n = 9 this is 87 steps or 1.8 points for k = 100, and 0.5 points for k = 25. When the load changes,
+most of the error comes from restarts: two seconds more for each of nine restarts are 3.8 points.
 """
 
 

@@ -14,9 +14,10 @@ from benchmarks.kill_matrix.table import machine, page, read_rows, write_rows
 
 _EXPLAINS = """\
 2 processes x 4 CPU devices over gloo train a perceptron of two layers for 24 steps, with a checkpoint every 4 steps.
-`start` and `compile` are those of a first attempt; `restore` is that of the checkpoint of step 8; `step`, `save` and
-`commit` are those of step 12. The process waits in the phase until its pulse reports the phase and the fault hits it.
-For `commit`, process 0 waits just before the rename that completes the checkpoint.
+The phases `start` and `compile` belong to a first attempt, `restore` to the checkpoint of step 8, and `step`, `save`
+and `commit` to step 12. The process waits in the phase until its pulse, the phase that it publishes in shared memory,
+names the phase and the fault hits it. For `commit`, process 0 waits just before the rename that completes the
+checkpoint.
 
 A cell has the seconds until the last process of the gang is gone / the seconds until the next attempt's first step is
 made, both from the fault, and the number of restarts. After SIGTERM, which ends the launch with exit code 75, and after
