@@ -46,7 +46,7 @@ def write(report: TuneReport, sittings: Sequence[dict[str, float]]) -> str:
         "# `llama3_70b` on 64 H100: the search beside a published run",
         "",
         f"`python -m benchmarks.tune`, jax {version('jax')}, jaxlib {version('jaxlib')}, no GPU. A step has 128",
-        "sequences of 8,192 tokens in bf16, gradients reduced in fp32. All numbers but the published one are predicted.",
+        "sequences of 8,192 tokens in bf16, gradients reduced in fp32. All but the published number are predicted.",
         "",
         "| | step | |",
         "|---|---|---|",
