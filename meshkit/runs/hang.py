@@ -213,12 +213,21 @@ def _frames_of(blocks: Sequence[str]) -> list[re.Match[str]]:
     return [m for block in blocks for line in block.splitlines() if (m := _FRAME.match(line))]
 
 
-def write_witnesses(path: Path, witnesses: Sequence[Witness]) -> None:
-    """Write the state of each process, and this machine's flags of XLA and NCCL. A full disk raises no error."""
+def write_witnesses(path: Path, witnesses: Sequence[Witness], nccl_ras: str = "") -> None:
+    """Write the state of each process, and this machine's flags of XLA and NCCL. A full disk raises no error.
+
+    Args:
+        path: the file.
+        witnesses: the processes.
+        nccl_ras: the answer of NCCL's RAS service; "" for none.
+    """
     flags = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS" or name.startswith("NCCL_")}
+    said: dict[str, Any] = {"flags": flags, "processes": [asdict(w) for w in witnesses]}
+    if nccl_ras:
+        said["nccl_ras"] = nccl_ras.splitlines()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"flags": flags, "processes": [asdict(w) for w in witnesses]}, indent=1))
+        path.write_text(json.dumps(said, indent=1))
     except OSError:
         pass
 

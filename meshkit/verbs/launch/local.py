@@ -33,6 +33,7 @@ from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
     COORDINATOR,
     JOIN_TIMEOUT,
+    LOCAL_DEVICE_IDS,
     MTLS,
     SECRET,
     Gang,
@@ -44,12 +45,13 @@ from meshkit.distributed.roll_call import LOOPBACK, free_port
 from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
 from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read_order, write_witnesses
 from meshkit.runs.limits import STALL_TIMEOUT, Limits
+from meshkit.runs.nccl_ras import ask, describe
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS, SNAPSHOTS_VARIABLE, SnapshotMemory
 from meshkit.runs.standby import STANDBY_VARIABLE
 from meshkit.verbs.launch.hosts import Elasticity, EndedElsewhere, Hosts
-from meshkit.verbs.launch.processes import Ending, LocalGang, Member, Watchdog
+from meshkit.verbs.launch.processes import STOPPED, Ending, LocalGang, Member, Watchdog
 from meshkit.verbs.launch.restart import Outage, Standby, Started
 
 _JOIN_S = "120"
@@ -509,8 +511,12 @@ class Supervisor:
         here = {w.process for w in witnesses}
         elsewhere = (Witness(p, note="its own launcher watches it") for p in range(count) if p not in here)
         everyone = tuple(sorted((*witnesses, *elsewhere), key=lambda w: w.process))
-        write_witnesses(self._folder / FOLDER / f"attempt{end.number}.json", everyone)
-        end = replace(end, hang=(hang := name_hang(everyone, order)), witnesses=everyone)
+        answer, line = _nccl_says(gang, witnesses)
+        write_witnesses(self._folder / FOLDER / f"attempt{end.number}.json", everyone, answer)
+        hang = name_hang(everyone, order)
+        if line:
+            hang = replace(hang, details=(*hang.details, f"  {line}"))
+        end = replace(end, hang=hang, witnesses=everyone)
         missing = [(m, w) for m in gang.members for w in witnesses if m.rank == w.process and m.rank in hang.missing]
         if missing and end.failed not in [m for m, _ in missing]:  # the stacks show which process it is
             member, witness = missing[0]
@@ -583,6 +589,18 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _nccl_says(gang: LocalGang, witnesses: Sequence[Witness]) -> tuple[str, str]:
+    """Return the answer of NCCL's RAS service where the processes have GPUs, and a line on it; "" where there is none.
+
+    A process that was stopped has gone on for its stack, so counts would tell of what it does now: then nobody asks.
+    """
+    environment = gang.environments[0]
+    if LOCAL_DEVICE_IDS not in environment or any(STOPPED in w.note for w in witnesses):
+        return "", ""
+    answer = ask(environment)
+    return answer, describe(answer, {m.pid: m.rank for m in gang.members})
 
 
 def last_step(folder: Path) -> int:

@@ -60,6 +60,7 @@ _MOST_OF_STACKS = 1 << 20
 # Phases before the training loop, in which there is nothing to save, and phases in which a checkpoint may be written.
 _BEFORE_STEPS, _FINISHING = ("start", "compile", "restore", "init"), ("save", "end")
 _NEVER = float("inf")
+STOPPED = "has been stopped (SIGSTOP)"
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ class Watchdog:
         since, member, seen = min(stopped, key=lambda found: found[0], default=(now, None, None))
         if member is None or seen is None or now - since <= (self._limits.stopped_s or _NEVER):
             return None
-        return Stuck(member, f"has been stopped (SIGSTOP) for {now - since:.0f} s, {_where(seen)}")
+        return Stuck(member, f"{STOPPED} for {now - since:.0f} s, {_where(seen)}")
 
     def _late(self, running: list[tuple[Member, _Seen]], now: float) -> Stuck | None:
         if not self._limits.silent_too:
@@ -419,7 +420,7 @@ def _prints(member: Member, since_s: float) -> bool:
 
 def _witness(member: Member, seen: _Seen, now: float) -> Witness:
     """Return what the launcher knows about a running process."""
-    note = "has been stopped (SIGSTOP)" if seen.stopped_at is not None else ""
+    note = STOPPED if seen.stopped_at is not None else ""
     if seen.moves < 0:
         return Witness(member.rank, note=note or "it has given no sign of life")
     return Witness(member.rank, seen.phase, seen.step, now - seen.moved_at, seen.moves, note=note)

@@ -1,0 +1,337 @@
+"""What NCCL's RAS service says of a hang, over loopback: samples of its layouts, slow and silent servers, garbage.
+
+In the samples process 3 of the job is 4003, and so on; the tests put in the numbers of processes that run.
+"""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshkit.runs import nccl_ras
+from meshkit.runs.hang import MOST_LINES
+from meshkit.runs.limits import Limits
+from meshkit.runs.nccl_ras import ask, describe, read_answer
+from meshkit.verbs.launch.local import Policy, Supervisor
+
+DATA = Path(__file__).parent.parent / "data/nccl_ras"
+HELLO, NO_JSON = "SERVER PROTOCOL 2\nOK\n", "ERROR: Unknown command SET FORMAT json\n"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: sessions of other processes")
+
+
+def sample(name):
+    """An answer in the text of a release that has no JSON."""
+    return HELLO + NO_JSON + (DATA / name).read_text()
+
+
+def in_json(counts, missing=(), *, dead=False):
+    """An answer in JSON: counts of AllReduce by rank, each of a process of its own."""
+    place = lambda r: {"rank": r, "host": "127.0.0.1", "pid": 4000 + r, "cuda_dev": r, "nvml_dev": r}
+    fine = {"init_state": 0, "async_error": 0, "finalize_called": False, "destroy_flag": False, "abort_flag": False}
+    ranks = [
+        {**place(r), "status": fine, "collective_counts": {"AllGather": 5, "AllReduce": n}} for r, n in counts.items()
+    ]
+    status = {"unresponsive": not dead, "considered_dead": dead}
+    gone = [{**place(r), "status": status} for r in missing]
+    size = len(ranks) + len(gone)
+    communicator = {"hash": "0xabc123", "secondary_hash": "0x1:0x2", "size": size, "ranks": ranks}
+    communicator |= {"ranks_count": len(ranks), "missing_ranks_count": len(gone), "missing_ranks": gone}
+    told = {"nccl_version": "2.28.9", "communicators_count": 1, "communicators": [communicator]}
+    return HELLO + "OK\n" + json.dumps({**told, "ras": {"timeouts_count": 0}}, indent=2) + "\n"
+
+
+@contextmanager
+def serving(*answers):
+    """Each connection gets the next answer: a text, or a function of the socket; the last one again and again."""
+    server = socket.create_server(("127.0.0.1", 0))
+    questions, kept = [], []
+
+    def serve():
+        for i in range(1000):
+            try:
+                channel, _ = server.accept()
+            except OSError:
+                return
+            kept.append(channel)
+            answer = answers[min(i, len(answers) - 1)]
+            channel.settimeout(10)
+            try:
+                question = b""
+                while not question.endswith(b"STATUS\n"):
+                    question += channel.recv(1024)
+                questions.append(question.decode())
+                if callable(answer):
+                    answer(channel)
+                else:
+                    channel.sendall(answer.encode())
+                    channel.close()
+            except OSError:
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield {"NCCL_RAS_ADDR": f"127.0.0.1:{server.getsockname()[1]}"}, questions
+    finally:
+        server.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        server.close()
+        for channel in kept:
+            channel.close()
+
+
+@pytest.fixture
+def gang():
+    """Four processes, each of which leads a session; the process of each rank by its process id."""
+    started = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(4)]
+    yield {p.pid: i for i, p in enumerate(started)}
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def with_pids(answer, gang):
+    for pid, process in gang.items():
+        answer = answer.replace(str(4000 + process), str(pid))
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (
+            sample("behind.txt"),
+            (
+                "NCCL's RAS: communicator 0x00c0ffee01234567 of 8 ranks: rank 3 (process 3) has launched 0 AllGather, "
+                "7 ranks have launched 12 (also different: AllReduce)"
+            ),
+        ),
+        (
+            sample("ahead.txt"),
+            (
+                "NCCL's RAS: communicator 0x0badcafe01234567 of 16 ranks: 14 ranks have launched 640 collectives, "
+                "ranks 3 (process 3) and 11 have launched 641"
+            ),
+        ),
+        (
+            sample("missing.txt"),
+            (
+                "NCCL's RAS: communicator 0x0ddba11001234567 of 8 ranks: ranks 6 (process 3) and 7 (process 3) are "
+                "considered dead; ranks 2 (process 1) and 3 (process 1) gave no answer"
+            ),
+        ),
+        (
+            sample("damaged.txt"),
+            "NCCL's RAS: communicator 0x0feed00001234567 of 2 ranks: rank 1 (process 1) gave no answer",
+        ),
+        (
+            in_json({0: 1042, 1: 1042, 2: 1042, 3: 1041}),
+            (
+                "NCCL's RAS: communicator 0xabc123 of 4 ranks: rank 3 (process 3) has launched 1041 AllReduce, "
+                "3 ranks have launched 1042"
+            ),
+        ),
+        (
+            in_json({0: 1042, 1: 1041}),
+            (
+                "NCCL's RAS: communicator 0xabc123 of 2 ranks: rank 1 (process 1) has launched 1041 AllReduce, "
+                "rank 0 (process 0) has launched 1042"
+            ),
+        ),
+        (
+            in_json({0: 7, 1: 7, 2: 7}, missing=[3]),
+            "NCCL's RAS: communicator 0xabc123 of 4 ranks: rank 3 (process 3) gave no answer",
+        ),
+        (
+            in_json({0: 7, 1: 7, 2: 7}, missing=[3], dead=True),
+            "NCCL's RAS: communicator 0xabc123 of 4 ranks: rank 3 (process 3) is considered dead",
+        ),
+        (in_json({0: 7, 1: 7, 2: 7, 3: 7}), ""),
+    ],
+)
+def test_an_answer_is_told_in_one_line(gang, answer, line):
+    with serving(with_pids(answer, gang)) as (environment, questions):
+        assert describe(ask(environment), gang) == line
+    assert questions == ["CLIENT PROTOCOL 2\nTIMEOUT 1\nSET FORMAT json\nVERBOSE STATUS\n"]
+
+
+def test_counts_of_many_kinds_show_the_lowest_two_and_the_highest(gang):
+    answer = in_json({0: 9, 1: 9, 2: 4, 3: 6} | dict.fromkeys(range(4, 9), 8))
+    line = describe(with_pids(answer, gang), gang)
+    assert line.endswith(
+        "of 9 ranks: rank 2 (process 2) has launched 4 AllReduce, rank 3 (process 3) has launched 6, "
+        "ranks 0 (process 0) and 1 (process 1) have launched 9"
+    )
+
+
+@pytest.mark.parametrize("name", ["behind.txt", "ahead.txt", "missing.txt", "damaged.txt"])
+def test_the_answer_of_another_job_is_not_told(gang, name):
+    """Its processes run on this machine, and are none of this launcher."""
+    answer = with_pids(sample(name), gang)
+    assert describe(answer, gang)
+    assert describe(answer, {os.getpid(): 0}) == ""
+    assert describe(answer, {}) == ""
+
+
+def test_an_answer_that_names_no_process_of_this_machine_is_not_told(gang):
+    """It may be another job's: the numbers of processes of another machine say nothing here."""
+    assert describe(with_pids(sample("behind.txt"), gang).replace("127.0.0.1", "192.0.2.7"), gang) == ""
+
+
+def test_a_process_that_does_not_run_is_asked_no_longer_than_needed(gang):
+    """The processes of a machine share the socket, and the kernel may choose one that is stopped."""
+    silent = lambda channel: None
+    with serving(silent, silent, with_pids(sample("behind.txt"), gang)) as (environment, questions):
+        assert "rank 3 (process 3)" in describe(ask(environment), gang)
+    assert len(questions) == 3
+
+
+def drip(channel):
+    channel.sendall(HELLO.encode())
+    for _ in range(100):
+        channel.sendall(b"x")
+        time.sleep(0.05)
+
+
+def flood(channel):
+    while True:
+        channel.sendall(b"x" * 65536)
+
+
+@pytest.mark.parametrize("answer", [lambda channel: None, drip, lambda channel: channel.close()])
+def test_a_slow_or_silent_server_does_not_hold_up(monkeypatch, answer):
+    monkeypatch.setattr(nccl_ras, "MOST_S", 1.0)
+    with serving(answer) as (environment, _):
+        began = time.monotonic()
+        said = ask(environment)
+        assert time.monotonic() - began < 2.5  # a busy machine has the rest
+    assert describe(said, {}) == ""
+
+
+def test_an_endless_answer_is_cut(monkeypatch):
+    monkeypatch.setattr(nccl_ras, "MOST_BYTES", 100_000)
+    with serving(flood) as (environment, _):
+        assert len(ask(environment)) == 100_000
+
+
+def test_the_part_of_an_answer_that_came_in_time_is_kept(monkeypatch):
+    monkeypatch.setattr(nccl_ras, "MOST_S", 1.0)
+    with serving(lambda channel: channel.sendall(sample("behind.txt")[:600].encode())) as (environment, _):
+        assert ask(environment) == sample("behind.txt")[:600]
+
+
+@pytest.mark.parametrize("address", ["localhost", ":", "localhost:port", "localhost:99999", "[::1", "\x00:1"])
+def test_what_is_no_address_is_not_asked(address):
+    assert ask({"NCCL_RAS_ADDR": address}) == ""
+
+
+def test_a_service_that_is_off_or_absent_is_no_answer():
+    with serving(sample("behind.txt")) as (environment, questions):
+        assert ask({**environment, "NCCL_RAS_ENABLE": "0"}) == ""
+    assert questions == []
+    assert ask(environment) == ""  # nobody listens there any more
+
+
+BROKEN = [
+    '{"communicators": 3}',
+    '{"communicators": [{"hash": 7}]}',
+    '{"communicators": [{"hash": "0x\\u001b[2J", "size": 2, "missing_ranks": [], "ranks": []}]}',
+    '{"communicators": [{"hash": "0x1", "size": Infinity, "missing_ranks": [], "ranks": []}]}',
+    '{"communicators": ' + "[" * 100_000,
+    '{"communicators": [{"hash": "0x1", "size": 2, "missing_ranks": [], "ranks": [{"collective_counts": []}]}]}',
+    (
+        '{"communicators": [{"hash": "0x1", "size": 1, "ranks": [], "missing_ranks": '
+        '[{"status": {"considered_dead": true}, "rank": -1, "host": "127.0.0.1", "pid": 1}]}]}'
+    ),
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_json_of_another_form_says_nothing(gang, text):
+    assert read_answer(HELLO + "OK\n" + text) == []
+    assert describe(HELLO + "OK\n" + text, gang) == ""
+
+
+def test_damaged_answers_are_read_without_an_error(gang):
+    """Each sample with bytes exchanged, lost or doubled; what is told of it is one line without control characters."""
+    random_ = random.Random(0)
+    wholes = [with_pids(sample(path.name), gang) for path in sorted(DATA.glob("*.txt"))]
+    wholes.append(with_pids(in_json({0: 1, 1: 2}, missing=[2]), gang))
+    for _ in range(1500):
+        text = list(random_.choice(wholes))
+        for _ in range(random_.randint(1, 30)):
+            at = random_.randrange(len(text))
+            text[at] = random_.choice(["", "\n", "\x1b", "9", "-1", text[at] * 2, chr(random_.randrange(1, 0x3000))])
+        line = describe(HELLO + "".join(text).removeprefix(HELLO), gang)
+        assert line == "" or (line.startswith("NCCL's RAS: ") and line.isprintable())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["  Rank 1 -- GPU 1 managed by process 4003 on node 127.0.0.1\n", "  Rank 1 -- \n", " " * 999 + "\n", "  1 " * 999],
+)
+def test_a_huge_answer_is_read_in_time(gang, line):
+    text = sample("behind.txt") + "#0-0 (1) INCOMPLETE\n" + line * (2_000_000 // len(line))
+    began = time.monotonic()
+    describe(text, gang)
+    assert time.monotonic() - began < 20  # a second or two; what grows with the square takes minutes
+
+
+CHILD = """
+import os, signal, time
+from pathlib import Path
+from meshkit.runs.phases import Phases
+rank = int(os.environ["RANK_"])
+with Phases() as phases:
+    (Path(os.environ["FOLDER_"]) / str(rank)).write_text(str(os.getpid()))
+    if os.environ["ATTEMPT_"] == "0":
+        phases.enter(*(("data", 4) if rank == 1 else ("step", 4)))
+        if rank == 1 and "STOPS_" in os.environ: os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(99)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"MESHKIT_LOCAL_DEVICE_IDS": "0"}, True),
+        ({}, False),  # no GPUs
+        ({"MESHKIT_LOCAL_DEVICE_IDS": "0", "STOPS_": "1"}, False),
+    ],
+)
+def test_the_launcher_tells_it_in_the_name_of_a_hang(tmp_path, variables, told):
+    """Process 1 is in its data, and NCCL says that it is behind. The answer is kept.
+
+    One that was stopped has gone on for its stack, so its count would be of a process that no longer hangs.
+    """
+
+    def answer(channel):
+        pids = {int((tmp_path / str(rank)).read_text()): rank for rank in range(2)}
+        channel.sendall(with_pids(in_json({0: 1042, 1: 1041}), pids).encode())
+        channel.close()
+
+    shown = []
+    with serving(answer) as (environment, questions):
+
+        def environments(attempt):
+            each = {**os.environ, **environment, **variables, "ATTEMPT_": str(attempt), "FOLDER_": str(tmp_path)}
+            return [{**each, "RANK_": str(i)} for i in range(2)]
+
+        policy = Policy(max_restarts=1, failure_grace_s=0.3, pause_s=0.01, limits=Limits(stall_s=1.5, stopped_s=1))
+        run = Supervisor([sys.executable, "-c", CHILD], environments, tmp_path / "run", policy, shown.append)
+        assert run.run() == 0
+    start = next(i for i, line in enumerate(shown) if "process 1 is stuck" in line)
+    message = shown[start : start + MOST_LINES]
+    line = "  NCCL's RAS: communicator 0xabc123 of 2 ranks: rank 1 (process 1) has launched 1041 AllReduce, rank 0 "
+    assert [shown_line.startswith(line) for shown_line in message].count(True) == told
+    assert any("evidence: " in shown_line for shown_line in message)
+    assert len(questions) == told
+    evidence = json.loads((tmp_path / "run/hang/attempt0.json").read_text())
+    assert ("SERVER PROTOCOL 2" in evidence.get("nccl_ras", [])) == told
