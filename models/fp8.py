@@ -1,9 +1,14 @@
 """Matmuls of the linear layers in fp8: e4m3 in the forward pass, e5m2 for gradients. flax's `fp8_ops` quantizes.
 
-Every tensor has one scale: its largest absolute value over fp8's largest number, computed from the tensor itself just
-before the cast (*current* scaling). So there is no state to carry through scans, recomputation, micro-batches or
-checkpoints, and no scale is stale after a resume or a jump of the loss. The price is one more pass over each tensor
-and, where the tensor is cut over the mesh, an all-reduce of one number.
+Every tensor has one scale: its largest absolute value over fp8's largest number. By default the value is computed from
+the tensor itself just before the cast (*current* scaling). So there is no state to carry through scans, recomputation,
+micro-batches or checkpoints, and no scale is stale after a resume or a jump of the loss. The price is one more pass
+over each tensor and, where the tensor is cut over the mesh, an all-reduce of one number.
+
+With *delayed* scaling the scale comes from the largest absolute values of the previous steps (Micikevicius et al.,
+2022), so a tensor is cast while it is computed. Larger numbers are clipped, and an infinity shows one step late. A
+history is a variable whose gradient is its next value, as in flax. Micro-batches and replicas take the maximum of their
+histories. A history of zeros, as at the start, gives a scale of one.
 
 Hopper's tensor cores keep 14 bits of a sum, which is enough in the forward pass. In the backward pass, where gradients
 of weights sum over all tokens, partial sums are promoted to fp32, as in flax, Transformer Engine and torchao
@@ -24,12 +29,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from flax.linen import fp8_ops
 from jax import lax
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _PROMOTED = lax.Precision.HIGHEST
 _SMALLEST = 2.0**-100  # lower bound on a tensor's largest absolute value: 448 over it is still finite in fp32
+STEPS = 16  # length of a history, as in Transformer Engine's guide
+INPUT, KERNEL, GRADIENT = range(3)  # columns of a history
+
+
+def new_history(stack: int | None) -> nnx.Variable:
+    """Return the largest absolute values of previous steps [steps, 3], newest first; `stack` adds a dim for layers."""
+    kind = nnx.variable_type_from_name(fp8_ops.OVERWRITE_WITH_GRADIENT, allow_register=True)
+    return kind(jnp.zeros((STEPS, 3) if stack is None else (stack, STEPS, 3), jnp.float32))
 
 
 class Scaled(NamedTuple):
@@ -71,7 +85,12 @@ AS_THEY_COME = Layouts()
 
 
 def project_each(
-    x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    contracted: int,
+    out_dtype,
+    layouts: Layouts = AS_THEY_COME,
+    histories: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """Contract x with each kernel over the kernel's first `contracted` dims; gradients have the dtype of their kernel.
 
@@ -80,31 +99,41 @@ def project_each(
 
     The kernels are quantized outside of the custom_vjp: the backward pass shares their fp8 form and, where FSDP cuts
     them, the all-gather moves fp8. The input is also kept for the backward pass in fp8.
+
+    Args:
+        histories: histories of delayed scaling, one for each kernel and all alike; none for current scaling.
     """
-    quantized = jax.tree.map(lax.stop_gradient, _quantize_alike(kernels, FORWARD))
-    return _project(x, tuple(kernels), quantized, contracted, jnp.dtype(out_dtype), layouts)
+    frozen = [lax.stop_gradient(kernel) for kernel in kernels]
+    amax = _amax(*frozen)
+    quantized = [_quantize(k, FORWARD, _past(amax, histories, KERNEL)) for k in frozen], amax
+    return _project(x, tuple(kernels), quantized, tuple(histories), contracted, jnp.dtype(out_dtype), layouts)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _project(x, kernels, quantized, contracted, out_dtype, layouts):
-    return _project_forward(x, kernels, quantized, contracted, out_dtype, layouts)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _project(x, kernels, quantized, histories, contracted, out_dtype, layouts):
+    return _project_forward(x, kernels, quantized, histories, contracted, out_dtype, layouts)[0]
 
 
-def _project_forward(x, kernels, quantized, contracted, out_dtype, layouts):
-    scaled = quantize(layouts.inputs(x), FORWARD)
+def _project_forward(x, kernels, quantized, histories, contracted, out_dtype, layouts):
+    x, (quantized, kernel_amax) = layouts.inputs(x), quantized
+    amax = _amax(x)
+    scaled = _quantize(x, FORWARD, _past(amax, histories, INPUT))
     scaled = Scaled(layouts.multiplied(layouts.inputs(scaled.values)), scaled.scale)
     dims = range(x.ndim - contracted, x.ndim)
     products = [_dot(scaled.values, k.values, dims, range(contracted), out_dtype) for k in quantized]
     # The product gets its layout before it is scaled: a reduce-scatter must follow the matmul itself.
     outputs = [_scale(layouts.outputs(p), scaled.scale * k.scale) for p, k in zip(products, quantized)]
     likes = jnp.zeros((), x.dtype), [jnp.zeros((), k.dtype) for k in kernels]
-    return tuple(outputs), (scaled, quantized, likes)
+    return tuple(outputs), (scaled, quantized, likes, histories, (amax, kernel_amax) if histories else ())
 
 
 def _project_backward(contracted, out_dtype, layouts, residuals, gradients):
     del out_dtype
-    x, kernels, (like_x, likes) = residuals
-    gradients = _quantize_alike(gradients, BACKWARD)
+    x, kernels, (like_x, likes), histories, amaxes = residuals
+    amax = _amax(*gradients)
+    gradients = [_quantize(g, BACKWARD, _past(amax, histories, GRADIENT)) for g in gradients]
+    newest = jnp.stack([*amaxes, amax])[None]
+    newest = jnp.where(newest <= _SMALLEST, 0.0, newest)  # of a tensor of zeros, which says nothing of the next one
     products = []
     for g, kernel in zip(gradients, kernels):
         rank, outputs = g.values.ndim, kernel.values.ndim - contracted
@@ -117,23 +146,25 @@ def _project_backward(contracted, out_dtype, layouts, residuals, gradients):
         _scale(_dot(x.values, g.values, rows, rows, like.dtype, _PROMOTED), x.scale * g.scale)
         for g, like in zip(gradients, likes)
     ]
-    return dx, tuple(dkernels), None
+    return dx, tuple(dkernels), None, tuple(jnp.concatenate([newest, h[:-1]]) for h in histories)
 
 
 _project.defvjp(_project_forward, _project_backward)
 
 
-def _quantize_alike(tensors: Sequence[jax.Array], dtype) -> list[Scaled]:
-    """Return the tensors in fp8, all under the largest scale that one of them needs."""
-    amax = jnp.max(jnp.stack([_amax(x) for x in tensors]))
-    return [_quantize(x, dtype, amax) for x in tensors]
+def _amax(*tensors: jax.Array) -> jax.Array:
+    """Return the largest absolute value of several tensors."""
+    amaxes = [jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), _SMALLEST) for x in tensors]
+    return jnp.max(jnp.stack(amaxes)) if amaxes[1:] else amaxes[0]
 
 
-def _amax(x: jax.Array) -> jax.Array:
-    return jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), _SMALLEST)
+def _past(amax: jax.Array, histories: Sequence[jax.Array], column: int) -> jax.Array:
+    """Return the largest absolute value of the previous steps; without a history, that of the current tensor."""
+    return jnp.max(histories[0][:, column]) if histories else amax
 
 
 def _quantize(x: jax.Array, dtype, amax: jax.Array) -> Scaled:
+    """x in fp8 under a scale that puts `amax` on fp8's largest number; 0 has the scale one."""
     scale = fp8_ops.compute_scale(amax, jnp.float32(1), fp8_ops.get_fp8_max(dtype, jnp.float32))
     scale = jnp.where(jnp.isfinite(amax), scale, jnp.nan)
     return Scaled(fp8_ops.quantize(x, dtype, scale, jnp.float32), scale)

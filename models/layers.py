@@ -12,7 +12,7 @@ precision of the gradient reduction by passing fp32 or bf16 weights, and the mat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ class Matmuls:
 
     Attributes:
         fp8: multiply in fp8, see `models.fp8`.
+        fp8_scaling: source of fp8's scales, `current` or `delayed`.
         mxfp8: multiply in MXFP8, see `models.mxfp8`.
         collective: hide the gathers and scatters of sequence parallelism, which cuts the length between blocks, behind
             the matmuls, see `meshkit.parallel.collective_matmul`.
@@ -81,12 +82,22 @@ class Matmuls:
     fp8: bool = False
     collective: bool = False
     mxfp8: bool = False
+    fp8_scaling: str = "current"
 
     def __post_init__(self):
+        if self.fp8_scaling not in ("current", "delayed"):
+            raise ValueError(f"fp8_scaling = '{self.fp8_scaling}' is neither current nor delayed.")
+        if self.delayed and not self.fp8:
+            raise ValueError("fp8_scaling = 'delayed' is of fp8, which is off.")
         if self.fp8 and self.mxfp8:
             raise ValueError("fp8 has a scale for a tensor and mxfp8 one for 32 numbers: choose one of the two.")
         if self.eight_bit and self.collective:
             raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8: choose one of the two.")
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from a history."""
+        return self.fp8_scaling == "delayed"
 
     @property
     def eight_bit(self) -> Any:
@@ -126,6 +137,8 @@ class Projection(nnx.Module):
         stddev = scale / math.sqrt(math.prod(inputs.values()))
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         self.kernel = parameter(rngs, jax.nn.initializers.normal(stddev), shape, axes, stack=stack)
+        if matmuls.delayed:
+            self.amaxes = one_scale.new_history(stack)
         if bias:
             zeros = jax.nn.initializers.zeros
             self.bias = parameter(rngs, zeros, (*outputs.values(),), (*outputs,), stack=stack)
@@ -135,10 +148,10 @@ class Projection(nnx.Module):
         with jax.named_scope(self.name):
             if self.matmuls.collective and (cut := matmul_cut(x.shape[1], self.rows)):
                 return self.mark(matmul_scatter(cut, x, kernel, self.contracted))
-            if eight_bit := self.matmuls.eight_bit:
+            if self.matmuls.eight_bit:
                 pinned = {"outputs": _pinned(RESIDUAL_AXES), "gradients": _pinned(WHOLE_AXES)}
                 layouts = Layouts(**pinned) if self.columns[0] == "embed" else Layouts()
-                (y,) = eight_bit.project_each(x, [kernel], self.contracted, out_dtype or x.dtype, layouts)
+                (y,) = _in_eight_bits(x, [self], out_dtype or x.dtype, layouts)
                 return self.mark(y)
             y = project(x, kernel, self.contracted, out_dtype or x.dtype)
             return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
@@ -164,14 +177,21 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
     with jax.named_scope(name):
         if cut is not None:
             outputs = gather_matmul(cut, x, kernels)
-        elif eight_bit := projections[0].matmuls.eight_bit:
+        elif projections[0].matmuls.eight_bit:
             layouts = Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
-            outputs = eight_bit.project_each(x, kernels, 1, x.dtype, layouts)
+            outputs = _in_eight_bits(x, projections, x.dtype, layouts)
         else:
             # Constrained in pieces first: otherwise the gather is put before the cast that ends a norm, and moves fp32.
             x = constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
             outputs = [project(x, kernel, 1, x.dtype) for kernel in kernels]
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
+
+
+def _in_eight_bits(x: jax.Array, projections: Sequence[Projection], out_dtype, layouts: Layouts):
+    first = projections[0]
+    histories = [[p.amaxes.get_value() for p in projections]] if first.matmuls.delayed else []
+    kernels = [p.kernel.get_value() for p in projections]
+    return first.matmuls.eight_bit.project_each(x, kernels, first.contracted, out_dtype, layouts, *histories)
 
 
 def dropout(x: jax.Array, rate: float, key: Any, place: int = 0, order: TokenOrder = NATURAL) -> jax.Array:

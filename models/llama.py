@@ -189,6 +189,7 @@ class Llama(nnx.Module):
         rngs: source of the initial weights.
         dtype: dtype of activations and matmuls. Parameters are fp32.
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
+        fp8_scaling: source of fp8's scales: `current`, or `delayed`, the largest numbers of previous steps.
         mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
         collective_matmul: hide the collectives of sequence parallelism behind matmuls, see
             `meshkit.parallel.collective_matmul`.
@@ -207,6 +208,7 @@ class Llama(nnx.Module):
         rngs: nnx.Rngs,
         dtype=jnp.bfloat16,
         fp8: bool = False,
+        fp8_scaling: str = "current",
         mxfp8: bool = False,
         collective_matmul: bool = False,
         remat="none",
@@ -216,7 +218,7 @@ class Llama(nnx.Module):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
-        matmuls = Matmuls(fp8, collective_matmul, mxfp8)
+        matmuls = Matmuls(fp8, collective_matmul, mxfp8, fp8_scaling)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.layers = Block(c, context, matmuls=matmuls, rngs=rngs)

@@ -440,6 +440,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
         if (found := getattr(table, section)) is not None:
             _check_replica_axis(section, found.axis, sizes, cut.get("act_batch", ()))
     _check_rounds(table)
+    _check_scaling(table)
     _check_latencies(table.train.pgle, table.xla)
     if table.pipeline is not None:
         _check_pipeline(table, table.pipeline, rules, sizes)
@@ -531,6 +532,22 @@ def _check_rounds(table: ExperimentTable) -> None:
         message = f"profile.steps = {[first, last]} does not hold whole rounds of {every} steps (local_sgd.every)."
         hint = f"steps = [{(first - 1) // every * every + 1}, {-(-last // every) * every}]"
         raise SpecError(message, key=("profile", "steps"), hint=hint)
+
+
+def _check_scaling(table: ExperimentTable) -> None:
+    """Refuse delayed scaling where no scale is used, or where the history of a tensor would be lost or averaged."""
+    if table.train.fp8_scaling == "current":
+        return
+    key, value, hint = ("train", "fp8_scaling"), "delayed", 'fp8_scaling = "current"'
+    if table.train.precision != "fp8":
+        message = f'delayed scaling is of fp8, and train.precision = "{table.train.precision}".'
+        raise SpecError(message, key=key, value=value, hint='precision = "fp8"')
+    if table.pipeline is not None:
+        message = "the stages of a pipeline do not hand on the history that delayed scaling keeps of each tensor."
+        raise SpecError(message, key=key, value=value, hint=hint)
+    if table.local_sgd is not None:
+        message = "the replicas of local_sgd do not agree on the history that delayed scaling keeps of each tensor."
+        raise SpecError(message, key=key, value=value, hint=hint)
 
 
 def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:

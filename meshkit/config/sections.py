@@ -287,6 +287,10 @@ class TrainTable(ProgramTrainTable):
         description="of compute (fp8, mxfp8: of linear layers, the rest bf16); parameters and optimizer state stay "
         "fp32 unless parameter_precision and [optimizer] say otherwise",
     )
+    fp8_scaling: Literal["current", "delayed"] = Field(
+        default="current",
+        description="what fp8 scales a tensor by: its own largest number, or the largest of the 16 steps before",
+    )
     parameter_precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="that parameters are kept in between steps; in bf16 an update below 1/256 of a parameter is lost. "

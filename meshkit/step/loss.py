@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -155,7 +155,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass
 class Sums:
-    """Sums over micro-batches and replicas. The caller divides `metrics` by the number of both, count * replicas.
+    """Sums over micro-batches and replicas, and the maximum of `histories`.
+
+    The caller divides `metrics` by the number of both, count * replicas.
 
     The gradients that `sum_over_micro_batches` returns have a leading replica dim if any axis is deferred.
     """
@@ -164,6 +166,8 @@ class Sums:
     weight: Any
     metrics: Any
     gradients: Any
+    histories: Any = None
+    """Of fp8 scaling: the newest row of one has the largest numbers of a micro-batch, the others are all the same."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,8 @@ def sum_over_micro_batches(
     def body(carry, inputs):
         total, variables = carry
         sums, variables = micro_batch_sums(variables, *inputs)
-        return (jax.tree.map(jnp.add, total, sums), variables), None
+        histories = jax.tree.map(jnp.maximum, total.histories, sums.histories)
+        return (replace(jax.tree.map(jnp.add, total, sums), histories=histories), variables), None
 
     first = jax.eval_shape(lambda: micro_batch_sums(variables, jax.tree.map(lambda x: x[0], pieces), keys[0])[0])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
@@ -247,7 +252,8 @@ def sum_over_micro_batches(
     if micro.deferred:
         of_replicas = (total.loss_sum, total.weight, total.metrics)
         loss_sum, weight, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_replicas)
-        total = Sums(loss_sum, weight, metrics, total.gradients)
+        histories = jax.tree.map(lambda x: jnp.max(x, axis=0), total.histories)
+        total = Sums(loss_sum, weight, metrics, total.gradients, histories)
     return total, variables
 
 

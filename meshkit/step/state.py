@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import errors, linen, nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.places import UserCode, raised_by_user
@@ -84,6 +85,15 @@ class ModelDescription:
         """Return the module with abstract arrays, to call its methods that need no values."""
         return nnx.merge(self.graph, self.params, self.variables)
 
+    def histories(self) -> Any:
+        """Return the nested dict of the variables with True for those of fp8 scaling.
+
+        They are of the collection in which flax's modules keep them: the gradient of one is its next value.
+        """
+        kind = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
+        marked = jax.tree.map(lambda leaf: leaf.replace(isinstance(leaf, kind)), self.variables, is_leaf=_is_variable)
+        return nnx.to_pure_dict(marked)
+
     def merge(self, params: Any, variables: Any) -> nnx.Module:
         """Return the module with these arrays, given as nested dicts."""
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
@@ -92,8 +102,8 @@ class ModelDescription:
 def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     """Return the model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
-    A model that takes `dtype`, `fp8`, `mxfp8` or `remat` gets the precision and remat policy of `[train]`, unless its
-    options set them.
+    A model that takes `dtype`, `fp8`, `fp8_scaling`, `mxfp8` or `remat` gets the precision and remat policy of
+    `[train]`, unless its options set them.
 
     An nnx model gets the rngs. For a linen module their stream `params` gives the weights and all other keys.
 
@@ -171,6 +181,11 @@ def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) ->
             message = f"{spec.model_class.name} takes no `{name}` argument, so its linear layers cannot compute in it."
             raise spec.places.error("train.precision", message, hint='precision = "bf16"')
         options.setdefault(name, True)
+    if train.fp8_scaling != "current":
+        if "fp8_scaling" not in accepted:
+            message = f"{spec.model_class.name} takes no `fp8_scaling` argument, so its scales cannot be delayed."
+            raise spec.places.error("train.fp8_scaling", message, hint='fp8_scaling = "current"')
+        options.setdefault("fp8_scaling", train.fp8_scaling)
     if "remat" in accepted:
         remat = train.remat
         options.setdefault("remat", remat.to_dict() if isinstance(remat, RematMix) else remat)
@@ -311,6 +326,10 @@ def in_fp32(parameter: jax.Array) -> jax.Array:
 def split_rng(state: TrainState) -> jax.Array:
     """Return this step's random key."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

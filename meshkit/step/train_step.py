@@ -189,7 +189,7 @@ class StepFunctions:
         gradients = jax.lax.with_sharding_constraint(gradients, reduced)
         pieces = self.micro.count * self.micro.replicas
         sums = replace(sums, metrics=jax.tree.map(lambda m: m / pieces, sums.metrics))
-        return sums, gradients, variables, extra
+        return sums, gradients, self._with_histories(variables, sums.histories), extra
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return sums over the batch, a micro-batch at a time: whatever fits into memory in training fits here."""
@@ -205,17 +205,29 @@ class StepFunctions:
 
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(score_piece, micro.split(batch)))
 
-    def _loss_and_gradients(self, weights, variables, batch, rng, exchanged) -> tuple[Sums, Any]:
-        """Return the Sums of a micro-batch, with fp32 gradients in the accumulators' layout, and the new variables."""
+    def _loss_and_gradients(self, weights, given, batch, rng, exchanged) -> tuple[Sums, Any]:
+        """Return the Sums of a micro-batch, with fp32 gradients in the accumulators' layout, and the new variables.
 
-        def forward(weights):
+
+        All micro-batches of a step use the same histories of fp8 scaling, the variables'; the next are in the sums.
+        """
+        histories = jax.tree.map(lambda kept, x: x if kept else None, self.model.histories(), given)
+
+        def forward(weights, histories):
+            variables = self._with_histories(given, histories)
             loss_sum, rest = self._forward(self.inside, weights, variables, batch, rng)
             return (loss_sum if exchanged is None else wait_before_backward(loss_sum, exchanged)), rest
 
-        (loss_sum, (weight, metrics, variables)), gradients = jax.value_and_grad(forward, has_aux=True)(weights)
+        differentiate = jax.value_and_grad(forward, (0, 1), has_aux=True)
+        (loss_sum, (weight, metrics, variables)), (gradients, after) = differentiate(weights, histories)
         gradients = jax.lax.with_sharding_constraint(gradients, self.layout.gradients)
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        return Sums(loss_sum, jnp.asarray(weight, jnp.float32), metrics, gradients), variables
+        sums = Sums(loss_sum, jnp.asarray(weight, jnp.float32), metrics, gradients, after)
+        return sums, self._with_histories(variables, histories)
+
+    def _with_histories(self, variables: Any, histories: Any) -> Any:
+        choose = lambda kept, history, x: history if kept else x
+        return jax.tree.map(choose, self.model.histories(), histories, variables)
 
     def _forward(self, rules: ShardingRules, weights, variables, batch, rng, *, training: bool = True):
         """Return loss_sum, (weight, metrics, new variables) of the user's loss, run inside the sharding scope."""
@@ -341,9 +353,9 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunc
         )
     count = spec.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
-    separable = not jax.tree.leaves(layout.variables)
+    separable = all(jax.tree.leaves(model.histories()))
     deferred = deferred_axes(rules, mesh) if separable and count > 1 else ()
-    exchange = _find_exchange(spec, mesh, layout) if spec.local_sgd.axis is None else None
+    exchange = _find_exchange(spec, mesh, layout, separable) if spec.local_sgd.axis is None else None
     if exchange:
         deferred = tuple(a for a in batch_axes if a in (*deferred, exchange.axis))
     if deferred:
@@ -373,7 +385,7 @@ def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model:
     map_moments(optimizer, check, state, params)
 
 
-def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:
+def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout, separable: bool) -> Exchange | None:
     """Return the exchange of `[compression]`; None without one, or over an axis of one GPU.
 
     Raises:
@@ -383,7 +395,7 @@ def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchan
     if axis is None or mesh.shape[axis] == 1:
         return None
     check_replicas(spec.places, "compression.axis", axis, layout)
-    if jax.tree.leaves(layout.variables):
+    if not separable:
         name = spec.model_class.name
         message = f"{name} has state beside its parameters (batch statistics), which compression would not reduce."
         raise spec.places.error("compression", message, hint="a model without such state, or no [compression]")

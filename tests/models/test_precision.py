@@ -143,6 +143,29 @@ def test_it_goes_for_the_layers_and_not_for_the_head(eight_bit):
     assert model.head.matmuls.eight_bit is None
 
 
+def test_a_delayed_scale_is_of_the_steps_before_and_clips_what_is_larger():
+    """The gradient of a history is the next one: the newest row of three, then the others but for the last."""
+    x, kernel, weights = normal(0, ROWS, INPUTS), normal(1, INPUTS, OUTPUTS), normal(2, ROWS, OUTPUTS)
+    known = jnp.stack([jnp.max(jnp.abs(a)) for a in (x, kernel, weights)])
+
+    def loss(x, kernel, history):
+        (y,) = fp8.project_each(x, [kernel], 1, jnp.float32, histories=[history])
+        return jnp.sum(y * weights), y
+
+    history = jnp.zeros((fp8.STEPS, 3)).at[-2].set(known).at[-1].set(known / 2)
+    (*found, after), y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, kernel, history)
+    np.testing.assert_array_equal(after, jnp.concatenate([known[None], history[:-1]]))
+    now = jax.grad(lambda *args: jnp.sum(project_in(fp8)(*args, 1, jnp.float32) * weights), (0, 1))(x, kernel)
+    jax.tree.map(np.testing.assert_array_equal, (y, *found), (project_in(fp8)(x, kernel, 1, jnp.float32), *now))
+
+    clipped, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, kernel, history.at[-2].set(known / 4))
+    largest = jnp.clip(x, -known[0] / 2, known[0] / 2) @ jnp.clip(kernel, -known[1] / 2, known[1] / 2)
+    assert relative(y, largest) <= MARGIN * np.sqrt(2) * E4M3
+    np.testing.assert_array_equal(clipped[2][0], known)
+    _, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, kernel, after.at[0, 0].set(np.inf))
+    assert np.all(np.isnan(y))
+
+
 @pytest.mark.parametrize("options", [{"fp8": True, "collective": True}, {"mxfp8": True, "collective": True},
                                      {"fp8": True, "mxfp8": True}])  # fmt: skip
 def test_two_ways_of_multiplying_do_not_go_together(options):
@@ -160,7 +183,7 @@ STEPS, VOCAB_SEEN, FOLLOWERS = 200, 256, 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8 delayed", "mxfp8"])
 def test_two_hundred_steps_stay_beside_bf16(precision):
     """The loss falls from 6.1 to 1.3 nats, close to the chain's own entropy. Rounding perturbs each gradient by at most
     a tenth (the bound above, through a handful of layers), unbiased: each loss is within 1 % of bf16's, and the mean of
@@ -175,7 +198,9 @@ def test_two_hundred_steps_stay_beside_bf16(precision):
 def losses_of(precision: str) -> list[float]:
     """Return the losses of 200 steps of the debug Llama on eight virtual devices: data 2, fsdp 2, tensor 2."""
     sizes = [f"train.steps={STEPS}", "profile.steps=", "train.global_batch=8", "train.sequence_length=64"]
-    experiment = load(DEBUG, [*sizes, f'train.precision="{precision}"'])
+    precision, *delayed = precision.split()
+    scaling = [f'train.fp8_scaling="{one}"' for one in delayed]
+    experiment = load(DEBUG, [*sizes, f'train.precision="{precision}"', *scaling])
     program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
     state, losses = program.init(), []
     for tokens in chain():

@@ -51,19 +51,20 @@ def losses(out) -> list[float]:
     return [r["loss"] for r in read_metrics(out / "metrics.jsonl")]
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_path):
-    """With dropout, whose masks go by the number of the step."""
+@pytest.mark.parametrize("precision", [[], ['train.precision="fp8"', 'train.fp8_scaling="delayed"']])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_path, precision):
+    """With dropout, whose masks go by the number of the step; delayed scales go by the steps before."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    every = "checkpoint.every=3"
-    whole = run(corpus, straight, "train.steps=7", every)
-    run(corpus, resumed, "train.steps=3", every)
-    result = run(corpus, resumed, "train.steps=7", every)
+    every = ["checkpoint.every=3", *precision]
+    whole = run(corpus, straight, "train.steps=7", *every)
+    run(corpus, resumed, "train.steps=3", *every)
+    result = run(corpus, resumed, "train.steps=7", *every)
     assert result.resumed_step == 3
     assert losses(resumed) == losses(straight)
     assert (result.step, result.loss) == (7, whole.loss)
     assert whole.loss < losses(straight)[0]
 
-    again = run(corpus, resumed, "train.steps=7", every)  # nothing left to do
+    again = run(corpus, resumed, "train.steps=7", *every)  # nothing left to do
     assert (again.step, again.resumed_step, again.loss) == (7, 7, whole.loss)
     assert len(losses(resumed)) == 7
 

@@ -1,0 +1,103 @@
+"""Delayed scaling in a training step: the histories of tensors are no gradients, and are the same on every mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import linen, nnx
+from flax.linen import fp8_ops
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.planning.resolved import make_train_step
+from meshkit.sharding import build_mesh
+from models.llama import Llama
+
+DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
+SIZES = ["train.global_batch=16", "train.sequence_length=32", "profile.steps=", "train.evaluate_every=0"]
+DELAYED = ['train.precision="fp8"', 'train.fp8_scaling="delayed"']
+BATCH, LENGTH, STEPS = 16, 32, 3
+ONE = ["cluster.gpus_per_host=1", "mesh={data=1}"]
+FULLY_SHARDED = ["mesh.fsdp=4", "mesh.tensor="]
+
+
+class FlaxDense(linen.Module):
+    """A language model of one matmul by flax's own delayed scaling."""
+
+    @linen.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        dense = linen.Dense(256, use_bias=False, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+        return dense(linen.Embed(256, 32)(tokens))
+
+
+def of_current_scales(*, rngs: nnx.Rngs, fp8: bool = False) -> nnx.Module:
+    """A model whose author knows of fp8 alone."""
+    return Llama(fp8=fp8, rngs=rngs)
+
+
+def trained(*overrides: str) -> tuple[list[float], dict]:
+    """Return the losses of a few steps, and the model's variables after them."""
+    experiment = load(DEBUG, [*SIZES, *overrides])
+    program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
+    state, losses, random = program.init(), [], np.random.default_rng(0)
+    for _ in range(STEPS):
+        tokens = random.integers(0, 256, (BATCH, LENGTH + 1), dtype=np.int32)
+        weights = np.ones((BATCH, LENGTH), np.float32)
+        values = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+        batch = {n: jax.device_put(v, program.abstract_batch[n].sharding) for n, v in values.items()}
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.variables))
+    return losses, jax.tree.map(np.asarray, state.variables)
+
+
+@pytest.fixture(scope="module")
+def on_one():
+    return trained(*ONE, *DELAYED)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ['train.remat="full"'],
+        ["train.accumulate=2"],
+        ["train.accumulate=2", *FULLY_SHARDED],
+        ["train.accumulate=2", "rules.gradients={embed='fsdp'}", *FULLY_SHARDED],
+        ["compression={axis='data',dtype='bf16'}", *FULLY_SHARDED, 'rules.preset="hsdp"'],
+    ],
+    ids=["mesh", "remat", "accumulated", "reduced once", "reduced each time", "compressed"],
+)
+def test_a_step_is_the_same_on_every_mesh_and_in_micro_batches(on_one, overrides):
+    """Largest numbers within a few roundings of bf16; summed over two micro-batches they would be twice as large."""
+    losses, variables = trained(*DELAYED, *overrides)
+    np.testing.assert_allclose(losses, on_one[0], rtol=1e-3)
+    for found, expected in zip(jax.tree.leaves(variables), jax.tree.leaves(on_one[1]), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0.1)
+        assert np.count_nonzero(found) == found.shape[0] * STEPS * 3
+
+
+def test_projections_of_one_input_share_a_history(on_one):
+    mlp = on_one[1]["layers"]["mlp"]
+    np.testing.assert_array_equal(mlp["gate"]["amaxes"], mlp["up"]["amaxes"])
+
+
+def test_the_histories_of_flaxs_modules_are_kept_as_well():
+    _, variables = trained(f'model={{class="{__name__}:FlaxDense"}}', "train.accumulate=2")
+    kept = {name: x for name, x in _flat(variables).items() if "amax" in name}
+    assert len(kept) == 3
+    assert all(np.count_nonzero(x) == STEPS for x in kept.values())
+
+
+def test_a_model_that_takes_no_scaling_is_refused():
+    with pytest.raises(ConfigError, match="of_current_scales takes no `fp8_scaling` argument") as refused:
+        trained(f'model={{class="{__name__}:of_current_scales"}}', *DELAYED)
+    assert "train.fp8_scaling" in str(refused.value)
+
+
+def _flat(tree: dict) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
