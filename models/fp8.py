@@ -120,7 +120,7 @@ def _project_forward(x, kernels, quantized, histories, contracted, out_dtype, la
     scaled = _quantize(x, FORWARD, _past(amax, histories, INPUT))
     scaled = Scaled(layouts.multiplied(layouts.inputs(scaled.values)), scaled.scale)
     dims = range(x.ndim - contracted, x.ndim)
-    products = [_dot(scaled.values, k.values, dims, range(contracted), out_dtype) for k in quantized]
+    products = [dot(scaled.values, k.values, dims, range(contracted), out_dtype) for k in quantized]
     # The product gets its layout before it is scaled: a reduce-scatter must follow the matmul itself.
     outputs = [_scale(layouts.outputs(p), scaled.scale * k.scale) for p, k in zip(products, quantized)]
     likes = jnp.zeros((), x.dtype), [jnp.zeros((), k.dtype) for k in kernels]
@@ -139,11 +139,11 @@ def _project_backward(contracted, out_dtype, layouts, residuals, gradients):
         rank, outputs = g.values.ndim, kernel.values.ndim - contracted
         columns = range(contracted, kernel.values.ndim)
         dims = range(rank - outputs, rank)
-        products.append(_dot(g.values, kernel.values, dims, columns, like_x.dtype, _PROMOTED))
+        products.append(dot(g.values, kernel.values, dims, columns, like_x.dtype, _PROMOTED))
     dx = _scale(layouts.inputs(sum(products[1:], products[0])), gradients[0].scale * kernels[0].scale)
     rows = range(x.values.ndim - contracted)
     dkernels = [
-        _scale(_dot(x.values, g.values, rows, rows, like.dtype, _PROMOTED), x.scale * g.scale)
+        _scale(dot(x.values, g.values, rows, rows, like.dtype, _PROMOTED), x.scale * g.scale)
         for g, like in zip(gradients, likes)
     ]
     return dx, tuple(dkernels), None, tuple(jnp.concatenate([newest, h[:-1]]) for h in histories)
@@ -170,7 +170,7 @@ def _quantize(x: jax.Array, dtype, amax: jax.Array) -> Scaled:
     return Scaled(fp8_ops.quantize(x, dtype, scale, jnp.float32), scale)
 
 
-def _dot(a: jax.Array, b: jax.Array, a_dims, b_dims, dtype, precision=None) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, a_dims, b_dims, dtype, precision=None) -> jax.Array:
     """Return the product of fp8 values, summed over the mesh in `dtype` (bf16 or fp32).
 
     The sum comes before the scale and does not overflow: 448^2 times any number of terms is far below the largest bf16.

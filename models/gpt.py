@@ -218,6 +218,7 @@ class GPT(nnx.Module):
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
         fp8_scaling: source of fp8's scales: `current`, or `delayed`, the largest numbers of previous steps.
         mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
+        nvfp4: the projections multiply in NVFP4 instead, for plans alone, see `models.nvfp4`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         context: how fused attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of GPTConfig.
@@ -235,6 +236,7 @@ class GPT(nnx.Module):
         fp8: bool = False,
         fp8_scaling: str = "current",
         mxfp8: bool = False,
+        nvfp4: bool = False,
         remat="none",
         context="all_gather",
         **overrides,
@@ -247,7 +249,7 @@ class GPT(nnx.Module):
         self.config = c = dataclasses.replace(PRESETS[preset], **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat, context)
         self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
-        context, matmuls = check_context(context), Matmuls(fp8, mxfp8=mxfp8, fp8_scaling=fp8_scaling)
+        context, matmuls = check_context(context), Matmuls(fp8, mxfp8=mxfp8, fp8_scaling=fp8_scaling, nvfp4=nvfp4)
         table = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.positions = parameter(rngs, table, (c.length, c.embed), (None, "embed"), stack=None)

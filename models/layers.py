@@ -6,7 +6,7 @@ logical axes. A parameter may be stacked over layers: it then has a leading `lay
 **Precision rule.** A layer computes in the dtype of its activations, and the gradient of a weight is *produced*, and
 therefore reduced over the mesh, in the dtype of the weight that the layer was given. So the caller chooses the
 precision of the gradient reduction by passing fp32 or bf16 weights, and the matmuls run in bf16 either way.
-`models.fp8` and `models.mxfp8` follow the same rule.
+`models.fp8`, `models.mxfp8` and `models.nvfp4` follow the same rule.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from meshkit.parallel.collective_matmul import gather_matmul, matmul_cut, matmul
 from meshkit.sharding import constrain, current_scope, sharding_scope
 from models import fp8 as one_scale
 from models import mxfp8 as block_scales
+from models import nvfp4 as four_bits
 from models.attention import NATURAL, TokenOrder
 from models.fp8 import Layouts
 
@@ -72,6 +73,7 @@ class Matmuls:
         fp8: multiply in fp8, see `models.fp8`.
         fp8_scaling: source of fp8's scales, `current` or `delayed`.
         mxfp8: multiply in MXFP8, see `models.mxfp8`.
+        nvfp4: multiply in NVFP4, see `models.nvfp4`.
         collective: hide the gathers and scatters of sequence parallelism, which cuts the length between blocks, behind
             the matmuls, see `meshkit.parallel.collective_matmul`.
 
@@ -83,16 +85,17 @@ class Matmuls:
     collective: bool = False
     mxfp8: bool = False
     fp8_scaling: str = "current"
+    nvfp4: bool = False
 
     def __post_init__(self):
         if self.fp8_scaling not in ("current", "delayed"):
             raise ValueError(f"fp8_scaling = '{self.fp8_scaling}' is neither current nor delayed.")
         if self.delayed and not self.fp8:
             raise ValueError("fp8_scaling = 'delayed' is of fp8, which is off.")
-        if self.fp8 and self.mxfp8:
-            raise ValueError("fp8 has a scale for a tensor and mxfp8 one for 32 numbers: choose one of the two.")
-        if self.eight_bit and self.collective:
-            raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8: choose one of the two.")
+        if self.fp8 + self.mxfp8 + self.nvfp4 > 1:
+            raise ValueError("fp8 has a scale for a tensor, mxfp8 and nvfp4 one for a block: choose one of the two.")
+        if self.few_bits and self.collective:
+            raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8 or fp4: choose one of the two.")
 
     @property
     def delayed(self) -> bool:
@@ -100,9 +103,9 @@ class Matmuls:
         return self.fp8_scaling == "delayed"
 
     @property
-    def eight_bit(self) -> Any:
-        """The module whose `project_each` multiplies in 8 bits; None for 16 or 32 bits."""
-        return one_scale if self.fp8 else block_scales if self.mxfp8 else None
+    def few_bits(self) -> Any:
+        """The module whose `project_each` multiplies in 8 or 4 bits; None for 16 or 32 bits."""
+        return one_scale if self.fp8 else block_scales if self.mxfp8 else four_bits if self.nvfp4 else None
 
 
 PLAIN = Matmuls()
@@ -148,10 +151,10 @@ class Projection(nnx.Module):
         with jax.named_scope(self.name):
             if self.matmuls.collective and (cut := matmul_cut(x.shape[1], self.rows)):
                 return self.mark(matmul_scatter(cut, x, kernel, self.contracted))
-            if self.matmuls.eight_bit:
+            if self.matmuls.few_bits:
                 pinned = {"outputs": _pinned(RESIDUAL_AXES), "gradients": _pinned(WHOLE_AXES)}
                 layouts = Layouts(**pinned) if self.columns[0] == "embed" else Layouts()
-                (y,) = _in_eight_bits(x, [self], out_dtype or x.dtype, layouts)
+                (y,) = _in_few_bits(x, [self], out_dtype or x.dtype, layouts)
                 return self.mark(y)
             y = project(x, kernel, self.contracted, out_dtype or x.dtype)
             return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
@@ -177,9 +180,9 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
     with jax.named_scope(name):
         if cut is not None:
             outputs = gather_matmul(cut, x, kernels)
-        elif projections[0].matmuls.eight_bit:
+        elif projections[0].matmuls.few_bits:
             layouts = Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
-            outputs = _in_eight_bits(x, projections, x.dtype, layouts)
+            outputs = _in_few_bits(x, projections, x.dtype, layouts)
         else:
             # Constrained in pieces first: otherwise the gather is put before the cast that ends a norm, and moves fp32.
             x = constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
@@ -187,11 +190,11 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
 
 
-def _in_eight_bits(x: jax.Array, projections: Sequence[Projection], out_dtype, layouts: Layouts):
+def _in_few_bits(x: jax.Array, projections: Sequence[Projection], out_dtype, layouts: Layouts):
     first = projections[0]
     histories = [[p.amaxes.get_value() for p in projections]] if first.matmuls.delayed else []
     kernels = [p.kernel.get_value() for p in projections]
-    return first.matmuls.eight_bit.project_each(x, kernels, first.contracted, out_dtype, layouts, *histories)
+    return first.matmuls.few_bits.project_each(x, kernels, first.contracted, out_dtype, layouts, *histories)
 
 
 def dropout(x: jax.Array, rate: float, key: Any, place: int = 0, order: TokenOrder = NATURAL) -> jax.Array:

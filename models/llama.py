@@ -191,6 +191,7 @@ class Llama(nnx.Module):
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
         fp8_scaling: source of fp8's scales: `current`, or `delayed`, the largest numbers of previous steps.
         mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
+        nvfp4: the projections multiply in NVFP4 instead, for plans alone, see `models.nvfp4`.
         collective_matmul: hide the collectives of sequence parallelism behind matmuls, see
             `meshkit.parallel.collective_matmul`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
@@ -210,6 +211,7 @@ class Llama(nnx.Module):
         fp8: bool = False,
         fp8_scaling: str = "current",
         mxfp8: bool = False,
+        nvfp4: bool = False,
         collective_matmul: bool = False,
         remat="none",
         context="all_gather",
@@ -218,7 +220,7 @@ class Llama(nnx.Module):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
-        matmuls = Matmuls(fp8, collective_matmul, mxfp8, fp8_scaling)
+        matmuls = Matmuls(fp8, collective_matmul, mxfp8, fp8_scaling, nvfp4)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.layers = Block(c, context, matmuls=matmuls, rngs=rngs)

@@ -64,12 +64,12 @@ def project_each(
     """Do what `models.fp8.project_each` does, in MXFP8. Both forms of a kernel are made outside of the custom_vjp: FSDP
     gathers these forms, and a recomputed forward pass and the backward pass share them. The backward pass keeps the
     input in its second form."""
-    matrices = [lax.stop_gradient(_matrix(kernel, contracted)) for kernel in kernels]
+    matrices = [lax.stop_gradient(matrix_of(kernel, contracted)) for kernel in kernels]
     forms = tuple((quantize(matrix, 0), quantize(matrix, 1)) for matrix in matrices)
     return _project(x, tuple(kernels), forms, contracted, jnp.dtype(out_dtype), layouts)
 
 
-def _matrix(kernel: jax.Array, contracted: int) -> jax.Array:
+def matrix_of(kernel: jax.Array, contracted: int) -> jax.Array:
     return kernel.reshape(math.prod(kernel.shape[:contracted]), -1)
 
 

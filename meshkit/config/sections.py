@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from meshkit.config.places import Places
 from meshkit.config.rules import from_pairs
 from meshkit.config.toml import (
     FUNCTION_PATTERN,
@@ -282,10 +283,10 @@ class TrainTable(ProgramTrainTable):
     global_batch: Count = Field(description="sequences or examples of a step, over all devices")
     sequence_length: Count = Field(default=1, examples=[4096], description="tokens of a sequence")
     accumulate: Count = Field(default=1, description="micro-batches of a step")
-    precision: Literal["fp32", "bf16", "fp8", "mxfp8"] = Field(
+    precision: Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"] = Field(
         default="bf16",
-        description="of compute (fp8, mxfp8: of linear layers, the rest bf16); parameters and optimizer state stay "
-        "fp32 unless parameter_precision and [optimizer] say otherwise",
+        description="of compute (fp8, mxfp8, nvfp4: of linear layers, the rest bf16; nvfp4 in plans alone); "
+        "parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
     )
     fp8_scaling: Literal["current", "delayed"] = Field(
         default="current",
@@ -332,6 +333,16 @@ class TrainTable(ProgramTrainTable):
         description="pkg.mod:name of meshkit.Hooks, functions that are called every so many steps",
     )
     tensorboard: bool = Field(default=False, description="metrics to TensorBoard as well, in tensorboard/ of the run")
+
+    def check_runs(self, places: Places) -> None:
+        """Refuse a precision that is for plans alone.
+
+        Raises:
+            ConfigError: it is NVFP4.
+        """
+        if self.precision == "nvfp4":
+            message = "NVFP4 is for plans alone: jax's is for inference (jax issue 26944), with gradients in bf16."
+            raise places.error("train.precision", message, hint='precision = "mxfp8", or meshkit plan')
 
     @property
     def offloads(self) -> bool:

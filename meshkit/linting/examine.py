@@ -329,7 +329,7 @@ def examine(
         deferred=deferred,
         compute_bytes=BYTES_OF[train.precision],
         reduce_bytes=BYTES_OF[train.reduce_precision],
-        block=32 if train.precision == "mxfp8" else 0,
+        block={"mxfp8": 32, "nvfp4": 16}.get(train.precision, 0),
         local_sgd=how.local_sgd.axis,
         compression=how.compression.axis,
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[how.compression.dtype],

@@ -41,7 +41,7 @@ from meshkit.units import format_count, format_rate
 
 # Precision of `[train]` -> element type of the operands of matmuls.
 COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn",
-                 "mxfp8": "mxfp8"}  # fmt: skip
+                 "mxfp8": "mxfp8", "nvfp4": "f4e2m1fn"}  # fmt: skip
 # XLA's element type -> precision of the catalog. By XLA's default, fp32 matmuls run as TF32 on GPUs that have it.
 _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32",
               "mxfp8": "mxfp8", "f4e2m1fn": "nvfp4"}  # fmt: skip

@@ -37,7 +37,7 @@ from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
 from meshkit.units import format_bytes
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2}  # Bytes of activations and gathered weights.
+_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}  # Bytes of activations and gathered weights.
 _RESIDUAL = "embed"
 # The constants down to `_KEPT_OF_ALL` only order the compiles, and were fitted to plans of llama3_70b on 64 H100. The
 # first three are exposed shares: of a weight's gather with one micro-batch and with several, and of an activation's

@@ -34,7 +34,7 @@ ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-per
 
 Axes = frozenset[str]
 # Precision -> bytes of an element that is computed or sent in it.
-BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "int8": 1}
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2, "int8": 1}
 # Logical axes whose mesh axes are tensor or expert parallelism.
 _TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
 _TENSOR_PARAMETERS = ("heads", "kv_heads", "mlp", "vocab")
@@ -237,7 +237,10 @@ class Strategy:
                            else item) for w in of)  # fmt: skip
         counts = {n for w in of for n in self._whole(w, over)}
         counts |= {n // self.block for n in counts} if self.block else set()
-        yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
+        # XLA gathers NVFP4, which has 16 elements to a scale, as bytes of two.
+        packed = {n // 2 for n in counts} if self.block == 16 else set()
+        fits = lambda p: p.elements in (counts if p.is_float else packed)
+        yield Term(words, frozenset({ALL_GATHER, PERMUTE}), fits, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:
         """Yield the sums of gradients over axes of the batch or the length, as often as the step reduces them."""

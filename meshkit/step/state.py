@@ -43,7 +43,13 @@ from meshkit.step.spec import StepSpec
 
 LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
 HOST_MEMORY = "pinned_host"  # jax's name for host memory that the GPU can access directly
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "mxfp8": jnp.bfloat16}  # of activations
+DTYPES = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp8": jnp.bfloat16,
+    "mxfp8": jnp.bfloat16,
+    "nvfp4": jnp.bfloat16,
+}  # of activations
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +108,7 @@ class ModelDescription:
 def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     """Return the model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
-    A model that takes `dtype`, `fp8`, `fp8_scaling`, `mxfp8` or `remat` gets the precision and remat policy of
+    A model that takes `dtype`, `fp8`, `fp8_scaling`, `mxfp8`, `nvfp4` or `remat` gets the precision and remat policy of
     `[train]`, unless its options set them.
 
     An nnx model gets the rngs. For a linen module their stream `params` gives the weights and all other keys.
@@ -176,7 +182,7 @@ def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) ->
         options["preset"] = spec.model.preset
     if "dtype" in accepted:
         options.setdefault("dtype", DTYPES[train.precision])
-    if (name := train.precision) in ("fp8", "mxfp8"):
+    if (name := train.precision) in ("fp8", "mxfp8", "nvfp4"):
         if name not in accepted:
             message = f"{spec.model_class.name} takes no `{name}` argument, so its linear layers cannot compute in it."
             raise spec.places.error("train.precision", message, hint='precision = "bf16"')

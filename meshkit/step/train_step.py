@@ -34,7 +34,7 @@ from meshkit.config.toml import did_you_mean
 from meshkit.errors import ConfigError, a_type, check_kinds
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.sharding import sharding_scope, shardings
-from meshkit.sharding.mesh import AnyMesh
+from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import keep_shardings
 from meshkit.step.data import abstract_batch
 from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd, wait_before_backward
@@ -262,6 +262,8 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
     Raises:
         ConfigError: a model or loss that is none or raises, options it does not take, or rules that do not fit it.
     """
+    if not isinstance(mesh, DescribedMesh):
+        spec.train.check_runs(spec.places)
     step = inner = _build_step(spec, mesh, rules)
     local = None
     if (algorithm := find_local_sgd(spec.local_sgd, spec.places, mesh, step.layout)) is not None:

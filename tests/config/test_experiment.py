@@ -281,7 +281,7 @@ def test_the_json_schema_has_every_key_of_the_file():
     tables = [schema, *schema["$defs"].values()]
     undescribed = [key for table in tables for key, item in table["properties"].items() if "description" not in item]
     assert undescribed == []
-    assert schema["$defs"]["TrainTable"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp8", "mxfp8"]
+    assert schema["$defs"]["TrainTable"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
     remat = schema["$defs"]["TrainTable"]["properties"]["remat"]
     assert [form["type"] for form in remat["anyOf"]] == ["string", "array", "object"]
 

@@ -13,12 +13,13 @@ import pytest
 from flax import nnx
 from jax._src.cudnn import scaled_matmul_stablehlo as jaxs
 
+from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
-from models import fp8, mxfp8
+from models import fp8, mxfp8, nvfp4
 from models.layers import Matmuls, project
 from models.llama import Llama
 
@@ -139,8 +140,8 @@ def test_zeros_stay_zeros(eight_bit):
 def test_it_goes_for_the_layers_and_not_for_the_head(eight_bit):
     model = nnx.eval_shape(lambda: Llama(fp8=eight_bit is fp8, mxfp8=eight_bit is mxfp8, rngs=nnx.Rngs(0)))
     layers = [model.layers.attention.query, model.layers.attention.output, model.layers.mlp.gate, model.layers.mlp.down]
-    assert all(projection.matmuls.eight_bit is eight_bit for projection in layers)
-    assert model.head.matmuls.eight_bit is None
+    assert all(projection.matmuls.few_bits is eight_bit for projection in layers)
+    assert model.head.matmuls.few_bits is None
 
 
 def test_a_delayed_scale_is_of_the_steps_before_and_clips_what_is_larger():
@@ -167,10 +168,35 @@ def test_a_delayed_scale_is_of_the_steps_before_and_clips_what_is_larger():
 
 
 @pytest.mark.parametrize("options", [{"fp8": True, "collective": True}, {"mxfp8": True, "collective": True},
-                                     {"fp8": True, "mxfp8": True}])  # fmt: skip
+                                     {"fp8": True, "mxfp8": True}, {"mxfp8": True, "nvfp4": True}])  # fmt: skip
 def test_two_ways_of_multiplying_do_not_go_together(options):
     with pytest.raises(ValueError, match="choose one of the two"):
         Matmuls(**options)
+
+
+def test_four_bits_go_forward_and_gradients_are_those_of_bf16():
+    """Blocks are those of jax under the scale of the tensor; e2m1 has half a unit of 1/4 of a number at most."""
+    x, kernel, weights = (normal(i, *shape) for i, shape in enumerate([(64, 256), (256, 64), (64, 64)]))
+    found, scale = nvfp4.quantize(x)
+    config = jax.nn.get_scaled_dot_general_config("nvfp4", scale[None])
+    values, scales = jaxs.quantize(x[None], config)
+    np.testing.assert_array_equal(found.values.astype(jnp.float32), values[0].astype(jnp.float32))
+    np.testing.assert_array_equal(bits(found.scales), bits(scales[0]))
+
+    def loss(fn, x, kernel):
+        return jnp.sum(fn(x, kernel, 1, jnp.float32) * weights)
+
+    assert 0.05 < relative(project_in(nvfp4)(x, kernel, 1, jnp.float32), x @ kernel) < 0.25
+    for a, b in zip(*(jax.grad(loss, (1, 2))(fn, x, kernel) for fn in (project_in(nvfp4), project))):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("verb", ["train", "rehearse", "bench"])
+def test_four_bits_are_for_plans_alone(verb, capsys, tmp_path):
+    assert main([verb, str(DEBUG), "--set", 'train.precision="nvfp4"', "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "jax issue 26944" in said
+    assert "train.precision" in said
 
 
 def test_blocks_inside_of_a_pipeline_are_refused():
@@ -331,5 +357,7 @@ def test_a_program_for_blackwell_multiplies_in_blocks():
         "mxfp8": 2 * LAYERS * (4 * layer - down) * BATCH * LENGTH / (FSDP * TENSOR),
         "bf16": 6 * EMBED * VOCAB * BATCH * LENGTH / (FSDP * TENSOR),
     }
-    codes = {w.code for w in plan.report.warnings}
+    four = planned("nvfp4", "dgx_b200", "model.head_dim=128")
+    codes = {w.code for one in (plan, four) for w in one.report.warnings}
+    assert matmul_flops(four)["f4e2m1fn"] == 2 * LAYERS * (2 * layer - down) * BATCH * LENGTH / (FSDP * TENSOR)
     assert not codes & {"precision", "opaque_custom_call", "repeated_work", "unexplained_collective"}

@@ -34,6 +34,7 @@ def bench(
     from meshkit.sharding.mesh import prepare_platform
 
     loaded = load(experiment, set_)
+    loaded.train.check_runs(loaded.places)
     prepare_platform(loaded.cluster)
     from meshkit.distributed.join import is_first_process, keep_stdout
     from meshkit.verbs.bench.bench_report import render

@@ -34,11 +34,13 @@ def rehearse(
     Runs the program of one process of the whole job, with NCCL mocked. Kernel times and the allocator's peak are
     measured; communication is predicted, as in a plan. Writes a calibration that later plans can read.
     """
-    from meshkit.config.experiment import load_any
+    from meshkit.config.experiment import Experiment, load_any
     from meshkit.report.folder import write_folder
     from meshkit.verbs.rehearse.rehearsal import check_gpu, measure, run
 
     loaded = load_any(experiment, set_)
+    if isinstance(loaded, Experiment):
+        loaded.train.check_runs(loaded.places)
     if recorded and out is None:
         raise ConfigError("--recorded reads a rehearsal's run folder, and none is named.", hint="--out DIR")
     if not recorded:
