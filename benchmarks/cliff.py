@@ -18,8 +18,8 @@ from meshkit.search.cliff import cliff_text, compile_with_pool, find_cliff
 from meshkit.sharding.mesh import use_no_accelerator
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "cliff.svg"
-NAMES = ("llama3_8b", "mixtral_8x7b")
-COLORS = ("#1f5fa8", "#b5541c")
+NAMES = ("llama3_8b", "mixtral_8x7b", "llama3_70b")
+COLORS = ("#1f5fa8", "#b5541c", "#2e7d4f")
 FURTHER = (0.94, 0.88)  # of the program's peak
 LEFT, RIGHT, TOP, BOTTOM = 0.86, 1.08, 1.4, 0.98  # of the plot: pool by peak, and step by the step before the cliff
 STYLE = 'font-family="sans-serif" font-size="12" fill="#222"'
