@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from meshkit.redaction import printable, redact
 
-DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
-"""The exit codes of meshkit; 75 means that a checkpoint was saved."""
+DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, DRAINED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 76, 130
+"""The exit codes of meshkit; 75 means that a checkpoint was saved, 76 that a snapshot was and a spare takes over."""
 
 
 class MeshkitError(Exception):

@@ -24,8 +24,10 @@ from pathlib import Path
 
 from benchmarks.kill_matrix.cells import baseline
 from benchmarks.kill_matrix.gang import EXPERIMENT, Gate, Launch, are_gone, send
+from meshkit.config.experiment import Experiment
 from meshkit.distributed.certificates import make_certificates, write_certificates
 from meshkit.distributed.roll_call import free_port
+from models.mlp import Mirrored
 
 MEMORY_ALONE = ("--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
 DISK_TOO = ("--set", "checkpoint.every=8", "--set", "checkpoint.snapshot_every=2")
@@ -40,6 +42,12 @@ FAULTS = {
     "host 0 is lost": (MEMORY_ALONE, (0,)),
     "both hosts are lost": (DISK_TOO, (0, 1)),
 }
+SLOW = "SLOW_EXAMPLES_S"
+DRAIN = (
+    *SPARE,
+    *("--set", "launch.drain=true", "--set", "train.straggler_every=4"),
+    *("--set", 'data.source="benchmarks.kill_matrix.hosts:slow_examples"'),
+)
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 
 
@@ -53,6 +61,7 @@ class SeveralHosts:
         spares: launchers beyond them.
         experiment: that they run.
         network: network namespaces, one for each launcher; None for loopback.
+        slow: a launcher whose processes read data slowly, see `slow_examples`.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class SeveralHosts:
         spares: int,
         experiment: Path,
         network: tuple[str, ...] | None,
+        slow: int | None,
     ):
         step = {DISK_TOO: 8, DISK_ALONE: GATE.step - 2}.get(options)
         self._checkpoint = folder / "run" / "checkpoints" / str(step) if step else None
@@ -78,7 +88,7 @@ class SeveralHosts:
                 experiment,
                 processes=1,
                 out=folder / "run",
-                variables={"MESHKIT_MTLS": str(folder / "mtls")},
+                variables={"MESHKIT_MTLS": str(folder / "mtls"), **({SLOW: "0.2"} if host == slow else {})},
                 prefix=("ip", "netns", "exec", network[host]) if network else (),
             )
             for host in range(count + spares)
@@ -144,9 +154,10 @@ def several_hosts(
     spares: int = 0,
     experiment: Path = EXPERIMENT,
     network: tuple[str, ...] | None = None,
+    slow: int | None = None,
 ) -> Iterator[SeveralHosts]:
     """The launchers; nothing of them is left afterwards."""
-    made = SeveralHosts(folder, options, count, spares, experiment, network)
+    made = SeveralHosts(folder, options, count, spares, experiment, network, slow)
     try:
         for launch in made.launches:
             launch.start()
@@ -154,6 +165,17 @@ def several_hosts(
     finally:
         for launch in made.launches:
             launch.kill()
+
+
+def slow_examples(*, seed: int, experiment: Experiment) -> Mirrored:
+    """Return a `[data] source` that takes SLOW seconds for each example where that variable is set."""
+    return _Slow(seed, experiment.model.options["embed"])
+
+
+class _Slow(Mirrored):
+    def __getitem__(self, index: int) -> dict:
+        time.sleep(float(os.environ.get(SLOW, "0")))
+        return super().__getitem__(index)
 
 
 @contextmanager

@@ -444,6 +444,11 @@ class LaunchTable(TomlTable):
     wait_s: NonNegative = Field(
         default=60.0, description="seconds for a lost host to come back, before the others go on without it"
     )
+    drain: bool = Field(
+        default=False,
+        description="whether a spare replaces a host, at its next snapshot, that is late twice in a row or whose error "
+        "counters grow",
+    )
     hosts: Count | None = Field(
         default=None,
         examples=[6],

@@ -66,6 +66,8 @@ class ErrorGrowth:
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], int] = {}
         self._named: dict[tuple[str, str], int] = {}
+        self.hosts: set[str] = set()
+        """Hosts that have a counter that has grown."""
 
     def look(self, said: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return a line for each counter that has grown since the first call, and again once the growth has doubled.
@@ -76,6 +78,7 @@ class ErrorGrowth:
         lines = []
         for host, name, count in {(s["host"], name, count) for s in said for name, count in s["errors"].items()}:
             grown = count - self._first.setdefault((host, name), count)
+            self.hosts |= {host} if grown > 0 else set()
             if grown > 0 and grown >= 2 * self._named.get((host, name), 0):
                 self._named[host, name] = grown
                 lines.append(f"{host}, {name}: {grown} more since this training began.")

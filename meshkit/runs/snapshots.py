@@ -22,6 +22,8 @@ from typing import Any
 SNAPSHOTS_VARIABLE = "MESHKIT_SNAPSHOTS"
 COPY_VARIABLE = "MESHKIT_SNAPSHOT_COPY"
 """The variable that is set if the launcher copies each snapshot to another host."""
+SPARE_VARIABLE = "MESHKIT_SPARE"
+"""Path of a file that exists while a spare waits that may replace this host; unset if this host cannot be replaced."""
 SNAPSHOTS = "snapshots"
 """The subfolder of the run folder for the files of `write_snapshots`."""
 _SLOTS = 2

@@ -137,7 +137,7 @@ def local(
     part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, secrets, told, virtual=virtual)
     survives = loaded is not None and (loaded.launch.spares or loaded.launch.min_hosts)
     if loaded is not None and survives:
-        part = replace(part, elasticity=Elasticity(loaded.launch.spares, (), loaded.launch.wait_s))
+        part = replace(part, elasticity=Elasticity(loaded.launch.spares, (), loaded.launch.wait_s, loaded.launch.drain))
     check_part(part, loaded)
     _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
     file, gpus = str(experiment or ""), processes * devices

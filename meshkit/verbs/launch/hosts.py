@@ -33,7 +33,7 @@ from meshkit.distributed.certificates import MAKE_HINT, read_certificates
 from meshkit.distributed.environment import MTLS, Gang, join_timeout_s, split_address
 from meshkit.distributed.roll_call import Connections, Progress, bind_address, free_port, named, open_server
 from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, ConfigError, RunError
-from meshkit.runs.snapshots import SnapshotMemory, write_snapshots
+from meshkit.runs.snapshots import SNAPSHOTS, SnapshotMemory, write_snapshots
 from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies, fetch_copies, keep_alive
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
@@ -61,6 +61,8 @@ class Elasticity:
     """The smaller numbers of hosts with which the job can go on, the largest first."""
     wait_s: float = 60.0
     """Seconds to wait for a lost host before the job goes on with fewer."""
+    drain: bool = False
+    """Whether a spare replaces a sick host."""
 
 
 def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
@@ -89,7 +91,7 @@ class Hosts:
         coordinator: host:port on which the launcher of host 0 listens.
         certificates: folder of the job's certificates, the same ones on all hosts.
         show: prints a line for the user.
-        snapshots: folder for `write_snapshots`, on a file system that all hosts share.
+        folder: the run folder, on a file system that all hosts share.
         elasticity: how the job goes on without lost hosts; the same for all launchers.
 
     Raises:
@@ -113,7 +115,7 @@ class Hosts:
         coordinator: str,
         certificates: str | None,
         show: Callable[[str], None],
-        snapshots: Path,
+        folder: Path,
         elasticity: Elasticity,
     ):
         if not certificates:
@@ -123,7 +125,7 @@ class Hosts:
                 hint=f"{MAKE_HINT}, and {MTLS}=DIR on every host; or --max-restarts 0",
             )
         self.index, self.count, self._processes, self._show = index, count, processes, show
-        self._folder, self._elastic = snapshots, elasticity
+        self._folder, self._elastic = folder, elasticity
         self._name = split_address(coordinator)[0]
         found = read_certificates(certificates, coordinator_host=self._name if index == 0 else None)
         self._channel = Channel(found.client(), found.server(), self._name)
@@ -136,7 +138,7 @@ class Hosts:
         self._lost: set[int] = set()  # hosts of the last attempt whose launcher has disconnected
         self._over = False  # whether all other launchers know that the job is over
         self._was: tuple[int, int, int] | None = None  # attempt, place and size, when this launcher last had a place
-        self._is_new = True
+        self._is_new, self._is_sick = True, False
         self._memory: Sequence[SnapshotMemory] = ()
         self._keepers: Sequence[Address] = ()  # by place: the address of the launcher's `Keeper`
         self._keeper: Keeper | None = None
@@ -167,12 +169,29 @@ class Hosts:
         self._hang_up()
         for waiting in self._present.values():
             waiting[1].close()
+        self._present.clear()
+        if self.index == 0:
+            self._mark_spare()
         self._stack.close()
 
     @property
     def waiting(self) -> set[int]:
         """Launchers that host 0 has no place for, as far as it knows."""
         return set(self._present)
+
+    @property
+    def spare_file(self) -> str:
+        """The file that exists while a healthy spare waits; empty for host 0, which no spare can replace."""
+        return str(self._folder.absolute() / "spare") if self.index else ""
+
+    def _mark_spare(self) -> None:
+        """Host 0: make or remove the file that tells the processes of the other hosts whether a healthy spare waits."""
+        path = self._folder / "spare"
+        with suppress(OSError):
+            if any(not word.get("sick") for word, _ in self._present.values()):
+                path.touch()
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def overrides(self) -> list[str]:
@@ -204,8 +223,12 @@ class Hosts:
         """
         self._hang_up()
         self._done = set()
-        mine = {"host": self.index, "of": self.count, "attempt": attempt, "was": self._was}
+        mine = {"host": self.index, "of": self.count, "attempt": attempt, "was": self._was, "sick": self._is_sick}
         self._meet(mine, signals, self._wait_s)
+
+    def step_back(self) -> None:
+        """From the next attempt on, take a place only if no other launcher can."""
+        self._is_sick = True
 
     def withdraw(self, code: int) -> None:
         """Tell the other launchers that this one has ended with an exit code, so that none waits for it."""
@@ -299,7 +322,9 @@ class Hosts:
     def _chosen(self, said: dict[int, dict[str, Any]], waited_s: float) -> list[int]:
         """Return the hosts that get a place, host 0 first; an empty list while more hosts are waited for."""
         last, had_place = _last_places(said)
-        order = sorted(said, key=lambda host: (host != 0, host not in had_place.values(), host))
+        order = sorted(
+            said, key=lambda host: (host != 0, said[host].get("sick", False), host not in had_place.values(), host)
+        )
         complete = len(had_place) == (last[1] if last else -1)  # all hosts of the last attempt are here
         if len(said) >= self.count:
             all_come = self._members - said.keys() <= self._lost
@@ -343,6 +368,7 @@ class Hosts:
         for word, _ in self._present.values():  # these are spares, which stay connected
             word["was"] = None
         self._members, self._lost = set(by_host), set()
+        self._mark_spare()
         self._begin(**start, place=by_host[0])
 
     # ------------------------------------------------------------------------- the meeting, at another host
@@ -405,9 +431,9 @@ class Hosts:
         if (place - 1) % size in lost:
             held |= self._keeper.memory
         try:
-            write_snapshots(held, size * self._processes, self._folder)
+            write_snapshots(held, size * self._processes, self._folder / SNAPSHOTS)
         except OSError as error:
-            self._show(f"host {self.index} cannot write its snapshots to {self._folder}: {error}")
+            self._show(f"host {self.index} cannot write its snapshots to {self._folder / SNAPSHOTS}: {error}")
 
     # ------------------------------------------------------------------------------------------ the attempt
 
@@ -427,6 +453,8 @@ class Hosts:
             self._admit(0.0)
             for host in self._present.keys() - known:  # it can join at the next meeting
                 self._present[host][1].say(wait=True)
+            if self._present.keys() != known:
+                self._mark_spare()
         return None
 
     def failed(self, why: str) -> None:

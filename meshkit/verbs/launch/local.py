@@ -42,13 +42,13 @@ from meshkit.distributed.environment import (
     without_launchers,
 )
 from meshkit.distributed.roll_call import LOOPBACK, free_port
-from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
+from meshkit.errors import DONE, DRAINED, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
 from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read_order, write_witnesses
 from meshkit.runs.limits import STALL_TIMEOUT, Limits
 from meshkit.runs.nccl_ras import ask, describe
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
-from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS, SNAPSHOTS_VARIABLE, SnapshotMemory
+from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS, SNAPSHOTS_VARIABLE, SPARE_VARIABLE, SnapshotMemory
 from meshkit.runs.standby import STANDBY_VARIABLE
 from meshkit.verbs.launch.hosts import Elasticity, EndedElsewhere, Hosts
 from meshkit.verbs.launch.processes import STOPPED, Ending, LocalGang, Member, Watchdog
@@ -91,6 +91,8 @@ class LocalPart:
     """Whether the devices are virtual ones of the CPU."""
     hosts_meet: bool = False
     """Whether the launchers of several hosts are connected (hosts.py), so that they restart together."""
+    spare_file: str = ""
+    """A file that exists while a spare waits that may replace this host when it is sick; empty for none."""
     elasticity: Elasticity = field(default_factory=Elasticity)
     """How the job goes on after it has lost hosts."""
 
@@ -117,6 +119,8 @@ class LocalPart:
             inherited[STALL_TIMEOUT] = " ".join(self.stall_timeout)
         if self.hosts_meet and self.hosts > 1:
             inherited[COPY_VARIABLE] = "1"
+        if self.spare_file:
+            inherited[SPARE_VARIABLE] = self.spare_file
         if self.virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{LOOPBACK}:{free_port()}"
@@ -180,7 +184,7 @@ class LocalPart:
             self.coordinator,
             os.environ.get(MTLS),
             show,
-            folder / SNAPSHOTS,
+            folder,
             self.elasticity,
         )
 
@@ -193,6 +197,7 @@ class LocalPart:
             coordinator=hosts.coordinator,
             attempt=hosts.attempt,
             hosts_meet=True,
+            spare_file=hosts.spare_file if self.elasticity.drain else "",
         )
 
     def _run_with(self, hosts: Hosts, supervisor: Supervisor, show: Callable[[str], None]) -> int:
@@ -386,6 +391,8 @@ class Supervisor:
                     self._report(attempt.failed, attempt)
                     ending = attempt.failed.ending
                     assert ending is not None
+                    if ending.code == DRAINED and self._hosts is not None:
+                        self._hosts.step_back()
                     if not ending.is_restartable and attempt.stuck is None and not attempt.left:
                         return ending.code
                 reached, self._outage = last_step(self._folder), attempt.outage

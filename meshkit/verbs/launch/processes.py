@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from meshkit.config.files import open_regular
-from meshkit.errors import BUG, CONDITION, DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, USER_ERROR, ConfigError
+from meshkit.errors import BUG, CONDITION, DONE, DRAINED, INTERRUPTED, PREEMPTED, RUN_FAILED, USER_ERROR, ConfigError
 from meshkit.runs.hang import Witness
 from meshkit.runs.limits import AWAY_S, Limits
 from meshkit.runs.phases import Pulse
@@ -46,6 +46,7 @@ _MEANINGS = {
     CONDITION: "a condition the user asked for is not met",
     RUN_FAILED: "the run failed and may be restarted",
     PREEMPTED: "preempted; a checkpoint is saved",
+    DRAINED: "a spare is to replace its host; a snapshot is taken",
     INTERRUPTED: "interrupted",
 }
 _SIGNALS = {

@@ -43,7 +43,7 @@ from meshkit.config.files import TomlDocument
 from meshkit.config.places import describe_error
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import jax_runtime
-from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
+from meshkit.errors import DRAINED, INTERRUPTED, PREEMPTED, ConfigError, RunError
 from meshkit.report.schema import Report
 from meshkit.runs.metrics import MetricsLog, SinkCode, open_sinks, read_metrics
 from meshkit.runs.phases import PULSE_VARIABLE
@@ -314,6 +314,12 @@ class Preempted(RunError):
     """Raised after SIGTERM, when everything is saved. The same command resumes the run."""
 
     exit_code = PREEMPTED
+
+
+class Drained(RunError):
+    """Raised where a spare is to replace this host, after a snapshot that all processes have."""
+
+    exit_code = DRAINED
 
 
 class StopRequest:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from meshkit.runs.hang_watch import HangWatch
 from meshkit.runs.metrics import SinkCode, finite, read_metrics
 from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Goodput, GoodputLog, Phases, read_goodput
-from meshkit.runs.snapshots import SNAPSHOTS
+from meshkit.runs.snapshots import SNAPSHOTS, SPARE_VARIABLE
 from meshkit.sharding import build_mesh
 from meshkit.sharding.mesh import device_memory
 from meshkit.step.data import Batches, Data, Stream, check_tokens, open_data
@@ -52,6 +53,7 @@ from meshkit.verbs.train.hooks import Hook, TrainingStep, find_hooks
 from meshkit.verbs.train.order import agree_on_order, order_of_step
 from meshkit.verbs.train.records import StepRecords, speed_of
 from meshkit.verbs.train.session import (
+    Drained,
     Preempted,
     RunLog,
     StepProgress,
@@ -211,6 +213,7 @@ class _Run:
     store: CheckpointStore = field(init=False)
     records: StepRecords = field(init=False)
     captures: Captures = field(init=False)
+    stragglers: Stragglers = field(init=False)
     snapshots: Snapshots | None = None
     resumed_step: int = 0
     checked_step: int = 0
@@ -269,7 +272,8 @@ class _Run:
     def _open_records(self, log: RunLog) -> None:
         """Create the objects that record and capture the steps."""
         experiment, say = self.experiment, self.progress.say
-        stragglers = Stragglers(experiment.train.straggler_every, say, slowest_clock_mhz, errors_of_this_process)
+        every = experiment.train.straggler_every
+        self.stragglers = stragglers = Stragglers(every, say, slowest_clock_mhz, errors_of_this_process)
         self.records = StepRecords(
             experiment.train, self.folder, self.facts, self.program.mesh.size, self.phases, self.goodput, self.progress,
             self.store, stragglers, log,
@@ -390,6 +394,11 @@ class _Run:
             self.phases.enter("save", step.number)
             self.goodput.mark(step.number)
             self.snapshots.take(step.state)
+            spare = os.environ.get(SPARE_VARIABLE)
+            if (reason := self.stragglers.sick) and spare and os.path.exists(spare):
+                self.snapshots.close()  # returns when all processes have the snapshot
+                if self.snapshots.enabled:
+                    raise Drained(f"a spare is to replace this host after step {step.number}: {reason}.")
 
     def _save(self, step: TrainingStep) -> None:
         self._check_replicas(step)

@@ -102,6 +102,9 @@ class Stragglers:
         self._steps: list[Mapping[str, float]] = []
         self._window, self._thread = 0, None
         self._named: dict[int, float] = {}  # process -> share when it was named
+        self._late: set[int] = set()  # processes that the last comparison found late
+        self.sick: str | None = None
+        """The reason why another host should replace this one; None without one."""
         self._news: dict[str, float] = {}
         self.captured: Mapping[str, float] = {}
         """In process 0: the number of the last captured step that was read, and its numbers from the reader process."""
@@ -152,13 +155,25 @@ class Stragglers:
         said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "errors": self._errors()}
         said["cpu_s"] = self.cpu_s
 
-        def decide(every: list[Any]) -> None:
+        def decide(every: list[Any]) -> dict[str, str]:
             for line in self._growth.look(every):
                 self._say(f"warning: {line}")
-            self.tell(judge(every), max(s["cpu_s"] for s in every))
+            found = judge(every)
+            self.tell(found, max(s["cpu_s"] for s in every))
+            return self._sick_processes(every, found)
 
         with self.counted(), contextlib.suppress(MeshkitError):  # training goes on, and so does the next comparison
-            self.line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
+            sick = self.line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
+            self.sick = sick.get(str(self.line.rank))
+
+    def _sick_processes(self, every: Sequence[Mapping[str, Any]], found: Sequence[LateProcess]) -> dict[str, str]:
+        """Map the processes on sick hosts to the reason: late in two comparisons in a row, or errors that grow."""
+        late = {each.process: each.message for each in found if each.share}
+        twice = {process: message for process, message in late.items() if process in self._late}
+        self._late = set(late)
+        hosts = {process: s["host"] for process, s in enumerate(every) if s["host"] in self._growth.hosts}
+        growing = {process: f"the error counters of {host} grow" for process, host in hosts.items()}
+        return {str(process): reason for process, reason in (growing | twice).items()}
 
     def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
         """Report the late processes and the cost of finding them. Called in process 0.

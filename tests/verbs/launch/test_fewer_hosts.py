@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.kill_matrix.hosts import DISK_ALONE, MEMORY_ALONE, THREE_HOSTS, several_hosts
+from benchmarks.kill_matrix.hosts import DISK_ALONE, DRAIN, MEMORY_ALONE, THREE_HOSTS, several_hosts
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,3 +48,14 @@ def test_fewer_hosts_go_on_from_memory_as_they_do_from_the_disk(with_a_spare, tm
     assert losses == from_disk
     assert losses[:14] == with_a_spare[0][:14]
     np.testing.assert_allclose([loss for _, loss in losses], [loss for _, loss in with_a_spare[0]], rtol=1e-5)
+
+
+def test_a_spare_replaces_a_host_that_is_late_twice_in_a_row_after_its_next_snapshot(with_a_spare, tmp_path):
+    with several_hosts(tmp_path, DRAIN, 3, spares=1, experiment=THREE_HOSTS, slow=2) as hosts:
+        hosts.launches[1].let_go(0)
+        losses = hosts.end()
+    assert "a spare is to replace this host after step" in hosts.launches[2].said
+    assert "host 2 is a spare" in hosts.launches[2].said
+    assert "host 3 takes place 2 of 3" in hosts.launches[3].said
+    assert "no checkpoint is read" in hosts.launches[0].said
+    assert losses == with_a_spare[0]

@@ -30,8 +30,7 @@ def place(tmp_path, monkeypatch):
     with ExitStack() as stack:
 
         def make(index, *, folder=tmp_path / "mtls", **elasticity):
-            written, elastic = tmp_path / "snapshots", Elasticity(**elasticity)
-            made = Hosts(index, COUNT, 1, address, str(folder), said.append, written, elastic)
+            made = Hosts(index, COUNT, 1, address, str(folder), said.append, tmp_path, Elasticity(**elasticity))
             return stack.enter_context(made)
 
         make.said = said
@@ -234,6 +233,30 @@ def test_a_spare_replaces_a_lost_host_at_once_and_whoever_comes_back_is_the_spar
     hosts[0].withdraw(0)
     waiting.join(60)
     assert over[-1] == 0
+
+
+def test_a_sick_host_gives_its_place_to_a_spare_and_gets_one_again_only_if_nobody_else_can(place):
+    hosts = [place(i, spares=1) for i in range(COUNT + 1)]
+    waiting = begin(hosts[3], attempt=0)
+    meet(*hosts[:2], hosts[2])
+    while not Path(hosts[1].spare_file).exists():  # the spare may come after the others have met
+        assert hosts[0].news() is None
+    assert not hosts[0].spare_file
+    hosts[1].step_back()
+    hosts[1].failed("process 1 failed (exit code 76)")
+    assert {news_of(hosts[0]), news_of(hosts[2])} == {"host 1: process 1 failed (exit code 76)"}
+    sick = begin(hosts[1], attempt=1)
+    meet(hosts[0], hosts[2], attempt=1)
+    waiting[0].join(60)
+    assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
+    while hosts[0].waiting != {1}:
+        assert hosts[0].news() is None
+    assert not Path(hosts[1].spare_file).exists()  # the spare that is left is sick
+    hosts[2].__exit__()
+    assert news_of(hosts[0]) == "host 2 is lost"
+    meet(hosts[0], hosts[3], attempt=2)
+    sick[0].join(60)
+    assert places(hosts[0], hosts[3], hosts[1]) == {0: (0, 3), 3: (1, 3), 1: (2, 3)}
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
