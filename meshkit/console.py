@@ -1,4 +1,4 @@
-"""Terminal output of every verb: its stream and its width. `run_folder` checks the output folder."""
+"""Print the output of all commands on stdout and stderr. `run_folder` checks the output folder of a command."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _cut(text: str) -> str:
 
 
 def stdout() -> Console:
-    """Return a console for the results of a verb. Markup is off, since a name from a file may look like markup."""
+    """Return a console for the results of a command. Markup is off, since a name from a file may look like markup."""
     return _console_type()(width=width(), markup=False)
 
 

@@ -1,1 +1,1 @@
-"""Flax models that run on any meshkit mesh; an experiment names them by import path, in a clone and from the wheel."""
+"""Flax models that run on any meshkit mesh. Experiments name them by import path. meshkit's wheel contains them."""

@@ -84,7 +84,7 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class _Executable:
-    """One compile of the step for GPUs; see `CompileAttempt`."""
+    """One compile of the step for GPUs, as `CompileAttempt` (choices.py) describes it."""
 
     program: Any
     chosen: Sequence[Option]
@@ -173,9 +173,9 @@ def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choic
 
     Args:
         lowered: the result of `trace(...).lower(...)`.
-        cluster: its GPU memory must hold the program, and its predicted times order the instructions.
+        cluster: its GPU memory must hold the program, and the durations predicted for it order the instructions.
         placement: the place of each partition, which the schedule needs.
-        choices: the options of the user and of the program, and the share of memory that it may take.
+        choices: the options of the user and of the program, and the share of memory that the program may take.
 
     Raises:
         RefusedOption: XLA refuses an option that the user set.
@@ -289,8 +289,8 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
     except NotPrivate as problem:
         if "MESHKIT_CACHE" in os.environ:
             raise unfit_folder(folder, problem) from None
-        why = f"{folder}: {problem}; MESHKIT_CACHE names another"
-        say(f"compiled programs are not kept, a restart compiles again: {why}")
+        why = f"{folder}: {problem}; MESHKIT_CACHE can name another folder"
+        say(f"compiled programs are not kept, so a restart compiles again: {why}")
         return None
     with suppress(OSError):
         cache.store.trim()
@@ -313,7 +313,7 @@ def _check_theirs(folder: str) -> str:
         raise ConfigError(
             f"jax's compilation cache holds code that would be run, and it is not private: {problem}.",
             at=f"JAX_COMPILATION_CACHE_DIR={folder}",
-            hint="a folder of your own (chmod 700), or without that variable, for meshkit's",
+            hint="a folder of your own (chmod 700), or unset that variable to use meshkit's cache",
         ) from None
     return os.path.realpath(path)
 

@@ -69,7 +69,8 @@ def dead_updates(jaxpr: Any) -> tuple[str, ...]:
     used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
     made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
     dropped = sorted(name for name in entering if made[name] > kept[name])
-    return tuple([name for name in dropped if not kept[name]] or dropped)  # a type that is also kept may be the batch's
+    # Prefer types of which no value is used: if some values are used, the type may be that of activations.
+    return tuple([name for name in dropped if not kept[name]] or dropped)
 
 
 def _is_matrix(aval: Any) -> bool:
@@ -91,7 +92,7 @@ class _Uncountable(Exception):
 def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> np.ndarray:
     """Return the fields of `TracedFlops` for a jaxpr.
 
-    `manual` has the mesh axes of the enclosing shard_maps, whose sizes the callers multiply in.
+    `manual` has the mesh axes of the enclosing shard_maps. Callers multiply the result by the sizes of these axes.
     """
     return sum((_of_equation(equation, manual) for equation in jaxpr.eqns), np.zeros(4))
 
@@ -129,7 +130,7 @@ def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
         raise _Uncountable
     times = params.get("length", 1) if name == "scan" else 1
     if name == "shard_map":
-        named = params.get("newly_manual_axes") or params.get("manual_axes")  # names in jax 0.12 and before it
+        named = params.get("newly_manual_axes") or params.get("manual_axes")  # the key in jax 0.12, or in older jax
         axes = frozenset(named or params["mesh"].axis_names)
         times, manual = math.prod(params["mesh"].shape[axis] for axis in axes - manual), manual | axes
     inner = [_count(j, manual) for j in _jaxprs(params)]

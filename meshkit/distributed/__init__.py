@@ -1,5 +1,7 @@
-"""Connect the processes of one job: the environment contract, the roll call, joining, and agreements on values.
+"""Connect the processes of one job.
 
-Enters: variables that a launcher sets. Leaves: a joined jax.distributed job.
-May be imported by whatever runs in several processes: step, compile, verbs.
+    environment.py: read the launcher's variables -> roll_call.py: check that all processes are there
+    -> join.py: initialize jax.distributed, and let the processes agree on values
+
+All code that runs in several processes (step, compile, verbs) may import this package.
 """

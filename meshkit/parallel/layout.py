@@ -64,7 +64,7 @@ class ContextLayout:
             batch, heads: axes that cut those dims; () for none.
 
         Raises:
-            ConfigError: an axis that the mesh does not have, or one on two dims.
+            ConfigError: the mesh lacks an axis, or two dims have the same axis.
         """
         layout = cls(mesh, _names(axis), _names(batch), _names(heads))
         named = [*layout.batch, *layout.length, *layout.heads]
@@ -115,7 +115,7 @@ class ContextLayout:
             k, v: [batch, length, kv_heads, head_dim], with as many tokens as q; kv_heads divides heads.
 
         Raises:
-            ConfigError: with the sizes.
+            ConfigError: the shapes do not match, or a dim does not divide. The message has the sizes.
         """
         if q.ndim != 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
             raise ConfigError(
@@ -138,7 +138,7 @@ class ContextLayout:
             length: of an array, or of its piece where axes are manual.
 
         Raises:
-            ConfigError: with the sizes.
+            ConfigError: the length does not divide. The message has the sizes.
         """
         length *= self.ways // self.pieces(self.length)
         if length % (2 * self.ways):
@@ -150,7 +150,7 @@ class ContextLayout:
 
 
 def choose_implementation(mesh: AnyMesh, q: jax.Array, block: int) -> str:
-    """Return `cudnn` where the mesh's GPUs have it and it accepts such queries and blocks; otherwise `xla`.
+    """Return `cudnn` if the mesh's GPUs have it and it accepts these queries and blocks; otherwise `xla`.
 
     `cudnn` needs bf16 or fp16, a head_dim that is a multiple of 8 and at most 128, and blocks of a multiple of 64.
 
@@ -228,7 +228,7 @@ def balance(
 def restore(
     x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
 ) -> Shaped[Array, "*dims"]:
-    """Reorder x from balanced back into natural order; arguments and bytes are those of `balance`."""
+    """Reorder x from balanced back into natural order, with the arguments and the communication of `balance`."""
     return _reordered(x, layout, spec, dim, (_to_natural, _to_balanced))
 
 

@@ -1,12 +1,12 @@
-"""Check how much of a program its predicted time covers, for the warnings of a plan.
+"""Check whether a predicted time covers all work of its program, for the warnings of a plan.
 
-- FLOP of the compiled program, compared with those of the traced program.
-- Parts whose price is only a lower bound: custom calls, side streams, loops of unknown length.
-- Kernels that XLA runs twice because it counts more memory than a program may use. Its rematerialization pass clones
+- The FLOP of the compiled program are compared with the FLOP of the traced program.
+- Some prices rest on an assumption, such as those of custom calls and of loops of unknown length.
+- XLA may run kernels twice because it counts more memory than a program may use. Its rematerialization pass clones
   instructions as `NAME.remat`, `NAME.remat2.1`, ... before it knows how buffers share memory, so it may clone them in a
   program that would fit anyway. If the pass cannot stay below the limit, it logs the bytes that it counted.
-- Kernels that are too small for their price. In a recorded training step the smallest kernels take `least_s` (catalog),
-  whatever their work. A step of mostly such kernels takes longer than its price.
+- Very small kernels take longer than their price: in a recorded training step the smallest kernels take `least_s`
+  (catalog), whatever their work. A step of mostly such kernels takes longer than predicted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from meshkit.timeline import Timeline
 from meshkit.units import format_count
 
 _MOST = 0.01  # XLA removes and adds a few FLOP: it peels a first layer off a loop, or saves a recomputation.
-# Share of the step. A difference that takes less than this at the peak of a GPU is ignored. XLA turns products with a
-# vector, and tiny products, into sums and elementwise kernels, which are priced but are not matmuls.
+# A difference in FLOP is ignored if a GPU at its peak rate needs less than this share of the step's time for it. XLA
+# turns products with a vector, and tiny products, into sums and elementwise kernels: these have a price, but no FLOP.
 _LEAST = 0.001
 _RAGGED = "ragged_dot"
 
 NOT_PREDICTED = "flops"
-LAUNCH_BOUND, UNKNOWN_TRIPS = "launch_bound", "unknown_trip_count"  # codes of warnings that the step takes longer
+LAUNCH_BOUND, UNKNOWN_TRIPS = "launch_bound", "unknown_trip_count"  # warnings: the step takes longer than predicted
 REPEATED = "repeated_work"
 DENSE = "ragged_dot"
 
@@ -43,7 +43,7 @@ class FlopNote:
     """The note that a compiled program does more or less work than the traced program."""
 
     code: str
-    """`flops`: the compiled program executes less, so part of it was not read, and the step time is not a prediction.
+    """`flops`: the compiled program executes less, so part of it has no price, and the step time is not a prediction.
     `repeated_work` or `ragged_dot`: it executes more, and the predicted step includes all of it."""
     message: str
     names: tuple[str, ...] = ()
@@ -95,11 +95,11 @@ def flop_note(
     dense = sum(_flops_of(i) * times for i, times in ragged)
     if dense >= more:
         why = (
-            "XLA:GPU makes ragged matmuls (lax.ragged_dot) dense, so each row meets every group of its GPU; for "
-            "experts try one a GPU (a longer expert axis), or a capacity_factor"
+            "XLA:GPU makes ragged matmuls (lax.ragged_dot) dense, so a GPU multiplies each row by the weights of all "
+            "its groups; for a mixture of experts try one expert per GPU (a longer expert axis), or a capacity_factor"
         )
         return FlopNote(DENSE, f"{counts}: {why}", tuple(i.name for i, _ in ragged), more / dense)
-    why = "GPUs repeat each other's work: some dim is not sharded over every axis that shards its batch or its weights"
+    why = "GPUs repeat each other's work: a matmul is not sharded over every axis that shards its batch or its weights"
     if recomputed:
         why = "XLA recomputes some of it to stay within the memory"
     every = tuple(i.name for i, _ in schedule.walk() if _flops_of(i))
@@ -107,7 +107,7 @@ def flop_note(
 
 
 def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
-    """Return a note if XLA dequantizes block-scaled matmuls, which it does silently; None if it does not.
+    """Return a note if XLA dequantizes operands of block-scaled matmuls, which it does silently; None if it does not.
 
     Args:
         wanted: FLOP of block-scaled matmuls that one GPU should execute.
@@ -118,11 +118,15 @@ def dequantized_note(schedule: Schedule, gpu: Gpu, wanted: float) -> str | None:
             scaled += times * flops * (precision_of(gpu, dtype) in ("mxfp8", "nvfp4"))
     if scaled >= wanted * (1.0 - _MOST):
         return None
-    why = "this XLA made no block-scaled kernel of them" if "mxfp8" in gpu.peak_flops else f"{gpu.name} has none"
+    why = (
+        "this XLA made no block-scaled kernels for them"
+        if "mxfp8" in gpu.peak_flops
+        else f"{gpu.name} has no block-scaled kernels"
+    )
     return (
-        f"{1.0 - scaled / wanted:.0%} of the FLOP of block-scaled matmuls run in bf16 or fp32: {why}, so XLA "
-        'dequantizes their operands first, and quantizing them comes on top; train.precision = "bf16" saves both, and '
-        "a GPU that multiplies MXFP8 (B200, GB200) runs them as asked"
+        f"{1.0 - scaled / wanted:.0%} of the FLOP of block-scaled matmuls run in bf16 or fp32: {why}. The step "
+        'quantizes their operands, and XLA dequantizes them again; train.precision = "bf16" saves both, and a GPU with '
+        "MXFP8 matmuls (B200, GB200) runs them as asked"
     )
 
 
@@ -132,7 +136,7 @@ def _flops_of(i: Instruction) -> float:
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernels of a step that are priced below the least time of a kernel."""
+    """Kernels of a step whose price is below the shortest time of any kernel (`least_s`)."""
 
     kernels: int
     """Their number; a kernel in a loop counts in each iteration."""
@@ -141,7 +145,7 @@ class Launches:
 
 
 def short_kernels(simulation: Simulation) -> Launches:
-    """Return the number, and the missing seconds, of kernels that are priced below the least time of a kernel."""
+    """Return how many kernels are priced below the shortest time of any kernel, and the seconds missing in total."""
     compute = simulation.timeline.steps[0].compute
     missing = float(catalog.kernels()["least_s"]) - (compute[:, 1] - compute[:, 0])
     short = missing > 0
@@ -167,7 +171,10 @@ class Rematerialized:
 def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized:
     """Return the repeated kernels of XLA's rematerialization that take time.
 
-    One run of an original or its clones is needed, so one of them does not count. `log` has the compiler's log lines.
+    Of an original kernel and its clones one run is needed, so the first of them is not counted.
+
+    Args:
+        log: the compiler's log lines.
     """
     families: dict[str, list[tuple[bool, float]]] = {}  # Original -> (whether a clone, seconds) of each kernel.
     for name, s in kernel_seconds_by_name(simulation.timeline).items():
@@ -178,7 +185,7 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
 
 
 def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
-    """Return kind of note -> least seconds per training step of the instructions that it names, if greater than 0."""
+    """Return kind of note -> priced seconds per training step of the instructions that it names, if greater than 0."""
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
     seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation.timeline)}
     found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}

@@ -1,10 +1,10 @@
 """Price a program's instructions, and share the GPU and the links among kernels and collectives in flight.
 
 NCCL's kernels occupy multiprocessors until they end, and every byte that arrives passes device memory several times. A
-kernel beside a collective loses the multiprocessors that the collective occupies, as measured on an H100 with cuBLAS
-13.1 beside blocks that stream memory. If the GPU itself was measured, the kernel loses the measured share (catalog,
-`contended`: A100). Kernels that assign their tiles to one block per multiprocessor in advance lose up to half; a plan
-cannot tell which kernels do.
+kernel that runs during a collective loses the multiprocessors that the collective occupies, as measured on an H100 with
+cuBLAS 13.1 while other blocks streamed memory. If the catalog has a measured share for the GPU (`contended`: A100), the
+kernel keeps this share of its rate. Kernels that assign their tiles to one block per multiprocessor in advance lose up
+to half; a plan cannot tell which kernels do.
 
 Each stream runs its collectives in order (`InFlight`). A collective first waits for its latency, which others do not
 change. Then it sends and uses a share of the link inside a domain and of the GPU's link out of it. If several
@@ -39,7 +39,7 @@ _FAIR = 0.5
 def arithmetic_left(gpu: Gpu, channels: int | None) -> float:
     """Return the share of arithmetic rate that a collective with this many channels (None: unknown) leaves to a kernel.
 
-    It is the share measured on the GPU if there is one, or else the share of multiprocessors without a channel.
+    It is the share measured on the GPU, if there is one; otherwise the share of multiprocessors without a channel.
     """
     if channels == 0:
         return model_constant("beside_copies")
@@ -60,8 +60,8 @@ class Pricer:
     """Prices the instructions of one program on one cluster.
 
     Args:
-        seconds: function that returns the known duration of a kernel alone, a collective or a copy; None: the model
-            prices them.
+        seconds: function that returns the known duration of an instruction (of a kernel: when it runs alone); None:
+            the model prices instructions.
         gpus: GPUs of the whole job; default the cluster's.
         busy: share of the step's time in which tensor cores work, see `kernels.step_gain`.
 
@@ -105,7 +105,7 @@ class Pricer:
         return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
 
     def power_share(self, i: Instruction) -> float:
-        """Return the power of a kernel's tensor cores over that of a large matmul at the same clock."""
+        """Return the power of a kernel's tensor cores, relative to a large matmul at the same clock."""
         return power_share(i.cost, self._cluster.gpu) if i.cost else 0.0
 
     def transfer(self, i: Instruction) -> Transfer:
@@ -137,13 +137,13 @@ class Pricer:
         return self._collectives[key]
 
     def ragged_price(self, c: Collective, way: Way) -> Price:
-        """Return the price of a ragged all-to-all on the GPU that receives most rows, which its buffer limits."""
+        """Return the price of a ragged all-to-all on the GPU that receives most rows, up to its buffer's size."""
         payload = c.payload_bytes
         if c.group_size == 1:
             memory = memory_bytes_per_s(self._cluster.gpu, self._rates)
             seconds = model_constant("xla_launch_s") + ragged_copy_s(payload, c.slices, self._cluster.gpu.sms, memory)
             return Price(seconds, wire_s=seconds)
-        if c.axes_complete:  # A part that XLA split off has its whole buffer as payload.
+        if c.axes_complete:  # Otherwise XLA split this part off, and its payload is the whole buffer.
             payload *= min(self._assumptions.imbalance, c.room)
         group = (c.gpus_per_domain, c.group_size // c.gpus_per_domain, None)
         how: How = {"launch": "xla", "algorithm": way.price, "slices": c.slices}
@@ -175,7 +175,7 @@ class Load:
     """Whether the arithmetic lost to several collectives adds up; a measured share counts once."""
 
     def slowdowns(self, work: KernelWork) -> tuple[float, float]:
-        """Return the kernel's seconds beside the collective over its seconds alone, and the collective's relative rate.
+        """Return (kernel's seconds during the collective / its seconds alone, collective's rate / its rate when alone).
 
         If memory bandwidth suffices, both get what they need. Otherwise each gets at least half of it. So a
         memory-bound kernel gets the bandwidth that the collective leaves, or half if the collective would leave less,
@@ -193,7 +193,7 @@ NO_LOAD = Load()
 
 
 def combined_load(loads: Sequence[tuple[Load, float]]) -> Load:
-    """Return the load of several collectives, each with its relative speed, which scales its bytes only."""
+    """Return the load of several collectives; the relative speed of each scales only its use of memory bandwidth."""
     if not loads:
         return NO_LOAD
     held = sum(1.0 - load.arithmetic for load, _ in loads if load.adds)
@@ -210,7 +210,7 @@ class Transfer(Price):
 
     @property
     def uses(self) -> tuple[float, float]:
-        """Shares of both links (inside a domain, out of it) that it uses while it sends alone."""
+        """Shares of both links (inside a domain, out of it) that it uses while no other collective sends."""
         return (self.inside_s / self.wire_s, self.outside_s / self.wire_s) if self.wire_s else (0.0, 0.0)
 
 
@@ -313,7 +313,7 @@ class InFlight:
                 self._begin(queue[0])
 
     def _speeds(self) -> list[float]:
-        """Return the speed of each collective in flight over its speed when alone."""
+        """Return the speed of each collective in flight, relative to its speed when alone."""
         if len(self._active) == 1:
             return [1.0]
         speeds, free, level = [1.0] * len(self._active), [1.0, 1.0], 0.0
@@ -323,7 +323,7 @@ class InFlight:
             full, tight = min(((free[link] / wanted[link], link) for link in (0, 1) if wanted[link]), default=(1.0, 0))
             if full >= 1.0:
                 break
-            level = max(level, full)  # `full` decreases by rounding alone.
+            level = max(level, full)  # Only rounding can make `full` less than `level`.
             for n in [n for n in growing if self._active[n].uses[tight]]:
                 speeds[n] = level
                 free = [f - u * level for f, u in zip(free, self._active[n].uses)]

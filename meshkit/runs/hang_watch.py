@@ -49,7 +49,7 @@ class AwakeAge:
         self._looked, self._away_s, self._moves = clock(), 0.0, -1
 
     def look(self) -> float:
-        """Return the seconds. Call this every half second: more than `AWAY_S` between two calls is not counted."""
+        """Return these seconds. Call this every half second: a gap of more than `AWAY_S` is not counted."""
         now, moves = self._clock(), self._phases.move.number
         since_s, self._looked = now - self._looked, now
         self._away_s = (self._away_s if moves == self._moves else 0.0) + (since_s if since_s > AWAY_S else 0.0)
@@ -67,7 +67,7 @@ class HangWatch:
         limits: the limits of each phase; by default those of MESHKIT_STALL_TIMEOUT.
 
     Raises:
-        ConfigError: MESHKIT_STALL_TIMEOUT is no limit.
+        ConfigError: MESHKIT_STALL_TIMEOUT is not a valid limit.
     """
 
     order: StepOrder | None = None

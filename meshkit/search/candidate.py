@@ -22,7 +22,7 @@ Status = Literal["fits", "does_not_fit", "error"]
 
 
 class OutcomeRow(Part):
-    """All communication of a step with the same collective, axes, link and shape of group."""
+    """The collectives of a step that have the same kind, mesh axes, link and group shape, added up."""
 
     axes: tuple[str, ...]
     link: LinkName | None = None
@@ -40,10 +40,10 @@ class Outcome(Part):
 
     Attributes:
         settings: values for `--set` that make the variant; empty for the unchanged experiment.
-        status: `fits`, `does_not_fit` (the times assume that it does), or `error`.
+        status: `fits`, `does_not_fit` (the times then assume that it fits), or `error`.
         mesh: axis -> its value in `[mesh]`, as TOML.
-        stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (it differs in one
-            choice from one of the best so far).
+        stage: why it was compiled: `base`, `estimate` (the closed forms ranked it first), `neighbour` (it differs in
+            one choice from one of the best variants so far).
         peak_bytes: the program's peak memory.
         host_bytes: the program's host memory for one GPU; None if it uses none.
         estimate_s: the step time that the closed forms estimated.
@@ -84,7 +84,7 @@ class Outcome(Part):
 
 @dataclass(eq=False)
 class Candidate:
-    """A changed experiment, or a changed step from the user's function, and its outcome."""
+    """A changed experiment, or the step that a user's function builds for other choices, and its outcome."""
 
     settings: Settings = ()
     """The changes as values for `--set`; empty for the unchanged experiment."""
@@ -96,7 +96,8 @@ class Candidate:
     bound: Bound | None = None
     """The lower bounds in closed form; None if there are none."""
     guess_s: float | None = None
-    """The seconds that order candidates before they are planned: the bound's estimate, longer if it may not fit."""
+    """Estimated step time in seconds, by which candidates are sorted before they are planned: the bound's estimate, or
+    more if the step may not fit."""
     stage: str | None = None
     """Why it is planned; see `Outcome`."""
     outcome: Outcome | None = None
@@ -143,7 +144,7 @@ def make_outcome(
 
 
 def mesh_text(outcome: Outcome) -> str:
-    """Return the mesh as text, such as `fsdp 4x8 tensor 2`: for each axis, GPUs in a domain x domains."""
+    """Return the mesh as text, such as `fsdp 4x8 tensor 2`: 4x8 are 4 GPUs in each of 8 NVLink domains."""
     words = []
     for name, text in outcome.mesh.items():
         value = tomllib.loads(f"axis = {text}")["axis"]

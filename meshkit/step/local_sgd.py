@@ -29,7 +29,7 @@ waits for it before its backward pass (`wait_before_backward`).
 `[local_sgd]` builds this program from the training step of one replica. Its state is:
 
     state.params              the anchor, the same for all replicas: what is evaluated, and where all inner steps start
-    state.opt_state           the inner optimizer's, one per replica: [R, ...] cut over the axis
+    state.opt_state           the inner optimizer's state of each replica: [R, ...] sharded over the axis
     state.extra["outer"]      the outer optimizer's momentum, and the pending outer gradients of staleness = 1
 
 The model's other variables (batch statistics) start equal on all replicas and are averaged over them at the end. Each
@@ -78,7 +78,7 @@ class LocalSgd:
         axis: the slow axis, of R replicas.
         every: H, the number of inner steps in an outer step.
         specs: tree of the parameters' PartitionSpecs, none of which may name the axis.
-        learning_rate, momentum, nesterov: of the outer optimizer.
+        learning_rate, momentum, nesterov: options of the outer optimizer.
         staleness: 0 or 1 outer steps between an outer gradient and its use.
     """
 
@@ -260,7 +260,7 @@ class LocalSgdStep:
     local: LocalSgd
     step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
     """One replica's (state, batch, exchanged) -> (state, metrics), built with rules that do not use the axis;
-    `exchanged` is that of `LocalSgd.outer_step`."""
+    `LocalSgd.outer_step` describes `exchanged`."""
     batch_axes: tuple[str, ...]
 
     @property
@@ -273,7 +273,7 @@ class LocalSgdStep:
 
         Returns:
             The state after H steps, and fp32 metrics [H], averaged over the replicas by weight; `weight` is summed. The
-            model's other variables are averaged; those that are not floating point are the first replica's.
+            model's other variables are averaged, but taken from the first replica if they are not floating point.
         """
         local = self.local
         alike = {"step": state.step, "variables": state.variables}
@@ -321,7 +321,7 @@ class LocalSgdStep:
         return {name: stack_leaf(x) for name, x in batch.items()}
 
     def split(self, batches: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, in any order of the axes."""
+        """Return each [H, B, ...] as [H, R, B / R, ...]; rows stay on their GPU for any order of `batch_axes`."""
         mesh, axis, index = self.local.mesh, self.local.axis, self.batch_axes.index(self.local.axis)
         before, after = self.batch_axes[:index], self.batch_axes[index + 1 :]
         pieces = math.prod(mesh.shape[name] for name in before)
@@ -352,7 +352,7 @@ def find_local_sgd(spec: LocalSgdTable, places: Places, mesh: AnyMesh, layout: S
     """Return local SGD as `[local_sgd]` configures it; None if it names no axis.
 
     Raises:
-        ConfigError: the axis cuts the parameters or what belongs to them.
+        ConfigError: the axis shards parameters, gradients or optimizer state.
     """
     if spec.axis is None:
         return None

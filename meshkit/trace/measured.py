@@ -1,6 +1,6 @@
-"""Turn measured costs into inputs of a rehearsal's simulation, of later plans, and of XLA's scheduler.
+"""Turn the measured seconds of instructions into inputs of a simulation, of later plans, and of XLA's scheduler.
 
-trace -> seconds of every instruction -> simulation of a rehearsal, whose capture ran without collectives
+trace -> seconds of every instruction -> simulation of `meshkit rehearse`: real kernels on one GPU, no real collectives
       -> pgle.pbtxt                                             input of XLA's profile-guided latency estimator
       -> fits of collectives, sustained rates -> calibration.toml    input of later plans of this cluster
 """
@@ -48,8 +48,8 @@ def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
     """Return instruction -> runs in one execution, as a mean over the captured steps.
 
     A trace counts kernels, and one instruction may launch several: cuDNN's attention backward three, a sort some
-    dozens. So the number comes from the schedule. If the schedule has none, or a higher one since the trace lost
-    kernels, each kernel counts as one run.
+    dozens. So the number of runs comes from the schedule. If the schedule does not know it, or if it exceeds the number
+    of kernels because the trace lost some, each kernel counts as one run.
     """
     known = schedule.known_runs() if schedule is not None else {}
     counts = zip(trace.timeline.op_names, trace.kernels.count.tolist())
@@ -88,7 +88,7 @@ class MeasuredKernels:
 
 
 def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
-    """Return instruction -> seconds of one run, for all that ran; known waiting of collectives is left out."""
+    """Return instruction -> seconds of one run, for all instructions that ran, without collectives' known waits."""
     found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
         found[collective.name] = seconds
@@ -159,8 +159,9 @@ def rates_of(
 
     Args:
         times: instruction -> seconds of one run.
-        busy: share of the step in which tensor cores worked; 0 if they ran at the full clock, see `step_gain`.
-        runs: instruction -> number of its runs, to count only large kernels; None counts every kernel, once.
+        busy: share of the step in which tensor cores worked, see `step_gain`. Pass 0 for kernels at the full clock.
+        runs: instruction -> number of its runs. With it, only large kernels count, once for each run. With None, every
+            kernel counts once.
     """
     rates, gpu = _sustained(_samples(schedule, times, cluster, runs)), cluster.gpu
     if gpu.compute_capability is None:

@@ -1,8 +1,8 @@
-"""Embedding and cross-entropy with the vocabulary cut over the pipeline's axis.
+"""Embedding and cross-entropy with the vocabulary sharded over the pipeline's axis.
 
 Each of the S stages holds vocab / S rows of the table, so all stages store and compute the same amount (Yeung et al.
-2024, arXiv:2411.05288). Call these in `first_fn` and in `loss_fn` (with `head = "vocab_parallel"`), on a table whose
-PartitionSpec names the pipeline's axis first. A tied table serves both.
+2024, arXiv:2411.05288). With `head = "vocab_parallel"`, call `lookup` in `first_fn` and `cross_entropy` in `loss_fn`.
+The PartitionSpec of the table names the pipeline's axis first. One tied table can serve as embedding and as head.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshkit.parallel.pipeline.manual import psum
 def lookup(
     table: Float[Array, "stage_vocab embed"], tokens: Int[Array, "*tokens"], axis: str
 ) -> Float[Array, "*tokens embed"]:
-    """Return the rows of a table for tokens, by one all-reduce; each stage has vocab / S rows of the table.
+    """Return the rows of a table for tokens, using one all-reduce; each stage has vocab / S rows of the table.
 
     Args:
-        table: this stage's rows; the first is row stage * stage_vocab of the whole table.
+        table: this stage's rows; the first of them is row `stage * stage_vocab` of the whole table.
         tokens: ids in the whole vocabulary; an id outside of it gives a row of zeros.
 
     Returns:
@@ -53,6 +53,6 @@ def cross_entropy(
 
 
 def _local(tokens: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return the index of each token in this stage's rows, clipped to them, and whether its row is there."""
+    """Return each token's index in this stage's rows, clipped to their range, and whether this stage has its row."""
     place = tokens - lax.axis_index(axis) * rows
     return jnp.clip(place, 0, rows - 1), (place >= 0) & (place < rows)

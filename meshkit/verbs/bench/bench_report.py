@@ -281,7 +281,7 @@ def collective_words(row: BenchRow | BenchFit) -> str:
 def summary(report: BenchReport) -> str:
     """Return one line about all rows: how many elements were checked or wrong, and the errors of the fits."""
     checked = sum(row.checked for row in report.rows)
-    wrong = "every result is numpy's" if report.wrong == 0 else f"{report.wrong} of them WRONG"
+    wrong = "all of them equal numpy's" if report.wrong == 0 else f"{report.wrong} of them WRONG"
     fit = ""
     if report.residual_median is not None:
         errors = f"{format_percent(report.residual_median)} at the median, {format_percent(report.residual_p90)}"
@@ -301,7 +301,7 @@ def _rates(report: BenchReport) -> list[tuple[str, str]]:
 def network_lines(network: NetworkPart) -> list[str]:
     """Describe the network model's error before and after the fit, and the constants that the fit changed."""
     before, after = format_percent(network.error_before), format_percent(network.error_after)
-    lines = [f"{network.points} collectives: off by {before} at the median as shipped, by {after} with these"]
+    lines = [f"{network.points} collectives: median error {before} with shipped constants, {after} with these"]
     moved = [one for one in network.constants if abs(one.value / one.shipped - 1) > _MOVED]
     return [*lines, *(f"{one.name}: {one.value:.3g} (shipped: {one.shipped:.3g})" for one in moved)]
 
@@ -445,7 +445,7 @@ def _copy_section(report: BenchReport, page: Page) -> str:
     rows = [row for row in report.rows if not row.axes]
     if not rows:
         return ""
-    note = "Size over time, on all devices at once; memory carries twice that, read and written."
+    note = "Bandwidth is size / time, on all devices at once. Memory carries twice these bytes: read and written."
     return section("Copy on the device", note, page.chart("copy", bandwidth_chart(rows, ())), _all_rows(rows))
 
 

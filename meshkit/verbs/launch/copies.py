@@ -111,7 +111,10 @@ class Keeper:
                         _say(file, answer=self._keep(file, **request))
 
     def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
-        """Receive a snapshot unless it is here; return the answer. Drop copies whose sha256 is not in `whole`."""
+        """Receive a snapshot, unless this host has it, and return the answer for the sender.
+
+        `whole` has the sha256 of each complete snapshot of the process. Copies of other snapshots are dropped.
+        """
         memory = self._memory[rank]  # KeyError: this host has not begun the attempt yet, and the sender tries again
         if record["sha256"] in [slot.sha256 for slot in memory.slots]:
             return _KEPT
@@ -177,7 +180,7 @@ class SnapshotCopies:
                             self._copy(rank, slot, record, whole)
             except (OSError, ValueError) as error:
                 failures += 1
-                if failures == _FAILURES and not self._ends.is_set():  # `Hosts.news` reports a lost host
+                if failures == _FAILURES and not self._ends.is_set():  # hosts.py reports a lost host
                     self._show(f"snapshots cannot be copied to the next host at {self._address[0]}: {error}")
                 self._ends.wait(_AGAIN_S)
 

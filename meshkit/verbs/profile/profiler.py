@@ -4,7 +4,7 @@ trace + compiled program + mesh   (meshkit.trace.capture wrote them)
   -> the communication of each operation, with its axes and link
   -> Timeline -> Report
 
-From NCCL Inspector's files, the report has only rows of communication, and nothing that needs a trace.
+A report from NCCL Inspector's files has rows of communication, and no values that need a trace.
 """
 
 from __future__ import annotations
@@ -195,15 +195,15 @@ class MeasuredTraces:
         """Return the prediction of the traced program by plan's models, instruction by instruction.
 
         It is None if the trace lacks the program's HLO, or if no cluster is given and the trace names no GPU of the
-        catalog. If no cluster is given, links are unknown: collectives then have no predicted time, and neither has a
-        step with collectives.
+        catalog. If no cluster is given, links are unknown. Then neither collectives nor a step with
+        collectives have a predicted time.
         """
         schedule, known = self.schedule, self.machines.cluster
         cluster = known or self.gpu
         if schedule is None or cluster is None or cluster.is_cpu:
             return None
         simulation = simulate(schedule, cluster, gpus=self.num_devices, network=known is not None)
-        # Show the measured collectives in place of the simulated ones: they have axes only if a mesh is known.
+        # Show measured collectives in place of simulated ones: the measured have axes only if a mesh is known.
         named = {c.name: c for c in self.timeline.collectives}
         collectives = tuple(named.get(c.name, c) for c in simulation.timeline.collectives)
         priced = summarize_simulation(
@@ -293,7 +293,7 @@ def measure_traces(
 
 
 def _priced(gpu: Cluster | None, loose: Loose) -> Iterator[Note]:
-    """Yield a note on predicted times if they are for the GPU that the trace names, without a given cluster."""
+    """Yield a note if, without a given cluster, the predicted times are for the GPU that the trace names."""
     if gpu is None:
         return
     message = f"Kernels are priced as on {gpu.gpu.name}, which the trace names."
@@ -335,7 +335,7 @@ def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
 def _untraced_s(records: Sequence[CaptureRecord], history: schema.HistoryPart | None) -> float | None:
     """Return the run's step time in seconds without tracing, if it is known.
 
-    It is the median step of the run's metrics before the trace, or without these, the slowest process's measurement.
+    It is the median step time in the metrics before the trace; without metrics, the slowest process's measurement.
     """
     if history is not None and "step_time_s" in history.values:
         return untraced_step_s(history, records[0].first_step)
@@ -350,8 +350,8 @@ def find_stragglers(
 ) -> schema.StragglersPart | None:
     """Return the stragglers, each with its host, its compute time, and the operations that take longer on it.
 
-    It is None if no collective shows a skew and no device is late. Times are per step, of which one execution of the
-    program makes `steps_per_execution`.
+    It is None if no collective shows a skew and no device is late. Times are per step; one execution of the program
+    makes `steps_per_execution` steps.
     """
     late = late_devices(trace, instructions or {}, steps_per_execution)
     if not trace.skew.instances and not late:
@@ -388,7 +388,7 @@ def profile_inspector(
     """
     if (mesh is None) != (cluster is None):
         raise ConfigError(
-            "Inspector's communicators are told apart by their ranks and hosts, so mesh and cluster belong together.",
+            "a mesh and a cluster are both needed to map the ranks and hosts of Inspector's communicators to axes.",
             hint="--mesh and --cluster, --experiment, or none of them",
         )
     placement = mesh.placement(cluster) if mesh is not None and cluster is not None else None
