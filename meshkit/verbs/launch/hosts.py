@@ -330,7 +330,7 @@ class Hosts:
             all_come = self._members - said.keys() <= self._lost
             if all_come or complete or waited_s > (self._elastic.wait_s if last is None else _SPARE_S):
                 return order[: self.count]
-        elif complete or waited_s > self._elastic.wait_s:
+        elif complete or (last is not None and waited_s > self._elastic.wait_s):
             fits = next((size for size in self._elastic.fewer if size <= len(said)), 0)
             return order[:fits]
         return []

@@ -314,6 +314,13 @@ def test_a_host_that_the_smaller_mesh_has_no_place_for_is_a_spare(place):
     assert place.said[-1] == "host 2 is a spare"
 
 
+def test_a_job_begins_with_all_its_hosts(place, monkeypatch):
+    monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "2")
+    hosts = [place(i, fewer=(2,), wait_s=0.2) for i in range(2)]
+    found = at_once(*(lambda h=h: h.meet(0, []) for h in hosts))
+    assert [isinstance(error, RunError | EndedElsewhere) for error in found] == [True, True]
+
+
 def test_fewer_hosts_than_the_job_can_go_on_with_wait_for_the_lost_one(place, monkeypatch):
     monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "2")
     hosts = [place(i, fewer=(2,), wait_s=0.2) for i in range(COUNT)]
