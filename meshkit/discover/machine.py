@@ -562,10 +562,17 @@ def _read_tar(path: Path) -> dict[str, bytes]:
         if data[:2] == b"\x1f\x8b":
             data = gunzip(data, _LARGEST_BUNDLE_BYTES + _HEADER_BYTES * _MOST_MEMBERS)
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for number, member in enumerate(archive):
+            for number, member in enumerate(archive, 1):
                 total += member.size
-                if number > _MOST_MEMBERS or member.size > LARGEST_FILE_BYTES or total > _LARGEST_BUNDLE_BYTES:
-                    raise TraceError("the bundle is larger than 64 MiB.", at=str(path), hint=BUNDLE_HINT)
+                if number > _MOST_MEMBERS:
+                    message = f"the bundle has more than {_MOST_MEMBERS:,} members."
+                    raise TraceError(message, at=str(path), hint=BUNDLE_HINT)
+                if total > _LARGEST_BUNDLE_BYTES:
+                    message = f"the bundle is larger than {_LARGEST_BUNDLE_BYTES >> 20} MiB."
+                    raise TraceError(message, at=str(path), hint=BUNDLE_HINT)
+                if member.size > LARGEST_FILE_BYTES:
+                    message = f"{short(member.name)} in the bundle is larger than {LARGEST_FILE_BYTES >> 20} MiB."
+                    raise TraceError(message, at=str(path), hint=BUNDLE_HINT)
                 name = member.name.removeprefix("./")
                 if member.isfile() and name.rpartition("/")[2] in _NAMES and name.count("/") <= 1:
                     file = archive.extractfile(member)

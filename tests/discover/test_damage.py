@@ -165,6 +165,28 @@ def test_damaged_tar(bundle, tmp_path):
         one_message(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"nvml.json": b" " * (4 * 2**20 + 1)}, r"nvml\.json in the bundle is larger than 4 MiB"),
+        ({f"{i}": b"" for i in range(40_001)}, "the bundle has more than 40,000 members"),
+    ],
+)
+def test_a_tar_beyond_a_limit_is_refused_by_that_limit(members, message, tmp_path):
+    path = tmp_path / "bundle.tar.gz"
+    path.write_bytes(tar(members, "w:gz"))
+    with pytest.raises(TraceError, match=message):
+        replay(path)
+
+
+def test_a_tar_of_the_most_members_is_read(bundle, tmp_path):
+    members = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    members |= {f"{i}": b"" for i in range(40_000 - len(members))}
+    path = tmp_path / "bundle.tar.gz"
+    path.write_bytes(tar(members, "w:gz"))
+    assert len(replay(path).gpus) == 8
+
+
 def test_a_tar_that_unpacks_to_gibibytes_is_refused(tmp_path):
     info = tarfile.TarInfo("nvml.json")
     info.size = 2**32
