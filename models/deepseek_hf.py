@@ -15,7 +15,7 @@ from typing import Any
 from meshkit.errors import ConfigError
 from meshkit.weights.layout import Layout, Row
 from meshkit.weights.quantized import BLOCK
-from models.hf import ENDS, FUSED_EXPERTS, HEAD, QWEN_EXPERTS, _positive, _show, _size, refuse
+from models.hf import ENDS, FUSED_EXPERTS, HEAD, QWEN_EXPERTS, _positive, _show, _size, find_table, refuse
 
 # option of ours -> key of config.json
 KEYS = {
@@ -186,14 +186,14 @@ def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("model_type") != "deepseek_v3":
         raise ConfigError(f"model_type = {_show(config.get('model_type'))} is not 'deepseek_v3'.")
     refuse(config, _UNSUPPORTED, "deepseek_v3")
-    scaled = config.get("quantization_config") or {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    if (scaled.get("quant_method"), scaled.get("weight_block_size")) != ("fp8", [BLOCK, BLOCK]):
+    scaled = find_table(config, "quantization_config")
+    if scaled and (scaled.get("quant_method"), scaled.get("weight_block_size")) != ("fp8", [BLOCK, BLOCK]):
         message = f"quantization_config = {_show(scaled)} is not fp8 in blocks of {BLOCK} x {BLOCK}."
         raise ConfigError(message, hint="the original checkpoint, or one in BF16")
     if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
         message = f"num_key_value_heads = {_show(config['num_key_value_heads'])} is not num_attention_heads."
         raise ConfigError(message, hint="weights of a DeepSeek-V3, whose heads have keys of their own")
-    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    table = find_table(config, "rope_parameters", "rope_scaling")
     values = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, **config, **_rotary(table)}
     found: dict[str, Any] = {}
     for option, key in KEYS.items():
@@ -206,9 +206,9 @@ def read_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {option: values[option] for option in _YARN if option in values}
 
 
-def _rotary(table: Any) -> dict[str, Any]:
+def _rotary(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return our options of YaRN, and `rope_theta` if the table has it."""
-    kind = table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else table
+    kind = table.get("rope_type", table.get("type", "default"))
     if kind not in ("default", "yarn"):
         raise ConfigError(f"rotary positions of type {_show(kind)} are not plain or YaRN's, which our model has.")
     found = {"rope_theta": table["rope_theta"]} if "rope_theta" in table else {}

@@ -316,6 +316,20 @@ def refuse(config: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]
             raise ConfigError(message, hint=hint)
 
 
+def find_table(config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """Return the table at the first of the keys that a config.json has, or an empty table.
+
+    Raises:
+        ConfigError: the value is not a table.
+    """
+    key = next((key for key in keys if config.get(key)), None)
+    if key is None:
+        return {}
+    if not isinstance(config[key], dict):
+        raise ConfigError(f"{key} = {_show(config[key])} is not a table.")
+    return config[key]
+
+
 def _check_gpt_oss(config: Mapping[str, Any]) -> None:
     """Check that layers alternate between sliding and full attention, and that quantized weights are MXFP4."""
     layers = _size(config, "num_hidden_layers")
@@ -331,7 +345,7 @@ def _check_gpt_oss(config: Mapping[str, Any]) -> None:
 
 def _yarn(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `rope_theta` if the config has it, and our options of YaRN; refuse other scalings of positions."""
-    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    table = find_table(config, "rope_parameters", "rope_scaling")
     fixed = {"rope_type": "yarn", "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
     for key, wanted in fixed.items():
         found = table.get(key, table.get("type") if key == "rope_type" else True if key == "truncate" else wanted)

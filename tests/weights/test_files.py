@@ -279,3 +279,20 @@ def test_a_layout_of_ones_own_needs_no_class_of_ours(tmp_path):
     stored = load_file(tmp_path / "out" / "model.safetensors")["block.1.w"]
     np.testing.assert_array_equal(stored, params["w"][1].T.reshape(-1))
     assert_same_bits(read_weights(tmp_path / "out", layout, one_device(params)), params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("gpt_oss", "rope_parameters", "yarn"),
+        ("gpt_oss", "rope_scaling", ["yarn"]),
+        ("deepseek_v3", "quantization_config", "fp8"),
+        ("deepseek_v3", "rope_scaling", "yarn"),
+        ("deepseek_v3", "rope_parameters", 3),
+    ],
+)
+def test_a_value_that_is_not_a_table_is_refused_with_its_file_and_key(kind, key, value, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, key: value}))
+    with pytest.raises(ConfigError, match=f"{key} = .* is not a table") as error:
+        hf.read_options(tmp_path)
+    assert error.value.at == str(tmp_path / "config.json")
