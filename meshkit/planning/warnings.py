@@ -232,8 +232,11 @@ def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Clus
     taken, needed = held * each, (held + compiled.host_peak_bytes) * each
     there = cluster.host_memory_bytes
     of = "" if there is None else f" of {format_bytes(there)}"
-    whose = "two snapshots and two of another host" if cluster.hosts > 1 else "two snapshots"
-    message = f"checkpoint.snapshot_every keeps {whose} in host memory, up to {format_bytes(taken)}{of} a host"
+    others = ", two of another host" if cluster.hosts > 1 else ""
+    message = (
+        f"checkpoint.snapshot_every keeps two snapshots{others} and one copy on its way from the GPUs in host memory, "
+        f"up to {format_bytes(taken)}{of} a host"
+    )
     found = [Warning_(code="host_memory", message=message)]
     if there is not None and needed > there:
         with_them = f"with snapshots a host needs {format_bytes(needed)}, but it has {format_bytes(there)}"
