@@ -449,12 +449,14 @@ def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenMod
     The stream `params` of the rngs gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:
-        ConfigError: the loss raises before it calls the model, or never does.
+        ConfigError: the loss raises before it calls the model, or never does, or the model draws from too many streams.
     """
     args, kwargs = _first_call(spec)
     model = LinenModel(module, nnx.Rngs(params=rngs.params()))
     model.lazy_init(*args, **kwargs)
     streams = _random_streams(model, args, kwargs)
+    if streams is None:
+        raise spec.model_class.error(f"{spec.model_class.name} draws from more than {_MOST_STREAMS} RNG streams.")
     model.to_nnx__rngs = nnx.Rngs(**{name: rngs.params() for name in streams}) if streams else None
     return model
 
@@ -504,15 +506,18 @@ def _first_call(spec: StepSpec) -> tuple[tuple, dict[str, Any]]:
     raise spec.places.error("train.loss", message)
 
 
-def _random_streams(model: LinenModel, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of the RNG streams that a training call draws from, found by calling without them."""
+def _random_streams(model: LinenModel, args: tuple, kwargs: dict[str, Any]) -> list[str] | None:
+    """Return the names of the RNG streams that a training call draws from, found by calling without them.
+
+    Return None if there are more than `_MOST_STREAMS`.
+    """
     graph, state = nnx.split(model)
     found: dict[str, jax.Array] = {}
 
     def call(state):
         nnx.merge(graph, state)(*args, rngs=nnx.Rngs(**found), **kwargs)
 
-    for _ in range(_MOST_STREAMS):
+    for _ in range(_MOST_STREAMS + 1):
         try:
             jax.eval_shape(call, state)
         except errors.InvalidRngError as error:
@@ -521,5 +526,5 @@ def _random_streams(model: LinenModel, args: tuple, kwargs: dict[str, Any]) -> l
                 raise
             found[missing[1].split('"')[0]] = jax.random.key(0)
         else:
-            break
-    return sorted(found)
+            return sorted(found)
+    return None

@@ -41,6 +41,13 @@ class Net(nn.Module):
             x = nn.Dropout(self.dropout, deterministic=not train)(x)
         return nn.Dense(8)(x)
 
+class Streams(nn.Module):
+    count: int
+    @nn.compact
+    def __call__(self, x, train):
+        noise = sum(jax.random.normal(self.make_rng(f"stream{i}"), ()) for i in range(self.count))
+        return nn.Dense(8)(x) + noise
+
 class Flagged(nn.Module):
     deterministic: bool = True
     @nn.compact
@@ -243,6 +250,10 @@ def test_any_kind_of_model_is_taken(own, overrides, parameters):
     assert {path.partition("/")[0] for path in placed(own(*overrides))} == parameters
 
 
+def test_a_module_of_eight_random_streams_is_taken(own):
+    assert placed(own('model.class="own_linen:Streams"', "model.count=8"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message", "key"),
     [
@@ -254,6 +265,11 @@ def test_any_kind_of_model_is_taken(own, overrides, parameters):
         (['train.loss="own_linen:idle"'], "idle never calls the model", "train.loss"),
         (["model.widths=3"], r"Net raised TypeError: 'int' object is not iterable \(own_linen.py:\d+\)", "model.class"),
         (["train.remat=full"], "takes no `remat` argument", "train.remat"),
+        (
+            ['model.class="own_linen:Streams"', "model.count=9"],
+            "own_linen:Streams draws from more than 8 RNG streams",
+            "model.class",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_at_their_key(own, overrides, message, key):
