@@ -54,6 +54,7 @@ from meshkit.parallel.pipeline import (
     scan_layers,
     vocabulary,
 )
+from meshkit.parallel.pipeline.loops import find_policy
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
@@ -217,10 +218,14 @@ def make_pipelined(
         )
 
     try:
+        find_policy(table.residuals)
+    except ConfigError as error:
+        raise _at(spec.places, "residuals", error) from None
+    try:
         axes = ManualAxes(mesh, axis, partition_spec([(), batch, length]), tuple(a for a in experts if a in data))
         train, evaluation = (build(axes, training) for training in (True, False))
     except ConfigError as error:
-        raise _at(spec.places, "residuals" if "residuals" in str(error) else "axis", error) from None
+        raise _at(spec.places, "axis", error) from None
     return Pipelined(spec, rules, train, evaluation, layout)
 
 
