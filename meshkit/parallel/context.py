@@ -158,7 +158,7 @@ def _kernels(q: jax.Array, layout: ContextLayout, causal: bool, exchange: type, 
                 f"a window of {window} tokens reaches over more than one chunk of {chunk}, of which each GPU has two.",
                 hint="fewer GPUs along the length, or longer sequences",
             )
-        width = min(chunk, 64 * max(1, -(-(window - 1) // 64)))  # cuDNN takes multiples of 64
+        width = min(chunk, 64 * -(-(window - 1) // 64))  # cuDNN takes multiples of 64
         how |= {"window": window}
         forward, backward = (partial(fn, _Halo(layout, width), how) for fn in (_windowed, _windowed_gradients))
     inputs = (array,) * 4 + (statistics, array)
@@ -212,7 +212,7 @@ class _Halo:
         first, second = _halves(x, axis)
         rank, size = lax.axis_index(axes), first.shape[axis]
         ends = [lax.slice_in_dim(chunk, size - self.width, size, axis=axis) for chunk in (first, second)]
-        if filled:
+        if filled and self.width:
             before_first = lax.ppermute(ends[0], axes, [(i, i + 1) for i in range(ways - 1)])
             before_second = lax.ppermute(ends[1], axes, [(i, i - 1) for i in range(1, ways)])
             before_second = jnp.where(rank == ways - 1, ends[0], before_second)
