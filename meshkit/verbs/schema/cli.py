@@ -30,7 +30,7 @@ def schema(
         str,
         typer.Argument(
             metavar="NAME",
-            help="report, compare, explain, topo, bench, tune, scaling or experiment.",
+            help=f"One of {', '.join(SCHEMAS)}.",
             show_default=False,
         ),
     ],
