@@ -98,10 +98,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def raised_by_user(error: BaseException) -> str | None:
-    """Return the user's innermost `file:line` if a `raise` statement made the error; None for an accidental error."""
+    """Return the user's innermost `file:line` if a `raise` statement of the user's code or of meshkit made the error.
+
+    Return None for an accidental error, and for one that Python or an installed package raised.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
-    return _user_line(error) if refuses else None
+    of_library = refuses and not frames[-1].filename.startswith(_OURS) and frames[-1].filename.startswith(_INSTALLED)
+    return _user_line(error) if refuses and not of_library else None
 
 
 def line_within(error: BaseException) -> str | None:

@@ -127,6 +127,7 @@ def test_a_module_that_cannot_be_imported(write, source, message):
         (class_of("{}['a']"), r"own:Model raised KeyError: 'a' \(own.py:\d+\)"),
         (class_of("raise SystemExit(1)"), r"own:Model raised SystemExit: 1 \(own.py:\d+\)"),
         (class_of("raise ValueError('no')"), r"Model refuses its options: no \(own.py:\d+\)"),
+        (class_of("nnx.MultiHeadAttention(3, 8, rngs=rngs)"), r"own:Model raised ValueError: .*\(own.py:\d+\)"),
         (class_of("jnp.ones(3) @ jnp.ones(4)"), r"own:Model raised TypeError: .*\(own.py:\d+\)"),
         (class_of("pass", "1 / 0"), r"forward pass of own:Model raised ZeroDivisionError: .*\(own.py:\d+\)"),
         (class_of("pass", "return tokens"), r"own:Model gives an array \[.*16\] for tokens"),
