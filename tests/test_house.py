@@ -175,9 +175,6 @@ def test_the_use_of_a_private_name_is_seen(code):
     assert list(private_uses(ast.parse(code), {"_claim"})) == [(1, "_claim")]
 
 
-# Files that still do, each in the midst of a change.
-
-
 def test_no_test_uses_a_private_name(trees):
     benchmarks = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks").rglob("*.py")]
     private = private_names([*trees.values(), *benchmarks])

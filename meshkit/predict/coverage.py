@@ -30,12 +30,12 @@ _MOST = 0.01  # XLA removes and adds a few FLOP: it peels a first layer off a lo
 # A difference in FLOP is ignored if a GPU at its peak rate needs less than this share of the step's time for it. XLA
 # turns products with a vector, and tiny products, into sums and elementwise kernels: these have a price, but no FLOP.
 _LEAST = 0.001
-_RAGGED = "ragged_dot"
+_RAGGED = "ragged_dot"  # The name of jax's primitive, in the source of its instructions.
 
 NOT_PREDICTED = "flops"
 LAUNCH_BOUND, UNKNOWN_TRIPS = "launch_bound", "unknown_trip_count"  # warnings: the step takes longer than predicted
 REPEATED = "repeated_work"
-DENSE = "ragged_dot"
+DENSE = "ragged_dot"  # The code of a warning: ragged matmuls were made dense.
 
 
 @dataclass(frozen=True)
