@@ -193,7 +193,7 @@ _HEADER = """\
 def _build(table: Mapping[str, Any]) -> Calibration:
     if table.get("schema") != SCHEMA:
         raise SpecError(
-            "this version does not read this calibration file.",
+            "this version of meshkit cannot read this calibration file.",
             key=("schema",),
             hint=f'schema = "{SCHEMA}", as `meshkit bench` writes it',
         )
@@ -223,7 +223,7 @@ def _check_unique(fits: Sequence[Fit]) -> None:
     for index, fit in enumerate(fits):
         shape = (fit.link, fit.collective, fit.gpus_per_domain, fit.domains)
         if fit.group_size < 2:
-            raise SpecError("a group has 2 GPUs at least.", key=("fit", str(index)), hint="gpus_per_domain = 2")
+            raise SpecError("a group must have at least 2 GPUs.", key=("fit", str(index)), hint="gpus_per_domain = 2")
         if shape in seen:
             group = f"{fit.domains} domains x {fit.gpus_per_domain} GPUs"
             raise SpecError(

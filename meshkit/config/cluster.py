@@ -250,7 +250,10 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Pa
         raise _refused("file", file, f"there is no cluster file '{_relative(path)}'.", hint)
     if path.resolve() in inside:
         raise _refused(
-            "file", file, "a cluster file leads back to itself.", "every key, or the name of a shipped cluster"
+            "file",
+            file,
+            "a cluster file names itself, directly or through other files.",
+            "every key, or the name of a shipped cluster",
         )
     document = TomlDocument.read(_relative(path), what="cluster file", root=("cluster",))
     try:
@@ -312,14 +315,14 @@ def _check_domains(cluster: Cluster) -> None:
     size, per_host, total = cluster.nvlink_domain_size, cluster.gpus_per_host, cluster.hosts * cluster.gpus_per_host
     key, used = "nvlink_domain_size", cluster.gpus_used_per_domain
     if size % per_host and per_host % size:
-        message = f"an NVLink domain of {size} GPUs is neither whole hosts nor a whole part of one ({per_host} GPUs)."
+        message = f"an NVLink domain of {size} GPUs is neither whole hosts nor an equal part of one ({per_host} GPUs)."
         raise _refused(key, size, message, f"nvlink_domain_size = {per_host}")
     if total % size:
         hosts = -(-total // size) * size // per_host
-        message = f"{cluster.hosts} hosts x {per_host} GPUs = {total} do not make whole NVLink domains of {size} GPUs."
+        message = f"{cluster.hosts} hosts x {per_host} GPUs = {total} GPUs do not fill whole NVLink domains of {size}."
         raise _refused(key, size, message, f"hosts = {hosts}, or nvlink_domain_size = {min(total, per_host)}")
     if used > size:
-        message = f"{used} GPUs are to be used of each NVLink domain, but a domain has {size}."
+        message = f"the job is to use {used} GPUs of each NVLink domain, but a domain has {size}."
         raise _refused("gpus_used_per_domain", used, message, f"gpus_used_per_domain = {size}")
 
 
@@ -344,14 +347,14 @@ def _check_nvlink_switch(cluster: Cluster) -> None:
             raise _refused(key, value, message, "removing it")
     elif cluster.has_nvswitch:
         if catalog.nvswitch(generation) is None:
-            speaker = f"no switch speaks NVLink {generation} of GPU '{gpu.key}'"
+            speaker = f"no switch supports NVLink {generation} of GPU '{gpu.key}'"
             message = f"{speaker}, which a domain of {size} GPUs would need."
             raise _refused(key, value, message, "nvlink_domain_size = 8, and no nvlink_switch")
     elif size > per_host:
         message = f"without a switch, an NVLink domain of {size} GPUs cannot span hosts of {per_host}."
         raise _refused(key, value, message, f"nvlink_domain_size = {per_host}")
     elif size - 1 > gpu.nvlink_links and not (size == 8 and catalog.cube_mesh(generation)):
-        message = f"without a switch, {gpu.nvlink_links} NVLinks of a GPU do not reach {size - 1} others."
+        message = f"without a switch, a GPU's {gpu.nvlink_links} NVLinks cannot reach the {size - 1} other GPUs."
         raise _refused(key, value, message, "nvlink_switch = true, or a smaller nvlink_domain_size")
 
 

@@ -210,9 +210,9 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
     if isinstance(experiment, ProgramExperiment):
         raise experiment.error(
             "program",
-            "[program] is a training step of your own; this runs meshkit's.",
+            "[program] names a training step of your own, but this command runs meshkit's.",
             hint="`meshkit launch local -- python train.py` for your own script, and `meshkit profile RUN --plan "
-            "runs/plan` to hold it against this file's plan",
+            "runs/plan` to compare it with this file's plan",
         )
     return experiment
 
@@ -282,12 +282,12 @@ def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
 def _build_program(document: TomlDocument) -> ProgramExperiment:
     for section in ExperimentTable.model_fields:
         if section in document.table and section not in ProgramExperimentTable.model_fields:
-            message = f"[{section}] is of meshkit's own training step, and [program] brings its own."
+            message = f"[{section}] configures meshkit's training step, but [program] names a step of your own."
             raise SpecError(message, key=(section,), hint=f"without [{section}], or without [program]")
     train = document.table.get("train")
     for key in train if isinstance(train, Mapping) else ():
         if key in TrainTable.model_fields and key not in ProgramTrainTable.model_fields:
-            message = f"train.{key} is of meshkit's own training step, and [program] brings its own."
+            message = f"train.{key} configures meshkit's training step, but [program] names a step of your own."
             raise SpecError(message, key=("train", key), hint=f"program.options, for {document.table['program']}")
     checked = validate(ProgramExperimentTable, document.table)
     shared = _shared_sections(checked, document)
@@ -408,7 +408,7 @@ def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> d
     axis, layers, vocab = table.axis, rules.get("layers", ()), rules.get("vocab", ())
     if layers not in ((), (axis,)):
         raise SpecError(
-            f"the rules cut the layers over {' x '.join(layers)}, but the pipeline over '{axis}'.",
+            f"the rules cut the layers over {' x '.join(layers)}, but the pipeline cuts them over '{axis}'.",
             key=("rules", "logical", "layers"),
             value=list(layers),
             hint=f'layers = "{axis}", or no rule for it',
@@ -458,22 +458,24 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
 
 def _check_optimizer(table: OptimizerTable) -> None:
     if table.class_path is None and table.options is not None:
-        message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
+        message = "optimizer.options are arguments of the function that optimizer.class names, but no class is given."
         raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
     if table.algorithm != "muon" and table.momentum != OptimizerTable.model_fields["momentum"].default:
-        message = "optimizer.momentum is of Muon, and optimizer.algorithm is adamw, whose moments decay by b1 and b2."
+        message = (
+            "optimizer.momentum applies to Muon alone; the moments of adamw decay by optimizer.b1 and optimizer.b2."
+        )
         raise SpecError(message, key=("optimizer", "momentum"), hint='optimizer.algorithm = "muon"')
     said = next((key for key in ADAMW_KEYS if key in table.model_fields_set), None)
     if table.class_path is not None and said is not None:
-        message = f"optimizer.{said} is of AdamW, and optimizer.class names {table.class_path}."
-        hint = f"what it takes, in [optimizer.options]; optimizer.{said} left out"
+        message = f"optimizer.{said} applies to AdamW alone, but optimizer.class names {table.class_path}."
+        hint = f"its own arguments in [optimizer.options], without optimizer.{said}"
         raise SpecError(message, key=("optimizer", said), hint=hint)
 
 
 def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:
     if (named := {PREDICTED: PGLE_OPTION, TABLE: TABLE_OPTION}.get(pgle)) in xla:
-        message = f'train.pgle = "{pgle}" asks for predicted latencies, and xla.{named} names measured ones.'
-        hint = "the measured ones alone: without train.pgle"
+        message = f'train.pgle = "{pgle}" asks for predicted latencies, but xla.{named} names measured ones.'
+        hint = "the measured ones alone, without train.pgle"
         raise SpecError(message, key=("train", "pgle"), value=pgle, hint=hint)
 
 
@@ -507,13 +509,13 @@ def _check_rounds(table: ExperimentTable) -> None:
         return
     every = table.local_sgd.every
     if table.optimizer.algorithm == "muon":
-        message = "local_sgd steps on replicas of the parameters, which Muon's exchange of matrices does not know."
+        message = "local_sgd steps on replicas of the parameters, which Muon's exchange of matrices does not support."
         raise SpecError(message, key=("optimizer", "algorithm"), hint='optimizer.algorithm = "adamw"')
     if table.compression is not None:
-        message = "local_sgd exchanges parameters once a round, and no gradients that compression could compress."
+        message = "local_sgd exchanges parameters once a round, so there are no gradients to compress."
         raise SpecError(message, key=("compression", "axis"), hint="one of the two sections")
     if table.optimizer.memory == "host":
-        message = "local_sgd needs the optimizer's state on the GPU all through a round."
+        message = "local_sgd needs the optimizer's state on the GPU during the whole round."
         raise SpecError(message, key=("optimizer", "memory"), value="host", hint='memory = "device"')
     counts = {
         ("train", "steps"): table.train.steps,
@@ -525,11 +527,13 @@ def _check_rounds(table: ExperimentTable) -> None:
     for key, value in counts.items():
         if value % every:
             nearest = max(1, round(value / every)) * every
-            message = f"{'.'.join(key)} = {value} is no multiple of the {every} steps of a round (local_sgd.every)."
+            message = f"{'.'.join(key)} = {value} is not a multiple of the {every} steps of a round (local_sgd.every)."
             raise SpecError(message, key=key, value=value, hint=f"{key[1]} = {nearest}")
     first, last = table.profile.steps or (1, every)
     if (first - 1) % every or last % every:
-        message = f"profile.steps = {[first, last]} does not hold whole rounds of {every} steps (local_sgd.every)."
+        message = (
+            f"profile.steps = {[first, last]} does not consist of whole rounds of {every} steps (local_sgd.every)."
+        )
         hint = f"steps = [{(first - 1) // every * every + 1}, {-(-last // every) * every}]"
         raise SpecError(message, key=("profile", "steps"), hint=hint)
 
@@ -556,7 +560,7 @@ def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
         parts = " x ".join(f"{name} {size}" for name, size in ways.items())
         lower, upper = value // product * product, -(-value // product) * product
         hint = f"{key} = {upper}" + (f" or {lower}" if lower else "")
-        message = f"train.{key} = {value} does not divide by {product} ({parts})."
+        message = f"train.{key} = {value} is not divisible by {product} ({parts})."
         raise SpecError(message, key=("train", key), value=value, hint=hint)
 
 
@@ -576,7 +580,7 @@ def _check_pipeline(
         raise SpecError(message, key=("train", "accumulate"), value=accumulate, hint=hint)
     for section in ("local_sgd", "compression"):
         if (other := getattr(table, section)) is not None:
-            message = f"a pipeline reduces its gradients itself, once a step, so [{section}] has nothing to work on."
+            message = f"a pipeline reduces its gradients itself, once a step, so it cannot be used with [{section}]."
             raise SpecError(message, key=(section, "axis"), value=other.axis, hint="one of the two sections")
 
 
@@ -597,11 +601,11 @@ def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
         cut = [a for a in axes if a in batch]
         if cut:
             raise SpecError(
-                f"a pipeline reduces gradients over {', '.join(cut)} once a step, so their accumulators are whole: "
+                f"a pipeline reduces gradients over {', '.join(cut)} once a step and keeps whole accumulators, so "
                 f"rules.gradients cannot cut {logical} over it.",
                 key=("rules", "gradients", logical),
                 value=list(axes),
-                hint="no rule for it: parameters, moments and reduced gradients are cut all the same",
+                hint="no rule for it; parameters, moments and reduced gradients are cut without it",
             )
 
 

@@ -40,12 +40,12 @@ def fit_to_hosts(
         SpecError: the cluster has fewer hosts, or neither a mesh axis nor the global batch divides so.
     """
     if hosts > cluster.hosts:
-        message = f"launch.hosts = {hosts} are left of a cluster that has {cluster.hosts}."
+        message = f"launch.hosts = {hosts} hosts cannot be left of a cluster that has {cluster.hosts}."
         raise SpecError(message, key=_KEY, value=hosts, hint=f"launch.hosts = {cluster.hosts}")
     domains, odd = divmod(hosts * cluster.gpus_per_host, cluster.nvlink_domain_size)
     if odd:
         per_domain = cluster.nvlink_domain_size // cluster.gpus_per_host
-        message = f"{hosts} hosts are no whole number of NVLink domains of {per_domain} hosts."
+        message = f"{hosts} hosts are not a whole number of NVLink domains of {per_domain} hosts."
         raise SpecError(message, key=_KEY, value=hosts, hint=f"launch.hosts = {hosts // per_domain * per_domain}")
     before = cluster.num_nvlink_domains
     batch = rules.mapping("activations").get("act_batch", ())
@@ -67,7 +67,7 @@ def _smaller_axis(could: Collection[MeshAxis], hosts: int, domains: int, before:
             return replace(axis, infiniband=factor)
     sizes = ", ".join(f"{axis.name} {axis.number('infiniband')}" for axis in could) or "none"
     raise SpecError(
-        f"{domains} of {before} NVLink domains fit no mesh axis that shards the batch and spans domains ({sizes}).",
+        f"no mesh axis that shards the batch ({sizes}) can shrink evenly from {before} to {domains} NVLink domains.",
         key=_KEY,
         value=hosts,
         hint="a number of hosts that makes one of these axes smaller by a whole factor",
@@ -87,8 +87,8 @@ def _more_pieces(
         if batch % (ways * count) == 0 and count % multiple == 0:
             return f"{key}={count}"
     raise SpecError(
-        f"a global batch of {batch} does not divide by the {ways} GPUs that shard it on {hosts} hosts, in at least "
-        f"{least} pieces.",
+        f"a global batch of {batch} cannot be split evenly over the {ways} GPUs that shard it on {hosts} hosts, in at "
+        f"least {least} pieces.",
         key=_KEY,
         value=hosts,
         hint=f"another number of hosts, or train.global_batch = {-(-batch // ways) * ways}",

@@ -193,7 +193,7 @@ def unxz(data: bytes, most_bytes: int) -> bytes:
     try:
         content = reader.decompress(data, room + 1)
     except lzma.LZMAError as error:
-        raise ValueError(f"it is no xz data: {error}") from None
+        raise ValueError(f"it is not xz data: {error}") from None
     if len(content) > room:
         raise ValueError(f"it unpacks to more than {room / 2**20:.4g} MiB")
     if not reader.eof:
@@ -221,7 +221,7 @@ def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterato
     except EOFError:
         raise ValueError("it ends before its content does") from None
     except (OSError, zlib.error) as error:
-        raise ValueError(f"it is no gzip data: {error}") from None
+        raise ValueError(f"it is not gzip data: {error}") from None
 
 
 def inside(folder: Path, name: str) -> Path | None:
@@ -257,7 +257,7 @@ class Override:
             raise ConfigError(f"'{key.strip()}' is not a key.", at=f"--set {raw}", hint=hint) from None
         if len(path) > DEEPEST_KEY or find_deep_key(raw):
             raise ConfigError(
-                f"a key of more than {DEEPEST_KEY} parts is no key of an experiment.",
+                f"no key of an experiment has more than {DEEPEST_KEY} parts.",
                 at=f"--set {short(raw)}",
                 hint=hint,
             )
@@ -318,7 +318,7 @@ class TomlDocument:
         try:
             display.encode()
         except UnicodeEncodeError:
-            message = f"the name of the {what} is not UTF-8 text, and reports hold it."
+            message = f"the name of the {what} is not UTF-8 text, but reports contain it."
             raise ConfigError(message, at=display, hint="another name for the file or its folder") from None
         data = read_bounded(path, what, _LARGEST_DOCUMENT_BYTES, ConfigError)
         text = decode(data, what, display, ConfigError)
@@ -394,7 +394,7 @@ def _statement(path: Key, value: str | None) -> str:
 
 def _parse(text: str, display: str, what: str) -> dict[str, Any]:
     if line := find_deep_key(text):
-        message = f"a key of more than {DEEPEST_KEY} parts is no key of the {what}."
+        message = f"no key of the {what} has more than {DEEPEST_KEY} parts."
         raise ConfigError(message, at=f"{display}:{line}", hint="fewer dots")
     try:
         return tomllib.loads(text)

@@ -260,8 +260,8 @@ def from_pairs(table: Any, key: tuple[str, ...]) -> Any:
     for logical, axes in table:
         if logical in rules and rules[logical] != axes:
             raise SpecError(
-                f"{'.'.join(key)} has two rules for '{logical}': {rules[logical]!r} and {axes!r}. Flax's linen takes "
-                "the second where an array uses the first already, its nnx the last; here a name has one rule.",
+                f"{'.'.join(key)} has two rules for '{logical}': {rules[logical]!r} and {axes!r}. Of "
+                "several, flax.linen takes the first whose axes are free, flax.nnx the last; meshkit allows only one.",
                 key=(*key, logical),
                 value=axes,
                 hint=f'one of them; a list, as in ["{logical}", ["data", "fsdp"]], cuts one dim over several axes',

@@ -105,9 +105,9 @@ def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
 def _check_names(names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"holds {show(name)}, which is no name")
+            raise ValueError(f"holds {show(name)}, which is not a valid name")
     if len(set(names)) < len(names):
-        raise ValueError(f"= {show(names)} has a name twice")
+        raise ValueError(f"= {show(names)} lists a name twice")
 
 
 def _mix(value: Mapping[str, Any]) -> RematMix:
@@ -124,7 +124,7 @@ def _mix(value: Mapping[str, Any]) -> RematMix:
             message, hint = f"{dotted((*_REMAT, key))} {error}.", f'{key} = ["gate"]'
             raise SpecError(message, key=(*_REMAT, key), value=names, hint=hint) from None
     if not offload:
-        message = f"train.remat.offload names nothing: what only keeps is a list, remat = {show(keep)}."
+        message = f"train.remat.offload is empty; names that are only kept are written as a list, remat = {show(keep)}."
         raise SpecError(message, key=(*_REMAT, "offload"), hint='offload = ["gate"]')
     _check_names([*keep, *offload])
     return RematMix(tuple(keep), tuple(offload))
@@ -160,59 +160,79 @@ class ClusterTable(TomlTable):
     """The machines: all keys of a cluster file."""
 
     name: str | None = Field(
-        default=None, examples=["dgx_h100"], description="a shipped cluster that the other keys override, or a label"
+        default=None,
+        examples=["dgx_h100"],
+        description="name of a shipped cluster, whose keys the others here override; or, with gpu, a name of your own",
     )
-    gpu: str = Field(examples=["h100_sxm"], description="a GPU of the catalog")
-    hosts: Count = Field(default=1, description="machines")
-    gpus_per_host: Count = Field(description='GPUs of a machine; virtual devices with gpu = "cpu"')
+    gpu: str = Field(examples=["h100_sxm"], description="key of a GPU in the catalog")
+    hosts: Count = Field(default=1, description="number of hosts (machines)")
+    gpus_per_host: Count = Field(description='GPUs of each host; with gpu = "cpu", its virtual devices')
     nvlink_domain_size: Count | None = Field(
         default=None,
-        description="GPUs that reach each other over the scale-up fabric; default gpus_per_host; may span hosts",
+        description="number of GPUs that reach each other over the scale-up fabric, also across hosts; default "
+        "gpus_per_host",
     )
-    gpus_used_per_domain: Count | None = Field(default=None, description="how many of them the job uses; default all")
+    gpus_used_per_domain: Count | None = Field(
+        default=None, description="number of GPUs of each NVLink domain that the job uses; default all"
+    )
     scale_up: Literal["nvlink", "pcie", "shared_memory"] = Field(
         default="nvlink",
-        description="the fabric inside a domain; shared_memory: through host memory, where GPUs lack peer access",
+        description="fabric between the GPUs of a domain; shared_memory goes through host memory, for GPUs "
+        "without peer access",
     )
-    nvlink_taper: Fraction = Field(default=1.0, description="scale-up bandwidth beyond the host, relative to inside it")
-    nic: str | None = Field(default=None, examples=["ib_ndr"], description="a NIC of the catalog")
-    nics_per_host: Count | None = Field(default=None, description="ports of a machine; default one per GPU")
+    nvlink_taper: Fraction = Field(
+        default=1.0,
+        description="scale-up bandwidth between hosts of one domain, as a fraction of the bandwidth inside a host",
+    )
+    nic: str | None = Field(default=None, examples=["ib_ndr"], description="key of a NIC in the catalog")
+    nics_per_host: Count | None = Field(default=None, description="network ports of each host; default one per GPU")
     fabric: Literal["infiniband", "roce", "ethernet"] | None = Field(
-        default=None, description="what the ports speak; default as the NIC is named"
+        default=None, description="protocol of the network ports; by default the NIC's name tells it"
     )
-    gpudirect_rdma: bool = Field(default=True, description="whether NICs read GPU memory without the host")
+    gpudirect_rdma: bool = Field(
+        default=True, description="whether NICs and storage read GPU memory directly, not through host memory"
+    )
     oversubscription: Annotated[float, Field(ge=1)] = Field(
-        default=1.0, description="of the scale-out network; 1 = none"
+        default=1.0,
+        description="factor that divides the bandwidth of the scale-out network; 1 means no oversubscription",
     )
     storage_bytes_per_s: Positive | None = Field(
-        default=None, examples=[20e9], description="of checkpoints, over all hosts"
+        default=None,
+        examples=[20e9],
+        description="bandwidth of checkpoint storage in bytes per second, all hosts together",
     )
     host_memory_bytes: Positive | None = Field(
-        default=None, examples=[2e12], description="of a host's CPUs; default unknown"
+        default=None, examples=[2e12], description="CPU memory of each host, in bytes; default unknown"
     )
-    price_per_gpu_hour: NonNegative | None = Field(default=None, examples=[2.5], description="in any currency")
-    calibration: str | None = Field(default=None, description="a file of `meshkit bench`")
+    price_per_gpu_hour: NonNegative | None = Field(
+        default=None, examples=[2.5], description="price of a GPU hour, in any currency"
+    )
+    calibration: str | None = Field(
+        default=None, description="path of a calibration file, which `meshkit bench` or `meshkit rehearse` writes"
+    )
     nvlink_switch: bool | None = Field(
         default=None,
-        description="whether NVLink goes through a switch; default as hosts of that GPU and size are built",
+        description="whether NVLink goes through a switch; default as in usual hosts of that GPU and size",
     )
     cpu_link: str | None = Field(
-        default=None, description="between a GPU and its CPU, of the catalog: pcie, ...; default as the GPU comes"
+        default=None,
+        description="catalog key of the link between a GPU and its CPU, such as pcie; default the link the GPU is"
+        " built with",
     )
     gpu_spread: Annotated[float, Field(ge=0, le=0.15)] | None = Field(
         default=None,
         examples=[0.02],
-        description="standard deviation of the GPUs' compute rates; default as in published fleets",
+        description="relative standard deviation of the GPUs' compute rates; default that of published fleets",
     )
 
 
 class OverrideTable(TomlTable):
     """A rule for the parameters whose path matches a pattern."""
 
-    path: Text = Field(description="parameter path; ** is any depth, * one segment")
+    path: Text = Field(description="pattern of parameter paths; ** matches any number of segments, * matches one")
     spec: Annotated[Any, WithJsonSchema({"type": "array", "items": _RULE_SCHEMA})] = Field(
         examples=[["fsdp", "replicated"]],
-        description='a mesh axis, a list of them, or "replicated" for each dim',
+        description='one entry for each dim: a mesh axis, a list of them, or "replicated"',
     )
 
 
@@ -220,41 +240,47 @@ class RulesTable(TomlTable):
     """Which mesh axes shard which logical axes."""
 
     preset: str | None = Field(
-        default=None, examples=["fsdp"], description="a named table of rules, which what follows overrides"
+        default=None, examples=["fsdp"], description="name of a preset of rules; the keys below override it"
     )
     logical: Annotated[dict[str, RuleValue], BeforeValidator(lambda v: from_pairs(v, ("rules", "logical")))] = Field(
-        default={}, description="logical axis = mesh axis, or a list of them"
+        default={}, description="mesh axis, or list of mesh axes, that shards each logical axis"
     )
     compute: dict[str, RuleValue] = Field(
-        default={}, description="overrides logical for the weights as the model computes with them"
+        default={}, description="rules that override rules.logical for the weights as the model computes with them"
     )
     gradients: dict[str, RuleValue] = Field(
         default={},
-        description="overrides logical for accumulators of gradients; an axis of act_batch named here is reduced over "
-        "every micro-batch, another one once a step",
+        description="rules that override rules.logical for gradient accumulators; gradients are reduced over an "
+        "axis of act_batch after every micro-batch if it is named here, otherwise once a step",
     )
-    optimizer: dict[str, RuleValue] = Field(default={}, description="overrides logical for optimizer state")
+    optimizer: dict[str, RuleValue] = Field(
+        default={}, description="rules that override rules.logical for optimizer state"
+    )
     override: list[OverrideTable] = Field(
         default=[],
         examples=[[{"path": "**/kernel", "spec": ["fsdp", "replicated"]}]],
-        description="rules by parameter path; the first match wins over logical axes",
+        description="rules for parameters by their paths; the first match wins, and wins over logical axes",
     )
-    auto: AutoTable | None = Field(default=None, description="a rule for parameters without dim names")
+    auto: AutoTable | None = Field(default=None, description="rule for parameters whose dims have no names")
 
 
 class AutoTable(TomlTable):
     """A rule for parameters without dim names: it shards the largest dim that the axes divide, not small arrays."""
 
-    axis: RuleValue = Field(examples=["fsdp"], description="a mesh axis, or a list of them")
-    min_bytes: Natural = Field(default=2**20, description="smaller arrays stay whole; bytes of the global array")
+    axis: RuleValue = Field(
+        examples=["fsdp"], description="mesh axis, or list of mesh axes, that shards the largest dim"
+    )
+    min_bytes: Natural = Field(default=2**20, description="global size in bytes below which an array is not sharded")
 
 
 class ModelTable(TomlTable):
     """The model's class and its arguments; keys other than these two are passed to the class."""
 
     model_config = {**TomlTable.model_config, "extra": "allow"}
-    class_path: Function = Field(alias="class", description="import path, pkg.mod:Class")
-    preset: str | None = Field(default=None, description="of the model; further keys override it")
+    class_path: Function = Field(alias="class", description="import path of the model's class, as pkg.mod:Class")
+    preset: str | None = Field(
+        default=None, description="name of one of the model's presets, which further keys override"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -264,75 +290,88 @@ class ModelTable(TomlTable):
 class ProgramTrainTable(TomlTable):
     """The training loop around the user's own step."""
 
-    steps: Count = Field(default=100, description="how many")
+    steps: Count = Field(default=100, description="number of training steps")
     tokens_total: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, examples=[300 * 10**9], description="of the whole training, for its time and cost"
+        default=None,
+        examples=[300 * 10**9],
+        description="tokens of the whole training, from which its time and cost follow",
     )
-    memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
+    memory_fraction: Fraction = Field(default=0.92, description="fraction of GPU memory that JAX may allocate")
     pgle: Literal["off", "table", "predicted"] = Field(
         default="off",
-        description="what XLA schedules GPUs by: its own latencies; those with plan's prices of collectives inside a "
-        "domain in place of its table; or those that plan predicts for this cluster (profile-guided latency estimation "
-        "without a profile; three compiles)",
+        description="latencies by which XLA schedules a GPU's step: off for its own; table for plan's prices of "
+        "collectives inside a domain in place of XLA's table; predicted for all that plan predicts on"
+        " this cluster (profile-guided latency estimation without a profile; three compiles)",
     )
 
 
 class TrainTable(ProgramTrainTable):
     """The training loop."""
 
-    global_batch: Count = Field(description="sequences or examples of a step, over all devices")
-    sequence_length: Count = Field(default=1, examples=[4096], description="tokens of a sequence")
-    accumulate: Count = Field(default=1, description="micro-batches of a step")
+    global_batch: Count = Field(description="number of sequences or examples in a step, over all devices")
+    sequence_length: Count = Field(default=1, examples=[4096], description="number of tokens in a sequence")
+    accumulate: Count = Field(default=1, description="number of micro-batches whose gradients a step adds up")
     precision: Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"] = Field(
         default="bf16",
-        description="of compute (fp8, mxfp8, nvfp4: of linear layers, the rest bf16; nvfp4 in plans alone); "
-        "parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
+        description="precision of compute (fp8, mxfp8, nvfp4: linear layers, with bf16 for the rest; nvfp4 in plans "
+        "alone); parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
     )
     fp8_scaling: Literal["current", "delayed"] = Field(
         default="current",
-        description="what fp8 scales a tensor by: its own largest number, or the largest of the 16 steps before",
+        description="number by which fp8 scales a tensor: the tensor's own largest number, or (delayed) the largest of "
+        "the 16 steps before",
     )
     parameter_precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="that parameters are kept in between steps; in bf16 an update below 1/256 of a parameter is lost. "
-        "Gradients and moments stay as they are",
+        description="precision of parameters between steps; in bf16 an update below 1/256 of a parameter is lost."
+        " Gradients and moments keep their own precision",
     )
-    reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
+    reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="precision of gradient reductions")
     remat: Remat = Field(
         default="none",
         examples=["full", ["gate", "up"], {"keep": ["key"], "offload": ["gate"]}],
-        description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps, "
-        "or { keep = [names], offload = [names] }, those that wait in host memory",
+        description="what the backward pass recomputes: none, full, or as a named policy says; a list of names "
+        "recomputes everything else, and { keep = [names], offload = [names] } also holds the "
+        "offloaded values in host memory",
     )
     derived_options: bool = Field(
         default=True,
-        description="whether XLA's options follow from the step (combined messages, pipelined collectives, limit of "
-        "memory); false leaves XLA's own, for a step as somebody else's [xla] alone has it",
+        description="whether meshkit derives XLA's options from the step (combined messages, pipelined "
+        "collectives, memory limit); with false only the options of [xla] are set, which reproduces "
+        "the step of another program",
     )
     loss: Function | None = Field(
-        default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"
+        default=None,
+        description="function pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default the loss of"
+        " the next token",
     )
-    evaluate_every: Natural = Field(default=0, description="steps; 0 = never")
-    evaluate_batches: Count = Field(default=4, description="of an evaluation")
-    seed: Natural = Field(default=0, description="of initialization and dropout")
-    log_every: Count = Field(default=1, description="steps")
+    evaluate_every: Natural = Field(default=0, description="number of steps between evaluations; 0 means never")
+    evaluate_batches: Count = Field(default=4, description="number of held-out batches in an evaluation")
+    seed: Natural = Field(default=0, description="random seed of initialization and dropout")
+    log_every: Count = Field(default=1, description="number of steps between records of metrics")
     straggler_every: Natural = Field(
-        default=100, description="steps between comparisons of what each process does itself; 0 = never"
+        default=100,
+        description="number of steps between comparisons of the processes' own times, which name stragglers; 0 "
+        "means never",
     )
     replica_check_every: Natural | None = Field(
         default=None,
-        description="steps between comparisons of replicas, bit for bit; default: before every checkpoint, which is "
-        "done in any case but with 0 = never",
+        description="number of steps between bit-for-bit comparisons of replicas, in addition to the one before "
+        "every checkpoint; 0 means no comparison at all",
     )
     metrics: Function | None = Field(
-        default=None, description="pkg.mod:fn, (record) -> None, called with every logged step in a thread of its own"
+        default=None,
+        description="function pkg.mod:fn, (record) -> None, which a separate thread calls for every logged step",
     )
     hooks: list[Function] = Field(
         default=[],
         examples=[["package.module:name"]],
-        description="pkg.mod:name of meshkit.Hooks, functions that are called every so many steps",
+        description="list of pkg.mod:name, each a meshkit.Hook: a function that is called every so many steps",
     )
-    tensorboard: bool = Field(default=False, description="metrics to TensorBoard as well, in tensorboard/ of the run")
+    tensorboard: bool = Field(
+        default=False,
+        description="whether metrics are also written for TensorBoard, into tensorboard/ of the run folder",
+    )
 
     def check_runs(self, places: Places) -> None:
         """Refuse a precision that is for plans alone.
@@ -354,33 +393,54 @@ class OptimizerTable(TomlTable):
     """The optimizer (AdamW, Muon or the user's own) and its schedule."""
 
     class_path: Function | None = Field(
-        default=None, alias="class", description="pkg.mod:fn, returns an optax transformation; default AdamW"
+        default=None,
+        alias="class",
+        description="function pkg.mod:fn that returns an optax transformation; default AdamW",
     )
     algorithm: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: of the matrices of layers, AdamW of all other parameters"
+        default="adamw", description="muon updates the matrices of layers by Muon and all other parameters by AdamW"
     )
-    options: dict[str, Any] | None = Field(default=None, description="of that function")
-    learning_rate: Positive = Field(default=3e-4, description="at its highest")
-    warmup_steps: Natural = Field(default=0, description="from 0 to learning_rate")
-    weight_decay: NonNegative = Field(default=0.1, description="of AdamW")
-    clip: NonNegative = Field(default=1.0, description="largest global gradient norm; 0 = no clipping")
-    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the first moment; the second stays fp32")
-    memory: Literal["device", "host"] = Field(default="device", description="where its state lives between steps")
-    schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="after the warm-up")
-    b1: Decay = Field(default=0.9, description="decay of the first moment")
-    b2: Decay = Field(default=0.95, description="decay of the second moment")
-    eps: Positive = Field(default=1e-8, description="added to the denominator")
-    momentum: Decay = Field(default=0.95, description="of Muon, decay of its moment")
+    options: dict[str, Any] | None = Field(
+        default=None, description="keyword arguments of the function that optimizer.class names"
+    )
+    learning_rate: Positive = Field(default=3e-4, description="peak learning rate")
+    warmup_steps: Natural = Field(
+        default=0, description="number of steps in which the learning rate rises from 0 to its peak"
+    )
+    weight_decay: NonNegative = Field(default=0.1, description="weight decay of AdamW and Muon")
+    clip: NonNegative = Field(default=1.0, description="largest global norm of the gradients; 0 means no clipping")
+    dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="precision of the first moment; the second stays fp32"
+    )
+    memory: Literal["device", "host"] = Field(
+        default="device", description="memory that holds the optimizer state between steps"
+    )
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="cosine", description="course of the learning rate after the warm-up"
+    )
+    b1: Decay = Field(default=0.9, description="decay rate of AdamW's first moment")
+    b2: Decay = Field(default=0.95, description="decay rate of AdamW's second moment")
+    eps: Positive = Field(default=1e-8, description="small number that AdamW adds to the denominator of an update")
+    momentum: Decay = Field(default=0.95, description="decay rate of Muon's momentum")
 
 
 class DataTable(TomlTable):
     """Where training examples come from."""
 
-    source: Text = Field(default="python-stdlib", description="python-stdlib, a folder, a file, or pkg.mod:fn")
-    tokenizer: Text | None = Field(default=None, description="pkg.mod:fn, from a text to its ids; default its bytes")
-    text_field: Text | None = Field(default=None, description='of the objects in a .jsonl file; default "text"')
-    seed: Natural = Field(default=0, description="of the order")
-    validation_fraction: Decay = Field(default=0.05, description="held out for evaluation")
+    source: Text = Field(
+        default="python-stdlib",
+        description="where examples come from: python-stdlib, a folder, a file, or a function pkg.mod:fn",
+    )
+    tokenizer: Text | None = Field(
+        default=None, description="function pkg.mod:fn from a text to its token ids; default the text's bytes"
+    )
+    text_field: Text | None = Field(
+        default=None, description='key of the text in the objects of a .jsonl file; default "text"'
+    )
+    seed: Natural = Field(default=0, description="random seed of the order of examples")
+    validation_fraction: Decay = Field(
+        default=0.05, description="fraction of the examples that is held out for evaluation"
+    )
 
 
 def _verify_of(value: Any) -> Any:
@@ -391,20 +451,23 @@ def _verify_of(value: Any) -> Any:
 class CheckpointTable(TomlTable):
     """When checkpoints are written."""
 
-    every: Natural = Field(default=0, description="steps; 0 = none")
-    keep: Count = Field(default=2, description="how many of the latest")
-    keep_every: Natural = Field(default=0, description="also keep those of every so many steps; 0 = none")
+    every: Natural = Field(default=0, description="number of steps between checkpoints; 0 means none")
+    keep: Count = Field(default=2, description="number of newest checkpoints that are kept")
+    keep_every: Natural = Field(
+        default=0, description="the checkpoints of every so many steps are kept as well; 0 means none"
+    )
     verify: Annotated[Literal["full", "own", "off"], BeforeValidator(_verify_of)] = Field(
         default="own",
-        description="before a restore, compare contents with their hashes: every process all files, "
-        "every process its share of them, or only names and sizes",
+        description="contents that are compared with their hashes before a restore: full for all files in every "
+        "process, own for a share of them in each process, off for names and sizes only",
     )
     snapshot_every: Natural = Field(
         default=0,
-        description="steps between snapshots in host memory, which a restart by the same launchers reads; 0 = none",
+        description="number of steps between snapshots in host memory, which a restart by the same launchers "
+        "reads; 0 means none",
     )
     initial: Text | None = Field(
-        default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"
+        default=None, description="folder of safetensors in Hugging Face's layout, from which a new run starts"
     )
 
 
@@ -414,21 +477,22 @@ class FailuresTable(TomlTable):
     per_host_day: Positive | None = Field(
         default=None,
         examples=[0.0038],
-        description="failures of a host in a day that end the job; default as Llama 3's, by GPUs of a host",
+        description="failures per host and day that end the job; default the rate of Llama 3, by GPUs of a host",
     )
     host_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, examples=[0.78], description="share of them after which a host is replaced"
+        default=None, examples=[0.78], description="fraction of failures after which a host must be replaced"
     )
     detection_s: NonNegative | None = Field(
-        default=None, examples=[100], description="seconds from a failure until the last process is gone"
+        default=None, examples=[100], description="seconds from a failure until the last process has ended"
     )
     restart_s: NonNegative | None = Field(
         default=None,
         examples=[660],
-        description="seconds from then until the next attempt can make a step, reading the state left out",
+        description="seconds from the end of the last process until the next attempt can make a step, without "
+        "reading the state",
     )
     repair_hours: Positive | None = Field(
-        default=None, examples=[24], description="hours until a lost host is back, as a spare"
+        default=None, examples=[24], description="hours until a lost host is back as a spare"
     )
 
 
@@ -436,13 +500,16 @@ class LaunchTable(TomlTable):
     """The hosts with which `launch local --hosts N --max-restarts K` goes on after it has lost one."""
 
     spares: Natural = Field(
-        default=0, description="launchers beyond the hosts of the cluster; one of them replaces a host that is lost"
+        default=0,
+        description="number of launchers beyond the cluster's hosts; one of them replaces a host that is lost",
     )
     min_hosts: Count | None = Field(
-        default=None, examples=[6], description="the fewest hosts that may go on, on a smaller mesh; default all"
+        default=None,
+        examples=[6],
+        description="smallest number of hosts that may go on, on a smaller mesh; default all",
     )
     wait_s: NonNegative = Field(
-        default=60.0, description="seconds for a lost host to come back, before the others go on without it"
+        default=60.0, description="seconds that the other hosts wait for a lost host before they go on without it"
     )
     drain: bool = Field(
         default=False,
@@ -452,7 +519,8 @@ class LaunchTable(TomlTable):
     hosts: Count | None = Field(
         default=None,
         examples=[6],
-        description="hosts that are left, fewer than the cluster has; cluster, mesh and accumulation are made to fit",
+        description="number of hosts that are left, below the cluster's; cluster, mesh and accumulation are "
+        "adapted to it",
     )
 
 
@@ -465,124 +533,151 @@ class ProfileTable(TomlTable):
     processes: Processes | None = Field(
         default=None,
         examples=[4, [0, 8]],
-        description="which processes capture: a number of them, evenly over the job, or a list; default all",
+        description="processes that capture: a number of them, spread evenly over the job, or a list; default all",
     )
     every: Natural = Field(
         default=0,
-        description="steps between captures of one step by all processes, read at once, which say what is exposed and "
-        "who is waited for; 0 = never",
+        description="number of steps between captures of one step in all processes, which tell during the run "
+        "what communication is exposed and which process the others wait for; 0 means never",
     )
 
 
 class LocalSgdTable(TomlTable):
     """Local SGD (DiLoCo): replicas step independently and synchronize every few steps by an outer optimizer."""
 
-    axis: SectionAxis = Field(examples=["data"], description="the mesh axis whose replicas step on their own")
-    every: Count = Field(default=1, description="steps between two meetings")
-    learning_rate: Positive = Field(default=0.7, description="of the outer optimizer")
-    momentum: Decay = Field(default=0.9, description="of the outer optimizer")
-    nesterov: bool = Field(default=True, description="Nesterov's form of that momentum")
+    axis: SectionAxis = Field(examples=["data"], description="mesh axis whose replicas step independently")
+    every: Count = Field(default=1, description="number of steps between two synchronizations")
+    learning_rate: Positive = Field(default=0.7, description="learning rate of the outer optimizer")
+    momentum: Decay = Field(default=0.9, description="momentum of the outer optimizer")
+    nesterov: bool = Field(default=True, description="whether the outer optimizer's momentum is Nesterov's")
     staleness: Literal[0, 1] = Field(
-        default=0, description="1: the outer update of the previous round is applied, so that it hides under a round"
+        default=0,
+        description="1 applies the outer update of the previous round, so that its exchange overlaps with a "
+        "round; 0 applies that of the round itself",
     )
 
 
 class CompressionTable(TomlTable):
     """Compressed gradients: they are reduced over one axis in fewer bits."""
 
-    axis: SectionAxis = Field(
-        examples=["data"], description="the mesh axis over which gradients are reduced compressed"
+    axis: SectionAxis = Field(examples=["data"], description="mesh axis over which gradients are reduced in fewer bits")
+    dtype: Literal["bf16", "fp8", "int8"] = Field(default="bf16", description="type of the values that are sent")
+    error_feedback: bool = Field(
+        default=True, description="whether the rounding error is added to the next step's gradients"
     )
-    dtype: Literal["bf16", "fp8", "int8"] = Field(default="bf16", description="on the wire")
-    error_feedback: bool = Field(default=True, description="whether what rounding lost is added to the next step")
 
 
 class PipelineTable(TomlTable):
     """Pipeline parallelism: the layers are cut into stages over one mesh axis."""
 
-    axis: SectionAxis = Field(examples=["pipeline"], description="the mesh axis whose GPUs are the stages")
-    microbatches: Count = Field(description="into which a step's batch is cut; the more, the smaller the bubble")
-    schedule: Literal["1f1b", "interleaved_1f1b"] = Field(
-        default="1f1b", description="who does what when; interleaved_1f1b has virtual stages"
+    axis: SectionAxis = Field(examples=["pipeline"], description="mesh axis along which the stages of the pipeline lie")
+    microbatches: Count = Field(
+        description="number of micro-batches into which a step's batch is cut; more make the bubble smaller"
     )
-    virtual_stages: Count = Field(default=1, description="chunks of layers on each stage: the bubble divided by it")
+    schedule: Literal["1f1b", "interleaved_1f1b"] = Field(
+        default="1f1b", description="order of forward and backward passes; interleaved_1f1b has virtual stages"
+    )
+    virtual_stages: Count = Field(
+        default=1, description="number of chunks of layers on each stage; the bubble is divided by it"
+    )
     residuals: Name = Field(
         default="recompute",
         description="what a stage keeps of a forward pass until its backward pass: recompute (its input), stash "
-        "(everything), or a policy of jax.checkpoint_policies",
+        "(all that train.remat keeps), or a policy of jax.checkpoint_policies",
     )
     head: Literal["vocab_parallel", "replicated"] = Field(
         default="vocab_parallel",
-        description="vocab_parallel: embedding and output head are cut over the stages; replicated: whole on each",
+        description="vocab_parallel cuts embedding and output head over the stages; replicated keeps both whole "
+        "on each",
     )
     layout: Text | None = Field(
         default=None,
         examples=["7|8*14|7"],
-        description='layers of each virtual stage, as "7|8*14|7"; default as even as they go',
+        description='number of layers in each virtual stage, as "7|8*14|7"; default as even as possible',
     )
 
 
 class AllowTable(TomlTable):
     """A finding that is intended."""
 
-    code: Name = Field(description="of the finding")
-    path: Text = Field(default="**", description="of what it is about; ** is any depth, * one segment")
-    reason: Text = Field(description="why it is meant")
+    code: Name = Field(description="code of the finding, such as idle_axis")
+    path: Text = Field(
+        default="**", description="pattern of the finding's path; ** matches any number of segments, * matches one"
+    )
+    reason: Text = Field(description="why the finding is intended")
 
 
 class LintTable(TomlTable):
     """The findings that the lint does not report."""
 
     allow: list[AllowTable] = Field(
-        default=[], examples=[[{"code": "idle_axis", "reason": "..."}]], description="findings that are meant"
+        default=[],
+        examples=[[{"code": "idle_axis", "reason": "..."}]],
+        description="findings that are intended, so that they are not reported",
     )
 
 
 class ProgramTable(TomlTable):
     """A training step of the user's own."""
 
-    make: Function = Field(description="pkg.mod:fn, (mesh, **options) -> meshkit.Program")
-    options: dict[str, Any] = Field(default={}, description="of that function")
+    make: Function = Field(description="function pkg.mod:fn, (mesh, **options) -> meshkit.Program")
+    options: dict[str, Any] = Field(default={}, description="keyword arguments of the function that program.make names")
 
 
 class ProgramExperimentTable(TomlTable):
     """A whole experiment file with a `[program]`."""
 
-    name: Name | None = Field(default=None, description="default the file's name")
+    name: Name | None = Field(default=None, description="name of the experiment; default the file's name")
     cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
-        examples=["dgx_h100"], description="the machines: a shipped name, a path, or a table"
+        examples=["dgx_h100"],
+        description="the machines: the name of a shipped cluster, the path of a cluster file, or a table",
     )
-    mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
-    program: ProgramTable = Field(description="the training step")
-    rules: RulesTable | None = Field(default=None, description="what shards what, for the lint alone")
-    train: ProgramTrainTable = Field(default=ProgramTrainTable.model_construct(), description="the training around it")
-    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
-    failures: FailuresTable = Field(default=FailuresTable.model_construct(), description="of hosts, and what they cost")
-    lint: LintTable = Field(default=LintTable.model_construct(), description="what the lint shall not report")
-    xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")
+    mesh: dict[str, MeshAxisValue] = Field(description="size of each mesh axis, the outermost axis first")
+    program: ProgramTable = Field(description="the user's own training step")
+    rules: RulesTable | None = Field(default=None, description="sharding rules, which only the lint reads")
+    train: ProgramTrainTable = Field(
+        default=ProgramTrainTable.model_construct(), description="training loop around the user's own step"
+    )
+    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="steps that are captured")
+    failures: FailuresTable = Field(
+        default=FailuresTable.model_construct(), description="how often hosts fail, and what a failure costs"
+    )
+    lint: LintTable = Field(default=LintTable.model_construct(), description="findings that the lint does not report")
+    xla: dict[str, Option] = Field(default={}, description="options of XLA by their names")
 
 
 class ExperimentTable(TomlTable):
     """A whole experiment file."""
 
-    name: Name | None = Field(default=None, description="default the file's name")
+    name: Name | None = Field(default=None, description="name of the experiment; default the file's name")
     cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
-        examples=["dgx_h100"], description="the machines: a shipped name, a path, or a table"
+        examples=["dgx_h100"],
+        description="the machines: the name of a shipped cluster, the path of a cluster file, or a table",
     )
-    model: ModelTable = Field(description="the model")
-    mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
-    rules: RulesTable = Field(default=RulesTable.model_construct(), description="what is sharded over which axis")
-    train: TrainTable = Field(description="the training loop")
-    optimizer: OptimizerTable = Field(default=OptimizerTable.model_construct(), description="AdamW")
+    model: ModelTable = Field(description="class and options of the model")
+    mesh: dict[str, MeshAxisValue] = Field(description="size of each mesh axis, the outermost axis first")
+    rules: RulesTable = Field(default=RulesTable.model_construct(), description="mesh axes that shard each array")
+    train: TrainTable = Field(description="training loop")
+    optimizer: OptimizerTable = Field(
+        default=OptimizerTable.model_construct(), description="optimizer and learning rate"
+    )
     data: DataTable = Field(default=DataTable.model_construct(), description="where examples come from")
     checkpoint: CheckpointTable = Field(
         default=CheckpointTable.model_construct(), description="when checkpoints are written"
     )
-    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
-    failures: FailuresTable = Field(default=FailuresTable.model_construct(), description="of hosts, and what they cost")
-    launch: LaunchTable = Field(default=LaunchTable.model_construct(), description="hosts that are lost and replaced")
-    local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
-    compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
-    pipeline: PipelineTable | None = Field(default=None, description="layers in stages over one axis")
-    lint: LintTable = Field(default=LintTable.model_construct(), description="what the lint shall not report")
-    xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")
+    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="steps that are captured")
+    failures: FailuresTable = Field(
+        default=FailuresTable.model_construct(), description="how often hosts fail, and what a failure costs"
+    )
+    launch: LaunchTable = Field(
+        default=LaunchTable.model_construct(), description="how a job goes on after it has lost a host"
+    )
+    local_sgd: LocalSgdTable | None = Field(
+        default=None, description="replicas that step independently and synchronize every few steps"
+    )
+    compression: CompressionTable | None = Field(
+        default=None, description="gradients that are reduced over one mesh axis in fewer bits"
+    )
+    pipeline: PipelineTable | None = Field(default=None, description="layers in stages along one mesh axis")
+    lint: LintTable = Field(default=LintTable.model_construct(), description="findings that the lint does not report")
+    xla: dict[str, Option] = Field(default={}, description="options of XLA by their names")

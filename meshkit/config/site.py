@@ -115,7 +115,7 @@ def _read_file(path: Path) -> dict[str, list[str]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # not TOML, not UTF-8
-        hint = f"{', '.join(_SITE_EXAMPLE)}, each a list of texts"
+        hint = f"{', '.join(_SITE_EXAMPLE)}, each a list of strings"
         raise ConfigError(f"the site's file cannot be read: {error}.", at=str(path), hint=hint) from None
     for key, value in table.items():
         if key not in _SITE_EXAMPLE:

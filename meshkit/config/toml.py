@@ -459,7 +459,7 @@ def check_plain(table: Mapping[str, Any]) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             raise SpecError(f"{dotted(path)} is not a finite number.", key=path, value=value, hint="a finite number")
         elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
-            raise SpecError(f"{dotted(path)} is beyond 64 bits.", key=path, hint="a smaller number")
+            raise SpecError(f"{dotted(path)} does not fit into 64 bits.", key=path, hint="a smaller number")
 
 
 def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
@@ -541,7 +541,7 @@ def _wrong_value(key: Key, problem: Any, example: str, field: FieldInfo | None) 
     if code == "value_error":
         return f"{name} {context['error']}.", example
     if code == "string_pattern_mismatch":
-        return f"{name} is {show(given)}, which has not the form it needs.", example
+        return f"{name} is {show(given)}, which does not have the required form.", example
     return f"{name}: {problem['msg']}.", example
 
 

@@ -81,9 +81,9 @@ def load_object(
         raise ConfigError(f"'{name}' is not of the form \"package.module:Name\".", at=at)
     if is_of_python(module_name):
         raise ConfigError(
-            f"'{name}' is of Python itself, and is not loaded: an experiment names a model's code.",
+            f"'{name}' belongs to Python itself, so it is not loaded: an experiment names a model's code.",
             at=at,
-            hint="a module of your own, under a name that Python has not, or of an installed package",
+            hint="a module of an installed package, or one of your own with a name that Python does not use",
         )
     allowed_here = read_site()
     roots, packages = allowed_here.model_roots, [*FUNCTIONS[key], *allowed_here.functions] if key in FUNCTIONS else []
@@ -154,7 +154,9 @@ def check_function(code: UserCode) -> None:
         raise code.error(f"{code.name} is {a_type(code.found)}, not a function.")
     module = defined_in(code.found)
     if module is None or is_of_python(module):
-        raise code.error(f"{code.name} is of Python itself, not a function of yours.", "a function written in a module")
+        raise code.error(
+            f"{code.name} belongs to Python itself; it is not a function of yours.", "a function written in a module"
+        )
 
 
 def _is_listed(module_name: str, packages: Iterable[str]) -> bool:
@@ -163,8 +165,8 @@ def _is_listed(module_name: str, packages: Iterable[str]) -> bool:
 
 def _not_listed(name: str, module_name: str, key: str, packages: Sequence[str], at: str | None) -> ConfigError:
     return ConfigError(
-        f"'{name}' is of the installed package '{module_name.partition('.')[0]}', and a file may name {key} of "
-        f"{' or '.join([*packages, 'your own modules'])} alone.",
+        f"'{name}' belongs to the installed package '{module_name.partition('.')[0]}', but in a file {key} may "
+        f"only name code of {' or '.join([*packages, 'your own modules'])}.",
         at=at,
         hint=f"a function of your own, in a module beside the file, that calls it; or the same by --set {key}=...",
     )
@@ -318,7 +320,7 @@ def serve(module_name: str, folder: Path, at: str | None) -> None:
     other = loaded.__spec__ if loaded is not None else None
     if _parents(other) and not _is_of(other, folder):
         raise ConfigError(
-            f"module '{top}' in {folder} cannot be loaded: another one of that name is, from {_parents(other)[0]}.",
+            f"module '{top}' in {folder} cannot be loaded: a module of that name is loaded from {_parents(other)[0]}.",
             at=at,
             hint="another name for one of the two",
         )

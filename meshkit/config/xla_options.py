@@ -50,13 +50,13 @@ def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = 
         key = ("xla", name)
         if not name.startswith("xla_"):
             hint = f"xla_{name.removeprefix('--').removeprefix('xla_')}"
-            raise SpecError(f"'{name}' is no XLA option.", key=key, value=value, hint=hint)
+            raise SpecError(f"'{name}' is not an XLA option.", key=key, value=value, hint=hint)
         if not isinstance(value, bool | int | float | str):
             message = f"xla.{name} must be a string, a number, true or false."
             raise SpecError(message, key=key, value=value, hint=f"{key_text(name)} = true, or a number")
         if isinstance(value, str) and name not in ENUMS | TEXTS and name not in by_command:
             message = (
-                f"xla.{name} is a text that could name a file or a program, and an experiment file may set no such "
+                f"xla.{name} is a string that could name a file or a program; an experiment file may not set such an "
                 "option of XLA."
             )
             hint = f"--set 'xla.{name}=\"...\"' on the command line; a number, true or false without quotes"

@@ -159,7 +159,7 @@ class Space:
         pieces = variant.stages.microbatches if variant.stages else variant.accumulate
         if train.global_batch % (ways * pieces):
             raise ConfigError(
-                f"train.global_batch = {train.global_batch} does not divide by {ways * pieces} ({ways} of the mesh x "
+                f"train.global_batch = {train.global_batch} is not divisible by {ways * pieces} ({ways} of the mesh x "
                 f"{pieces} micro-batches)."
             )
         if variant.each_micro_batch:

@@ -140,7 +140,7 @@ def test_a_report_says_that_latencies_are_predicted_and_keeps_a_users_path():
 
 def test_a_measured_profile_and_predicted_latencies_exclude_each_other():
     path = "configs/experiments/mlp.toml"
-    with pytest.raises(mk.ConfigError, match=r"asks for predicted latencies, and xla.* names measured ones"):
+    with pytest.raises(mk.ConfigError, match=r"asks for predicted latencies, but xla.* names measured ones"):
         load(path, ['train.pgle="predicted"', f'xla.{PGLE_OPTION}="p.pbtxt"'])
     with pytest.raises(mk.ConfigError, match=r"train\.pgle"):
         load(path, ['train.pgle="measured"'])

@@ -185,5 +185,5 @@ def test_a_table_that_xla_does_not_read_is_said(plans):
 
 
 def test_a_table_of_ones_own_and_that_of_prices_are_one_too_many():
-    with pytest.raises(ConfigError, match="asks for predicted latencies, and"):
+    with pytest.raises(ConfigError, match="asks for predicted latencies, but"):
         load(TINY, ('train.pgle="table"', f'xla.{TABLE_OPTION}="mine.pbtxt"'))

@@ -135,7 +135,7 @@ def test_the_network_model_reads_it_through_the_cluster(tmp_path):
     ("old", "new", "match"),
     [
         ("meshkit.calibration/1", "meshkit.calibration/9", r"calibration\.toml:1: schema.*\n.*meshkit\.calibration/1"),
-        ('schema = "meshkit.calibration/1"', "", "this version does not read this calibration file"),
+        ('schema = "meshkit.calibration/1"', "", "this version of meshkit cannot read this calibration file"),
         ("[[fit]]", "[[fits]]", r"unknown key 'fits'.*\n.*\n.*'fit'"),
         ("latency_s = 1e-5", "latency = 1e-5", r"unknown key 'latency'.*\n.*calibration\.toml:20.*\n.*'latency_s'"),
         ("latency_s = 1e-5", "", "has no 'latency_s'"),
@@ -148,7 +148,7 @@ def test_the_network_model_reads_it_through_the_cluster(tmp_path):
         ('collective = "all-reduce"', 'collective = "allreduce"', "must be one of .*all-reduce"),
         ("gpus_per_domain = 4", "gpus_per_domain = 0", "gpus_per_domain must be greater than 0"),
         ("gpus_per_domain = 4", "gpus_per_domain = 4.5", "gpus_per_domain must be an integer"),
-        ("gpus_per_domain = 4", "gpus_per_domain = 1", "a group has 2 GPUs at least"),
+        ("gpus_per_domain = 4", "gpus_per_domain = 1", "a group must have at least 2 GPUs"),
         ("points = 9", "points = true", "points must be an integer"),
         ("fp32 = 1e11", "fp31 = 1e11", "rates.matmul_flops_per_s"),
         ("devices = 8", "devices = -8", "measured_on.devices must be greater than 0"),

@@ -67,15 +67,15 @@ def test_an_unknown_link():
         ({"name": "dgx_h100", "hosts": True}, "must be an integer, not the boolean true"),
         ({"name": "dgx_h100", "hosts": 0}, "greater than 0, not 0"),
         ({"name": "dgx_h100", "hosts": 2**40}, "at most 2147483648"),
-        ({"name": "dgx_h100", "nvlink_domain_size": 5}, "neither whole hosts nor a whole part"),
-        ({"name": "dgx_h100", "hosts": 3, "nvlink_domain_size": 16}, "24 do not make whole NVLink domains of 16"),
+        ({"name": "dgx_h100", "nvlink_domain_size": 5}, "neither whole hosts nor an equal part"),
+        ({"name": "dgx_h100", "hosts": 3, "nvlink_domain_size": 16}, "24 GPUs do not fill whole NVLink domains of 16"),
         ({"name": "dgx_h100", "gpus_used_per_domain": 9}, "but a domain has 8"),
         ({"name": "dgx_h100", "nvlink_taper": float("nan")}, "is not a finite number"),
         ({"name": "dgx_h100", "gpu": "h10_sxm"}, "no GPU 'h10_sxm'.(.|\n)*try 'h100_sxm'"),
         ({"name": "dgx_h100", "nic": "ib_nrd"}, "no NIC 'ib_nrd'.(.|\n)*try 'ib_ndr'"),
         ({"name": "dgx_h100", "nvlink_switch": False, "nvlink_domain_size": 16, "hosts": 2}, "cannot span hosts of 8"),
-        ({"name": "dgx2", "nvlink_switch": False}, "6 NVLinks of a GPU do not reach 15 others"),
-        ({"name": "dgx1_p100", "nvlink_switch": True}, "no switch speaks NVLink 1 of GPU 'p100'"),
+        ({"name": "dgx2", "nvlink_switch": False}, "6 NVLinks cannot reach the 15 other GPUs"),
+        ({"name": "dgx1_p100", "nvlink_switch": True}, "no switch supports NVLink 1 of GPU 'p100'"),
         ({"name": "dgx1_p100", "nvlink_domain_size": 16, "hosts": 2}, "a domain of 16 GPUs would need"),
         ({"name": "workstation_2xrtx", "nvlink_switch": True}, "but the scale-up fabric is 'pcie'"),
         ({"name": "dgx_h100", "cpu_link": "c2c"}, "no link to a CPU 'c2c'"),
@@ -127,7 +127,7 @@ def test_an_error_in_a_cluster_file_names_that_file_and_line(tmp_path):
 def test_a_file_that_leads_back_to_itself_is_refused(tmp_path):
     path = tmp_path / "ours.toml"
     path.write_text('file = "ours.toml"\n')
-    with pytest.raises(ConfigError, match="a cluster file leads back to itself") as caught:
+    with pytest.raises(ConfigError, match="a cluster file names itself") as caught:
         Cluster.load(path)
     assert caught.value.at == f'{path}:1: file = "ours.toml"'
 

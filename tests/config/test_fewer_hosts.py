@@ -61,9 +61,9 @@ def test_a_pipeline_gets_more_microbatches(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "overrides", "said"),
     [
-        (9, (), "launch.hosts = 9 are left of a cluster that has 8"),
-        (5, (), "a global batch of 192 does not divide by the 40 GPUs"),
-        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "4 of 8 NVLink domains fit no mesh axis"),
+        (9, (), "launch.hosts = 9 hosts cannot be left of a cluster that has 8"),
+        (5, (), "a global batch of 192 cannot be split evenly over the 40 GPUs"),
+        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "can shrink evenly from 8 to 4 NVLink domains"),
         (
             7,
             ("cluster.nvlink_domain_size=16", "mesh.fsdp={nvlink=16,infiniband=4}", "cluster.nvlink_switch=true"),

@@ -66,7 +66,7 @@ def test_what_is_cut_short_is_refused(cut, pack, unpack):
 
 @pytest.mark.parametrize("unpack", [gunzip, unxz])
 def test_what_is_not_packed_is_refused(unpack):
-    with pytest.raises(ValueError, match=r"no (gzip|xz) data"):
+    with pytest.raises(ValueError, match=r"not (gzip|xz) data"):
         unpack(b"not packed at all", 2**20)
 
 

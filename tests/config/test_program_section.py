@@ -45,10 +45,10 @@ def test_it_is_read_overridden_and_written_back(write):
 @pytest.mark.parametrize(
     ("more", "key", "message"),
     [
-        ('[model]\nclass = "a:B"\n', "model", r"\[model\] is of meshkit's own training step"),
-        ("[optimizer]\nclip = 1.0\n", "optimizer", r"\[optimizer\] is of meshkit's own"),
-        ("[data]\nseed = 1\n", "data", r"\[data\] is of meshkit's own"),
-        ("[train]\nglobal_batch = 8\n", "train.global_batch", r"train.global_batch is of meshkit's own"),
+        ('[model]\nclass = "a:B"\n', "model", r"\[model\] configures meshkit's training step"),
+        ("[optimizer]\nclip = 1.0\n", "optimizer", r"\[optimizer\] configures meshkit's training step"),
+        ("[data]\nseed = 1\n", "data", r"\[data\] configures meshkit's training step"),
+        ("[train]\nglobal_batch = 8\n", "train.global_batch", r"train.global_batch configures meshkit's training step"),
         ("[train]\nmemory = 8\n", "train.memory", "unknown key"),
         ("[train]\nmemory_fraction = 2\n", "train.memory_fraction", "must be at most 1"),
     ],
@@ -60,7 +60,7 @@ def test_what_belongs_to_meshkits_step_is_refused_at_its_key(write, more, key, m
 
 
 def test_predicted_latencies_beside_measured_ones_are_refused(write):
-    with pytest.raises(mk.ConfigError, match=r"asks for predicted latencies, and .* names measured ones"):
+    with pytest.raises(mk.ConfigError, match=r"asks for predicted latencies, but .* names measured ones"):
         load_any(write(more='[train]\npgle = "predicted"\n'), [f'xla.{PGLE_OPTION}="a.pbtxt"'])
 
 
@@ -71,7 +71,7 @@ def test_a_mistake_in_the_section_is_told_at_its_key(write, broken):
 
 
 def test_what_runs_meshkits_own_step_says_how_to_launch_a_script(write):
-    with pytest.raises(mk.ConfigError, match=r"\[program\] is a training step of your own") as error:
+    with pytest.raises(mk.ConfigError, match=r"\[program\] names a training step of your own") as error:
         load(write())
     assert "meshkit launch local -- python train.py" in str(error.value)
 

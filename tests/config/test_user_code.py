@@ -171,11 +171,11 @@ def test_a_loss_that_is_wrong(write, body, message):
     [
         ("loss = 3", "is an int, not a function"),
         ("def loss(model): pass", "own:loss raised TypeError"),
-        ("from os import system as loss", "own:loss is of Python itself, not a function of yours"),
-        ("from subprocess import run as loss", "own:loss is of Python itself, not a function of yours"),
-        ("import functools, os; loss = functools.partial(os.system, 'true')", "own:loss is of Python itself"),
-        ("import operator; loss = operator.itemgetter(0)", "own:loss is of Python itself"),
-        ("loss = dict", "own:loss is of Python itself"),
+        ("from os import system as loss", "own:loss belongs to Python itself; it is not a function of yours"),
+        ("from subprocess import run as loss", "own:loss belongs to Python itself; it is not a function of yours"),
+        ("import functools, os; loss = functools.partial(os.system, 'true')", "own:loss belongs to Python itself"),
+        ("import operator; loss = operator.itemgetter(0)", "own:loss belongs to Python itself"),
+        ("loss = dict", "own:loss belongs to Python itself"),
     ],
 )
 def test_a_loss_that_cannot_be_called(write, source, message):

@@ -70,7 +70,7 @@ def test_a_model_is_no_shell(tmp_path, capfd, verb):
     words = ["--set", "model.class=os:system", "--set", "model.preset=", "--set", f"model.command=id > {tmp_path}/ran"]
     code = main([verb, str(EXPERIMENT), *words])
     out, err = capfd.readouterr()
-    assert "os:system' is of Python itself" in out + err
+    assert "os:system' belongs to Python itself" in out + err
     assert code == (2 if verb == "explain" else 3)
     assert "Traceback" not in out + err
     assert not (tmp_path / "ran").exists()
@@ -84,7 +84,7 @@ def test_python_is_refused_wherever_code_is_named(capfd, tmp_path, name):
     assert main(["train", str(EXPERIMENT), *words]) == 2
     err = capfd.readouterr().err
     assert one_message(err)
-    assert "'this:s' is of Python itself" in err
+    assert "'this:s' belongs to Python itself" in err
     assert name in err
     assert "this" not in sys.modules  # which prints a poem when it is imported
 
@@ -94,7 +94,7 @@ def test_python_is_refused_wherever_code_is_named(capfd, tmp_path, name):
     ["os:system", "posix:system", "builtins:exec", "sys:exit", "os.path:join", "__main__:main", "test.support:x"],
 )
 def test_nothing_of_python_is_loaded(name):
-    with pytest.raises(ConfigError, match="is of Python itself, and is not loaded"):
+    with pytest.raises(ConfigError, match="belongs to Python itself, so it is not loaded"):
         load_object(name)
 
 
@@ -162,7 +162,9 @@ def test_two_modules_of_one_name_are_not_mistaken_for_each_other(tmp_path):
     folders = [files(tmp_path / name, oc_same=f"value = {name!r}\n") for name in ("a", "b")]
     assert load_object("oc_same:value", folders[:1]) == "a"
     assert load_object("oc_same:value", folders[:1]) == "a"
-    with pytest.raises(ConfigError, match=r"'oc_same' in .*/b cannot be loaded: another one .* from .*/a"):
+    with pytest.raises(
+        ConfigError, match=r"'oc_same' in .*/b cannot be loaded: a module of that name is loaded from .*/a"
+    ):
         load_object("oc_same:value", folders[1:])
 
 
@@ -382,7 +384,8 @@ def test_a_function_of_an_installed_package_is_not_merely_named(tmp_path, key, n
         return
     package = name.partition(":")[0].partition(".")[0]
     what = (
-        f"'{name}' is of the installed package '{package}', and a file may name {key} of {may}your own modules alone."
+        f"'{name}' belongs to the installed package '{package}', but in a file {key} may only name code of "
+        f"{may}your own modules."
     )
     assert caught.value.message == what
     assert (
@@ -394,14 +397,14 @@ def test_a_function_of_an_installed_package_is_not_merely_named(tmp_path, key, n
 
 
 def test_a_hook_is_not_merely_named(tmp_path):
-    with pytest.raises(ConfigError, match="'pytest:main' is of the installed package 'pytest'"):
+    with pytest.raises(ConfigError, match="'pytest:main' belongs to the installed package 'pytest'"):
         find_hooks(load(naming(tmp_path, "train.hooks", ["pytest:main"])))
 
 
 def test_a_corpus_is_no_code(tmp_path):
     """A tokenizer that runs a text is refused before any text is read, at the door that every run passes."""
     file = naming(tmp_path, "data.tokenizer", "yaml:unsafe_load")
-    with pytest.raises(ConfigError, match="yaml:unsafe_load' is of the installed package"):
+    with pytest.raises(ConfigError, match="yaml:unsafe_load' belongs to the installed package"):
         find_tokenizer(load(file))
 
 

@@ -79,7 +79,7 @@ def test_a_model_beside_the_experiment_is_refused_and_never_run(tmp_path, monkey
 @pytest.mark.parametrize("name", ["os:system", "builtins:exec", "subprocess:run", "sys:exit", "posix:system"])
 def test_python_itself_is_outside(tmp_path, monkeypatch, name):
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path))
-    with pytest.raises(ConfigError, match="is of Python itself, and is not loaded"):
+    with pytest.raises(ConfigError, match="belongs to Python itself, so it is not loaded"):
         load_object(name)
 
 
@@ -124,11 +124,11 @@ def test_the_variable_only_narrows_the_site(own_site, tmp_path, monkeypatch):
 def test_the_site_lists_packages_whose_functions_may_be_named(own_site, tmp_path, monkeypatch):
     installed = module(tmp_path / "site-packages", "site_text", "from yaml import unsafe_load\ndef own(): pass\n")
     monkeypatch.syspath_prepend(installed)
-    with pytest.raises(ConfigError, match="'site_text:own' is of the installed package 'site_text'"):
+    with pytest.raises(ConfigError, match="'site_text:own' belongs to the installed package 'site_text'"):
         load_object("site_text:own", key="data.tokenizer")
     declare(own_site, 'functions = ["site_text"]\n')
     assert load_object("site_text:own", key="data.tokenizer").__name__ == "own"
-    with pytest.raises(ConfigError, match="'site_text:unsafe_load' is of the installed package 'yaml'"):
+    with pytest.raises(ConfigError, match="'site_text:unsafe_load' belongs to the installed package 'yaml'"):
         load_object("site_text:unsafe_load", key="data.tokenizer")  # which the listed one merely imports
 
 

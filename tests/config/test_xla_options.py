@@ -43,7 +43,7 @@ def test_no_verb_takes_a_path_from_the_file(tmp_path, monkeypatch, capsys, verb,
     assert main([*verb.split(), str(file)]) == 2
     name, line = option.split(" = ")[0], file.read_text().splitlines().index(option) + 1
     shown = capsys.readouterr().err
-    assert f"xla.{name} is a text that could name a file or a program" in shown
+    assert f"xla.{name} is a string that could name a file or a program" in shown
     assert f"{file}:{line}: xla.{option}" in shown
     assert f"""try --set 'xla.{name}="...\"'""" in shown
     assert [path.name for path in tmp_path.iterdir()] == ["own.toml"]

@@ -77,7 +77,7 @@ def test_a_checkpoint_comes_back_into_host_memory(tmp_path):
 
 def test_it_does_not_go_with_local_sgd():
     rounds = ['local_sgd.axis="data"', "local_sgd.every=1", "optimizer.memory=host"]
-    with pytest.raises(ConfigError, match="needs the optimizer's state on the GPU all through a round"):
+    with pytest.raises(ConfigError, match="needs the optimizer's state on the GPU during the whole round"):
         load(CONFIGS / "llama_debug_cpu.toml", rounds)
 
 

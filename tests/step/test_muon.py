@@ -120,9 +120,9 @@ def test_a_model_without_names_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optimizer.momentum=0.9"], "optimizer.momentum is of Muon"),
-        (["optimizer.algorithm=muon", "optimizer.class=optax:lion"], "optimizer.algorithm is of AdamW"),
-        (["optimizer.algorithm=muon", "local_sgd.axis=fsdp"], "Muon's exchange of matrices does not know"),
+        (["optimizer.momentum=0.9"], "optimizer.momentum applies to Muon alone"),
+        (["optimizer.algorithm=muon", "optimizer.class=optax:lion"], "optimizer.algorithm applies to AdamW alone"),
+        (["optimizer.algorithm=muon", "local_sgd.axis=fsdp"], "Muon's exchange of matrices does not support"),
     ],
 )
 def test_what_muon_does_not_do_is_refused(overrides, message):

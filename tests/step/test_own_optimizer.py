@@ -90,13 +90,13 @@ def test_a_function_beside_the_experiment_is_taken(beside):
     [
         (["optimizer.class=own_opt:unsaid"], "not annotated to return an optax.GradientTransformation"),
         (["optimizer.class=own_opt:model"], "not annotated to return"),
-        (["optimizer.class=os:system"], "is of Python itself"),
+        (["optimizer.class=os:system"], "belongs to Python itself"),
         (["optimizer.class=own_opt:rateless"], "takes no `learning_rate`"),
         (["optimizer.class=own_opt:mine"], "needs the option 'decay'"),
         (["optimizer.class=own_opt:raises"], "raised RuntimeError: no memory of that"),
         (["optimizer.class=own_opt:mine", "optimizer.options={dekay=1}"], "takes no option 'dekay'"),
-        (["optimizer.options={a=1}"], "there is none"),
-        (["optimizer.class=optax:lion", "optimizer.b1=0.9"], "is of AdamW"),
+        (["optimizer.options={a=1}"], "but no class is given"),
+        (["optimizer.class=optax:lion", "optimizer.b1=0.9"], "applies to AdamW alone"),
     ],
 )
 def test_what_is_no_optimizer_is_one_message(beside, words, said):

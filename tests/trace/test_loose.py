@@ -237,7 +237,7 @@ def test_errors_say_what_is_missing(tmp_path):
     with pytest.raises(TraceError, match=r"no trace .* in this folder"):
         open_loose(tmp_path)
     (tmp_path / "x.xplane.pb.gz").write_bytes(b"nothing packed")
-    with pytest.raises(TraceError, match="cannot be unpacked: it is no gzip data"):
+    with pytest.raises(TraceError, match="cannot be unpacked: it is not gzip data"):
         open_loose(tmp_path)
     (tmp_path / "x.xplane.pb.gz").write_bytes(gzip.compress(bytes(128 * 2**20)))
     with pytest.raises(TraceError, match=r"cannot be unpacked: it unpacks to more than 64 MiB"):

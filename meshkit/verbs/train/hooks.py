@@ -77,7 +77,9 @@ class TrainingStep:
         """
         for name, number in numbers.items():
             if name in RESERVED_METRICS or name in self.arrays:
-                raise ValueError(f"the line of a step has a '{name}' of its own: another name, such as 'own_{name}'")
+                raise ValueError(
+                    f"a step's record already has a key '{name}': choose another name, such as 'own_{name}'"
+                )
             self.added[name] = float(number)
 
     def stop(self) -> None:

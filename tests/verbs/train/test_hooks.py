@@ -114,13 +114,13 @@ def test_what_a_hook_of_the_caller_raises_is_passed_on(own, tmp_path):
             "def hook(step): pass",
             "bare:hook is a function, not a Hook.*\n.*train.hooks.*\n.*as the value",
         ),
-        ("shell", "import os, meshkit\nhook = meshkit.Hook(os.system)", "shell:hook is of Python itself"),
+        ("shell", "import os, meshkit\nhook = meshkit.Hook(os.system)", "shell:hook belongs to Python itself"),
         ("number", "import meshkit\nhook = meshkit.Hook(3)", "the fn of a Hook is an int, not a function"),
         ("half", "import meshkit\nhook = meshkit.Hook(print, every=0.5)", "the every of a Hook is 0.5, not a number"),
         (
             "taken",
             "import meshkit\nhook = meshkit.Hook(lambda step: step.add(loss=1))",
-            "the line of a step",
+            "a step's record already has a key",
         ),
     ],
 )
