@@ -244,7 +244,7 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
 def grouped(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
     """Return one list of rows per axis and collective; axes, collectives and sizes keep the order of measurement."""
     groups: dict[tuple, list[BenchRow]] = {}
-    for row in sorted(rows, key=lambda row: bool(row.axes)):  # Copies come first; the sort is stable.
+    for row in rows:
         groups.setdefault((row.axes, row.collective), []).append(row)
     order = {axes: i for i, axes in enumerate(dict.fromkeys(row.axes for row in rows))}
     return sorted(groups.values(), key=lambda group: order[group[0].axes])
