@@ -180,7 +180,7 @@ ENVIRONMENTS = {
     "full error": ("explain nowhere 2> /dev/full", 2, ""),
     "full error of wrong usage": ("plan --nowhere 2> /dev/full", 2, ""),
     "no bytes for a file": ("ulimit -f 0; new --out new.toml", 2, "new.toml cannot be written: File too large"),
-    "a name of other bytes": ("explain $'caf\\xe9.toml' --json", 2, "is not UTF-8 text, and reports hold it"),
+    "a name of other bytes": ("explain $'caf\\xe9.toml' --json", 2, "is not UTF-8 text, but reports contain it"),
     "little virtual memory": ("ulimit -v 4000000; schema report > /dev/null", 0, "ulimit -v allows 3.8 GiB"),
 }  # fmt: skip
 

@@ -36,7 +36,9 @@ _MESHES = {
     4: ("hosts=4,gpus_per_host=1", "{infiniband=2}", "{infiniband=2}"),
 }
 _NAMED = re.compile(r"(?:collective \d+ of \d+ of the step: |^    )(?P<name>\S+) \((?P<what>\S+ over [^)]*)\)", re.M)
-_FIRST = re.compile(r"process \d+ is stuck in attempt|no progress for|compiled another step|ended first|no more memory")
+_FIRST = re.compile(
+    r"process \d+ is stuck in attempt|no progress for|compiled a different step|ended first|no more memory"
+)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class SeveralHosts:
     def found(self, began: float, host: int = 0) -> float:
         """Seconds until a launcher reports that the attempt has ended on another host."""
         launch = self.launches[host]
-        launch.wait(lambda: "attempt 0 has ended elsewhere" in launch.said or None, "a report of the fault")
+        launch.wait(lambda: "attempt 0 ended on another host" in launch.said or None, "a report of the fault")
         return time.monotonic() - began
 
     def kill_process(self) -> None:

@@ -218,7 +218,7 @@ class Sink:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            self._tell(f"{self.name} {what}. Training goes on; this is said once.")
+            self._tell(f"{self.name} {what}. Training goes on; this is reported once.")
 
     def _tell(self, text: str) -> None:
         with contextlib.suppress(Exception):  # a closed terminal must not end the run either

@@ -41,7 +41,7 @@ OutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="Compile again what was compiled before, and keep nothing.")
+    bool, typer.Option("--no-cache", help="Neither read nor write the cache of compiled programs.")
 ]
 CompileTimeoutOption = Annotated[
     int | None,
@@ -50,7 +50,7 @@ CompileTimeoutOption = Annotated[
         metavar="SECONDS",
         min=1,
         max=999_999_999,
-        help="Limit of one compile; default half an hour.",
+        help="Time limit of one compile; default half an hour.",
     ),
 ]
 

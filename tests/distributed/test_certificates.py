@@ -173,7 +173,7 @@ def test_what_local_would_start(tmp_path, capsys, monkeypatch):
         "gpu7:61000",
     ]
     assert main([*words, *more]) == 2
-    assert "cannot each make certificates of their own" in capsys.readouterr().err
+    assert "several hosts must share them" in capsys.readouterr().err
 
 
 KUBECTL = """#!{python}
@@ -278,7 +278,7 @@ def test_the_option_of_each_launcher(launcher, capsys, monkeypatch):
         texts.append(capsys.readouterr())
     assert ["MESHKIT_MTLS" in text.out for text in texts] == [True, True, False]
     assert ["MESHKIT_SECRET" in text.out for text in texts] == [False, False, True]
-    assert ["whoever reaches the coordinator's port" in text.err for text in texts] == [False, False, True]
+    assert ["anybody who reaches the coordinator's port" in text.err for text in texts] == [False, False, True]
     assert "PRIVATE KEY" not in texts[0].out
     if launcher != "jobset":
         assert subprocess.run(["bash", "-n"], input=texts[2].out, text=True, check=False).returncode == 0

@@ -62,7 +62,7 @@ def test_its_other_keys_are_options_of_the_program(config, tmp_path):
         (["--set", "ici_fsdp_parallelism=4"], "4"),
         (["--set", "ici_fsdp_parallelism=many"], "ici_fsdp_parallelism is 'many', not a number of GPUs"),
         (["--set", "ici_fsdp_parallelism"], "is no key and value"),
-        (["--preset", "x"], "MaxText's configuration names its model"),
+        (["--preset", "x"], "MaxText's configuration already names the model"),
     ],
 )
 def test_what_is_no_mesh_is_refused(config, tmp_path, options, message, capsys):

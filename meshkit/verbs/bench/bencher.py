@@ -101,7 +101,7 @@ def bench(
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
     run = _Bench(experiment, mesh, chosen, budget_s, case_budget_s, began)
-    less = "--sizes up to a smaller one; or whatever else holds the GPU's memory"
+    less = "smaller --sizes, or ending what else uses the GPU's memory"
     with device_memory(experiment.cluster, experiment.train, experiment.file, hint=less):
         run.execute(console or stderr())
         measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
@@ -123,7 +123,7 @@ def _mesh(experiment: Experiment) -> jax.sharding.Mesh:
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise ConfigError(
-            f"cluster '{experiment.cluster.name}' has {mesh.size} devices, none of which are of process "
+            f"cluster '{experiment.cluster.name}' has {mesh.size} devices, and none belongs to process "
             f"{', '.join(map(str, sorted(idle)))}.",
             hint=f"a cluster of {len(jax.devices())} devices, or fewer processes",
         )
@@ -133,7 +133,9 @@ def _mesh(experiment: Experiment) -> jax.sharding.Mesh:
 def _sizes(sizes: Sequence[int] | None, mesh: jax.sharding.Mesh) -> list[int]:
     if sizes is not None:
         if not sizes or min(sizes) < 1:
-            raise ConfigError("bench needs sizes of 1 byte at least.", hint="--sizes 1024,1048576, or none for a sweep")
+            raise ConfigError(
+                "bench needs sizes of at least 1 byte.", hint="--sizes 1024,1048576, or no --sizes for a sweep"
+            )
         return sorted(set(sizes))
     largest, chosen = largest_size_bytes(mesh, _available_bytes()), [SMALLEST_BYTES]
     while chosen[-1] * FACTOR <= largest:
@@ -237,8 +239,8 @@ class _Bench:
             kinds_ = sorted({f"{row.collective} over {row.axes[0] if row.axes else '-'}" for row in rows if row.wrong})
             self._warn("wrong", f"{wrong} elements differ from numpy's: {', '.join(kinds_)}.")
         if median is not None and median > GOOD_FIT:
-            text = f"latency and bandwidth miss what was measured by {format_percent(median)} at the median"
-            self._warn("fit", f"{text}; a plan with this calibration is no better.")
+            text = f"the fitted latency and bandwidth are off by {format_percent(median)} at the median"
+            self._warn("fit", f"{text}; so a plan with this calibration is that inaccurate, too.")
         device = self.mesh.devices.flat[0]
         if device.platform == "cpu":
             self._warn("cpu", "virtual CPU devices share cores and memory: the numbers are of this machine under load.")

@@ -20,7 +20,7 @@ def bench(
         typer.Option("--out", metavar="DIR", help="Where to write bench.json, bench.html, calibration.toml."),
     ] = None,
     sizes: Annotated[
-        str | None, typer.Option(metavar="BYTES,...", help="Sizes to measure; default 1 KiB, 4 KiB, ...")
+        str | None, typer.Option(metavar="BYTES,...", help="Sizes to measure, in bytes; default 1 KiB, 4 KiB, ...")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,5 +58,5 @@ def byte_sizes(text: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(integer(part) for part in parts):
-        raise ConfigError(f"'{text}' is no list of sizes in bytes.", at="--sizes", hint="--sizes 1024,65536,1048576")
+        raise ConfigError(f"'{text}' is not a list of sizes in bytes.", at="--sizes", hint="--sizes 1024,65536,1048576")
     return [int(part) for part in parts]

@@ -126,7 +126,7 @@ def _look(path: Path, *, contents: bool, chain: bool = False) -> tuple[str | Non
     try:
         corruption = find_corruption(path, contents=contents)
         if corruption is None and chain and (problem := find_break(path.parent, int(path.name))):
-            corruption = f"it does not belong to those that lie here: {problem}"
+            corruption = f"it does not belong to the other checkpoints here: {problem}"
         return corruption, None
     except OSError as error:
         return None, describe_failure(error)

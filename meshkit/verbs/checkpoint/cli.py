@@ -73,12 +73,12 @@ def export(
     if (experiment is None) is not trust:
         which = "both --experiment and --trust are given" if trust else "no experiment is named"
         raise ConfigError(
-            f"{which}: an export runs the code of the model, and a run folder is data.",
+            f"{which}: an export runs the model's code, so exactly one of them must say where to find it.",
             at="checkpoint export",
             hint=f"--experiment FILE, the file of the training; or --trust, if nobody else can write {run}",
         )
     if experiment is None and not (run / "experiment.toml").is_file():
-        raise ConfigError(f"{run} has no experiment.toml, which says what the model is.", hint="--experiment FILE")
+        raise ConfigError(f"{run} has no experiment.toml, which would name the model.", hint="--experiment FILE")
     loaded = load(experiment or run / "experiment.toml", set_)
     done = write(run, out, experiment=loaded, step=step, dtype=dtype)
     say(f"wrote the weights of step {done} to {out}")

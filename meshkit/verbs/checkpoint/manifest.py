@@ -112,11 +112,11 @@ def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitErro
         return ConfigError(
             f"{what} may not be read: {failure['reason']}. Nothing was changed.",
             at=at,
-            hint="chmod -R u+rwX, or the user who wrote it",
+            hint="chmod -R u+rwX, or a run as the user who wrote it",
         )
     return RunError(
         f"{what} cannot be read: {failure['reason']}; tried {len(PAUSES_S) + 1} times within {sum(PAUSES_S):.0f} s. "
-        "That says nothing of its contents: nothing was changed.",
+        "Its contents may be intact; nothing was changed.",
         at=at,
         hint="the same command, once the storage answers and there is memory",
     )
@@ -232,7 +232,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise ValueError(f"no readable manifest: {MANIFEST} {_unsealed(text)}")
     record = json.loads(text)
     if record.get("schema") != _SCHEMA:
-        raise ValueError(f"no readable manifest: {MANIFEST} is of schema {record.get('schema')}, not {_SCHEMA}")
+        raise ValueError(f"no readable manifest: {MANIFEST} has schema {record.get('schema')}, not {_SCHEMA}")
     manifest = Manifest(record, text[at + len(_SEAL) :].partition('"')[0])
     try:
         outside = next((name for name in manifest.files if not _is_inside(name)), None)
@@ -278,14 +278,18 @@ def find_break(folder: Path, step: int) -> str | None:
         return None
     if "previous" not in record:
         said = read_manifest(folder / str(found["step"])).record.get("run") if record.get("run") is None else None
-        return None if said is None else f"it says no run, but checkpoint {found['step']} before it is of {said!r:.80}"
+        return (
+            None
+            if said is None
+            else f"it names no run, but checkpoint {found['step']} before it belongs to run {said!r:.80}"
+        )
     follows = record["previous"]
     if not isinstance(follows, dict) or not isinstance(follows.get("step"), int):
-        return f"it is the first one of its run, but checkpoint {found['step']} lies before it"
+        return f"it is the first one of its run, but the folder has an earlier checkpoint {found['step']}"
     if follows["step"] < found["step"]:
-        return f"it follows checkpoint {follows['step']}, but checkpoint {found['step']} lies between the two"
+        return f"it follows checkpoint {follows['step']}, but the folder has checkpoint {found['step']} between the two"
     if follows["step"] == found["step"] and follows.get("sha256") not in (None, found["sha256"]):
-        return f"it follows another checkpoint {found['step']} than the one that lies here"
+        return f"it follows another checkpoint {found['step']} than the one in this folder"
     return None
 
 
@@ -306,7 +310,7 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
         return str(error)
     number = checkpoint.name.partition(".")[0]
     if number != str(manifest.step):
-        return f"{MANIFEST} is of step {manifest.step}, but the folder is called {checkpoint.name}"
+        return f"{MANIFEST} has step {manifest.step}, but the folder is called {checkpoint.name}"
     try:
         for name, (size, _) in manifest.files.items():
             path = inside(checkpoint, name)
@@ -380,7 +384,7 @@ def _unsealed(text: str) -> str:
     try:
         schema = json.loads(text)["schema"]
         if schema != _SCHEMA:
-            return f"is of schema {schema}, not {_SCHEMA}"
+            return f"has schema {schema}, not {_SCHEMA}"
     except (ValueError, KeyError, TypeError):
         pass
     return "has other contents than were written"

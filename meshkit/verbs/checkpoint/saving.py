@@ -183,7 +183,9 @@ class Saving:
         ends = time.monotonic() + _VISIBLE_S
         while unseen := [name for name, (size, _) in hashed.items() if _size(self._partial / name) != size]:
             if time.monotonic() > ends:
-                raise OSError(f"{unseen[0]} was written, but process 0 does not see it: no file system that all share?")
+                raise OSError(
+                    f"{unseen[0]} was written, but process 0 does not see it: do all hosts share this file system?"
+                )
             time.sleep(0.1)
 
 

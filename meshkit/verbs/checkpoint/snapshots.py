@@ -63,7 +63,7 @@ class Snapshots:
         self.enabled = not missing
         """Whether every process has slots, and no snapshot has failed."""
         if missing and self._agreement.rank == 0:
-            say("note: no snapshots are taken: `meshkit launch local` keeps those of checkpoint.snapshot_every.")
+            say("note: no snapshots are taken; checkpoint.snapshot_every needs `meshkit launch local` to keep them.")
 
     def take(self, state: TrainState) -> None:
         """Copy the state; return when the next step may change it. Wait for an earlier snapshot first."""
@@ -120,7 +120,7 @@ class Snapshots:
                 if (data := slot.read()) is not None:
                     found[record["step"]] = number, data
                 else:
-                    self._say(f"warning: the snapshot of step {record['step']} is corrupt; it is passed over.")
+                    self._say(f"warning: the snapshot of step {record['step']} is corrupt; it is skipped.")
         written = {step: parts for step, parts in _read_written(self._folder, self._run).items() if step > after}
         mine = {"slots": sorted(found), "files": [step for step, parts in written.items() if self._intact(parts)]}
         step, in_files = self._agreement.reach("restore", mine, _newest_of_all, timeout_s=_LIMIT_S)
@@ -143,7 +143,7 @@ class Snapshots:
         share = parts[self._agreement.rank :: self._agreement.size]
         broken = [part for part in share if not part.is_intact()]
         for part in broken[:1]:
-            self._say(f"warning: the written snapshot of step {part.record['step']} is corrupt; it is passed over.")
+            self._say(f"warning: the written snapshot of step {part.record['step']} is corrupt; it is skipped.")
         return not broken
 
     def drop(self) -> None:
@@ -265,7 +265,7 @@ def _resharded(abstract: TrainState, written: list[_Written]) -> TrainState:
     def place(path: Any, leaf: Any) -> jax.Array:
         name = path_name(path)
         if shapes.get(name) != leaf.shape:
-            message = f"{name} of a snapshot has shape {shapes.get(name)}, and {leaf.shape} on this mesh."
+            message = f"{name} of a snapshot has shape {shapes.get(name)}, but {leaf.shape} on this mesh."
             raise RunError(message, hint="removing `snapshots` from the run folder, so that a checkpoint is read")
         return _place(leaf, {index: _cut(index, blocks[name], leaf.dtype) for index in _kept(leaf)})
 

@@ -304,7 +304,7 @@ class CheckpointStore:
         if was is not None and now is not None and was != json.loads(json.dumps(now)):
             warnings.warn(
                 f"checkpoint {step} was trained on other data ({_text(was)}) than there is now ({_text(now)}): the run "
-                "goes on, but not with the examples that it was to see.",
+                "goes on, but not with the examples that would have come next.",
                 stacklevel=4,
             )
 
@@ -315,19 +315,19 @@ class CheckpointStore:
         at = str(self.folder / str(step))
         if run not in (None, self._owner.run):
             raise ConfigError(
-                f"checkpoint {step} is of run {run!r:.80}, but this folder is of run {self._owner.run!r}.",
+                f"checkpoint {step} belongs to run {run!r:.80}, but this folder belongs to run {self._owner.run!r}.",
                 at=at,
-                hint="that checkpoint moved out of this folder, or another --out with it alone, for a run that goes on "
-                "from it",
+                hint="moving that checkpoint out of this folder; or, for a run that goes on from it, another --out "
+                "with that checkpoint alone",
             )
         if problem := self._agree(f"chain/{step}", None, lambda _: find_break(self.folder, step)):
             raise ConfigError(
-                f"checkpoint {step} does not belong to those that lie here: {problem}.",
+                f"checkpoint {step} does not belong to the other checkpoints here: {problem}.",
                 at=at,
-                hint="what was put into this folder moved out of it again; meshkit checkpoint verify RUN names it",
+                hint="moving what was put into this folder out again; meshkit checkpoint verify RUN names it",
             )
         if run is None:
-            what = f"checkpoint {step} is of an earlier version and says no run; it is taken as this run's"
+            what = f"checkpoint {step} comes from an earlier version and names no run; it is taken as this run's"
             self._say_first(f"note: {what}")
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -453,8 +453,8 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(state, saved)
     except AssertionError:
-        return None, {"corruption": "its arrays have other shapes or dtypes than its manifest says"}
-    return (state, {}) if found == step else (None, {"corruption": f"its state is of step {found}"})
+        return None, {"corruption": "the shapes or dtypes of its arrays differ from its manifest"}
+    return (state, {}) if found == step else (None, {"corruption": f"its state has step {found}"})
 
 
 def first_problem(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
@@ -468,7 +468,7 @@ def first_problem(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, An
                 return None, {**said, "reason": f"{said['reason']}{where}"}
     for rank, found in enumerate(every):
         if found.get("seal") != every[0].get("seal"):
-            return f"{MANIFEST} is another one on process {rank} than on process 0", None
+            return f"{MANIFEST} differs between process {rank} and process 0", None
     return None, None
 
 

@@ -20,7 +20,7 @@ def compare(
     b: Annotated[Path, typer.Argument(show_default=False, help="Run folder, report.json, or a JAX trace.")],
     fail_if: Annotated[
         list[str],
-        typer.Option(metavar="CONDITION", help="Exit with 3 if B, compared with A, meets it; repeatable."),
+        typer.Option(metavar="CONDITION", help="Exit with 3 if B, compared with A, meets CONDITION; repeatable."),
     ] = [],  # noqa: B006
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
     as_json: JsonOption = False,
@@ -46,7 +46,9 @@ def compare(
         stdout().print(render(comparison))
     met = [condition_text(c) for c in checked if c.met]
     if met:
-        raise ConditionError(f"{b} against {a} meets {len(met)} of {len(checked)} conditions: {'; '.join(met)}.")
+        raise ConditionError(
+            f"{b}, compared with {a}, meets {len(met)} of {len(checked)} conditions: {'; '.join(met)}."
+        )
 
 
 def _report(path: Path) -> Report:

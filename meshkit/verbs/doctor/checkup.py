@@ -129,9 +129,10 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     parameters = sum(math.prod(leaf.shape) for leaf in shapes)
     state = [*shapes, *jax.tree.leaves(jax.eval_shape(optimizer.init, params))]
     each = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state)
-    text = f"{experiment.model.class_path} has {parameters / 1e6:.1f} M parameters, a checkpoint {format_bytes(each)}"
+    millions = parameters / 1e6
+    text = f"{experiment.model.class_path} has {millions:.1f} M parameters, and a checkpoint takes {format_bytes(each)}"
     if not experiment.checkpoint.every:
-        return ok("experiment", f"{text}, of which none is written"), None
+        return ok("experiment", f"{text}; the experiment writes none"), None
     return ok("experiment", text), each * (experiment.checkpoint.keep + 1)
 
 
@@ -260,7 +261,9 @@ def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
     ours = range(FIRST_PORT, FIRST_PORT + NUM_PORTS)
     if first > ours[-1] or last < ours[0] or _covers(kept, ours):
         return []
-    text = f"connections get ports {first} to {last}, which include those of coordinators, {ours[0]} to {ours[-1]}."
+    text = (
+        f"outgoing connections get ports {first} to {last}, which include coordinators' ports {ours[0]} to {ours[-1]}."
+    )
     hint = f"sysctl net.ipv4.ip_local_reserved_ports={ours[0]}-{ours[-1]}"
     return [warning("ports", text, hint)] if several else []
 
@@ -284,7 +287,7 @@ def _coordinator(gang: Gang) -> list[Result]:
         return []
     bind = bind_address(gang.coordinator)
     if bind is None:
-        message = f"{gang.coordinator} is not an address of this machine, so that process 0 listens on all interfaces."
+        message = f"{gang.coordinator} is not an address of this machine, so process 0 listens on all interfaces."
         return [warning("coordinator", message, "an address of this machine that the others reach")]
     address = split_address(bind)
     try:

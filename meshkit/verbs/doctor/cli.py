@@ -21,11 +21,11 @@ def doctor(
         ),
     ] = None,
     set_: SetOption = [],  # noqa: B006
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder that it would write to.")] = Path(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder that the run would write to.")] = Path(
         "runs"
     ),
     gang: Annotated[
-        bool, typer.Option("--gang", help="Meet the other processes of the job, and name the missing ones.")
+        bool, typer.Option("--gang", help="Wait for the job's other processes, and name missing ones.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="How long to wait for the other processes.")

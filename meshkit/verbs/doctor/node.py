@@ -203,15 +203,17 @@ def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result
         size = shutil.disk_usage(shm).total
         if size <= _SMALL_SHM_BYTES:
             hint = "docker run --shm-size=16g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
-            found.append(error("shared_memory", f"/dev/shm has {format_bytes(size)}; NCCL runs out of it.", hint))
+            found.append(
+                error("shared_memory", f"/dev/shm has {format_bytes(size)}; that is too little for NCCL.", hint)
+            )
         elif size < _GOOD_SHM_BYTES:
-            message = f"/dev/shm has {format_bytes(size)}; jobs with many GPUs want {format_bytes(_GOOD_SHM_BYTES)}."
+            message = f"/dev/shm has {format_bytes(size)}; jobs with many GPUs need {format_bytes(_GOOD_SHM_BYTES)}."
             found.append(warning("shared_memory", message, "a larger /dev/shm"))
         else:
             found.append(ok("shared_memory", f"/dev/shm has {format_bytes(size)}"))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _GOOD_FILES:
-        text = f"{files} open files for a process; hundreds of GPUs want {_GOOD_FILES}"
+        text = f"a process may open {files} files; jobs with hundreds of GPUs need {_GOOD_FILES}"
         graded = error if files < _FEW_FILES else warning
         few = files < _FEW_FILES or has_gpus
         found.append(graded("open_files", text, f"ulimit -n {_GOOD_FILES}") if few else ok("open_files", text))
@@ -246,7 +248,7 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
-    text = f"{there} takes {format_rate(rate)} and has {format_bytes(free)} free"
+    text = f"{there} writes {format_rate(rate)} and has {format_bytes(free)} free"
     if rate < _SLOW_BYTES_PER_S:
         return [warning("disk", f"{text}.", "faster storage: a checkpoint holds up the run while it is written")]
     return [ok("disk", text)]
@@ -261,7 +263,7 @@ def _threads() -> Result:
     finite = {name: value for name, value in limits.items() if value != resource.RLIM_INFINITY}
     if finite and (least := min(finite.values())) < _FEW_THREADS:
         name = min(finite, key=lambda name: finite[name])
-        message = f"{least} threads ({name}); a process of a large job starts hundreds, and fails beyond the limit."
+        message = f"at most {least} threads ({name}); a process of a large job starts hundreds, and fails at the limit."
         return warning("threads", message, f"{name} {_FEW_THREADS} or more")
     return ok("threads", "enough threads for a process")
 
@@ -387,8 +389,8 @@ def _nccl(env: Mapping[str, str]) -> list[Result]:
         found.append(warning("nccl", message, "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=nccl.%h.%p"))
     topology = env.get("NCCL_TOPO_FILE")
     if topology and not Path(topology).is_file():
-        found.append(error("nccl", f"NCCL_TOPO_FILE names {topology}, which is not there.", "unset NCCL_TOPO_FILE"))
-    return found or [ok("nccl", "no NCCL variable that should not persist")]
+        found.append(error("nccl", f"NCCL_TOPO_FILE names {topology}, which does not exist.", "unset NCCL_TOPO_FILE"))
+    return found or [ok("nccl", "no NCCL variable that is only for debugging")]
 
 
 def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:

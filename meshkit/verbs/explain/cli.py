@@ -40,7 +40,7 @@ def explain(
         output(rules_toml(loaded), end="")
         return
     if propose and not compile_:
-        raise ConfigError("--propose compiles the step, and --no-compile forbids it.", hint="one of the two")
+        raise ConfigError("--propose compiles the step, but --no-compile forbids that.", hint="one of the two")
     with status(f"checking {loaded.name}"):
         explanation = explain_experiment(loaded, compile=compile_)
     if as_json:

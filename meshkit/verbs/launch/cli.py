@@ -47,28 +47,28 @@ ExperimentArg = Annotated[
     Path | None,
     typer.Argument(
         metavar="EXPERIMENT",
-        help="Experiment file (TOML), or the name of a shipped one; trained, where no command follows `--`.",
+        help="Experiment file (TOML), or the name of a shipped one, to train unless a command follows `--`.",
         show_default=False,
         autocompletion=complete_experiment,
     ),
 ]
-_HOSTS_HELP = "Machines, for a command without an experiment or hostfile."
+_HOSTS_HELP = "Number of machines, without an experiment or hostfile."
 HostsOption = Annotated[int | None, typer.Option(metavar="H", min=1, help=_HOSTS_HELP)]
 GpusOption = Annotated[
     int,
-    typer.Option(
-        "--gpus-per-host", metavar="G", min=1, help="GPUs of each machine, for a command without an experiment."
-    ),
+    typer.Option("--gpus-per-host", metavar="G", min=1, help="GPUs of each machine, without an experiment."),
 ]
 OutOption = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Run folder, on a file system that all hosts share.")
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the commands, and start nothing.")]
-RestartsOption = Annotated[int, typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure.")]
-PerHostOption = Annotated[
-    int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one process for each GPU of a host.")
+RestartsOption = Annotated[
+    int, typer.Option("--max-restarts", metavar="K", min=0, help="Largest number of restarts after failures.")
 ]
-_STALL_HELP = "Limit of a step, default 600, or PHASE=SECONDS; repeatable."
+PerHostOption = Annotated[
+    int, typer.Option("--processes-per-host", metavar="N", min=1, help="Processes of a host: 1, or one for each GPU.")
+]
+_STALL_HELP = "Time limit of a step, default 600; or of a PHASE=SECONDS."
 StallOption = Annotated[list[str], typer.Option("--stall-timeout", metavar="SECONDS", help=_STALL_HELP)]
 _PYTHON_HELP = "Python on the hosts; default the command's own, or python3."
 PythonOption = Annotated[str | None, typer.Option("--python", metavar="PATH", help=_PYTHON_HELP, show_default=False)]
@@ -92,20 +92,20 @@ def local(
     max_restarts: Annotated[
         int | None,
         typer.Option(
-            "--max-restarts", metavar="K", min=0, help="Restarts after a failure; default 3, with several hosts 0."
+            "--max-restarts", metavar="K", min=0, help="Largest number of restarts; default 3, with several hosts 0."
         ),
     ] = None,
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="Time to save a checkpoint after SIGTERM.")
     ] = 120,
     stall_timeout: StallOption = [],  # noqa: B006
-    hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Machines that each run this command.")] = 1,
+    hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Number of machines; each runs this command.")] = 1,
     host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Number of this machine, from 0.")] = 0,
     coordinator: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Address of the first machine, if there are several.")
     ] = None,
     attempt: Annotated[
-        int | None, typer.Option(metavar="K", min=0, help="Restarts so far, counted by what restarts all machines.")
+        int | None, typer.Option(metavar="K", min=0, help="Restarts so far, if a scheduler restarts all machines.")
     ] = None,
     standby: Annotated[
         bool, typer.Option("--standby/--no-standby", help="Start the next attempt's processes early, up to imports.")
@@ -148,7 +148,9 @@ def local(
         return
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 or survives else 0
     if loaded is not None and survives and not restarts:
-        raise loaded.error("launch", "[launch] is about restarts, and there are none.", "without --max-restarts 0")
+        raise loaded.error(
+            "launch", "[launch] needs restarts, but --max-restarts 0 forbids them.", "without --max-restarts 0"
+        )
     run_folder(folder)
     if loaded is not None and loaded.launch.min_hosts and host_index == 0 and not own:
         fewer = find_fewer_hosts(loaded)
@@ -321,8 +323,8 @@ def _own_command(context: typer.Context, experiment: Path | None) -> tuple[str, 
 def _warn_of_the_open(closed: bool) -> None:
     if not closed:
         say(
-            "warning: without mutual TLS whoever reaches the coordinator's port can read what the processes say there, "
-            "write to what jax and orbax keep there, and end the job (docs/guides/launch.md#who-may-join)"
+            "warning: without mutual TLS anybody who reaches the coordinator's port can read the processes' messages, "
+            "change the values that jax and orbax keep there, and end the job (docs/guides/launch.md#who-may-join)"
         )
 
 
@@ -336,6 +338,6 @@ def _pairs(texts: list[str], at: str) -> dict[str, str]:
     for text in texts:
         name, _, value = text.partition("=")
         if not name or name in pairs:
-            raise ConfigError(f"'{text[:80]}' has no name, or one that was given already.", at=at, hint="NAME=VALUE")
+            raise ConfigError(f"'{text[:80]}' has no name, or a name that was given before.", at=at, hint="NAME=VALUE")
         pairs[name] = value
     return pairs

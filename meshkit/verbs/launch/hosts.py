@@ -120,7 +120,7 @@ class Hosts:
     ):
         if not certificates:
             raise ConfigError(
-                "the launchers of several hosts meet by certificates, and there are none.",
+                "the launchers of several hosts need certificates to connect, but there are none.",
                 at=MTLS,
                 hint=f"{MAKE_HINT}, and {MTLS}=DIR on every host; or --max-restarts 0",
             )
@@ -246,7 +246,7 @@ class Hosts:
         for missing in self._gather(mine) if self.index == 0 else self._come(mine):
             if signals:
                 code = INTERRUPTED if signals[0] == signal.SIGINT else PREEMPTED
-                raise EndedElsewhere(code, f"{signals[0].name} while the other hosts are waited for")
+                raise EndedElsewhere(code, f"{signals[0].name} while waiting for the other hosts")
             if missing is None:  # a spare may wait without a limit while it is connected to host 0
                 ends, progress = time.monotonic() + wait_s, Progress(self._show, wait_s)
                 continue
@@ -297,7 +297,7 @@ class Hosts:
             most = self.count + self._elastic.spares
             if word["of"] != self.count or word["host"] not in range(1, most):
                 self._show(
-                    f"a launcher says that it is host {word['host']} of {word['of']}, and is none of {self.count}"
+                    f"refused a launcher as host {word['host']} of {word['of']}: this job has {self.count} hosts"
                 )
             elif word["host"] not in self._peers.keys() | self._present.keys():  # else it is still connected
                 keep_alive(connection)
@@ -509,7 +509,7 @@ class Hosts:
             try:
                 if steps := fetch_copies(held, neighbour, self._channel):
                     which = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
-                    self._show(f"host {self.index} has its share of the snapshots of {which} from the next host")
+                    self._show(f"host {self.index} received its share of the snapshots of {which} from the next host")
             except (OSError, ValueError) as error:
                 self._show(f"host {self.index} got no snapshots from the next host: {error}")
         with SnapshotCopies(held, neighbour, self._channel, self._show) if held else nullcontext():
@@ -567,4 +567,4 @@ class _Peer:
 
 
 def _ended(host: int, code: int) -> EndedElsewhere:
-    return EndedElsewhere(code, f"the launcher of host {host} has ended the job with exit code {code}; it says why")
+    return EndedElsewhere(code, f"the launcher of host {host} ended the job with exit code {code}; its output says why")

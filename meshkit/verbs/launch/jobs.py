@@ -137,16 +137,16 @@ def make_job(
         cluster = experiment.cluster
         if cluster.is_cpu:
             raise ConfigError(
-                f"cluster '{cluster.name}' is one of virtual CPU devices, which need no other machines.",
+                f"cluster '{cluster.name}' has virtual CPU devices, which need no other machines.",
                 hint="meshkit launch local, or a cluster of GPUs",
             )
         if experiment.launch.spares or experiment.launch.min_hosts:
-            say("note: [launch] is for `meshkit launch local --hosts`; this launcher waits for all hosts.")
+            say("note: [launch] applies to `meshkit launch local --hosts` alone; this launcher waits for all hosts.")
         hosts, gpus, name = cluster.hosts, cluster.num_gpus // cluster.hosts, job_name(experiment.name)
     else:
         given, gpus, name = machines[0], machines[1], command_name(own)
         if given is None:
-            raise ConfigError("nothing says on how many hosts the command runs.", hint="--hosts 4 --gpus-per-host 8")
+            raise ConfigError("the number of hosts for the command is not given.", hint="--hosts 4 --gpus-per-host 8")
         hosts = given
     check_share(processes_per_host, gpus, "GPUs of a host", "--processes-per-host")
     read_limits(stall_timeout)
@@ -268,7 +268,7 @@ def slurm_script(job: Job, site: Slurm) -> str:
 
     Raises:
         ConfigError: an option cannot be written into a script; mounts or a working folder are given without an image;
-            or a working folder in the container is given and the run folder is no absolute path.
+            or a working folder in the container is given and the run folder is not an absolute path.
     """
     directives = {
         "job-name": job.name,
@@ -376,7 +376,7 @@ def _one_line(text: str, at: str) -> str:
 
 def _directive(name: str, value: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"'{name[:80]}' is no option of sbatch.", at="--sbatch", hint="--sbatch partition=gpu")
+        raise ConfigError(f"'{name[:80]}' is not an option of sbatch.", at="--sbatch", hint="--sbatch partition=gpu")
     if not _PLAIN.fullmatch(value):
         raise ConfigError(
             f"'{value[:80]}' has a space or another character that a #SBATCH line cannot hold.", at=f"--sbatch {name}"
@@ -450,7 +450,7 @@ def submit_jobset(job: Job, site: Kubernetes) -> str:
         uid = str(json.loads(made)["metadata"]["uid"])
     except (ValueError, KeyError, TypeError):
         raise RunError(
-            f"kubectl created JobSet {job.name}, but did not say its number.", hint=_REMOVE % job.name
+            f"kubectl created JobSet {job.name}, but did not return its uid.", hint=_REMOVE % job.name
         ) from None
     try:
         submit(create, _secret_yaml(job, site, files, uid))
@@ -464,7 +464,7 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
     """Return the JobSet as nested dicts, with the keys of `jobset.x-k8s.io/v1alpha2`.
 
     Raises:
-        ConfigError: Kubernetes does not take a name or a quantity, or a claim's folder is no absolute path.
+        ConfigError: Kubernetes does not take a name or a quantity, or a claim's folder is not an absolute path.
     """
     _check(site)
     pods = {
@@ -632,11 +632,13 @@ def _check(site: Kubernetes) -> None:
     for name in (*site.claims, *([site.namespace] if site.namespace else [])):
         if not _LABEL.fullmatch(name):
             raise ConfigError(
-                f"'{name[:80]}' is no name in Kubernetes.", at="--claim, --namespace", hint="a-z, 0-9 and -, up to 63"
+                f"'{name[:80]}' is not a valid name in Kubernetes.",
+                at="--claim, --namespace",
+                hint="a-z, 0-9 and -, up to 63",
             )
     for path in site.claims.values():
         if not path.startswith("/"):
-            raise ConfigError(f"'{path}' is no absolute path.", at="--claim", hint="--claim NAME=/runs")
+            raise ConfigError(f"'{path}' is not an absolute path.", at="--claim", hint="--claim NAME=/runs")
     for quantity in (site.shared_memory, *site.resources.values()):
         if not _QUANTITY.fullmatch(quantity):
-            raise ConfigError(f"'{quantity[:80]}' is no quantity.", at="--shm, --resource", hint="64Gi, or 8")
+            raise ConfigError(f"'{quantity[:80]}' is not a quantity.", at="--shm, --resource", hint="64Gi, or 8")

@@ -225,8 +225,8 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     most = part.hosts + part.elasticity.spares
     if min(part.processes, part.devices, part.hosts) < 1 or not 0 <= part.host_index < most:
         raise ConfigError(
-            f"host {part.host_index} of {part.hosts} with {part.processes} processes x {part.devices} devices is no "
-            "part of a job.",
+            f"host {part.host_index} of {part.hosts} with {part.processes} processes x {part.devices} devices is "
+            "not a valid part of a job.",
             at="launch local",
             hint=f"--processes 1 or more, --devices 1 or more, --host-index from 0 to {most - 1}",
         )
@@ -238,7 +238,7 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
         )
     if part.hosts > 1 and part.mtls is not None:
         raise ConfigError(
-            "several hosts cannot each make certificates of their own.",
+            "--mtls makes certificates for one host, but several hosts must share them.",
             at="--mtls",
             hint="meshkit launch certificates DIR --host NAME, and MESHKIT_MTLS=DIR on every host",
         )
@@ -247,7 +247,7 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
     if part.elasticity != Elasticity() and part.hosts != cluster.hosts:
         raise ConfigError(
-            f"[launch] replaces lost hosts, but --hosts {part.hosts} are not the {cluster.hosts} hosts of cluster "
+            f"[launch] replaces lost hosts, so --hosts {part.hosts} must be the {cluster.hosts} hosts of cluster "
             f"'{cluster.name}'.",
             at="--hosts",
             hint=f"--hosts {cluster.hosts}, one launcher for each host",
@@ -386,7 +386,9 @@ class Supervisor:
                 if attempt.received is not None or (attempt.failed is None and not attempt.elsewhere):
                     return _stopped(attempt)
                 if attempt.failed is None:
-                    self._show(f"attempt {number} has ended elsewhere: {attempt.elsewhere}; all are stopped")
+                    self._show(
+                        f"attempt {number} ended on another host: {attempt.elsewhere}; all processes are stopped"
+                    )
                 else:
                     self._report(attempt.failed, attempt)
                     ending = attempt.failed.ending
@@ -470,7 +472,9 @@ class Supervisor:
                     return AttemptEnd(number, received=self._signals[0])
                 forwarded, deadline = len(self._signals), now + self._policy.save_grace_s
                 gang.signal(self._signals[0])
-                self._show(f"{self._signals[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
+                self._show(
+                    f"{self._signals[0].name} is passed on; processes have {self._policy.save_grace_s:g} s to end"
+                )
             codes = {m.rank: m.ending.code for m in ended if m.ending is not None}
             if PREEMPTED in codes.values() and not saved:  # all processes have saved, and the others now end too
                 saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
@@ -527,7 +531,7 @@ class Supervisor:
         missing = [(m, w) for m in gang.members for w in witnesses if m.rank == w.process and m.rank in hang.missing]
         if missing and end.failed not in [m for m, _ in missing]:  # the stacks show which process it is
             member, witness = missing[0]
-            end = replace(end, failed=member, stuck=f"does not get on, {witness.where}")
+            end = replace(end, failed=member, stuck=f"makes no progress, {witness.where}")
         return end
 
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
@@ -557,7 +561,9 @@ class Supervisor:
 
     def _report(self, failed: Member, end: AttemptEnd) -> None:
         if end.stuck is not None:
-            self._show(f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all are stopped")
+            self._show(
+                f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all processes are stopped"
+            )
             if end.hang is not None:
                 evidence = f"{self._folder / FOLDER / f'attempt{end.number}.json'}, {failed.log.parent}"
                 for line in end.hang.lines(end.witnesses, evidence, MOST_LINES - 1):
@@ -643,9 +649,9 @@ def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
             who = file.read(200).strip() or "unknown"
             if who.endswith(here) or time.monotonic() > until:
                 hint = "another --out, or the same command when that one has ended"
-                raise ConfigError(f"another launcher has this run folder: {who}.", at=str(logs), hint=hint)
+                raise ConfigError(f"another launcher uses this run folder: {who}.", at=str(logs), hint=hint)
             if not told:
-                show(f"waiting for the launcher that has the run folder ({who}) to end, up to {LEASE_S:.0f} s")
+                show(f"waiting for the launcher that uses the run folder ({who}) to end, up to {LEASE_S:.0f} s")
             told = True
             time.sleep(_LOCK_POLL_S)
         file.truncate(0)
@@ -713,14 +719,14 @@ def _how(attempt: AttemptEnd) -> str:
     """Describe how the failed process ended."""
     assert attempt.failed is not None
     if attempt.left:
-        return "exit code 0 in the midst of its work, while the others went on"
+        return "exit code 0 before its work was done, while the others went on"
     return "stuck" if attempt.stuck is not None else str(attempt.failed.ending)
 
 
 def _failed(attempt: AttemptEnd, why: str) -> RunError:
     failed = attempt.failed
     if failed is None:
-        return RunError(f"attempt {attempt.number} has ended elsewhere ({attempt.elsewhere}), {why}.")
+        return RunError(f"attempt {attempt.number} ended on another host ({attempt.elsewhere}), {why}.")
     return RunError(
         f"process {failed.rank} failed ({_how(attempt)}) in attempt {attempt.number}, {why}.",
         at=str(failed.log),

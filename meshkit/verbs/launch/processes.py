@@ -152,7 +152,7 @@ class LocalGang:
             for member in self.members:
                 rank, said = member.rank, _line(member.channel, _START_S)
                 if not said.isdecimal():
-                    raise OSError(said or f"its reaper has ended; {member.log} may say why")
+                    raise OSError(said or f"its supervising process has ended; {member.log} may say why")
                 member.pid = int(said)
         except OSError as e:
             self.kill()

@@ -30,7 +30,7 @@ def new(
         typer.Option(
             "--from-maxtext",
             metavar="CONFIG.yml",
-            help="Plan MaxText's step with this file, or with base.yml for base.",
+            help="Configuration file of MaxText to plan; base: its base.yml.",
         ),
     ] = None,
     set_: Annotated[
@@ -43,17 +43,21 @@ def new(
     from meshkit.verbs.new.template import maxtext_experiment, new_experiment
 
     if copy_model is not None and model is not None:
-        raise ConfigError("--copy-model names the model.", at="--model", hint="one of the two")
+        raise ConfigError("--copy-model already names the model.", at="--model", hint="one of the two")
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists, and `new` overwrites nothing.", hint="another --out")
     if set_ and from_maxtext is None:
-        raise ConfigError("--set is for keys of MaxText's.", at="--set", hint="--from-maxtext CONFIG.yml")
+        raise ConfigError(
+            "--set changes keys of MaxText's configuration alone.", at="--set", hint="--from-maxtext CONFIG.yml"
+        )
     copied: list[Path] = []
     if copy_model is not None:
         model, copied = copy(copy_model, out.parent if out else Path())
     if from_maxtext is not None:
         if model or preset:
-            raise ConfigError("MaxText's configuration names its model.", at="--from-maxtext", hint="--set model_name=")
+            raise ConfigError(
+                "MaxText's configuration already names the model.", at="--from-maxtext", hint="--set model_name="
+            )
         text = maxtext_experiment(from_maxtext, set_, cluster=cluster or "dgx_h100", hosts=hosts, file=out)
     else:
         text = new_experiment(

@@ -47,20 +47,22 @@ def plan(
     ] = None,
     scaling: Annotated[
         str | None,
-        typer.Option(metavar="weak|strong", help="Whether the batch of a --sweep grows with the GPUs or stays."),
+        typer.Option(metavar="weak|strong", help="weak: a --sweep's batch grows with the GPUs; strong: it stays."),
     ] = None,
     remedies: Annotated[
         bool,
-        typer.Option("--remedies/--no-remedies", help="If the step does not fit, compile changes with which it does."),
+        typer.Option(
+            "--remedies/--no-remedies", help="If the step does not fit, compile changes that may make it fit."
+        ),
     ] = True,
     options: Annotated[
         bool, typer.Option("--options", help="Also compile with other options of XLA, and compare.")
     ] = False,
     cliff: Annotated[
-        bool, typer.Option("--cliff", help="Also compile with less memory: where does XLA slow the step?")
+        bool, typer.Option("--cliff", help="Also compile with less memory, to see when it slows the step.")
     ] = False,
     imbalance: Annotated[
-        float, typer.Option(metavar="FACTOR", help="Rows of the busiest GPU of an expert axis over the average.")
+        float, typer.Option(metavar="FACTOR", help="Rows of an expert axis' busiest GPU, relative to the average.")
     ] = 1.0,
     failures: Annotated[
         bool,
@@ -114,7 +116,7 @@ def plan(
     if propose:
         _say_placement(report, loaded)
     if require_fit and report.memory.fits is False:
-        raise ConditionError("the step does not fit, and --require-fit asks that it does.")
+        raise ConditionError("the step does not fit, but --require-fit requires that it does.")
     if strict and made.lint is not None:
         from meshkit.linting.placements import check_strict
 
@@ -124,16 +126,16 @@ def plan(
 def _check_combination(sweep: bool, options: bool, imbalance: float, failures: bool, cliff: bool) -> None:
     if sweep and options:
         raise ConfigError(
-            "--sweep compiles without other options of XLA.", at="--options", hint="one of --sweep and --options"
+            "--sweep and --options cannot be combined.", at="--options", hint="one of --sweep and --options"
         )
     if imbalance != 1.0 and (sweep or options):
         raise ConfigError(
-            "an imbalance applies to a single plan.", at="--imbalance", hint="leaving out --sweep and --options"
+            "--imbalance applies to a single plan.", at="--imbalance", hint="leaving out --sweep and --options"
         )
     if sweep and cliff:
-        raise ConfigError("a memory cliff belongs to a single plan.", at="--cliff", hint="leaving out --sweep")
+        raise ConfigError("--cliff applies to a single plan.", at="--cliff", hint="leaving out --sweep")
     if sweep and failures:
-        raise ConfigError("failures are planned at a single size.", at="--failures", hint="leaving out --sweep")
+        raise ConfigError("--failures applies to a single plan.", at="--failures", hint="leaving out --sweep")
 
 
 def _plan(loaded: Experiment | ProgramExperiment, imbalance: float) -> Plan:

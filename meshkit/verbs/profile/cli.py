@@ -47,18 +47,19 @@ def profile(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="CLUSTER", help="The cluster of such a trace: a shipped name, or a file."),
+        typer.Option("--cluster", metavar="CLUSTER", help="The cluster of a trace without a run folder: name or file."),
     ] = None,
     program: Annotated[
         str | None,
-        typer.Option("--program", metavar="NAME", help="The program of such a trace, by its jitted function."),
+        typer.Option("--program", metavar="NAME", help="Jitted function of the program, in such a trace."),
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option("--steps", metavar="STEPS", help="Steps that count: 20-29, 3,5 or all; default the usual ones."),
+        typer.Option("--steps", metavar="STEPS", help="Steps to measure: 20-29, 3,5 or all; default without outliers."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to write the report of such a trace.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to write the report of a trace without a run folder."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -160,7 +160,7 @@ class Live:
         if not self._warned:
             self._warned = True
             with contextlib.suppress(OSError):  # stderr may be a closed pipe.
-                say(f"warning: {what.removesuffix('.')}. The loop goes on; this is said once.")
+                say(f"warning: {what.removesuffix('.')}. The loop goes on; this is reported once.")
 
 
 def live(

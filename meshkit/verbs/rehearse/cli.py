@@ -42,7 +42,7 @@ def rehearse(
     if isinstance(loaded, Experiment):
         loaded.train.check_runs(loaded.places)
     if recorded and out is None:
-        raise ConfigError("--recorded reads a rehearsal's run folder, and none is named.", hint="--out DIR")
+        raise ConfigError("--recorded reads the run folder of a rehearsal, but --out names none.", hint="--out DIR")
     if not recorded:
         check_gpu()
     folder = run_folder(out or Path("runs") / f"{loaded.name}-rehearsal")

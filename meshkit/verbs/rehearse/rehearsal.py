@@ -188,7 +188,9 @@ def measure(experiment: Experiment | ProgramExperiment, folder: Path) -> Rehears
     _check_same(experiment, captured)
     trace, record, schedule = read_captured(captured), captured.record, captured.schedule
     if schedule is None:
-        raise TraceError("this version does not know a form of HLO in the captured program.", at=str(captured.folder))
+        raise TraceError(
+            "this version of meshkit does not understand the HLO of the captured program.", at=str(captured.folder)
+        )
     times = kernel_seconds(trace, schedule)
     if isinstance(experiment, ProgramExperiment):
         known: dict[str, Any] = {"training_steps": steps_of(experiment, record.work.tokens)}
@@ -227,7 +229,7 @@ def _check_same(experiment: ExperimentFile, captured: Captured) -> None:
     found, expected = ([(n, s) for n, s in each.items() if s > 1] for each in (sizes, experiment.mesh.sizes))
     if found != expected:
         raise TraceError(
-            f"the capture is of a mesh {sizes}, and the experiment has {experiment.mesh.sizes}.",
+            f"the capture has mesh {sizes}, but the experiment has {experiment.mesh.sizes}.",
             at=str(captured.folder),
             hint="the experiment that was rehearsed, or rehearsing again",
         )
@@ -275,8 +277,8 @@ def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
     if gpu is None or captured.record.platform == "cpu" or gpu == cluster.gpu.key:
         return []
     message = (
-        f"the kernels ran on a {captured.record.device_kind}, and the cluster has {cluster.gpu.name}: their times, and "
-        f"the calibration, are those of a {gpu}"
+        f"the kernels ran on a {captured.record.device_kind}, but the cluster has {cluster.gpu.name}: their times and "
+        f"the calibration are those of a {gpu}"
     )
     return [Warning_(code="rehearsal_other_gpu", message=message)]
 
@@ -284,16 +286,16 @@ def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
 def _not_measured(experiment: ExperimentFile, reserved: Reserved) -> Iterator[Warning_]:
     messages = {
         "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
-        "rehearsal_contention": "no collective overlapped the kernels, so they are faster than where NCCL takes "
-        "multiprocessors and memory bandwidth; stragglers are none",
-        "rehearsal_nccl_memory": f"NCCL allocated nothing; {format_bytes(reserved.nccl)} for {reserved.communicators} "
-        "communicators is the memory model's",
+        "rehearsal_contention": "no collective overlapped the kernels, so they are faster than beside NCCL, which "
+        "takes multiprocessors and memory bandwidth; no GPU is a straggler",
+        "rehearsal_nccl_memory": f"NCCL allocated nothing; the {format_bytes(reserved.nccl)} for its "
+        f"{reserved.communicators} communicators come from the memory model",
     }
     sizes = experiment.mesh.sizes
     if any(sizes.get(axis, 1) > 1 for axis in experiment.rules.mapping("parameters").get("experts", ())):
         messages["rehearsal_routing"] = (
-            "tokens that other GPUs would send are not there, so the experts' load is what mocked buffers give, not a "
-            "trained router's: their kernels count as balanced"
+            "tokens from other GPUs are missing, so the experts' load comes from mocked buffers, not from a trained "
+            "router: their kernels count as balanced"
         )
     return (Warning_(code=code, message=message) for code, message in messages.items())
 
@@ -309,10 +311,10 @@ def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> 
             planned = [s + runs * p.work(i).alone_s for s, p in zip(planned, pricers)]
     longer = planned[1] / planned[0] - 1 if planned[0] else 0.0
     message = (
-        "mocked collectives move nothing: what they would have brought is what the buffers held. Losses mean nothing, "
-        "and matmuls of gathered weights draw less power than a training's, so that the clock is higher: matmuls and "
+        "mocked collectives move nothing, so the values that they return are arbitrary. Losses mean nothing, and "
+        "matmuls of gathered weights draw less power than in training, so the clock is higher: matmuls and "
         f"attention took {format_seconds(measured)} a step, planned {format_seconds(planned[0])} at the full clock and "
-        f"{format_seconds(planned[1])} under the power cap; expect a training's {longer:.0%} longer, by "
+        f"{format_seconds(planned[1])} under the power cap; in training expect {longer:.0%} more, by "
         f"{format_seconds(measured * longer)} a step"
     )
     return Warning_(code="rehearsal_values", message=message, seconds=measured * longer)
@@ -324,7 +326,8 @@ def _unnamed(price: MeasuredKernels) -> list[Warning_]:
         return []
     names = ", ".join(sorted(price.missing, key=lambda n: -price.missing[n])[:5])
     share = format_percent(missing / (missing + known))
-    message = f"{len(price.missing)} kernels ({share} of their seconds) are not in the trace and are priced: {names}"
+    count = len(price.missing)
+    message = f"{count} kernels ({share} of their seconds) are not in the trace; their times are predicted: {names}"
     return [Warning_(code="rehearsal_unnamed", message=message, seconds=missing)]
 
 
@@ -335,7 +338,7 @@ def _against_plan(
     try:
         planned = planned_program(experiment)
     except MeshkitError as e:
-        message = f"the rehearsed program could not be held against the planned one: {e.message}"
+        message = f"the rehearsed program could not be compared with the planned one: {e.message}"
         yield Warning_(code="rehearsal_unchecked", message=message)
         return
     why = _differences(planned, captured.record)
@@ -346,7 +349,7 @@ def _against_plan(
     else:
         words = [f"{count} fewer {_words(key)}" for key, count in (expected - found).most_common(3)]
         words += [f"{count} more {_words(key)}" for key, count in (found - expected).most_common(3)]
-        message = f"the rehearsed program communicates something else than the planned one ({why}): {'; '.join(words)}"
+        message = f"the rehearsed program communicates differently from the planned one ({why}): {'; '.join(words)}"
         yield Warning_(code="rehearsal_collectives_differ", message=message)
     memory, peak = captured.record.memory, captured.record.memory.peak_bytes
     if peak is not None:
@@ -354,7 +357,7 @@ def _against_plan(
         message = (
             f"the allocator's peak is {format_bytes(peak)}{counted if memory.program_bytes else ''}; the plan's is "
             f"{format_bytes(planned.peak_bytes)} ({peak / planned.peak_bytes - 1:+.1%}; {why}): another "
-            "compiler, and kernels that only a GPU's autotuner chooses, order a step and what is alive in it otherwise"
+            "compiler, and kernels that autotuning on a GPU selects, change the order of a step and its live buffers"
         )
         yield Warning_(code="rehearsal_memory", message=message)
 
@@ -557,7 +560,7 @@ def first_batch(program: TrainProgram, experiment: Experiment) -> Any:
         )
         return program.stack([*first]) if program.stack else next(first)
     except MeshkitError as e:
-        sys.stderr.write(f"the batch is made up, with ids at random: {e.message}\n")
+        sys.stderr.write(f"the batch is synthetic, with random ids: {e.message}\n")
         random, ids = np.random.default_rng(0), vocab_of(model) or _SMALLEST_VOCABULARY
         return jax.tree.map(lambda leaf: _filled(leaf, random, signed=False, ids=ids), program.abstract_batch)
 

@@ -25,7 +25,8 @@ def topo(
     matrix: Annotated[Path | None, typer.Option(metavar="FILE", help="Read `nvidia-smi topo -m` instead.")] = None,
     gpu: Annotated[str | None, typer.Option(metavar="KEY", help="Catalog key of the GPUs, if none is found.")] = None,
     check: Annotated[
-        Path | None, typer.Option(metavar="EXPERIMENT", help="Compare with its cluster; exit with 3 if they differ.")
+        Path | None,
+        typer.Option(metavar="EXPERIMENT", help="Compare with this file's cluster; exit with 3 if they differ."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

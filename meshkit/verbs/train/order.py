@@ -124,10 +124,10 @@ def refuse_difference(said: Sequence[Sequence[Any]]) -> None:
         texts = [side[index][1] if index < len(side) else "none" for side in (theirs, first)]
         where = f"collective {index + 1} is {texts[0]} in process {others[0]}, and {texts[1]} in process 0"
     else:
-        where = f"they part after the first {_MOST_TOLD} collectives"
+        where = f"they differ after the first {_MOST_TOLD} collectives"
     who = f"process{'es' * (len(others) > 1)} {named(others)}" if others else "a process"
     raise ConfigError(
-        f"{who} of {len(said)} compiled another step than process 0, and each would wait for the other: {where}.",
+        f"{who} of {len(said)} compiled a different step than process 0, and each would wait for the other: {where}.",
         at="the compiled step",
         hint="the same code, configuration and versions on all hosts; nothing in the model that depends on the process",
     )

@@ -334,7 +334,9 @@ class _Run:
         batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
         if isinstance(self.data.train, Stream) and self.resumed_step:
             seen = self.resumed_step * self.experiment.train.global_batch
-            self.progress.say(f"{self.experiment.data.source} is a stream: its first {seen:,} examples are made again")
+            self.progress.say(
+                f"{self.experiment.data.source} is a stream: its first {seen:,} examples are generated again"
+            )
         each = batches.iterate(self.resumed_step, steps)
         self.records.restart_clock()
         for step in range(self.resumed_step + per_call, steps + 1, per_call):

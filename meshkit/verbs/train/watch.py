@@ -441,7 +441,7 @@ class StepCaptures:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            self._say(f"warning: {what.removesuffix('.')}. Training goes on; this is said once.")
+            self._say(f"warning: {what.removesuffix('.')}. Training goes on; this is reported once.")
 
 
 def _multiple_after(step: int, n: int) -> int:

@@ -21,13 +21,14 @@ def tune(
     ] = None,
     candidates: Annotated[int, typer.Option(metavar="N", min=1, help="How many variants to compile at most.")] = 64,
     axes: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Mesh axes that may have a size; default those of the rules.")
+        str | None,
+        typer.Option(metavar="NAME,...", help="Mesh axes that variants may use; default those of the rules."),
     ] = None,
     hosts: Annotated[
         str | None, typer.Option(metavar="N,...", help="Further sizes of the cluster, with the same global batch.")
     ] = None,
     objective: Annotated[
-        str, typer.Option(metavar="WHAT", help="time at the experiment's size, or gpu_hours at any size.")
+        str, typer.Option(metavar="WHAT", help="Minimize time at the experiment's size, or gpu_hours at any.")
     ] = "time",
     vary: Annotated[
         list[str],

@@ -296,7 +296,7 @@ def test_a_size_that_does_not_fit_says_so(monkeypatch):
 
 
 def test_no_size_is_an_error():
-    with pytest.raises(ConfigError, match="sizes of 1 byte at least"):
+    with pytest.raises(ConfigError, match="sizes of at least 1 byte"):
         bench(load(EXPERIMENT), None, sizes=[], console=Console(quiet=True))
 
 

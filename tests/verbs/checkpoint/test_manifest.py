@@ -60,14 +60,14 @@ def test_no_bit_of_the_manifest_changes_unseen(checkpoint):
 
 def test_a_checkpoint_under_the_name_of_another_step_is_found(checkpoint):
     checkpoint.rename(checkpoint.with_name("9"))
-    assert find_corruption(checkpoint.with_name("9")) == "meshkit.json is of step 7, but the folder is called 9"
+    assert find_corruption(checkpoint.with_name("9")) == "meshkit.json has step 7, but the folder is called 9"
     checkpoint.with_name("9").rename(checkpoint.with_name("7.corrupt-2"))
     assert find_corruption(checkpoint.with_name("7.corrupt-2")) is None
 
 
 def test_an_older_schema_is_named(checkpoint):
     (checkpoint / MANIFEST).write_text('{"schema": "meshkit.checkpoint/1", "step": 7, "files": {}}')
-    assert "of schema meshkit.checkpoint/1, not meshkit.checkpoint/2" in (find_corruption(checkpoint) or "")
+    assert "has schema meshkit.checkpoint/1, not meshkit.checkpoint/2" in (find_corruption(checkpoint) or "")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

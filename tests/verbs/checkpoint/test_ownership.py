@@ -47,7 +47,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_both_are_named(tmp_path):
         saved(tmp_path / "b", 3, owner=b)
         assert read_manifest(tmp_path / "a" / "checkpoints" / "6").record["run"] == a.run
         (tmp_path / "a" / "checkpoints" / "6").rename(tmp_path / "b" / "checkpoints" / "6")
-        with pytest.raises(ConfigError, match=f"checkpoint 6 is of run '{a.run}', but this folder is of run '{b.run}'"):
+        with pytest.raises(
+            ConfigError, match=f"checkpoint 6 belongs to run '{a.run}', but this folder belongs to run '{b.run}'"
+        ):
             store_of(tmp_path / "b", b).restore_latest(ABSTRACT)
     assert checkpoints(tmp_path / "b") == ["3", "6"]
 
@@ -63,7 +65,7 @@ def test_an_old_checkpoint_without_a_run_is_restored_with_a_note(tmp_path):
     with take_run(tmp_path, known_run=lambda: run_of_checkpoints(tmp_path)) as owner:
         store = store_of(tmp_path, owner, say=said.append)
         restored = store.restore_latest(ABSTRACT)
-        assert said == ["note: checkpoint 3 is of an earlier version and says no run; it is taken as this run's"]
+        assert said == ["note: checkpoint 3 comes from an earlier version and names no run; it is taken as this run's"]
         np.testing.assert_array_equal(restored.params["kernel"], state_at(3).params["kernel"])
         store.save(state_at(4))
         store.wait()
@@ -91,7 +93,10 @@ def put(source, step, target, as_step=None):
 
 
 def refused(folder):
-    with take_run(folder) as owner, pytest.raises(ConfigError, match="does not belong to those that lie here") as error:
+    with (
+        take_run(folder) as owner,
+        pytest.raises(ConfigError, match="does not belong to the other checkpoints here") as error,
+    ):
         store_of(folder, owner).restore_latest(ABSTRACT)
     return str(error.value)
 
@@ -99,7 +104,7 @@ def refused(folder):
 def test_a_checkpoint_of_a_copy_of_the_run_is_refused(fork):
     a, b = fork
     put(b, 9, a)
-    assert "it follows another checkpoint 6 than the one that lies here" in refused(a)
+    assert "it follows another checkpoint 6 than the one in this folder" in refused(a)
     assert checkpoints(a) == ["3", "6", "9"]
     state = {s.step: s.corruption for s in find(a, contents=True)}
     assert (state[3], state[6]) == (None, None)
@@ -112,7 +117,7 @@ def test_a_checkpoint_that_skips_one_that_is_there_is_refused(fork):
     a, _ = fork
     with take_run(a) as owner:
         saved(a, 5, owner=owner)
-    assert "it follows checkpoint 3, but checkpoint 5 lies between the two" in refused(a)
+    assert "it follows checkpoint 3, but the folder has checkpoint 5 between the two" in refused(a)
 
 
 def test_the_first_checkpoint_of_a_copy_is_none_that_follows(fork, tmp_path):
@@ -122,7 +127,7 @@ def test_the_first_checkpoint_of_a_copy_is_none_that_follows(fork, tmp_path):
     with take_run(tmp_path / "new") as owner:
         saved(tmp_path / "new", 8, owner=owner)
     put(tmp_path / "new", 8, a)
-    assert "it is the first one of its run, but checkpoint 6 lies before it" in refused(a)
+    assert "it is the first one of its run, but the folder has an earlier checkpoint 6" in refused(a)
 
 
 def test_a_checkpoint_without_identity_after_one_that_has_it_is_refused(tmp_path):
@@ -133,7 +138,7 @@ def test_a_checkpoint_without_identity_after_one_that_has_it_is_refused(tmp_path
     record = {key: value for key, value in read_manifest(manifest.parent).record.items() if key != "previous"}
     write_manifest(manifest.parent, record)
     put(tmp_path / "old", 9, tmp_path / "new")
-    assert "it says no run, but checkpoint 6 before it is of '" in refused(tmp_path / "new")
+    assert "it names no run, but checkpoint 6 before it belongs to run '" in refused(tmp_path / "new")
 
 
 def test_what_a_run_does_to_its_own_checkpoints_breaks_no_chain(tmp_path):

@@ -112,7 +112,7 @@ def test_a_corrupt_one_is_passed_over_with_a_word(memory):
     os.pwrite(memory.descriptors[1], b"?", 4100)  # in the data, which begins on a page
     said = []
     assert_same(restored(said=said), state_of(4))
-    assert said == ["warning: the snapshot of step 8 is corrupt; it is passed over."]
+    assert said == ["warning: the snapshot of step 8 is corrupt; it is skipped."]
 
 
 def test_one_of_another_run_or_of_other_arrays_or_older_than_a_checkpoint_is_none(memory):
@@ -147,7 +147,7 @@ def test_without_a_launcher_none_are_taken_and_that_is_said(monkeypatch):
     store = snapshots(said=said)
     store.take(state_of(4))
     assert store.restore(abstract_of(state_of(0)), after=0) is None
-    assert "`meshkit launch local` keeps" in said[0]
+    assert "checkpoint.snapshot_every needs `meshkit launch local`" in said[0]
 
 
 def test_where_memory_is_short_training_goes_on_without_snapshots(memory, monkeypatch):
@@ -244,7 +244,7 @@ def test_a_written_snapshot_that_is_corrupt_or_lacks_a_part_is_passed_over(memor
     said = []
     like = {"like": on_another_mesh(state_of(0)), "folder": tmp_path}
     assert_same(restored(**like, said=said), on_another_mesh(state_of(4)))
-    assert said == ["warning: the written snapshot of step 8 is corrupt; it is passed over."]
+    assert said == ["warning: the written snapshot of step 8 is corrupt; it is skipped."]
     (tmp_path / "4" / "0").unlink()
     assert restored(**like) is None
     write_snapshots({0: memory}, 2, tmp_path)
@@ -254,5 +254,5 @@ def test_a_written_snapshot_that_is_corrupt_or_lacks_a_part_is_passed_over(memor
 def test_a_written_snapshot_of_arrays_of_another_shape_is_an_error(memory, tmp_path):
     taken(4)
     write_snapshots({0: memory}, 1, tmp_path)
-    with pytest.raises(RunError, match=r"params/both of a snapshot has shape \(8, 8\), and \(8, 16\) on this mesh"):
+    with pytest.raises(RunError, match=r"params/both of a snapshot has shape \(8, 8\), but \(8, 16\) on this mesh"):
         restored(like=state_of(0, wide=16), folder=tmp_path)

@@ -55,7 +55,7 @@ def test_a_failed_process_of_several_does_not_wait_for_the_others(environment, c
 def test_options_with_names_have_each_once(words, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["launch", "slurm", "configs/experiments/llama3_70b.toml", "--dry-run", *words]) == 2
-    assert "has no name, or one that was given already" in capsys.readouterr().err
+    assert "has no name, or a name that was given before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -111,5 +111,5 @@ def test_a_second_launcher_of_a_run_folder_ends_before_it_touches_anything(tmp_p
     words = ["--processes", "2", "--devices", "4", "--mtls", "llama_debug_cpu", "--out", str(tmp_path)]
     with only_launcher(tmp_path / "logs", print):
         assert main(["launch", "local", *words]) == 2
-    assert "another launcher has this run folder: process" in capsys.readouterr().err
+    assert "another launcher uses this run folder: process" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["logs", "launcher"]

@@ -34,7 +34,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_its_share_of_the_snapshot(wi
     losses, said = with_a_spare
     assert [step for step, _ in losses] == list(range(1, 25))
     assert "host 3 takes place 2 of 3" in said
-    assert "host 3 has its share of the snapshots of step" in said
+    assert "host 3 received its share of the snapshots of step" in said
     assert said.count(FROM_MEMORY) == 3
 
 

@@ -28,7 +28,7 @@ def test_the_host_of_the_coordinator_is_lost_and_replaced_alike(alone, tmp_path)
         hosts.lose(0)
         hosts.replace(0)
         assert hosts.end() == alone
-    assert "host 0 has its share of the snapshots" in hosts.said
+    assert "host 0 received its share of the snapshots" in hosts.said
     assert hosts.said.count(FROM_MEMORY) == 2
 
 
@@ -51,7 +51,7 @@ def test_one_host_after_the_other_is_lost(alone, tmp_path):
         hosts.lose(0)
         hosts.replace(0)
         assert hosts.end() == alone
-    assert FROM_MEMORY in hosts.launches[0].said.split("host 0 has its share")[1]
+    assert FROM_MEMORY in hosts.launches[0].said.split("host 0 received its share")[1]
 
 
 def test_where_both_neighbours_are_lost_the_disk_is_read(alone, tmp_path):

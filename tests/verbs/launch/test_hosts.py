@@ -300,7 +300,7 @@ def test_a_lost_hosts_share_comes_back_over_the_network(hosts, tmp_path):
     codes, outputs = keep_and_lose(hosts, tmp_path, lose)
     assert codes == [0, 0], outputs
     assert "host 1 is lost" in outputs[0]
-    assert "host 1 has its share of the snapshots of step 4 from the next host" in outputs[1]
+    assert "host 1 received its share of the snapshots of step 4 from the next host" in outputs[1]
     assert ["[0] has share0" in outputs[0], "[1] has share1" in outputs[1]] == [True, True]
 
 

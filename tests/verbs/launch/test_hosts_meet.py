@@ -139,7 +139,7 @@ def test_one_that_ends_while_others_are_at_work_tells_those_too_that_were_done(p
 
 
 def test_waiting_ends_by_a_signal_or_names_who_is_missing(place, monkeypatch):
-    with pytest.raises(EndedElsewhere, match="SIGTERM while the other hosts are waited for"):
+    with pytest.raises(EndedElsewhere, match="SIGTERM while waiting for the other hosts"):
         (first := place(0)).meet(0, [signal.SIGTERM])
     first.__exit__()
     monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "1")
@@ -190,7 +190,7 @@ def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_bac
 
 
 def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
-    with pytest.raises(ConfigError, match="meet by certificates") as raised:
+    with pytest.raises(ConfigError, match="need certificates to connect") as raised:
         Hosts(0, 2, 1, f"{HERE}:61000", None, print, Path(), Elasticity())
     assert "launch certificates" in str(raised.value.hint)
 

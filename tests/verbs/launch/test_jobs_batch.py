@@ -262,8 +262,8 @@ def test_containers_are_optional():
     [
         ({"comment": "two words"}, "cannot hold"),
         ({"comment": "a\nrm -rf /"}, "cannot hold"),
-        ({"Bad Name": ""}, "no option of sbatch"),
-        ({"wrap;": "x"}, "no option of sbatch"),
+        ({"Bad Name": ""}, "not an option of sbatch"),
+        ({"wrap;": "x"}, "not an option of sbatch"),
     ],
 )
 def test_options_that_a_directive_cannot_hold(options, match):

@@ -154,11 +154,11 @@ def test_a_dollar_of_the_users_stays_one():
 @pytest.mark.parametrize(
     ("site", "match"),
     [
-        (Kubernetes("i", claims={"Runs": "/r"}), "'Runs' is no name in Kubernetes"),
-        (Kubernetes("i", claims={"runs": "r"}), "'r' is no absolute path"),
-        (Kubernetes("i", namespace="a/b"), "'a/b' is no name"),
-        (Kubernetes("i", shared_memory="lots"), "'lots' is no quantity"),
-        (Kubernetes("i", resources={"rdma/ib": ""}), "'' is no quantity"),
+        (Kubernetes("i", claims={"Runs": "/r"}), "'Runs' is not a valid name in Kubernetes"),
+        (Kubernetes("i", claims={"runs": "r"}), "'r' is not an absolute path"),
+        (Kubernetes("i", namespace="a/b"), "'a/b' is not a valid name"),
+        (Kubernetes("i", shared_memory="lots"), "'lots' is not a quantity"),
+        (Kubernetes("i", resources={"rdma/ib": ""}), "'' is not a quantity"),
     ],
 )
 def test_what_kubernetes_would_refuse(site, match):

@@ -121,9 +121,9 @@ def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chai
         hosts.lose(1)
         hosts.replace(1)
         assert hosts.end() == chain.alone  # bit for bit
-    assert re.search(r"host 1 has its share of the snapshots of steps? .*14.* from the next host", hosts.said)
+    assert re.search(r"host 1 received its share of the snapshots of steps? .*14.* from the next host", hosts.said)
     assert hosts.said.count("the snapshot of step 14 is in memory; no checkpoint is read") == 2
-    assert "attempt 0 has ended elsewhere: host 1 is lost" in hosts.said
+    assert "attempt 0 ended on another host: host 1 is lost" in hosts.said
 
 
 @pytest.fixture(scope="module")

@@ -74,10 +74,10 @@ def test_one_host_of_several():
         (LocalPart(2, 8), r"are 16, but cluster 'cpu8' has 8(.|\n)*--processes 2 --devices 4"),
         (LocalPart(3, 2), r"3 processes x 2 devices are 6(.|\n)*processes that divides 8, or a cluster of 6"),
         (LocalPart(2, 2, hosts=2), "2 hosts need one coordinator"),
-        (LocalPart(2, 2, hosts=2, host_index=2, coordinator="a:1"), "host 2 of 2 .* is no part of a job"),
+        (LocalPart(2, 2, hosts=2, host_index=2, coordinator="a:1"), "host 2 of 2 .* is not a valid part of a job"),
         (LocalPart(2, 4, hosts=2, coordinator="a:1"), "2 hosts x 2 processes x 4 devices are 16"),
         (LocalPart(2, 4, hosts=2, coordinator="a"), "--coordinator is 'a', not host:port"),
-        (LocalPart(2, 2, hosts=2, coordinator="a:1", mtls="m"), "several hosts cannot each make certificates"),
+        (LocalPart(2, 2, hosts=2, coordinator="a:1", mtls="m"), "several hosts must share them"),
     ],
 )
 def test_what_is_no_part_of_the_job(part, match):

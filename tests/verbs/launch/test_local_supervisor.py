@@ -206,14 +206,14 @@ def test_a_process_that_leaves_with_0_in_the_midst_is_the_one_that_is_named(tmp_
     """
     run = Run(tmp_path, body)
     assert run() == 0
-    assert "process 1 ended first: exit code 0 in the midst of its work, while the others went on" in run.text
+    assert "process 1 ended first: exit code 0 before its work was done, while the others went on" in run.text
     assert "in phase 'data' at step 5" in run.text
     assert "restart 1 of 2" in run.text
 
 
 def test_one_that_leaves_with_0_every_time_is_an_error(tmp_path):
     run = Run(tmp_path, 'pulse("data"); os._exit(0)', processes=1)
-    with pytest.raises(RunError, match=r"process 0 failed \(exit code 0 in the midst of its work.*2 attempts in a row"):
+    with pytest.raises(RunError, match=r"process 0 failed \(exit code 0 before its work was done.*2 attempts in a row"):
         run()
 
 
@@ -303,7 +303,7 @@ def test_two_launchers_do_not_share_a_folder_of_logs(tmp_path):
         wait_for(tmp_path / "held", 60)
         for _ in range(2):
             says = pytest.raises(
-                ConfigError, match=f"another launcher has this run folder: process {first.pid} on host"
+                ConfigError, match=f"another launcher uses this run folder: process {first.pid} on host"
             )
             with says, only_launcher(tmp_path / "logs", shown.append):
                 pass
@@ -312,7 +312,7 @@ def test_two_launchers_do_not_share_a_folder_of_logs(tmp_path):
         threading.Timer(1.0, first.kill).start()
         with only_launcher(tmp_path / "logs", shown.append):
             assert shown == [
-                "waiting for the launcher that has the run folder (process 7 on host elsewhere) to end, up to 120 s"
+                "waiting for the launcher that uses the run folder (process 7 on host elsewhere) to end, up to 120 s"
             ]
     finally:
         first.kill()

@@ -88,7 +88,7 @@ def test_the_command_stands_behind_two_dashes(capsys, tmp_path, monkeypatch):
     assert "#SBATCH --nodes=4" in script
     assert """command=(env MESHKIT_OUT=runs/train "$python" train.py --lr 'a b')""" in script
     assert main(["launch", "slurm", "--dry-run", "--", "python", "train.py"]) == 2
-    assert "on how many hosts" in capsys.readouterr().err
+    assert "the number of hosts for the command" in capsys.readouterr().err
     assert main(["launch", "slurm", "--dry-run"]) == 2
     assert "nothing to launch" in capsys.readouterr().err
 

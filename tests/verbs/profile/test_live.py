@@ -108,7 +108,7 @@ def test_a_step_of_which_nothing_is_in_the_trace_is_said_once(capsys):
         assert (live.line, live.report) == ("", None)
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("warning: the captured step 1 cannot be read: the trace has no operation of a GPU")
-    assert said.endswith("The loop goes on; this is said once.")
+    assert said.endswith("The loop goes on; this is reported once.")
 
 
 def test_somebody_elses_profiler_goes_on(step, tmp_path_factory, capsys):

@@ -90,7 +90,7 @@ def test_a_rehearsal_that_runs_out_of_memory_says_what_helps(tmp_path, monkeypat
 
 def test_recorded_needs_a_folder(capsys):
     assert main(["rehearse", TINY, "--recorded"]) == 2
-    assert "--recorded reads a rehearsal's run folder, and none is named" in capsys.readouterr().err
+    assert "--recorded reads the run folder of a rehearsal, but --out names none" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_capture_is_refused(tmp_path):
@@ -313,7 +313,7 @@ def test_another_mesh_and_another_program_are_named(planned, tmp_path, monkeypat
         "options": {"xla_a": 1},
     }
     write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule), **record)
-    with pytest.raises(TraceError, match=r"the capture is of a mesh \{'data': 2, 'fsdp': 8\}"):
+    with pytest.raises(TraceError, match=r"the capture has mesh \{'data': 2, 'fsdp': 8\}"):
         rehearsal.measure(load(TINY, (ON_16[0], "mesh={ data = { infiniband = 2, nvlink = 2 }, fsdp = 4 }")), tmp_path)
     wider = {name: tuple(_twice_as_wide(i) for i in body) for name, body in schedule.computations.items()}
     program = SimpleNamespace(schedule=replace(schedule, computations=wider), options={"xla_a": 2}, peak_bytes=2**31)
@@ -386,7 +386,7 @@ def test_a_rehearsal_runs_on_the_first_batch_of_its_data_or_on_ids_over_the_whol
         lambda x: (x.shape, x.dtype), (program.abstract_state, program.abstract_batch)
     )
     assert ids["count"] == 16 * 128
-    made_up = "the batch is made up, with ids at random: there is no file or folder /nowhere/tokens.u16."
+    made_up = "the batch is synthetic, with random ids: there is no file or folder /nowhere/tokens.u16."
     assert (made_up in capsys.readouterr().err) is (source != "python-stdlib")
     spread = 4096 * (1 - (1 - 1 / 4096) ** (16 * 128))  # of so many draws
     assert ids["different"] < 128 if source == "python-stdlib" else ids["different"] == pytest.approx(spread, rel=0.05)

@@ -75,7 +75,7 @@ def said(order, *, without=()):
 
 def test_programs_that_differ_arerefuse_differenced_with_the_collective_at_which_they_part(program):
     mine = order_of(program, 2)
-    with pytest.raises(ConfigError, match=r"process 2 of 4 compiled another step than process 0") as error:
+    with pytest.raises(ConfigError, match=r"process 2 of 4 compiled a different step than process 0") as error:
         refuse_difference([said(mine), said(mine), said(mine, without={1}), said(mine)])
     gather, total = mine.collectives[1:]
     assert f"collective 2 is {total} in process 2, and {gather} in process 0" in error.value.message
