@@ -518,7 +518,7 @@ class LaunchTable(TomlTable):
     )
     hosts: Count | None = Field(
         default=None,
-        examples=[6],
+        examples=[1],
         description="number of hosts that are left, below the cluster's; cluster, mesh and accumulation are "
         "adapted to it",
     )

@@ -68,7 +68,7 @@ RestartsOption = Annotated[
 PerHostOption = Annotated[
     int, typer.Option("--processes-per-host", metavar="N", min=1, help="Processes of a host: 1, or one for each GPU.")
 ]
-_STALL_HELP = "Time limit of a step, default 600; or of a PHASE=SECONDS."
+_STALL_HELP = "Time limit of a step (default 600), or PHASE=SECONDS for another phase; repeatable."
 StallOption = Annotated[list[str], typer.Option("--stall-timeout", metavar="SECONDS", help=_STALL_HELP)]
 _PYTHON_HELP = "Python on the hosts; default the command's own, or python3."
 PythonOption = Annotated[str | None, typer.Option("--python", metavar="PATH", help=_PYTHON_HELP, show_default=False)]
