@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from meshkit.errors import ProgramError
 from meshkit.sharding.mesh import DescribedMesh
 
 _PRIMITIVE = custom_partitioning.custom_partitioning_p
+# The rule belongs to the process: without the lock, two threads that lower could each restore the other's rule.
+_LOWERING = threading.RLock()
 
 
 @contextmanager
@@ -39,6 +42,11 @@ def lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
     Raises:
         ProgramError: a callback cannot be sent to the compiler process.
     """
+    with _LOWERING:
+        yield from _lowered_for(mesh)
+
+
+def _lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
     calls: dict[str, bytes] = {}
     entry = mlir._lowerings[_PRIMITIVE]
     original: Any = entry.rule

@@ -212,7 +212,7 @@ def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: C
     together = shape_on(placement, Communicator(4, 1))
     assert together
     assert together.axes == ("fsdp", "tensor")
-    with pytest.raises(ConfigError, match="told apart"):
+    with pytest.raises(ConfigError, match="are both needed"):
         profile_inspector(find_inspector_files(tmp_path / "seen"), mesh=MESH)
 
 

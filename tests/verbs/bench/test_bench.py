@@ -253,7 +253,7 @@ def test_what_gpus_say_of_the_network_model(measured, tmp_path):
     assert kept.constants == {one.name: one.value for one in network.constants}
     out = io.StringIO()
     Console(width=80, file=out).print(render(told))
-    assert f"{network.points} collectives: off by" in out.getvalue()
+    assert f"{network.points} collectives: median error" in out.getvalue()
     assert "nvlink_rate" in write_bench_html(told, tmp_path / "bench.html").read_text()
 
 
@@ -291,7 +291,7 @@ def test_a_size_that_does_not_fit_says_so(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00GiB.")
 
     monkeypatch.setattr(bencher, "measure", exhaust)
-    with pytest.raises(RunError, match=r"asked for 64\.0 GiB at once[\s\S]*try --sizes"):
+    with pytest.raises(RunError, match=r"asked for 64\.0 GiB at once[\s\S]*try smaller --sizes"):
         bench(load(EXPERIMENT), None, sizes=[1024], rates=False, console=Console(quiet=True))
 
 

@@ -42,7 +42,7 @@ def test_a_signal_is_passed_on_and_nothing_restarts(tmp_path, number, child_code
     assert signal.getsignal(number) is before
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
-    assert f"{got.name}: passed on" in run.text
+    assert f"{got.name} is passed on" in run.text
     assert next_attempt(tmp_path / "logs") == 1
 
 
