@@ -39,7 +39,7 @@ RIGHT: dict[str, Any] = {  # what is right where the schema declares neither a d
     "train.remat": {"offload": ["up"]}, "train.remat.offload": ["up"], "train.loss": "mine:loss",
     "train.metrics": "mine:show", "optimizer.class": "optax:lion", "local_sgd": {"axis": "data"},
     "compression": {"axis": "data"}, "pipeline": {"axis": "pipeline", "microbatches": 4},
-    "lint.allow.0": {"code": "idle_axis", "reason": "meant"}, "program": {"make": "mine:make"},
+    "launch.drain": False, "lint.allow.0": {"code": "idle_axis", "reason": "meant"}, "program": {"make": "mine:make"},
     **{f"rules.{kind}.embed": "fsdp" for kind in ("logical", "compute", "gradients", "optimizer")},
 }  # fmt: skip
 

@@ -436,6 +436,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
     cut = rules.mapping("activations")
     _check_captured_steps(table)
     _check_optimizer(table.optimizer)
+    _check_launch(table)
     for section in ("local_sgd", "compression"):
         if (found := getattr(table, section)) is not None:
             _check_replica_axis(section, found.axis, sizes, cut.get("act_batch", ()))
@@ -470,6 +471,16 @@ def _check_optimizer(table: OptimizerTable) -> None:
         message = f"optimizer.{said} applies to AdamW alone, but optimizer.class names {table.class_path}."
         hint = f"its own arguments in [optimizer.options], without optimizer.{said}"
         raise SpecError(message, key=("optimizer", said), hint=hint)
+
+
+def _check_launch(table: ExperimentTable) -> None:
+    launch, key = table.launch, ("launch", "drain")
+    if launch.drain and not launch.spares:
+        message = "launch.drain has a spare replace a host, and launch.spares = 0."
+        raise SpecError(message, key=key, value=True, hint="launch.spares = 1")
+    if launch.drain and not table.checkpoint.snapshot_every:
+        message = "launch.drain replaces a host at a snapshot, and checkpoint.snapshot_every = 0 takes none."
+        raise SpecError(message, key=key, value=True, hint="checkpoint.snapshot_every = 20")
 
 
 def _check_latencies(pgle: str, xla: Mapping[str, object]) -> None:

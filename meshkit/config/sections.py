@@ -505,7 +505,7 @@ class LaunchTable(TomlTable):
     )
     min_hosts: Count | None = Field(
         default=None,
-        examples=[6],
+        examples=[1],
         description="smallest number of hosts that may go on, on a smaller mesh; default all",
     )
     wait_s: NonNegative = Field(
@@ -522,6 +522,11 @@ class LaunchTable(TomlTable):
         description="number of hosts that are left, below the cluster's; cluster, mesh and accumulation are "
         "adapted to it",
     )
+
+    @property
+    def continues(self) -> bool:
+        """Return whether the job goes on without a lost host: with a spare, or with fewer hosts."""
+        return bool(self.spares or self.min_hosts)
 
 
 class ProfileTable(TomlTable):

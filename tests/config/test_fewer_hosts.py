@@ -82,3 +82,15 @@ def test_an_axis_of_local_sgd_keeps_its_replicas(tmp_path):
     rest = '[rules]\npreset = "hsdp"\n[local_sgd]\naxis = "data"\n'
     found = on(tmp_path, 4, "data = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }", rest=rest)
     assert found.mesh.sizes == {"data": 2, "fsdp": 16}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("checkpoint.snapshot_every=10",), "launch.spares = 0"),
+        (("launch.spares=1",), "checkpoint.snapshot_every = 0 takes none"),
+    ],
+)
+def test_draining_without_a_spare_or_a_snapshot_is_refused(tmp_path, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        on(tmp_path, 8, "fsdp = { nvlink = 8, infiniband = 8 }", overrides=(*overrides, "launch.drain=true"))

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import typer.core
@@ -17,6 +17,10 @@ from meshkit.console import output, run_folder, say
 from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
 from meshkit.verbs.arguments import SetOption, complete_experiment
+
+if TYPE_CHECKING:
+    from meshkit.config.experiment import Experiment
+    from meshkit.verbs.launch.local import LocalPart
 
 launch_app = typer.Typer(
     help="Start a job of several processes: here, or by SLURM, Kubernetes or MPI.",
@@ -122,7 +126,6 @@ def local(
     from meshkit.config.experiment import load
     from meshkit.discover.probe import has_driver
     from meshkit.runs.limits import STALL_TIMEOUT, read_limits
-    from meshkit.verbs.launch.hosts import Elasticity, find_fewer_hosts
     from meshkit.verbs.launch.jobs import Job, command_name, job_name
     from meshkit.verbs.launch.local import LocalPart, Policy, check_part
 
@@ -135,9 +138,6 @@ def local(
     virtual = loaded.cluster.is_cpu if loaded else not has_driver()
     told = tuple(stall_timeout)
     part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, secrets, told, virtual=virtual)
-    survives = loaded is not None and (loaded.launch.spares or loaded.launch.min_hosts)
-    if loaded is not None and survives:
-        part = replace(part, elasticity=Elasticity(loaded.launch.spares, (), loaded.launch.wait_s, loaded.launch.drain))
     check_part(part, loaded)
     _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
     file, gpus = str(experiment or ""), processes * devices
@@ -146,20 +146,39 @@ def local(
     if dry_run:
         output("\n".join(part.shell_lines(command)))
         return
-    restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 or survives else 0
-    if loaded is not None and survives and not restarts:
-        raise loaded.error(
-            "launch", "[launch] needs restarts, but --max-restarts 0 forbids them.", "without --max-restarts 0"
-        )
     run_folder(folder)
-    if loaded is not None and loaded.launch.min_hosts and host_index == 0 and not own:
-        fewer = find_fewer_hosts(loaded)
-        part = replace(part, elasticity=replace(part.elasticity, fewer=fewer))
-        say(f"after the loss of hosts this job can go on with {' or '.join(map(str, fewer)) or 'no fewer'} hosts")
+    continues = loaded is not None and loaded.launch.continues
+    restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 or continues else 0
+    if loaded is not None and continues:
+        part = _with_lost_hosts(part, loaded, restarts, own=bool(own))
     policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits, standby=standby and not own)
     code = part.run(command, folder, policy, say)
     if code:
         raise typer.Exit(code)
+
+
+def _with_lost_hosts(part: LocalPart, experiment: Experiment, restarts: int, *, own: bool) -> LocalPart:
+    """Return the part with `[launch]`. At host 0, also compute and show with how many hosts the job can go on.
+
+    Raises:
+        ConfigError: the job does not restart, or is not meshkit's own training, which alone can change its mesh.
+    """
+    from meshkit.verbs.launch.hosts import find_fewer_hosts
+
+    if not restarts:
+        message = "[launch] needs restarts, but --max-restarts 0 forbids them."
+        raise experiment.error("launch", message, "without --max-restarts 0")
+    part = replace(part, launch=experiment.launch)
+    if experiment.launch.min_hosts is None:
+        return part
+    if own:
+        message = "launch.min_hosts changes the mesh of meshkit's own training, and a command follows `--`."
+        raise experiment.error("launch.min_hosts", message, "launch.spares alone")
+    if part.host_index == 0:
+        part = replace(part, fewer_hosts=find_fewer_hosts(experiment))
+        numbers = " or ".join(map(str, part.fewer_hosts)) or "no fewer"
+        say(f"after the loss of hosts this job can go on with {numbers} hosts")
+    return part
 
 
 @launch_app.command(cls=WithCommand, epilog="Example: meshkit launch slurm llama3_70b --sbatch partition=gpu --dry-run")

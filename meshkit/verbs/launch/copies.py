@@ -103,12 +103,12 @@ class Keeper:
             keep_alive(plain)
             connection = self._channel.server.wrap_socket(plain, server_side=True)
             with connection, connection.makefile("rwb") as file:
-                request = _hear(file)
+                request = _receive_message(file)
                 with self._lock:
                     if "give" in request:
                         self._give(file, request["give"])
                     else:
-                        _say(file, answer=self._keep(file, **request))
+                        _send_message(file, answer=self._keep(file, **request))
 
     def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
         """Receive a snapshot, unless this host has it, and return the answer for the sender.
@@ -125,16 +125,16 @@ class Keeper:
             data = free[0].reserve(size)
         except (OSError, ValueError) as error:
             return f"it does not fit into that host's memory ({error})"
-        _say(file, answer=_SEND)
+        _send_message(file, answer=_SEND)
         return _KEPT if _receive(file, free[0], data, record) else "it came damaged"
 
     def _give(self, file: BufferedRWPair, ranks: Sequence[int]) -> None:
         for rank in self._memory.keys() & ranks:
             for slot in self._memory[rank].slots:
                 if (record := slot.record()) is not None:
-                    _say(file, rank=rank, size=(size := slot.size), record=record)
+                    _send_message(file, rank=rank, size=(size := slot.size), record=record)
                     _send(file, slot, size)
-        _say(file, end=True)
+        _send_message(file, end=True)
 
 
 class SnapshotCopies:
@@ -190,10 +190,10 @@ class SnapshotCopies:
             if self._ends.is_set():  # `__exit__` may have run before it could see this connection
                 return
             with connection.makefile("rwb") as file:
-                _say(file, rank=rank, size=(size := slot.size), record=record, whole=whole)
-                if (answer := _hear(file)["answer"]) == _SEND:
+                _send_message(file, rank=rank, size=(size := slot.size), record=record, whole=whole)
+                if (answer := _receive_message(file)["answer"]) == _SEND:
                     _send(file, slot, size)
-                    answer = _hear(file)["answer"]
+                    answer = _receive_message(file)["answer"]
         if slot.record() != record:  # the process has meanwhile begun another snapshot in this slot
             return
         slot.say_copied(answer == _KEPT)
@@ -217,8 +217,8 @@ def fetch_copies(memory: Mapping[int, SnapshotMemory], address: Address, channel
     """
     free, steps = {rank: list(held.slots) for rank, held in memory.items()}, set()
     with channel.connect(address) as connection, connection.makefile("rwb") as file:
-        _say(file, give=list(memory))
-        while "end" not in (said := _hear(file)):
+        _send_message(file, give=list(memory))
+        while "end" not in (said := _receive_message(file)):
             slot, record = free[said["rank"]].pop(0), said["record"]
             if _receive(file, slot, slot.reserve(said["size"]), record):
                 steps.add(record["step"])
@@ -251,12 +251,12 @@ def _receive(file: BufferedRWPair, slot: Slot, data: memoryview, record: dict[st
     return False
 
 
-def _say(file: BufferedRWPair, **words: Any) -> None:
-    file.write(json.dumps(words).encode() + b"\n")
+def _send_message(file: BufferedRWPair, **message: Any) -> None:
+    file.write(json.dumps(message).encode() + b"\n")
     file.flush()
 
 
-def _hear(file: BufferedRWPair) -> dict[str, Any]:
+def _receive_message(file: BufferedRWPair) -> dict[str, Any]:
     """Return the next message from the other end."""
     line = file.readline(LARGEST_RECORD)
     if not line.endswith(b"\n"):

@@ -23,12 +23,12 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshkit.children import Child, ChildFailed
 from meshkit.config.experiment import Experiment
+from meshkit.config.sections import LaunchTable
 from meshkit.distributed.certificates import MAKE_HINT, read_certificates
 from meshkit.distributed.environment import MTLS, Gang, join_timeout_s, split_address
 from meshkit.distributed.roll_call import Connections, Progress, bind_address, free_port, named, open_server
@@ -40,7 +40,7 @@ _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # time limit for telling the others that this launcher has given up
 _SPARE_S = 10.0  # time limit for a launcher whose processes are still ending; then a spare replaces it
 _LONGEST_LINE = 1 << 16
-_FEWER_HOSTS = "meshkit.planning.fewer_hosts"
+_FEWER_HOSTS, _FIND_S = "meshkit.planning.fewer_hosts", 600.0
 
 
 class EndedElsewhere(Exception):
@@ -51,34 +51,21 @@ class EndedElsewhere(Exception):
         self.code = code
 
 
-@dataclass(frozen=True)
-class Elasticity:
-    """How a job goes on after it has lost hosts."""
-
-    spares: int = 0
-    """The number of launchers beyond the job's hosts."""
-    fewer: tuple[int, ...] = ()
-    """The smaller numbers of hosts with which the job can go on, the largest first."""
-    wait_s: float = 60.0
-    """Seconds to wait for a lost host before the job goes on with fewer."""
-    drain: bool = False
-    """Whether a spare replaces a sick host."""
-
-
 def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
     """Return the smaller numbers of hosts with which an experiment can go on, down to `launch.min_hosts`.
 
     The largest comes first. A child process finds the numbers, because that needs jax and the model.
 
     Raises:
-        RunError: it failed.
+        RunError: the child process failed, or gave no answer in time.
     """
     overrides = [override.raw for override in experiment.document.overrides] if experiment.document else []
     try:
         with Child(_FEWER_HOSTS) as child:
-            return tuple(child.ask({"file": experiment.file, "overrides": overrides}))
-    except ChildFailed as error:
-        raise RunError(f"the numbers of hosts to go on with were not found: {error}") from None
+            return tuple(child.ask({"file": experiment.file, "overrides": overrides}, timeout_s=_FIND_S))
+    except (ChildFailed, TimeoutError) as error:
+        why = str(error) or f"no answer within {_FIND_S:.0f} s"
+        raise RunError(f"the meshes of fewer hosts could not be computed: {why}") from None
 
 
 class Hosts:
@@ -92,7 +79,8 @@ class Hosts:
         certificates: folder of the job's certificates, the same ones on all hosts.
         show: prints a line for the user.
         folder: the run folder, on a file system that all hosts share.
-        elasticity: how the job goes on without lost hosts; the same for all launchers.
+        launch: how the job goes on without lost hosts; the same for all launchers.
+        fewer: at host 0, the smaller numbers of hosts with which the job can go on, the largest first.
 
     Raises:
         ConfigError: there are no certificates, or they do not fit.
@@ -111,12 +99,14 @@ class Hosts:
         self,
         index: int,
         count: int,
+        *,
         processes: int,
         coordinator: str,
         certificates: str | None,
         show: Callable[[str], None],
         folder: Path,
-        elasticity: Elasticity,
+        launch: LaunchTable,
+        fewer: Sequence[int] = (),
     ):
         if not certificates:
             raise ConfigError(
@@ -125,12 +115,12 @@ class Hosts:
                 hint=f"{MAKE_HINT}, and {MTLS}=DIR on every host; or --max-restarts 0",
             )
         self.index, self.count, self._processes, self._show = index, count, processes, show
-        self._folder, self._elastic = folder, elasticity
+        self._folder, self._launch, self._fewer = folder, launch, fewer
         self._name = split_address(coordinator)[0]
         found = read_certificates(certificates, coordinator_host=self._name if index == 0 else None)
         self._channel = Channel(found.client(), found.server(), self._name)
-        self._among = Gang(coordinator, count + elasticity.spares, index)  # a gang of launchers, not of processes
-        self._wait_s = join_timeout_s(os.environ, otherwise=max(_JOIN_S, 2 * elasticity.wait_s))
+        self._among = Gang(coordinator, count + launch.spares, index)  # a gang of launchers, not of processes
+        self._wait_s = join_timeout_s(os.environ, otherwise=max(_JOIN_S, 2 * launch.wait_s))
         self._peers: dict[int, _Peer] = {}  # At host 0: the launchers with a place. At others: host 0.
         self._present: dict[int, tuple[dict[str, Any], _Peer]] = {}  # At host 0: the launchers that wait for a place.
         self._done: set[int] = set()  # hosts whose processes have all ended well in this attempt
@@ -138,7 +128,8 @@ class Hosts:
         self._lost: set[int] = set()  # hosts of the last attempt whose launcher has disconnected
         self._over = False  # whether all other launchers know that the job is over
         self._was: tuple[int, int, int] | None = None  # attempt, place and size, when this launcher last had a place
-        self._is_new, self._is_sick = True, False
+        self._fetches = False  # whether this launcher, whose memory is empty, has to fetch snapshots
+        self._is_sick = False
         self._memory: Sequence[SnapshotMemory] = ()
         self._keepers: Sequence[Address] = ()  # by place: the address of the launcher's `Keeper`
         self._keeper: Keeper | None = None
@@ -160,7 +151,7 @@ class Hosts:
                     f"the launcher of host 0 cannot listen on {self._among.coordinator}: {e.strerror or e}.",
                     hint="a port that is free on its host",
                 ) from None
-            keep = self.count + self._elastic.spares
+            keep = self.count + self._launch.spares
             self._connections = self._stack.enter_context(Connections(server, self._channel.server, keep=keep))
             self._open_keeper(split_address(bind)[0] if bind else "")
         return self
@@ -175,11 +166,6 @@ class Hosts:
         self._stack.close()
 
     @property
-    def waiting(self) -> set[int]:
-        """Launchers that host 0 has no place for, as far as it knows."""
-        return set(self._present)
-
-    @property
     def spare_file(self) -> str:
         """The file that exists while a healthy spare waits; empty for host 0, which no spare can replace."""
         return str(self._folder.absolute() / "spare") if self.index else ""
@@ -188,7 +174,7 @@ class Hosts:
         """Host 0: make or remove the file that tells the processes of the other hosts whether a healthy spare waits."""
         path = self._folder / "spare"
         with suppress(OSError):
-            if any(not word.get("sick") for word, _ in self._present.values()):
+            if any(not message.get("sick") for message, _ in self._present.values()):
                 path.touch()
             else:
                 path.unlink(missing_ok=True)
@@ -233,7 +219,7 @@ class Hosts:
     def withdraw(self, code: int) -> None:
         """Tell the other launchers that this one has ended with an exit code, so that none waits for it."""
         for _, peer in self._present.values():
-            peer.say(stop=code, host=self.index)
+            peer.send(stop=code, host=self.index)
         if self._over or code == DONE:
             return
         self._hang_up()
@@ -265,15 +251,15 @@ class Hosts:
         began, mine = time.monotonic(), mine | {"keeper": (self._name, self._keeper.port)}
         while True:
             self._admit(_POLL_S)
-            said = {0: mine} | {host: word for host, (word, _) in self._present.items()}
-            self._tell_stop(said)
-            missing: str | None = f"hosts {named([i for i in range(self.count) if i not in said])}"
+            messages = {0: mine} | {host: message for host, (message, _) in self._present.items()}
+            self._tell_stop(messages)
+            missing: str | None = f"hosts {named([i for i in range(self.count) if i not in messages])}"
             if "stop" in mine:
-                if self._members <= said.keys():
+                if self._members <= messages.keys():
                     return
-            elif members := self._chosen(said, time.monotonic() - began):
-                if self._have_written(len(members), said):
-                    self._begin_with(members, said)
+            elif members := self._chosen(messages, time.monotonic() - began):
+                if self._have_written(len(members), messages):
+                    self._begin_with(members, messages)
                     return
                 missing = None
             yield missing
@@ -282,91 +268,92 @@ class Hosts:
         """Add new launchers to `_present`, read the messages of those in it, and remove disconnected ones."""
         assert self._connections is not None
         for line, connection in self._connections.lines(timeout_s):
-            if (word := self._checked(line, connection)) is not None:
-                self._present[word["host"]] = word, _Peer(connection)
-        for host, (word, peer) in list(self._present.items()):
-            for answer in peer.words():
-                word |= answer
+            if (message := self._checked(line, connection)) is not None:
+                self._present[message["host"]] = message, _Peer(connection)
+        for host, (message, peer) in list(self._present.items()):
+            for answer in peer.messages():
+                message |= answer
             if peer.gone:
                 del self._present[host]
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
         """Return a launcher's first message; close the connection and return None if it is not of this job."""
         try:
-            word = json.loads(line)
-            most = self.count + self._elastic.spares
-            if word["of"] != self.count or word["host"] not in range(1, most):
+            message = json.loads(line)
+            most = self.count + self._launch.spares
+            if message["of"] != self.count or message["host"] not in range(1, most):
                 self._show(
-                    f"refused a launcher as host {word['host']} of {word['of']}: this job has {self.count} hosts"
+                    f"refused a launcher as host {message['host']} of {message['of']}: this job has {self.count} hosts"
                 )
-            elif word["host"] not in self._peers.keys() | self._present.keys():  # else it is still connected
+            elif message["host"] not in self._peers.keys() | self._present.keys():  # else it is still connected
                 keep_alive(connection)
-                return word | {"keeper": (connection.getpeername()[0], word["keeper"])}
+                return message | {"keeper": (connection.getpeername()[0], message["keeper"])}
         except (ValueError, KeyError, TypeError, OSError):
             pass
         connection.close()
         return None
 
-    def _tell_stop(self, said: dict[int, dict[str, Any]]) -> None:
+    def _tell_stop(self, messages: dict[int, dict[str, Any]]) -> None:
         """If a launcher has reported that the job is over, pass this on to all present launchers."""
-        host = next((host for host, word in sorted(said.items()) if "stop" in word), None)
+        host = next((host for host, message in sorted(messages.items()) if "stop" in message), None)
         if host is None:
             return
         for peer in (peer for _, peer in self._present.values()):
-            peer.say(stop=said[host]["stop"], host=host)
+            peer.send(stop=messages[host]["stop"], host=host)
         self._members -= self._present.keys()
         if host != 0:
             self._over = self._members <= {0}
-            raise _ended(host, said[host]["stop"])
+            raise _ended(host, messages[host]["stop"])
 
-    def _chosen(self, said: dict[int, dict[str, Any]], waited_s: float) -> list[int]:
+    def _chosen(self, messages: dict[int, dict[str, Any]], waited_s: float) -> list[int]:
         """Return the hosts that get a place, host 0 first; an empty list while more hosts are waited for."""
-        last, had_place = _last_places(said)
+        last, had_place = _last_places(messages)
         order = sorted(
-            said, key=lambda host: (host != 0, said[host].get("sick", False), host not in had_place.values(), host)
+            messages,
+            key=lambda host: (host != 0, messages[host].get("sick", False), host not in had_place.values(), host),
         )
         complete = len(had_place) == (last[1] if last else -1)  # all hosts of the last attempt are here
-        if len(said) >= self.count:
-            all_come = self._members - said.keys() <= self._lost
-            if all_come or complete or waited_s > (self._elastic.wait_s if last is None else _SPARE_S):
+        if len(messages) >= self.count:
+            all_come = self._members - messages.keys() <= self._lost
+            if all_come or complete or waited_s > (self._launch.wait_s if last is None else _SPARE_S):
                 return order[: self.count]
-        elif complete or (last is not None and waited_s > self._elastic.wait_s):
-            fits = next((size for size in self._elastic.fewer if size <= len(said)), 0)
+        elif complete or (last is not None and waited_s > self._launch.wait_s):
+            fits = next((size for size in self._fewer if size <= len(messages)), 0)
             return order[:fits]
         return []
 
-    def _have_written(self, size: int, said: dict[int, dict[str, Any]]) -> bool:
+    def _have_written(self, size: int, messages: dict[int, dict[str, Any]]) -> bool:
         """If the next attempt has another size, have all launchers write their snapshots; return whether all have."""
-        last, had_place = _last_places(said)
+        last, had_place = _last_places(messages)
         if last is None or last[1] == size:
             return True
         lost = [place for place in range(last[1]) if place not in had_place]
-        for word, peer in self._present.values():
-            if word.get("asked") != lost:
-                word["asked"] = lost
-                peer.say(write=lost)
-        if said[0].get("written") != lost:
+        for message, peer in self._present.values():
+            if message.get("asked") != lost:
+                message["asked"] = lost
+                peer.send(write=lost)
+        if messages[0].get("written") != lost:
             self._write(lost)
-            said[0]["written"] = lost
-        return all(word.get("written") == lost for word in said.values())
+            messages[0]["written"] = lost
+        return all(message.get("written") == lost for message in messages.values())
 
-    def _begin_with(self, members: Sequence[int], said: dict[int, dict[str, Any]]) -> None:
+    def _begin_with(self, members: Sequence[int], messages: dict[int, dict[str, Any]]) -> None:
         """Assign the places, and send every launcher its place (None for a spare) and the attempt's settings."""
-        last, had_place = _last_places(said)
+        last, had_place = _last_places(messages)
         size, stay = len(members), last is not None and last[1] == len(members)
         places = {place: host for place, host in had_place.items() if host in members} if stay else {}
         others = iter(sorted(host for host in members if host not in places.values()))
         places = {place: places[place] if place in places else next(others) for place in range(size)}
         coordinator = f"{self._among.coordinator.rpartition(':')[0]}:{free_port(self._name)}"
-        keepers = [said[places[place]]["keeper"] for place in range(size)]
-        start = {"attempt": said[0]["attempt"], "coordinator": coordinator, "keepers": keepers}
+        keepers = [messages[places[place]]["keeper"] for place in range(size)]
+        start = {"attempt": messages[0]["attempt"], "coordinator": coordinator, "keepers": keepers}
         start["moved"] = last is not None and not stay
         by_host = {host: place for place, host in places.items()}
         for host, (_, peer) in self._present.items():
-            peer.say(start=start | {"place": by_host.get(host)})
+            peer.send(start=start | {"place": by_host.get(host)})
         self._peers = {host: self._present.pop(host)[1] for host in by_host if host != 0}
-        for word, _ in self._present.values():  # these are spares, which stay connected
-            word["was"] = None
+        for message, _ in self._present.values():  # these are spares, which stay connected
+            message["was"] = None
         self._members, self._lost = set(by_host), set()
         self._mark_spare()
         self._begin(**start, place=by_host[0])
@@ -379,18 +366,18 @@ class Hosts:
             try:
                 connection = self._channel.connect(self._among.address)
                 self._peers[0] = peer = _Peer(connection)
-                peer.say(**mine, keeper=self._open_keeper(connection.getsockname()[0]).port)
+                peer.send(**mine, keeper=self._open_keeper(connection.getsockname()[0]).port)
                 missing: str | None = "the launchers of the other hosts"
                 while not peer.gone:
-                    for word in peer.words():
-                        if "stop" in word:
+                    for message in peer.messages():
+                        if "stop" in message:
                             self._over = True
-                            raise _ended(word["host"], word["stop"])
-                        if "start" in word and self._begin(**word["start"]):
+                            raise _ended(message["host"], message["stop"])
+                        if "start" in message and self._begin(**message["start"]):
                             return
-                        if "write" in word:
-                            self._write(word["write"])
-                            peer.say(written=word["write"])
+                        if "write" in message:
+                            self._write(message["write"])
+                            peer.send(written=message["write"])
                         missing = None
                     yield missing
                     time.sleep(_POLL_S)
@@ -409,7 +396,7 @@ class Hosts:
             self._show(f"host {self.index} is a spare")
             for memory in self._memory:  # the job goes on without this launcher, whose snapshots become outdated
                 memory.clear()
-            self._was, self._is_new = None, True
+            self._was = None
             return False
         self.attempt, self.coordinator, self._keepers = attempt, coordinator, keepers
         self.place, self.size = place, len(keepers)
@@ -417,7 +404,7 @@ class Hosts:
             self._show(f"host {self.index} takes place {place} of {self.size}")
         if self.size < self.count and self.index == 0:
             self._show(f"{self.size} of {self.count} hosts go on, on a smaller mesh (launch.hosts = {self.size})")
-        self._was, self._is_new = (attempt, place, self.size), self._is_new and not moved
+        self._fetches, self._was = self._was is None and not moved, (attempt, place, self.size)
         assert self._keeper is not None
         self._keeper.keep(self._ranks(place - 1, self.size), anew=moved)
         return True
@@ -440,10 +427,10 @@ class Hosts:
     def news(self) -> str | None:
         """Return why another host has ended this attempt; None while it goes on. Does not wait, so it may be polled."""
         for host, peer in list(self._peers.items()):
-            for word in peer.words():
-                if "failed" in word:
-                    return self._pass_on(word["failed"])
-                if "over" in word:
+            for message in peer.messages():
+                if "failed" in message:
+                    return self._pass_on(message["failed"])
+                if "over" in message:
                     self._done.add(host)
             if peer.gone and host not in self._done:
                 self._lost.add(host)
@@ -452,7 +439,7 @@ class Hosts:
             known = set(self._present)
             self._admit(0.0)
             for host in self._present.keys() - known:  # it can join at the next meeting
-                self._present[host][1].say(wait=True)
+                self._present[host][1].send(wait=True)
             if self._present.keys() != known:
                 self._mark_spare()
         return None
@@ -467,9 +454,8 @@ class Hosts:
 
     def _pass_on(self, why: str) -> str:
         for peer in self._peers.values():
-            peer.say(failed=why)
+            peer.send(failed=why)
         self._hang_up()
-        self._done = set()
         return why
 
     def settle(self, timeout_s: float) -> str | None:
@@ -480,17 +466,16 @@ class Hosts:
         """
         ends = time.monotonic() + timeout_s
         if self.index != 0:
-            self._peers[0].say(over=True)
+            self._peers[0].send(over=True)
         while not self._done >= self._peers.keys():
             if (why := self.news()) is not None:
                 return why
             if time.monotonic() > ends:
-                self._done = set()  # no other host knows yet how this one ends
                 return None
             time.sleep(_POLL_S)
         if self.index == 0:
             for peer in self._peers.values():
-                peer.say(over=True)
+                peer.send(over=True)
         self._over = True
         return None
 
@@ -504,8 +489,7 @@ class Hosts:
         self._memory, neighbour = memory, self._keepers[(self.place + 1) % self.size]
         alone = self.size == 1
         held = {r: m for r, m in zip(self._ranks(self.place, self.size), memory) if m.slots and not alone}
-        if held and self._is_new:  # only once: snapshots that processes drop later must not return
-            self._is_new = False
+        if held and self._fetches:  # only in its first attempt: snapshots that processes drop later must not return
             try:
                 if steps := fetch_copies(held, neighbour, self._channel):
                     which = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
@@ -521,9 +505,9 @@ class Hosts:
         self._peers = {}
 
 
-def _last_places(said: dict[int, dict[str, Any]]) -> tuple[tuple[int, int] | None, dict[int, int]]:
+def _last_places(messages: dict[int, dict[str, Any]]) -> tuple[tuple[int, int] | None, dict[int, int]]:
     """Return (number, size) of the last attempt in which launchers had a place, or None, and its {place: host}."""
-    had = {host: word["was"] for host, word in said.items() if word["was"]}
+    had = {host: message["was"] for host, message in messages.items() if message["was"]}
     last = max(((attempt, size) for attempt, _, size in had.values()), default=None)
     return last, {place: host for host, (attempt, place, size) in had.items() if (attempt, size) == last}
 
@@ -535,15 +519,15 @@ class _Peer:
         self._connection, self._data, self.gone = connection, b"", False
         connection.setblocking(False)
 
-    def say(self, **words: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send a message as one line of JSON; errors of a broken connection are ignored."""
         with suppress(OSError):
             self._connection.settimeout(_SAY_S)
-            self._connection.sendall(json.dumps(words).encode() + b"\n")
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
         with suppress(OSError):
             self._connection.setblocking(False)
 
-    def words(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, Any]]:
         """Return the messages received since the last call."""
         while not self.gone:
             try:

@@ -140,7 +140,7 @@ def make_job(
                 f"cluster '{cluster.name}' has virtual CPU devices, which need no other machines.",
                 hint="meshkit launch local, or a cluster of GPUs",
             )
-        if experiment.launch.spares or experiment.launch.min_hosts:
+        if experiment.launch.continues:
             say("note: [launch] applies to `meshkit launch local --hosts` alone; this launcher waits for all hosts.")
         hosts, gpus, name = cluster.hosts, cluster.num_gpus // cluster.hosts, job_name(experiment.name)
     else:

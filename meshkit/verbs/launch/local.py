@@ -29,6 +29,7 @@ from typing import IO
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.files import integer, open_regular
+from meshkit.config.sections import LaunchTable
 from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
     COORDINATOR,
@@ -50,7 +51,7 @@ from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS, SNAPSHOTS_VARIABLE, SPARE_VARIABLE, SnapshotMemory
 from meshkit.runs.standby import STANDBY_VARIABLE
-from meshkit.verbs.launch.hosts import Elasticity, EndedElsewhere, Hosts
+from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
 from meshkit.verbs.launch.processes import STOPPED, Ending, LocalGang, Member, Watchdog
 from meshkit.verbs.launch.restart import Outage, Standby, Started
 
@@ -93,8 +94,10 @@ class LocalPart:
     """Whether the launchers of several hosts are connected (hosts.py), so that they restart together."""
     spare_file: str = ""
     """A file that exists while a spare waits that may replace this host when it is sick; empty for none."""
-    elasticity: Elasticity = field(default_factory=Elasticity)
+    launch: LaunchTable = field(default_factory=LaunchTable)
     """How the job goes on after it has lost hosts."""
+    fewer_hosts: tuple[int, ...] = ()
+    """At host 0, the smaller numbers of hosts with which the job can go on, the largest first."""
 
     @property
     def first_rank(self) -> int:
@@ -180,12 +183,13 @@ class LocalPart:
         return Hosts(
             self.host_index,
             self.hosts,
-            self.processes,
-            self.coordinator,
-            os.environ.get(MTLS),
-            show,
-            folder,
-            self.elasticity,
+            processes=self.processes,
+            coordinator=self.coordinator,
+            certificates=os.environ.get(MTLS),
+            show=show,
+            folder=folder,
+            launch=self.launch,
+            fewer=self.fewer_hosts,
         )
 
     def _of_attempt(self, hosts: Hosts) -> LocalPart:
@@ -197,7 +201,7 @@ class LocalPart:
             coordinator=hosts.coordinator,
             attempt=hosts.attempt,
             hosts_meet=True,
-            spare_file=hosts.spare_file if self.elasticity.drain else "",
+            spare_file=hosts.spare_file if self.launch.drain else "",
         )
 
     def _run_with(self, hosts: Hosts, supervisor: Supervisor, show: Callable[[str], None]) -> int:
@@ -222,7 +226,8 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     """
     if part.coordinator is not None:
         check_address(part.coordinator, at="--coordinator", name="--coordinator")
-    most = part.hosts + part.elasticity.spares
+    launch = experiment.launch if experiment is not None else LaunchTable()
+    most = part.hosts + launch.spares
     if min(part.processes, part.devices, part.hosts) < 1 or not 0 <= part.host_index < most:
         raise ConfigError(
             f"host {part.host_index} of {part.hosts} with {part.processes} processes x {part.devices} devices is "
@@ -245,7 +250,7 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     if experiment is None:
         return
     cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
-    if part.elasticity != Elasticity() and part.hosts != cluster.hosts:
+    if launch.continues and part.hosts != cluster.hosts:
         raise ConfigError(
             f"[launch] replaces lost hosts, so --hosts {part.hosts} must be the {cluster.hosts} hosts of cluster "
             f"'{cluster.name}'.",

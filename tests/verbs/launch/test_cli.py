@@ -25,6 +25,23 @@ def test_help_shows_an_example(launcher, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "command", "said"),
+    [
+        (("--max-restarts", "0"), (), "--max-restarts 0 forbids them"),
+        ((), ("--", "true"), "a command follows `--`"),
+        (("--host-index", "3"), (), "--host-index from 0 to 2"),
+        (("--hosts", "2"), (), "--hosts 2 must be the 3 hosts"),
+    ],
+)
+def test_a_launch_that_cannot_do_what_the_launch_section_asks_is_refused(options, command, said, tmp_path, capsys):
+    place = ("--hosts", "3", "--host-index", "1", "--coordinator", "localhost:61000", "--processes", "1")
+    file = "benchmarks/kill_matrix/three_hosts.toml"
+    words = ["launch", "local", *place, "--devices", "4", "--out", str(tmp_path / "run"), *options, file, *command]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("environment", "code", "leaves"),
     [
         ({}, 4, False),

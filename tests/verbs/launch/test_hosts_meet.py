@@ -11,14 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from meshkit.config.sections import LaunchTable
 from meshkit.distributed.certificates import make_certificates, write_certificates
 from meshkit.distributed.roll_call import free_port
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs.snapshots import SnapshotMemory
-from meshkit.verbs.launch.hosts import Elasticity, EndedElsewhere, Hosts
+from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
 
 HERE = "127.0.0.1"
 COUNT = 3
+
+
+def launcher(index, address, certificates, show=print, fewer=(), **launch):
+    return Hosts(
+        index,
+        COUNT,
+        processes=1,
+        coordinator=address,
+        certificates=certificates and str(certificates),
+        show=show,
+        folder=certificates.parent if certificates else Path(),
+        launch=LaunchTable(**launch),
+        fewer=fewer,
+    )
 
 
 @pytest.fixture
@@ -29,9 +44,8 @@ def place(tmp_path, monkeypatch):
     address, said = f"{HERE}:{free_port()}", []
     with ExitStack() as stack:
 
-        def make(index, *, folder=tmp_path / "mtls", **elasticity):
-            made = Hosts(index, COUNT, 1, address, str(folder), said.append, tmp_path, Elasticity(**elasticity))
-            return stack.enter_context(made)
+        def make(index, *, fewer=(), **launch):
+            return stack.enter_context(launcher(index, address, tmp_path / "mtls", said.append, fewer, **launch))
 
         make.said = said
         make.address = address
@@ -151,7 +165,7 @@ def test_strangers_on_the_port_and_launchers_of_other_jobs_keep_nobody(place, tm
     write_certificates(tmp_path / "other", make_certificates([HERE]))
     hosts = [place(i) for i in range(COUNT)]
     host, port = place.address.split(":")
-    stranger = Hosts(1, COUNT, 1, place.address, str(tmp_path / "other"), print, tmp_path, Elasticity())
+    stranger = launcher(1, place.address, tmp_path / "other")
     stop = []
 
     def disturb():
@@ -191,7 +205,7 @@ def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_bac
 
 def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
     with pytest.raises(ConfigError, match="need certificates to connect") as raised:
-        Hosts(0, 2, 1, f"{HERE}:61000", None, print, Path(), Elasticity())
+        launcher(0, f"{HERE}:61000", None)
     assert "launch certificates" in str(raised.value.hint)
 
 
@@ -228,7 +242,7 @@ def test_a_spare_replaces_a_lost_host_at_once_and_whoever_comes_back_is_the_spar
     meet(hosts[0], hosts[2], hosts[3], attempt=2)
     assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
     assert at_once(*(lambda h=h: h.settle(60) for h in (hosts[0], hosts[2], hosts[3]))) == [None] * 3
-    while not hosts[0].waiting:
+    while not Path(hosts[2].spare_file).exists():
         assert hosts[0].news() is None
     hosts[0].withdraw(0)
     waiting.join(60)
@@ -249,7 +263,7 @@ def test_a_sick_host_gives_its_place_to_a_spare_and_gets_one_again_only_if_nobod
     meet(hosts[0], hosts[2], attempt=1)
     waiting[0].join(60)
     assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
-    while hosts[0].waiting != {1}:
+    while "host 1 is a spare" not in place.said:
         assert hosts[0].news() is None
     assert not Path(hosts[1].spare_file).exists()  # the spare that is left is sick
     hosts[2].__exit__()
@@ -289,7 +303,7 @@ def test_the_others_go_on_with_fewer_hosts_and_write_what_all_had_and_grow_again
     assert places(hosts[0], hosts[2]) == {0: (0, 2), 2: (1, 2)}
 
     waiting = begin(back := place(1, fewer=(2, 1), wait_s=0.5), attempt=0)
-    while not hosts[0].waiting:
+    while not Path(hosts[2].spare_file).exists():
         assert hosts[0].news() is None
     hosts[2].failed("process 1 failed")
     assert news_of(hosts[0]) == "host 2: process 1 failed"
