@@ -265,7 +265,7 @@ class _Run:
             newest = next(iter(self.store.steps()), 0)
             state = self.snapshots.restore(self.program.abstract_state, after=newest)
             if state is not None:
-                self.progress.say(f"the snapshot of step {int(state.step)} is in memory; no checkpoint is read")
+                self.progress.say(f"the snapshot of step {int(state.step)} is restored; no checkpoint is read")
                 return state
         return self.store.restore_latest(self.program.abstract_state)
 

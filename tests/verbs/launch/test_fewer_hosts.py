@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
 ]
-FROM_MEMORY = "the snapshot of step 14 is in memory; no checkpoint is read"
+FROM_MEMORY = "the snapshot of step 14 is restored; no checkpoint is read"
 
 
 def run(folder, options, *, spares=0, lost=(2,)):

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
 ]
-FROM_MEMORY = "is in memory; no checkpoint is read"
+FROM_MEMORY = "is restored; no checkpoint is read"
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_a_gang_goes_on_from_the_last_snapshot_that_all_have_in_memory(chain, tm
     finally:
         launch.kill()
     assert hit.pulse == "save"
-    assert "the snapshot of step 14 is in memory; no checkpoint is read" in launch.said
+    assert "the snapshot of step 14 is restored; no checkpoint is read" in launch.said
     assert launch.losses() == chain.alone  # bit for bit
     assert leftovers(launch) == []
 
@@ -122,7 +122,7 @@ def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chai
         hosts.replace(1)
         assert hosts.end() == chain.alone  # bit for bit
     assert re.search(r"host 1 received its share of the snapshots of steps? .*14.* from the next host", hosts.said)
-    assert hosts.said.count("the snapshot of step 14 is in memory; no checkpoint is read") == 2
+    assert hosts.said.count("the snapshot of step 14 is restored; no checkpoint is read") == 2
     assert "attempt 0 ended on another host: host 1 is lost" in hosts.said
 
 
