@@ -71,8 +71,8 @@ class Snapshots:
         if not self.enabled:  # `close` may have disabled them; the older snapshot, which all may have, must then stay
             return
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
-        layout = np.frombuffer(json.dumps(_layout(state)).encode(), np.uint8)
-        blocks.append(layout)
+        layout = _layout(state)
+        blocks.append(np.frombuffer(layout, np.uint8))
         slot, step, size = self._slots[self._next], int(state.step), sum(block.nbytes for block in blocks)
         self._next = (self._next + 1) % len(self._slots)
         data, problem = None, ""
@@ -81,7 +81,7 @@ class Snapshots:
             _copy(blocks, np.frombuffer(data, np.uint8))
         except OSError as error:
             problem = f"{format_bytes(size)} do not fit into this host's memory ({error.strerror})"
-        record = {"step": step, "run": self._run, "layout": _hash(state), "layout_bytes": layout.nbytes}
+        record = {"step": step, "run": self._run, "layout": _digest(layout), "layout_bytes": len(layout)}
         run = (slot, data, record, problem)
         self._thread = threading.Thread(target=self._seal, args=run, name="meshkit-snapshot", daemon=True)
         self._thread.start()
@@ -113,7 +113,7 @@ class Snapshots:
         if not self.enabled:
             return None
         found: dict[int, tuple[int, memoryview]] = {}
-        layout = _hash(abstract)
+        layout = _digest(_layout(abstract))
         for number, slot in enumerate(self._slots):
             record = slot.record()
             if record and (record.get("run"), record.get("layout")) == (self._run, layout) and record["step"] > after:
@@ -206,14 +206,14 @@ def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
         at += flat.nbytes
 
 
-def _layout(state: TrainState) -> list[tuple[str, str, tuple[int, ...], list[Index]]]:
-    """Return every array's name, dtype, shape, and the parts of it that this process keeps."""
+def _layout(state: TrainState) -> bytes:
+    """Return JSON with the name, dtype, shape, and the parts that this process keeps, of every array."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    return [(path_name(path), str(leaf.dtype), leaf.shape, _kept(leaf)) for path, leaf in leaves]
+    return json.dumps([(path_name(p), str(leaf.dtype), leaf.shape, _kept(leaf)) for p, leaf in leaves]).encode()
 
 
-def _hash(state: TrainState) -> str:
-    return hashlib.sha256(json.dumps(_layout(state)).encode()).hexdigest()
+def _digest(layout: bytes) -> str:
+    return hashlib.sha256(layout).hexdigest()
 
 
 def _state_of(abstract: TrainState, data: np.ndarray) -> TrainState:
