@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from fractions import Fraction
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshAxis, MeshSpec
@@ -46,50 +47,44 @@ def fit_to_hosts(
     if odd:
         per_domain = cluster.nvlink_domain_size // cluster.gpus_per_host
         message = f"{hosts} hosts are not a whole number of NVLink domains of {per_domain} hosts."
-        raise SpecError(message, key=_KEY, value=hosts, hint=f"launch.hosts = {hosts // per_domain * per_domain}")
-    before = cluster.num_nvlink_domains
+        raise SpecError(
+            message, key=_KEY, value=hosts, hint=f"launch.hosts = {max(1, hosts // per_domain) * per_domain}"
+        )
+    share = Fraction(domains, cluster.num_nvlink_domains)
     batch = rules.mapping("activations").get("act_batch", ())
     of_parameters = {axis for axes in rules.mapping("parameters").values() for axis in axes}
     could = [axis for axis in mesh.axes if axis.name in batch and axis.name not in replicas]
     could.sort(key=lambda axis: axis.name in of_parameters)  # one that shards no parameters is taken first
-    axis = _smaller_axis(could, hosts, domains, before)
+    axis = _smaller_axis(could, hosts, share)
     axes = [axis if axis.name == other.name else other for other in mesh.axes]
-    ways = math.prod(mesh.sizes[name] for name in batch) * domains // before
-    pieces = _more_pieces(hosts, ways, train, pipeline, mesh, before / domains)
-    return [f"cluster.hosts={hosts}", *(f"mesh.{a.name}={inline(a.to_plain())}" for a in axes), pieces]
-
-
-def _smaller_axis(could: Collection[MeshAxis], hosts: int, domains: int, before: int) -> MeshAxis:
-    """Return the axis that becomes smaller, with its new size."""
-    for axis in could:
-        factor, rest = divmod(axis.number("infiniband") * domains, before)
-        if not rest:
-            return replace(axis, infiniband=factor)
-    sizes = ", ".join(f"{axis.name} {axis.number('infiniband')}" for axis in could) or "none"
-    raise SpecError(
-        f"no mesh axis that shards the batch ({sizes}) can shrink evenly from {before} to {domains} NVLink domains.",
-        key=_KEY,
-        value=hosts,
-        hint="a number of hosts that makes one of these axes smaller by a whole factor",
-    )
-
-
-def _more_pieces(
-    hosts: int, ways: int, train: TrainTable, pipeline: PipelineTable, mesh: MeshSpec, growth: float
-) -> str:
-    """Return the override of accumulation, or of a pipeline's microbatches, that keeps the global batch."""
-    batch, key, pieces, multiple = train.global_batch, "train.accumulate", train.accumulate, 1
+    key, pieces, multiple = "train.accumulate", train.accumulate, 1
     if pipeline.axis is not None:
         key, pieces = "pipeline.microbatches", pipeline.microbatches
         multiple = mesh.sizes[pipeline.axis] if pipeline.virtual_stages > 1 else 1
-    least = math.ceil(pieces * growth)
-    for count in range(least, batch // ways + 1):
-        if batch % (ways * count) == 0 and count % multiple == 0:
-            return f"{key}={count}"
+    ways, least = int(math.prod(mesh.sizes[name] for name in batch) * share), math.ceil(pieces / share)
+    for count in range(least, train.global_batch // ways + 1):
+        if train.global_batch % (ways * count) == 0 and count % multiple == 0:
+            meshes = (f"mesh.{each.name}={inline(each.to_plain())}" for each in axes)
+            return [f"cluster.hosts={hosts}", *meshes, f"{key}={count}"]
+    unit = ways * least
     raise SpecError(
-        f"a global batch of {batch} cannot be split evenly over the {ways} GPUs that shard it on {hosts} hosts, in at "
-        f"least {least} pieces.",
+        f"a global batch of {train.global_batch} cannot be split evenly over the {ways} GPUs that shard it on {hosts} "
+        f"hosts, in at least {least} pieces.",
         key=_KEY,
         value=hosts,
-        hint=f"another number of hosts, or train.global_batch = {-(-batch // ways) * ways}",
+        hint=f"another number of hosts, or train.global_batch = {math.ceil(train.global_batch / unit) * unit}",
+    )
+
+
+def _smaller_axis(could: Collection[MeshAxis], hosts: int, share: Fraction) -> MeshAxis:
+    """Return the first axis that keeps a whole number of NVLink domains, with its new size."""
+    for axis in could:
+        if (factor := axis.number("infiniband") * share).denominator == 1:
+            return replace(axis, infiniband=int(factor))
+    sizes = ", ".join(f"{axis.name} {axis.number('infiniband')}" for axis in could) or "none"
+    raise SpecError(
+        f"no mesh axis that shards the batch ({sizes}) can shrink evenly to {share} of its NVLink domains.",
+        key=_KEY,
+        value=hosts,
+        hint="a number of hosts that makes one of these axes smaller by a whole factor",
     )

@@ -63,7 +63,7 @@ def test_a_pipeline_gets_more_microbatches(tmp_path):
     [
         (9, (), "launch.hosts = 9 hosts cannot be left of a cluster that has 8"),
         (5, (), "a global batch of 192 cannot be split evenly over the 40 GPUs"),
-        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "can shrink evenly from 8 to 4 NVLink domains"),
+        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "can shrink evenly to 1/2 of its NVLink domains"),
         (
             7,
             ("cluster.nvlink_domain_size=16", "mesh.fsdp={nvlink=16,infiniband=4}", "cluster.nvlink_switch=true"),
