@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
-from models import layers, mxfp8
+from models import mxfp8
+from models.matmul import project
 
 TOKENS = 65536
 SHAPES = {"2560 x 2560": (2560, 2560), "2560 x 1280": (2560, 1280), "1280 x 2560": (1280, 2560)}
@@ -46,24 +47,28 @@ def main() -> None:
     for name, (k, n) in SHAPES.items():
         x, w = ((TOKENS, k), jnp.bfloat16), ((k, n), jnp.bfloat16)
         times = {
-            module: [seconds(fn, x, w) for fn in (partial(_forward, module), jax.grad(partial(_loss, module), (0, 1)))]
-            for module in (layers, mxfp8)
+            how: [seconds(fn, x, w) for fn in (partial(_forward, how), jax.grad(partial(_loss, how), (0, 1)))]
+            for how in (project, _in_blocks)
         }
         kinds = (1, mxfp8.VALUES), (mxfp8.BLOCK, mxfp8.SCALES)
         parts = [((rows, k // each), dtype) for rows in (TOKENS, n) for each, dtype in kinds]
         alone, quantizing = seconds(_multiply, *parts), seconds(mxfp8.quantize, x)
-        forward, both = (a / b for a, b in zip(times[layers], times[mxfp8]))
-        predicted = (f"{forward:.3f}", f"{both:.3f}", f"{times[layers][0] / alone:.3f}", f"{1e3 * quantizing:.3f}")
+        forward, both = (a / b for a, b in zip(times[project], times[_in_blocks]))
+        predicted = (f"{forward:.3f}", f"{both:.3f}", f"{times[project][0] / alone:.3f}", f"{1e3 * quantizing:.3f}")
         cells = (f"{p} ({m})" for p, m in zip(predicted, MEASURED[name]))
-        print(f"| {name} | {1e3 * times[layers][0]:.3f} | {' | '.join(cells)} |")
+        print(f"| {name} | {1e3 * times[project][0]:.3f} | {' | '.join(cells)} |")
 
 
-def _forward(module: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    return module.project(x, w, 1, jnp.bfloat16)
+def _in_blocks(x: jax.Array, w: jax.Array, contracted: int, dtype: Any) -> jax.Array:
+    return mxfp8.project_each(x, [w], contracted, dtype)[0]
 
 
-def _loss(module: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.sum(_forward(module, x, w).astype(jnp.float32) ** 2)
+def _forward(how: Callable[..., jax.Array], x: jax.Array, w: jax.Array) -> jax.Array:
+    return how(x, w, 1, jnp.bfloat16)
+
+
+def _loss(how: Callable[..., jax.Array], x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.sum(_forward(how, x, w).astype(jnp.float32) ** 2)
 
 
 def _multiply(a: jax.Array, a_scales: jax.Array, b: jax.Array, b_scales: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline.manual import psum
 from meshkit.sharding import constrain, current_scope, shard_over_mesh
-from models.layers import project
+from models.matmul import project
 
 
 def lookup(

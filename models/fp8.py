@@ -33,6 +33,8 @@ from flax import nnx
 from flax.linen import fp8_ops
 from jax import lax
 
+from models.matmul import dot
+
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _PROMOTED = lax.Precision.HIGHEST
 _SMALLEST = 2.0**-100  # lower bound on a tensor's largest absolute value: 448 over it is still finite in fp32
@@ -121,7 +123,8 @@ def _project_forward(x, kernels, quantized, histories, contracted, out_dtype, la
     scaled = Scaled(layouts.multiplied(layouts.inputs(scaled.values)), scaled.scale)
     dims = range(x.ndim - contracted, x.ndim)
     products = [dot(scaled.values, k.values, dims, range(contracted), out_dtype) for k in quantized]
-    # The product gets its layout before it is scaled: a reduce-scatter must follow the matmul itself.
+    # The product gets its layout before it is scaled: a reduce-scatter must follow the matmul itself. Unscaled sums do
+    # not overflow: 448^2 times any number of terms is far below the largest bf16.
     outputs = [_scale(layouts.outputs(p), scaled.scale * k.scale) for p, k in zip(products, quantized)]
     likes = jnp.zeros((), x.dtype), [jnp.zeros((), k.dtype) for k in kernels]
     return tuple(outputs), (scaled, quantized, likes, histories, (amax, kernel_amax) if histories else ())
@@ -168,15 +171,6 @@ def _quantize(x: jax.Array, dtype, amax: jax.Array) -> Scaled:
     scale = fp8_ops.compute_scale(amax, jnp.float32(1), fp8_ops.get_fp8_max(dtype, jnp.float32))
     scale = jnp.where(jnp.isfinite(amax), scale, jnp.nan)
     return Scaled(fp8_ops.quantize(x, dtype, scale, jnp.float32), scale)
-
-
-def dot(a: jax.Array, b: jax.Array, a_dims, b_dims, dtype, precision=None) -> jax.Array:
-    """Return the product of fp8 values, summed over the mesh in `dtype` (bf16 or fp32).
-
-    The sum comes before the scale and does not overflow: 448^2 times any number of terms is far below the largest bf16.
-    By default a Hopper GPU adds all terms in its tensor cores; `precision` = `_PROMOTED` promotes partial sums to fp32.
-    """
-    return lax.dot_general(a, b, ((tuple(a_dims), tuple(b_dims)), ((), ())), precision, preferred_element_type=dtype)
 
 
 def _scale(product: jax.Array, scale: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from models import mxfp8 as block_scales
 from models import nvfp4 as four_bits
 from models.attention import NATURAL, TokenOrder
 from models.fp8 import Layouts
+from models.matmul import project
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")  # axes of the residual stream between blocks
 WHOLE_AXES = ("act_batch", "act_length", "act_embed")  # axes of the input of a block's matmuls
@@ -273,44 +273,3 @@ def _pinned(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
             return constrain(x, *axes)
 
     return pin
-
-
-def project(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype) -> jax.Array:
-    """Contract x with the kernel over its first `contracted` dims, under the precision rule of this module.
-
-    The kernel is cast once, outside of the custom_vjp. So a recomputed forward pass and the backward pass share the
-    cast kernel, and also the all-gather that FSDP puts after the cast.
-    """
-    return _project(x, kernel, lax.stop_gradient(kernel.astype(x.dtype)), contracted, out_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _project(x, kernel, cast, contracted, out_dtype):
-    del kernel  # only receives the gradient
-    return _dot(x, cast, _last(x, contracted), range(contracted), out_dtype)
-
-
-def _project_forward(x, kernel, cast, contracted, out_dtype):
-    like = jnp.zeros((), kernel.dtype)
-    return _project(x, kernel, cast, contracted, out_dtype), (x, cast, like)
-
-
-def _project_backward(contracted, out_dtype, residuals, g):
-    x, cast, like = residuals
-    g = g.astype(x.dtype)
-    dx = _dot(g, cast, _last(g, cast.ndim - contracted), range(contracted, cast.ndim), x.dtype)
-    leading = range(x.ndim - contracted)
-    wide = jnp.promote_types(x.dtype, like.dtype)  # a matmul with fp32 operands has no narrower product
-    return dx, _dot(x, g, leading, leading, wide).astype(like.dtype), None
-
-
-_project.defvjp(_project_forward, _project_backward)
-
-
-def _dot(a, b, a_dims, b_dims, dtype) -> jax.Array:
-    numbers = ((tuple(a_dims), tuple(b_dims)), ((), ()))
-    return lax.dot_general(a, b, numbers, preferred_element_type=dtype)
-
-
-def _last(x: jax.Array, n: int) -> range:
-    return range(x.ndim - n, x.ndim)

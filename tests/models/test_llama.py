@@ -12,8 +12,8 @@ from flax import nnx
 
 from models.attention import causal_attention, rotate
 from models.embedding import lookup
-from models.layers import project
 from models.llama import PRESETS, Llama
+from models.matmul import project
 
 PUBLISHED = {
     "llama_1b": 1_235_814_400,

@@ -20,8 +20,9 @@ from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
 from models import fp8, mxfp8, nvfp4
-from models.layers import Matmuls, project
+from models.layers import Matmuls
 from models.llama import Llama
+from models.matmul import project
 
 DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
 ROWS, INPUTS, OUTPUTS = 512, 256, 192
