@@ -249,7 +249,7 @@ class GPT(nnx.Module):
         self.config = c = dataclasses.replace(PRESETS[preset], **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat, context)
         self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
-        context, matmuls = check_context(context), Matmuls(fp8, mxfp8=mxfp8, fp8_scaling=fp8_scaling, nvfp4=nvfp4)
+        context, matmuls = check_context(context), Matmuls(fp8, fp8_scaling, mxfp8, nvfp4)
         table = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.positions = parameter(rngs, table, (c.length, c.embed), (None, "embed"), stack=None)

@@ -82,10 +82,10 @@ class Matmuls:
     """
 
     fp8: bool = False
-    collective: bool = False
-    mxfp8: bool = False
     fp8_scaling: str = "current"
+    mxfp8: bool = False
     nvfp4: bool = False
+    collective: bool = False
 
     def __post_init__(self):
         if self.fp8_scaling not in ("current", "delayed"):

@@ -220,7 +220,7 @@ class Llama(nnx.Module):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         self.deterministic = False  # nnx's `eval()` sets True, which means: not in training
-        matmuls = Matmuls(fp8, collective_matmul, mxfp8, fp8_scaling, nvfp4)
+        matmuls = Matmuls(fp8, fp8_scaling, mxfp8, nvfp4, collective_matmul)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
         self.layers = Block(c, context, matmuls=matmuls, rngs=rngs)
