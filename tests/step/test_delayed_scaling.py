@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
@@ -13,15 +14,44 @@ from flax.linen import fp8_ops
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.planning.resolved import make_train_step
-from meshkit.sharding import build_mesh
+from meshkit.sharding import build_mesh, constrain
+from models.layers import RESIDUAL_AXES, Matmuls, Projection, parameter, project_each
 from models.llama import Llama
+from models.remat import recompute
 
 DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
 SIZES = ["train.global_batch=16", "train.sequence_length=32", "profile.steps=", "train.evaluate_every=0"]
 DELAYED = ['train.precision="fp8"', 'train.fp8_scaling="delayed"']
 BATCH, LENGTH, STEPS = 16, 32, 3
 ONE = ["cluster.gpus_per_host=1", "mesh={data=1}"]
-FULLY_SHARDED = ["mesh.fsdp=4", "mesh.tensor="]
+GATED = [f'model={{class="{__name__}:Gated"}}']
+
+
+class Gated(nnx.Module):
+    """A language model of two gated perceptrons, which compiles several times as fast as a Llama."""
+
+    def __init__(self, *, rngs: nnx.Rngs, dtype=jnp.bfloat16, remat="none", fp8: bool, fp8_scaling: str):
+        self.table = parameter(rngs, jax.nn.initializers.normal(0.2), (256, 32), ("vocab", "embed"), stack=None)
+        self.layers, self.dtype, self.remat = GatedLayer(Matmuls(fp8, fp8_scaling), rngs), dtype, remat
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        graph, stacked = nnx.split(self.layers)
+        layer = recompute(lambda x, one: (nnx.merge(graph, one)(x), None), self.remat)
+        x, _ = jax.lax.scan(layer, self.table.get_value()[tokens].astype(self.dtype), stacked)
+        return x @ self.table.get_value().T.astype(self.dtype)
+
+
+class GatedLayer(nnx.Module):
+    def __init__(self, matmuls: Matmuls, rngs: nnx.Rngs):
+        def projection(name, inputs, outputs):
+            return Projection(name, inputs, outputs, stack=2, matmuls=matmuls, rngs=rngs)
+
+        self.gate, self.up = (projection(name, {"embed": 32}, {"mlp": 64}) for name in ("gate", "up"))
+        self.down = projection("down", {"mlp": 64}, {"embed": 32})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = project_each(constrain(x, *RESIDUAL_AXES), self.gate, self.up)
+        return x + self.down(jax.nn.silu(gate) * up)
 
 
 class FlaxDense(linen.Module):
@@ -56,24 +86,22 @@ def trained(*overrides: str) -> tuple[list[float], dict]:
 
 @pytest.fixture(scope="module")
 def on_one():
-    return trained(*ONE, *DELAYED)
+    return trained(*ONE, *DELAYED, *GATED)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [],
         ['train.remat="full"'],
         ["train.accumulate=2"],
-        ["train.accumulate=2", *FULLY_SHARDED],
-        ["train.accumulate=2", "rules.gradients={embed='fsdp'}", *FULLY_SHARDED],
-        ["compression={axis='data',dtype='bf16'}", *FULLY_SHARDED, 'rules.preset="hsdp"'],
+        ["train.accumulate=2", *ONE],
+        ["compression={axis='data',dtype='bf16'}", "mesh.fsdp=4", "mesh.tensor=", 'rules.preset="hsdp"'],
     ],
-    ids=["mesh", "remat", "accumulated", "reduced once", "reduced each time", "compressed"],
+    ids=["recomputed", "replicas", "one device", "compressed"],
 )
 def test_a_step_is_the_same_on_every_mesh_and_in_micro_batches(on_one, overrides):
     """Largest numbers within a few roundings of bf16; summed over two micro-batches they would be twice as large."""
-    losses, variables = trained(*DELAYED, *overrides)
+    losses, variables = trained(*DELAYED, *GATED, *overrides)
     np.testing.assert_allclose(losses, on_one[0], rtol=1e-3)
     for found, expected in zip(jax.tree.leaves(variables), jax.tree.leaves(on_one[1]), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0.1)
@@ -81,8 +109,8 @@ def test_a_step_is_the_same_on_every_mesh_and_in_micro_batches(on_one, overrides
 
 
 def test_projections_of_one_input_share_a_history(on_one):
-    mlp = on_one[1]["layers"]["mlp"]
-    np.testing.assert_array_equal(mlp["gate"]["amaxes"], mlp["up"]["amaxes"])
+    layers = on_one[1]["layers"]
+    np.testing.assert_array_equal(layers["gate"]["amaxes"], layers["up"]["amaxes"])
 
 
 def test_the_histories_of_flaxs_modules_are_kept_as_well():
