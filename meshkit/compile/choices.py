@@ -36,6 +36,7 @@ from meshkit.compile.options import CompileChoices, Option, chosen_options
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.config.places import Places
+from meshkit.config.precisions import PRECISIONS
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, TABLE, TABLE_OPTION
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import domains_spanned
@@ -43,7 +44,7 @@ from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.simulate import simulate, step_pricer
 from meshkit.sharding.resolve import placements_by_state
-from meshkit.sharding.strategy import BYTES_OF, AxisRoles, Weight, make_weights
+from meshkit.sharding.strategy import AxisRoles, Weight, make_weights
 from meshkit.step.program import TrainProgram
 from meshkit.units import format_bytes, format_seconds
 
@@ -240,7 +241,7 @@ def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | N
         placement: the place of each partition, which decides how many NVLink domains a group spans.
     """
     placed = placements_by_state(program.model.params, program.mesh, program.rules)
-    sizes, bytes_each = program.mesh.shape, BYTES_OF[program.spec.train.precision]
+    sizes, bytes_each = program.mesh.shape, PRECISIONS[program.spec.train.precision].item_bytes
     moved: dict[tuple[str, ...], float] = {}
     for weight in make_weights(placed, AxisRoles.read(program.rules)):
         axes = _gathered_over(weight, program.deferred, sizes)

@@ -23,6 +23,7 @@ from meshkit.config.fewer_hosts import fit_to_hosts
 from meshkit.config.files import Override, TomlDocument, as_table
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.config.places import Places
+from meshkit.config.precisions import PRECISIONS
 from meshkit.config.rules import PRESETS, ShardingRules, preset_rules
 from meshkit.config.sections import (
     PGLE_OPTION,
@@ -515,7 +516,7 @@ def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch
 
 
 def _check_rounds(table: ExperimentTable) -> None:
-    """Refuse sections that local SGD excludes, and counts of steps that are not whole rounds of local SGD."""
+    """Refuse sections and keys that local SGD excludes, and counts of steps that are not whole rounds of local SGD."""
     if table.local_sgd is None:
         return
     every = table.local_sgd.every
@@ -525,6 +526,9 @@ def _check_rounds(table: ExperimentTable) -> None:
     if table.compression is not None:
         message = "local_sgd exchanges parameters once a round, so there are no gradients to compress."
         raise SpecError(message, key=("compression", "axis"), hint="one of the two sections")
+    if table.train.parameter_precision != "fp32":
+        message = "local_sgd adds up differences of parameters, which are too small for bf16."
+        raise SpecError(message, key=("train", "parameter_precision"), hint='parameter_precision = "fp32"')
     if table.optimizer.memory == "host":
         message = "local_sgd needs the optimizer's state on the GPU during the whole round."
         raise SpecError(message, key=("optimizer", "memory"), value="host", hint='memory = "device"')
@@ -578,13 +582,16 @@ def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
 def _check_pipeline(
     table: ExperimentTable, pipeline: PipelineTable, rules: ShardingRules, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse an unknown or used axis, sizes that the schedule cannot have, and other ways to exchange gradients."""
+    """Refuse an unknown or used axis, sizes that the schedule cannot have, and keys that a pipeline excludes."""
     axis, count, accumulate = pipeline.axis or "", pipeline.microbatches, table.train.accumulate
     if axis not in sizes:
         message = f"pipeline.axis names mesh axis '{axis}', but the mesh has {', '.join(sizes)}."
         raise SpecError(message, key=("pipeline", "axis"), value=axis, hint=did_you_mean(axis, sizes))
     _check_pipeline_rules(axis, rules)
     _check_schedule(pipeline, sizes[axis])
+    if PRECISIONS[table.train.precision].block:
+        message = "XLA cannot partition block-scaled matmuls inside of a pipeline's stage."
+        raise SpecError(message, key=("train", "precision"), hint='precision = "fp8", or no [pipeline]')
     if accumulate > 1:
         message = f"a pipeline adds up its {count} microbatches itself: train.accumulate must be 1."
         hint = f"train.accumulate = 1 and pipeline.microbatches = {count * accumulate}"

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from meshkit.config.places import Places
+from meshkit.config.precisions import PrecisionName
 from meshkit.config.rules import from_pairs
 from meshkit.config.toml import (
     FUNCTION_PATTERN,
@@ -311,7 +312,7 @@ class TrainTable(ProgramTrainTable):
     global_batch: Count = Field(description="number of sequences or examples in a step, over all devices")
     sequence_length: Count = Field(default=1, examples=[4096], description="number of tokens in a sequence")
     accumulate: Count = Field(default=1, description="number of micro-batches whose gradients a step adds up")
-    precision: Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"] = Field(
+    precision: PrecisionName = Field(
         default="bf16",
         description="precision of compute (fp8, mxfp8, nvfp4: linear layers, with bf16 for the rest; nvfp4 in plans "
         "alone); parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
@@ -629,38 +630,47 @@ class ProgramTable(TomlTable):
     options: dict[str, Any] = Field(default={}, description="keyword arguments of the function that program.make names")
 
 
+# The sections that both kinds of experiment files have, each in its place among the others.
+_ExperimentName = Annotated[Name | None, Field(description="name of the experiment; default the file's name")]
+_Machines = Annotated[
+    Any,
+    WithJsonSchema({"type": ["string", "object"]}),
+    Field(
+        examples=["dgx_h100"],
+        description="the machines: the name of a shipped cluster, the path of a cluster file, or a table",
+    ),
+]
+_Axes = Annotated[dict[str, MeshAxisValue], Field(description="size of each mesh axis, the outermost axis first")]
+_Captured = Annotated[ProfileTable, Field(description="steps that are captured")]
+_Failures = Annotated[FailuresTable, Field(description="how often hosts fail, and what a failure costs")]
+_Silenced = Annotated[LintTable, Field(description="findings that the lint does not report")]
+_XlaOptions = Annotated[dict[str, Option], Field(description="options of XLA by their names")]
+
+
 class ProgramExperimentTable(TomlTable):
     """A whole experiment file with a `[program]`."""
 
-    name: Name | None = Field(default=None, description="name of the experiment; default the file's name")
-    cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
-        examples=["dgx_h100"],
-        description="the machines: the name of a shipped cluster, the path of a cluster file, or a table",
-    )
-    mesh: dict[str, MeshAxisValue] = Field(description="size of each mesh axis, the outermost axis first")
+    name: _ExperimentName = None
+    cluster: _Machines
+    mesh: _Axes
     program: ProgramTable = Field(description="the user's own training step")
     rules: RulesTable | None = Field(default=None, description="sharding rules, which only the lint reads")
     train: ProgramTrainTable = Field(
         default=ProgramTrainTable.model_construct(), description="training loop around the user's own step"
     )
-    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="steps that are captured")
-    failures: FailuresTable = Field(
-        default=FailuresTable.model_construct(), description="how often hosts fail, and what a failure costs"
-    )
-    lint: LintTable = Field(default=LintTable.model_construct(), description="findings that the lint does not report")
-    xla: dict[str, Option] = Field(default={}, description="options of XLA by their names")
+    profile: _Captured = ProfileTable.model_construct()
+    failures: _Failures = FailuresTable.model_construct()
+    lint: _Silenced = LintTable.model_construct()
+    xla: _XlaOptions = {}
 
 
 class ExperimentTable(TomlTable):
     """A whole experiment file."""
 
-    name: Name | None = Field(default=None, description="name of the experiment; default the file's name")
-    cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
-        examples=["dgx_h100"],
-        description="the machines: the name of a shipped cluster, the path of a cluster file, or a table",
-    )
+    name: _ExperimentName = None
+    cluster: _Machines
     model: ModelTable = Field(description="class and options of the model")
-    mesh: dict[str, MeshAxisValue] = Field(description="size of each mesh axis, the outermost axis first")
+    mesh: _Axes
     rules: RulesTable = Field(default=RulesTable.model_construct(), description="mesh axes that shard each array")
     train: TrainTable = Field(description="training loop")
     optimizer: OptimizerTable = Field(
@@ -670,10 +680,8 @@ class ExperimentTable(TomlTable):
     checkpoint: CheckpointTable = Field(
         default=CheckpointTable.model_construct(), description="when checkpoints are written"
     )
-    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="steps that are captured")
-    failures: FailuresTable = Field(
-        default=FailuresTable.model_construct(), description="how often hosts fail, and what a failure costs"
-    )
+    profile: _Captured = ProfileTable.model_construct()
+    failures: _Failures = FailuresTable.model_construct()
     launch: LaunchTable = Field(
         default=LaunchTable.model_construct(), description="how a job goes on after it has lost a host"
     )
@@ -684,5 +692,5 @@ class ExperimentTable(TomlTable):
         default=None, description="gradients that are reduced over one mesh axis in fewer bits"
     )
     pipeline: PipelineTable | None = Field(default=None, description="layers in stages along one mesh axis")
-    lint: LintTable = Field(default=LintTable.model_construct(), description="findings that the lint does not report")
-    xla: dict[str, Option] = Field(default={}, description="options of XLA by their names")
+    lint: _Silenced = LintTable.model_construct()
+    xla: _XlaOptions = {}

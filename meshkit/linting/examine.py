@@ -27,6 +27,7 @@ from meshkit.compile.options import PLAIN
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshAxis, MeshSpec
+from meshkit.config.precisions import PRECISIONS
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import AllowTable
 from meshkit.errors import ConfigError, check_kinds
@@ -38,7 +39,7 @@ from meshkit.linting.ways import FAILS, WAY, apart_axes, is_part
 from meshkit.sharding.constrain import Activation, partition_spec, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh, described
 from meshkit.sharding.resolve import STATES, Placed, array_of, placements, placements_by_state
-from meshkit.sharding.strategy import BYTES_OF, SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
+from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
 from meshkit.step.given import Groups, Program, group_arguments, held_bytes
 from meshkit.step.muon import SCOPE
 from meshkit.step.program import TrainProgram, local_bytes
@@ -309,6 +310,7 @@ def examine(
     placed = placements_by_state(model.params, mesh, rules)
     others = placements(model.variables, mesh, rules)
     deferred, train = frozenset(program.deferred), how.train
+    precision = PRECISIONS[train.precision]
     subject = Subject(
         parameters=placed["parameters"],
         activations=activations,
@@ -327,9 +329,10 @@ def examine(
         accumulate=train.accumulate,
         steps_per_call=program.steps_per_call,
         deferred=deferred,
-        compute_bytes=BYTES_OF[train.precision],
-        reduce_bytes=BYTES_OF[train.reduce_precision],
-        block={"mxfp8": 32, "nvfp4": 16}.get(train.precision, 0),
+        compute_bytes=precision.item_bytes,
+        reduce_bytes=PRECISIONS[train.reduce_precision].item_bytes,
+        block=precision.block,
+        packed=precision.packed,
         local_sgd=how.local_sgd.axis,
         compression=how.compression.axis,
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[how.compression.dtype],

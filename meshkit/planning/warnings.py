@@ -9,11 +9,12 @@ from dataclasses import replace
 from meshkit.compile.choices import LIMIT, NO_LIMIT
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
+from meshkit.config.precisions import PRECISIONS
 from meshkit.hlo.module import Schedule
 from meshkit.linting.placements import Finding
 from meshkit.predict import coverage
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
+from meshkit.predict.kernels import calibration_note, precision_of
 from meshkit.predict.pricing import Pricer
 from meshkit.predict.simulate import Simulation
 from meshkit.predict.ways import RAGGED
@@ -78,7 +79,7 @@ def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_
     """Warn if the GPU does not multiply in the requested precision."""
     if precision is None or cluster.gpu.compute_capability is None:
         return []
-    runs_as = precision_of(cluster.gpu, COMPUTE_DTYPE[precision])
+    runs_as = precision_of(cluster.gpu, PRECISIONS[precision].operands)
     if precision != "fp8" or runs_as == "fp8":
         return []
     instead = "bf16" if runs_as == "bf16" else "fp32"

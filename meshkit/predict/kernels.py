@@ -35,13 +35,11 @@ import numpy as np
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import Rates
 from meshkit.config.cluster import Cluster, Gpu
+from meshkit.config.precisions import PRECISIONS
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.assumptions import Assumptions
 from meshkit.units import format_count, format_rate
 
-# Precision of `[train]` -> element type of the operands of matmuls.
-COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn",
-                 "mxfp8": "mxfp8", "nvfp4": "f4e2m1fn"}  # fmt: skip
 # XLA's element type -> precision of the catalog. By XLA's default, fp32 matmuls run as TF32 on GPUs that have it.
 _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32",
               "mxfp8": "mxfp8", "f4e2m1fn": "nvfp4"}  # fmt: skip
@@ -93,7 +91,7 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
     Raises:
         KeyError: the precision is unknown (only on a GPU).
     """
-    return peak_flops(gpu, COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
+    return peak_flops(gpu, PRECISIONS[precision].operands) if gpu.peak_flops else None
 
 
 @dataclass(frozen=True)

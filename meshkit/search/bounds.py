@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec
+from meshkit.config.precisions import PRECISIONS
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError
@@ -37,7 +38,6 @@ from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
 from meshkit.units import format_bytes
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}  # Bytes of activations and gathered weights.
 _RESIDUAL = "embed"
 # The constants down to `_KEPT_OF_ALL` only order the compiles, and were fitted to plans of llama3_70b on 64 H100. The
 # first three are exposed shares: of a weight's gather with one micro-batch and with several, and of an activation's
@@ -258,7 +258,7 @@ class Bounds:
         (residual,) = variant.rules.spec_for(("act_residual_length",), kind="activations")
         (length,) = variant.rules.spec_for(("act_length",), kind="activations")
         width /= math.prod(sizes[a] for a in residual if a not in length)
-        each = tokens * self._layers * _BYTES[variant.train.precision]
+        each = tokens * self._layers * PRECISIONS[variant.train.precision].item_bytes
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
         # The backward pass does not need outputs that are added to the residual stream, so the bound leaves them out.
         stays = 0 if policy.input_leaves else 1
@@ -279,8 +279,8 @@ class Bounds:
     ) -> dict[str, list[_Payload]]:
         """Return the least communication of a step: of weights over token axes, of activations over the other axes."""
         sizes = variant.mesh.sizes
-        bytes_each = _BYTES[variant.train.precision]
-        reduce_bytes = _BYTES[variant.train.reduce_precision]
+        bytes_each = PRECISIONS[variant.train.precision].item_bytes
+        reduce_bytes = PRECISIONS[variant.train.reduce_precision].item_bytes
         gathered: dict[tuple[str, ...], float] = defaultdict(float)
         scattered: dict[tuple[str, ...], float] = defaultdict(float)
         reduced: dict[tuple[str, ...], float] = defaultdict(float)
@@ -392,8 +392,9 @@ def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) 
 def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
     optimizer = variant.optimizer
     unknown = optimizer.memory == "host" or optimizer.class_path is not None
-    moments = 0 if unknown else 4 + _BYTES[optimizer.dtype]
-    state = _BYTES[variant.train.parameter_precision] * sum(_local(leaf, sizes) for leaf in places["parameters"])
+    moments = 0 if unknown else 4 + PRECISIONS[optimizer.dtype].item_bytes
+    kept = PRECISIONS[variant.train.parameter_precision].item_bytes
+    state = kept * sum(_local(leaf, sizes) for leaf in places["parameters"])
     return state + moments * sum(_local(leaf, sizes) for leaf in places["optimizer"])
 
 
@@ -402,7 +403,7 @@ def _gradient_bytes(
 ) -> float:
     """Return the bytes of gradients: fp32 sums over micro-batches, or the reduction's dtype without accumulation."""
     if variant.train.accumulate == 1:
-        each = _BYTES[variant.train.reduce_precision]
+        each = PRECISIONS[variant.train.reduce_precision].item_bytes
         return each * sum(_local(leaf, sizes) for leaf in places["optimizer"])
     return 4 * sum(_local(leaf, sizes, deferred) for leaf in places["gradients"])
 
@@ -412,7 +413,7 @@ def _whole_weights_bytes(
 ) -> float:
     """Return the bytes of weights that are gathered once over deferred axes and then held for the whole step."""
     cut = [leaf for leaf in leaves if any(a in deferred for axes in leaf.spec for a in axes)]
-    return _BYTES[variant.train.precision] * sum(_local(leaf, sizes, deferred) for leaf in cut)
+    return PRECISIONS[variant.train.precision].item_bytes * sum(_local(leaf, sizes, deferred) for leaf in cut)
 
 
 def _vocabulary(leaves: Sequence[Placed], sizes: Mapping[str, int]) -> float:

@@ -33,8 +33,6 @@ ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-sca
 ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
 
 Axes = frozenset[str]
-# Precision -> bytes of an element that is computed or sent in it.
-BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2, "int8": 1}
 # Logical axes whose mesh axes are tensor or expert parallelism.
 _TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
 _TENSOR_PARAMETERS = ("heads", "kv_heads", "mlp", "vocab")
@@ -167,6 +165,8 @@ class Strategy:
     """Bytes of a gradient's element on the wire."""
     block: int = 0
     """Elements of a weight that share one scale; scales are gathered too. 0 means no scales."""
+    packed: int = 1
+    """Elements of a weight that XLA gathers as one byte, where they are shorter."""
     local_sgd: str | None = None
     """The axis of local SGD; None if it is off."""
     compression: str | None = None
@@ -237,8 +237,7 @@ class Strategy:
                            else item) for w in of)  # fmt: skip
         counts = {n for w in of for n in self._whole(w, over)}
         counts |= {n // self.block for n in counts} if self.block else set()
-        # XLA gathers NVFP4, which has 16 elements to a scale, as bytes of two.
-        packed = {n // 2 for n in counts} if self.block == 16 else set()
+        packed = {n // self.packed for n in counts} if self.packed > 1 else set()
         fits = lambda p: p.elements in (counts if p.is_float else packed)
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), fits, bound)
 

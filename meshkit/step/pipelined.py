@@ -189,9 +189,6 @@ def make_pipelined(
     table = spec.pipeline
     axis = table.axis
     assert axis is not None
-    if spec.train.precision in ("mxfp8", "nvfp4"):
-        message = "XLA cannot partition block-scaled matmuls inside of a pipeline's stage."
-        raise spec.places.error("train.precision", message, hint='precision = "fp8", or no [pipeline]')
     batch, length = rules.spec_for(("act_batch", "act_length"), kind="activations")
     data = (*batch, *length)
     layout = _whole_gradients(spec.places, layout, data)

@@ -29,6 +29,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.places import UserCode, raised_by_user
+from meshkit.config.precisions import PRECISIONS
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError, a_type
@@ -43,13 +44,8 @@ from meshkit.step.spec import StepSpec
 
 LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
 HOST_MEMORY = "pinned_host"  # jax's name for host memory that the GPU can access directly
-DTYPES = {
-    "fp32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "fp8": jnp.bfloat16,
-    "mxfp8": jnp.bfloat16,
-    "nvfp4": jnp.bfloat16,
-}  # of activations
+# The dtype of activations in each precision.
+DTYPES = {name: jnp.float32 if p.item_bytes == 4 else jnp.bfloat16 for name, p in PRECISIONS.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -91,10 +87,11 @@ class ModelDescription:
         """Return the module with abstract arrays, to call its methods that need no values."""
         return nnx.merge(self.graph, self.params, self.variables)
 
+    @functools.cached_property
     def histories(self) -> Any:
-        """Return the nested dict of the variables with True for those of fp8 scaling.
+        """The nested dict of the variables with True for histories of fp8 scaling, whose gradients are the next ones.
 
-        They are of the collection in which flax's modules keep them: the gradient of one is its next value.
+        They are of the collection in which flax's modules keep them.
         """
         kind = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
         marked = jax.tree.map(lambda leaf: leaf.replace(isinstance(leaf, kind)), self.variables, is_leaf=_is_variable)
@@ -182,7 +179,7 @@ def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) ->
         options["preset"] = spec.model.preset
     if "dtype" in accepted:
         options.setdefault("dtype", DTYPES[train.precision])
-    if (name := train.precision) in ("fp8", "mxfp8", "nvfp4"):
+    if PRECISIONS[name := train.precision].few_bits:
         if name not in accepted:
             message = f"{spec.model_class.name} takes no `{name}` argument, so its linear layers cannot compute in it."
             raise spec.places.error("train.precision", message, hint='precision = "bf16"')

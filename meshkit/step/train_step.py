@@ -71,7 +71,6 @@ from meshkit.step.state import (
 
 __all__ = ["TrainProgram", "build_train_step"]
 _NOT_DECAYED = ("scale", "bias", "sinks")
-_MOMENT = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def update_params(
@@ -208,10 +207,9 @@ class StepFunctions:
     def _loss_and_gradients(self, weights, given, batch, rng, exchanged) -> tuple[Sums, Any]:
         """Return the Sums of a micro-batch, with fp32 gradients in the accumulators' layout, and the new variables.
 
-
         All micro-batches of a step use the same histories of fp8 scaling, the variables'; the next are in the sums.
         """
-        histories = jax.tree.map(lambda kept, x: x if kept else None, self.model.histories(), given)
+        histories = jax.tree.map(lambda kept, x: x if kept else None, self.model.histories, given)
 
         def forward(weights, histories):
             variables = self._with_histories(given, histories)
@@ -227,7 +225,7 @@ class StepFunctions:
 
     def _with_histories(self, variables: Any, histories: Any) -> Any:
         choose = lambda kept, history, x: history if kept else x
-        return jax.tree.map(choose, self.model.histories(), histories, variables)
+        return jax.tree.map(choose, self.model.histories, histories, variables)
 
     def _forward(self, rules: ShardingRules, weights, variables, batch, rng, *, training: bool = True):
         """Return loss_sum, (weight, metrics, new variables) of the user's loss, run inside the sharding scope."""
@@ -267,9 +265,6 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
     step = inner = _build_step(spec, mesh, rules)
     local = None
     if (algorithm := find_local_sgd(spec.local_sgd, spec.places, mesh, step.layout)) is not None:
-        if spec.train.parameter_precision != "fp32":
-            message = "[local_sgd] adds up what parameters differ by, too little for bf16."
-            raise spec.places.error("train.parameter_precision", message, hint='parameter_precision = "fp32"')
         inner = _build_step(spec, mesh, rules.without((algorithm.axis,)))
         local = LocalSgdStep(algorithm, inner.train, step.micro.batch_axes)
     params = nnx.to_pure_dict(step.model.params)
@@ -355,7 +350,7 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunc
         )
     count = spec.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
-    separable = all(jax.tree.leaves(model.histories()))
+    separable = all(jax.tree.leaves(model.histories))
     deferred = deferred_axes(rules, mesh) if separable and count > 1 else ()
     exchange = _find_exchange(spec, mesh, layout, separable) if spec.local_sgd.axis is None else None
     if exchange:
@@ -487,7 +482,7 @@ def make_optimizer(
             make_schedule(spec, steps),
             momentum=spec.momentum,
             weight_decay=spec.weight_decay,
-            dtype=_MOMENT[spec.dtype],
+            dtype=DTYPES[spec.dtype],
             others=own,
         )
     return optax.chain(*clip, own)
@@ -505,7 +500,7 @@ def make_adamw(spec: OptimizerTable, steps: int) -> optax.GradientTransformation
         b1=spec.b1,
         b2=spec.b2,
         eps=spec.eps,
-        mu_dtype=_MOMENT[spec.dtype],
+        mu_dtype=DTYPES[spec.dtype],
         weight_decay=spec.weight_decay,
         mask=decayed,
     )

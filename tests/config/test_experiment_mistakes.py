@@ -77,6 +77,8 @@ MISTAKES = [
     ("delayed_bf16", change("steps = 10", 'fp8_scaling = "delayed"'), 'delayed scaling is of fp8, and train.precision = "bf16"', ":20: train.fp8_scaling", 'precision = "fp8"'),
     ("delayed_pipeline", change("steps = 10", 'precision = "fp8"\nfp8_scaling = "delayed"\n[pipeline]\naxis = "tensor"\nmicrobatches = 2').replace('mlp = "tensor"\n', ""), "stages of a pipeline do not hand on the history", ":20: train.fp8_scaling", "current"),
     ("delayed_replicas", change("steps = 10", 'precision = "fp8"\nfp8_scaling = "delayed"\n[local_sgd]\naxis = "data"\nevery = 10'), "replicas of local_sgd do not agree on the history", ":21: train.fp8_scaling", "current"),
+    ("bf16_replicas", change("steps = 10", 'parameter_precision = "bf16"\n[local_sgd]\naxis = "data"\nevery = 10'), "too small for bf16", ":20: train.parameter_precision", 'parameter_precision = "fp32"'),
+    ("blocks_in_a_pipeline", change("steps = 10", 'precision = "mxfp8"\n[pipeline]\naxis = "tensor"\nmicrobatches = 2').replace('mlp = "tensor"\n', ""), "block-scaled matmuls inside of a pipeline's stage", ":19: train.precision", 'precision = "fp8"'),
     ("remat_empty", change("steps = 10", "remat = []"), "train.remat must be the name of a policy, or a list of names to keep, not an empty list", ":20: train.remat = []", "remat = "),
     ("remat_twice", change("steps = 10", 'remat = ["up", "up"]'), 'train.remat = ["up", "up"] lists a name twice', ':20: train.remat = ["up", "up"]', "remat = "),
     ("remat_number", change("steps = 10", 'remat = ["up", 3]'), "train.remat holds 3, which is not a valid name", ':20: train.remat = ["up", 3]', "remat = "),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-import meshkit as mk
 from meshkit.config.experiment import load
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding.mesh import build_mesh
@@ -59,11 +58,3 @@ def test_a_step_on_eight_devices_is_that_of_fp32_on_one_rounded(kept):
         differing = np.asarray(leaf) != rounded
         assert differing.mean() < 0.01
         np.testing.assert_allclose(np.asarray(leaf, np.float32), np.asarray(rounded, np.float32), rtol=2**-7, atol=1e-6)
-
-
-def test_local_sgd_refuses_it():
-    experiment = load(
-        "configs/experiments/llama_debug_cpu.toml", ['local_sgd={ axis = "data" }', 'train.parameter_precision="bf16"']
-    )
-    with pytest.raises(mk.ConfigError, match="adds up what parameters differ by"):
-        make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
