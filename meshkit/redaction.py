@@ -83,10 +83,9 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
-def recorded_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def recorded_environment() -> dict[str, str]:
     """Return the part of the environment that may be written to a file."""
-    env = os.environ if environment is None else environment
-    return {name: redact(env[name], env) for name in RECORDED if name in env}
+    return {name: redact(os.environ[name]) for name in RECORDED if name in os.environ}
 
 
 def redact_streams() -> None:

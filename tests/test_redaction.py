@@ -208,9 +208,10 @@ def test_a_url_with_a_password():
     assert not has_credentials("https://host:443/x")
 
 
-def test_of_the_environment_an_allowed_list_is_recorded():
+def test_of_the_environment_an_allowed_list_is_recorded(monkeypatch):
     environment = {**ENVIRONMENT, "XLA_FLAGS": "--xla_a=hf_12345678", "HOME": "/home/x"}
-    assert recorded_environment(environment) == {"XLA_FLAGS": "--xla_a=***"}
+    monkeypatch.setattr("os.environ", environment)
+    assert recorded_environment() == {"XLA_FLAGS": "--xla_a=***"}
 
 
 def test_errors_show_no_secret(monkeypatch):

@@ -422,7 +422,7 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
     of_nnx = _is_of_nnx(step)
     if hasattr(step, "trace") and not of_nnx:
         return step, tuple(args)
-    is_module = nnx.graphlib.is_graph_node if of_nnx else _is_object
+    is_module = nnx.graphlib.is_graph_node if of_nnx else lambda leaf: isinstance(leaf, nnx.Pytree)
     leaves, tree = jax.tree.flatten(tuple(args), is_leaf=is_module)
     modules = [i for i, leaf in enumerate(leaves) if is_module(leaf)]
     if not modules and not of_nnx:
@@ -456,10 +456,6 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
 def _is_of_nnx(step: Any) -> bool:
     """Return whether `nnx.jit` made the step. A wrapper by `functools.wraps` has `jitted_fn`, but not `trace`."""
     return hasattr(step, "trace") and hasattr(step, "jitted_fn")
-
-
-def _is_object(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Pytree)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -124,28 +124,21 @@ def options_hash(options: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def planners_options(*, jaxlib: str | None = None) -> dict[str, object]:
-    """Return the options of PLANNERS for a jaxlib release (default: the installed one)."""
-    release = jaxlib or version_of("jaxlib") or ""
+def planners_options() -> dict[str, object]:
+    """Return the options of PLANNERS for the installed jaxlib."""
+    release = version_of("jaxlib") or ""
     return {o.name: o.value for o in PLANNERS if _is_for(o, release)}
 
 
-def chosen_options(
-    gpu: Gpu,
-    user: Mapping[str, Any] | None = None,
-    derived: Sequence[Option] = (),
-    *,
-    jaxlib: str | None = None,
-) -> list[Option]:
+def chosen_options(gpu: Gpu, user: Mapping[str, Any] | None = None, derived: Sequence[Option] = ()) -> list[Option]:
     """Return the options for one GPU: meshkit's own, those derived from the program, and the user's, which win.
 
     Args:
         gpu: the GPU to compile for.
         user: the user's options by name; the returned options have the reason `[xla]`.
         derived: options that follow from the program; see choices.py.
-        jaxlib: the jaxlib release (default: the installed one).
     """
-    release = jaxlib or version_of("jaxlib") or ""
+    release = version_of("jaxlib") or ""
     before_hopper = gpu.compute_capability is not None and gpu.compute_capability < (9, 0)
     own = (o for o in (*OPTIONS, *derived) if (o.applies == "all" or before_hopper) and _is_for(o, release))
     by_name = {o.name: o for o in own}

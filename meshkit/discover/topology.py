@@ -180,10 +180,6 @@ class Topology:
     nothing_here: str = ""
     """The reason why there is no GPU, in one sentence; empty if there is one."""
 
-    def connection(self, a: str, b: str) -> Connection | None:
-        """Return the connection of two devices, in either order."""
-        return self._paths.get(a, {}).get(b)
-
     def nearest_nics(self, gpu: str) -> tuple[str, tuple[FoundNic, ...]]:
         """Return the shortest kind of path from a GPU to any NIC, and the NICs with this path; ("", ()) if unknown."""
         paths = self._paths.get(gpu, {})

@@ -73,15 +73,6 @@ def read_program(module: Module, placement: Placement) -> ReadProgram:
     return ReadProgram(schedule, *reader.communication())
 
 
-def read_collectives(module: Module, placement: Placement) -> dict[str, Collective]:
-    """Return name of an instruction -> collective; if it is in an async start or a fusion, under both names.
-
-    Raises:
-        ProgramError: as `read_program`.
-    """
-    return _Reader(module, placement).communication()[0]
-
-
 def read_schedule(module: Module, placement: Placement) -> Schedule:
     """Return a scheduled program as a Schedule, whose `notes` name what it could not price or count.
 

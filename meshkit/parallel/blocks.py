@@ -260,8 +260,17 @@ def fused_attention(
     `jax.nn.dot_product_attention` refuses such values, and the `jax.vmap` rule of its cuDNN primitive assumes that
     values are as large as keys.
     """
-    kernels = _cudnn_kernels(q, k, v, True)
-    forward, backward = (mapped_as_batch(kernel) for kernel in kernels)
+    forward, backward = (mapped_as_batch(kernel) for kernel in _cudnn_kernels(q, k, v, True))
+    return differentiable(forward, lambda q, k, v, out, lse, g: backward(q, k, v, g, out, lse))(q, k, v)
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable[..., jax.Array]:
+    """Return attention whose backward pass needs only q, k, v, the output and the log-sum-exp.
+
+    Args:
+        forward: (q, k, v) -> (output, log-sum-exp).
+        backward: (q, k, v, output, log-sum-exp, gradient of the output) -> gradients of q, k and v.
+    """
 
     @jax.custom_vjp
     def attention(q, k, v):
@@ -271,12 +280,8 @@ def fused_attention(
         out, lse = (checkpoint_name(x, ATTENTION) for x in forward(q, k, v))
         return out, (q, k, v, out, lse)
 
-    def gradients(residuals, g):
-        q, k, v, out, lse = residuals
-        return backward(q, k, v, g, out, lse)
-
-    attention.defvjp(save, gradients)
-    return attention(q, k, v)
+    attention.defvjp(save, lambda residuals, g: backward(*residuals, g))
+    return attention
 
 
 def mapped_as_batch(kernel: Callable) -> Callable:

@@ -39,7 +39,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshkit.errors import ConfigError
-from meshkit.parallel.blocks import ATTENTION, attend, attend_gradients, merge
+from meshkit.parallel.blocks import ATTENTION, attend, attend_gradients, differentiable, merge
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, choose_implementation, restore
 from meshkit.sharding.constrain import partition_spec
 
@@ -99,29 +99,14 @@ def gathered_attention(
 
 def _attention(q, k, v, layout: ContextLayout, causal: bool, balanced: bool, exchange: type) -> jax.Array:
     layout.check(q, k, v)
-    if not causal or layout.ways == 1:
-        return _context_attention(q, k, v, layout, causal, exchange)
-    layout.check_balanced(q.shape[1])
-    if balanced:
-        return _context_attention(q, k, v, layout, causal, exchange)
+    ordered = causal and layout.ways > 1
+    if ordered:
+        layout.check_balanced(q.shape[1])
+    attention = differentiable(*_kernels(q, layout, causal, exchange))
+    if balanced or not ordered:
+        return attention(q, k, v)
     q, k, v = (balance(x, layout, layout.array) for x in (q, k, v))
-    return restore(_context_attention(q, k, v, layout, causal, exchange), layout, layout.array)
-
-
-def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: type) -> jax.Array:
-    """Return attention whose backward pass needs only shards of q, k, v, the output and the log-sum-exp."""
-    forward, backward = _kernels(q, layout, causal, exchange)
-
-    @jax.custom_vjp
-    def attention(q, k, v):
-        return forward(q, k, v)[0]
-
-    def save(q, k, v):
-        out, lse = (checkpoint_name(x, ATTENTION) for x in forward(q, k, v))
-        return out, (q, k, v, out, lse)
-
-    attention.defvjp(save, lambda residuals, g: backward(*residuals, g))
-    return attention(q, k, v)
+    return restore(attention(q, k, v), layout, layout.array)
 
 
 def causal_kernels(q: Queries, layout: ContextLayout, context: str, window: int | None = None) -> Kernels:

@@ -209,35 +209,30 @@ def positions_here(length: int, layout: ContextLayout, *, balanced: bool) -> Int
     return lax.dynamic_slice_in_dim(positions, lax.axis_index(layout.length) * length, length)
 
 
-def balance(
-    x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
-) -> Shaped[Array, "*dims"]:
+def balance(x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec) -> Shaped[Array, "*dims"]:
     """Reorder x from natural into balanced order, by two collective-permutes of half of x each.
 
     Args:
-        x: any array with a dim that the length axes of the layout cut.
+        x: any array whose second dim the length axes of the layout cut.
         spec: PartitionSpec of x.
-        dim: number of that dim.
 
     Raises:
         ConfigError: the length does not divide into two chunks per GPU.
     """
-    return _reordered(x, layout, spec, dim, (_to_balanced, _to_natural))
+    return _reordered(x, layout, spec, (_to_balanced, _to_natural))
 
 
-def restore(
-    x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
-) -> Shaped[Array, "*dims"]:
+def restore(x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec) -> Shaped[Array, "*dims"]:
     """Reorder x from balanced back into natural order, with the arguments and the communication of `balance`."""
-    return _reordered(x, layout, spec, dim, (_to_natural, _to_balanced))
+    return _reordered(x, layout, spec, (_to_natural, _to_balanced))
 
 
-def _reordered(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: int, directions: Sequence[Callable]):
+def _reordered(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, directions: Sequence[Callable]):
     """Reorder x in the first direction, its gradient in the second: jax's transpose would sum over replicated axes."""
-    layout.check_balanced(x.shape[dim])
+    layout.check_balanced(x.shape[1])
 
     def run(direction, x):
-        return layout.run(partial(direction, layout, dim), spec, spec)(x)
+        return layout.run(partial(direction, layout), spec, spec)(x)
 
     forth, back = (partial(run, direction) for direction in directions)
     reorder = jax.custom_vjp(forth)
@@ -245,19 +240,19 @@ def _reordered(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: in
     return reorder(x)
 
 
-def _to_balanced(layout: ContextLayout, dim: int, x: jax.Array) -> jax.Array:
-    even, odd = jnp.split(x, 2, axis=dim)  # chunks 2 i and 2 i + 1 of GPU i
+def _to_balanced(layout: ContextLayout, x: jax.Array) -> jax.Array:
+    even, odd = jnp.split(x, 2, axis=1)  # chunks 2 i and 2 i + 1 of GPU i
     even = lax.ppermute(even, layout.length, _moves(layout.ways, 0))
     odd = lax.ppermute(odd, layout.length, _moves(layout.ways, 1))
-    return _swapped_on_odd_gpus(even, odd, layout.length, dim)
+    return _swapped_on_odd_gpus(even, odd, layout.length)
 
 
-def _to_natural(layout: ContextLayout, dim: int, x: jax.Array) -> jax.Array:
-    first, second = jnp.split(x, 2, axis=dim)
-    even, odd = jnp.split(_swapped_on_odd_gpus(first, second, layout.length, dim), 2, axis=dim)
+def _to_natural(layout: ContextLayout, x: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, axis=1)
+    even, odd = jnp.split(_swapped_on_odd_gpus(first, second, layout.length), 2, axis=1)
     even = lax.ppermute(even, layout.length, [(b, a) for a, b in _moves(layout.ways, 0)])
     odd = lax.ppermute(odd, layout.length, [(b, a) for a, b in _moves(layout.ways, 1)])
-    return jnp.concatenate([even, odd], axis=dim)
+    return jnp.concatenate([even, odd], axis=1)
 
 
 def _moves(ways: int, half: int) -> list[tuple[int, int]]:
@@ -266,7 +261,7 @@ def _moves(ways: int, half: int) -> list[tuple[int, int]]:
     return [(i, c if c < ways else 2 * ways - 1 - c) for i, c in enumerate(chunks)]
 
 
-def _swapped_on_odd_gpus(even: jax.Array, odd: jax.Array, axes: Axes, dim: int) -> jax.Array:
+def _swapped_on_odd_gpus(even: jax.Array, odd: jax.Array, axes: Axes) -> jax.Array:
     """Join both chunks; GPU i holds chunks i and 2 n - 1 - i, so the even chunk comes first where i is even."""
     swap = lax.axis_index(axes) % 2 == 1
-    return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], axis=dim)
+    return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], axis=1)

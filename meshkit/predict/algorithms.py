@@ -10,7 +10,7 @@ MiB. NVLS (reductions in the NVLink switch) has pieces of fixed sizes. Constants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshkit.config import catalog
@@ -28,7 +28,6 @@ from meshkit.predict.nccl import (
 
 CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # NCCL's tuner chooses the algorithm of these.
 COPIED = ("all-gather", "all-to-all")  # NCCL can run these on copy engines, too.
-RAGGED_WAYS = ("one-shot", "device kernel", "send")  # XLA runs ragged all-to-alls in these ways.
 FORCED = (
     "ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "copy engine", "one-shot", "neighbours",
     "device kernel", "send",
@@ -117,11 +116,6 @@ def _taken(collective: str, choices: Sequence[Expected], payload: float, links: 
                 best, best_s = found, seconds
     assert best is not None  # The tuner's choice is among them.
     return best
-
-
-def options(collective: str, payload: float, links: Links) -> Iterator[Algorithm]:
-    """Yield the cost of each algorithm that NCCL can choose for a reduction or a gather."""
-    return (_priced(collective, e, payload, links) for e in expected(collective, links))
 
 
 def forced(collective: str, algorithm: str, payload: float, links: Links) -> Algorithm | None:

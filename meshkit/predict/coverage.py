@@ -20,6 +20,7 @@ import numpy as np
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Gpu
+from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.kernels import precision_of
 from meshkit.predict.simulate import Simulation
@@ -52,20 +53,6 @@ class FlopNote:
     """The share of the FLOP of `names` that is not needed."""
 
 
-def executed_flops(schedule: Schedule, name: str | None = None) -> float:
-    """Return the matmul and attention FLOP that one GPU executes in a computation, or (None) in the whole program.
-
-    Of a conditional the largest branch counts. A loop counts with its number of iterations, or once if that is unknown.
-    """
-    total = 0.0
-    for i in schedule.computations.get(name or schedule.entry, ()):
-        total += _flops_of(i)
-        inside = [executed_flops(schedule, body) for body in i.bodies]
-        times = 1 if i.trip_count is None else i.trip_count
-        total += times * max(inside, default=0.0)
-    return total
-
-
 def flop_note(
     schedule: Schedule, traced: float | None, num_gpus: int, *, step_s: float, peak_flops: float, recomputed: bool
 ) -> FlopNote | None:
@@ -79,7 +66,7 @@ def flop_note(
     """
     if not traced:
         return None
-    compiled, expected = executed_flops(schedule), traced / num_gpus
+    compiled, expected = useful_flops(schedule), traced / num_gpus
     difference = compiled / expected - 1.0
     if abs(difference) <= _MOST or abs(compiled - expected) < _LEAST * step_s * peak_flops:
         return None

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 HOST = "host"  # After such a failure a host is replaced; after every other kind the job only restarts.
 DAY_S = 86400.0
+_MONTHS = 200
 
 
 @dataclass(frozen=True)
@@ -273,9 +274,7 @@ def best_interval(costs: Costs, between_s: float) -> int:
     return max(range(low, high + 1), key=lambda every: expected_goodput(costs, every, between_s))
 
 
-def months(costs: Costs, every: int, rate_per_s: float, *, seed: int, count: int = 200) -> Sequence[float]:
-    """Return the goodput of `count` simulated months of 30 days, each with its own failures, in ascending order."""
-    goodputs = (
-        play(costs, every, draw(seed * count + i, rate_per_s), until_s=30 * DAY_S).goodput for i in range(count)
-    )
-    return sorted(goodputs)
+def months(costs: Costs, every: int, rate_per_s: float, *, seed: int) -> Sequence[float]:
+    """Return the goodput of 200 simulated months of 30 days, each with its own failures, in ascending order."""
+    draws = (draw(seed * _MONTHS + i, rate_per_s) for i in range(_MONTHS))
+    return sorted(play(costs, every, drawn, until_s=30 * DAY_S).goodput for drawn in draws)

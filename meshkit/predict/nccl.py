@@ -60,13 +60,9 @@ def fitted_values() -> Mapping[str, float]:
 
 
 @functools.cache
-def _fitted() -> Mapping[str, Mapping[str, float]]:
-    return {generation: _select_generation(generation, fitted_values()) for generation in ("3", "4", "5")}
-
-
 def fitted_for(generation: str) -> Mapping[str, float]:
     """Return the shipped fitted constants of one generation of NVLink by their plain names."""
-    return _fitted()[generation]
+    return _select_generation(generation, fitted_values())
 
 
 def _select_generation(generation: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement
 from meshkit.errors import RUN_FAILED
 from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witnesses
-from meshkit.runs.limits import AWAY_S, Limits, limits_of_environment
+from meshkit.runs.limits import AWAY_S, limits_of_environment
 from meshkit.runs.phases import PULSE_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
@@ -64,7 +64,6 @@ class HangWatch:
         phases: the phases of this process, which has joined its job.
         folder: the run folder, for the file with the states of all processes.
         say: prints a line.
-        limits: the limits of each phase; by default those of MESHKIT_STALL_TIMEOUT.
 
     Raises:
         ConfigError: MESHKIT_STALL_TIMEOUT is not a valid limit.
@@ -73,9 +72,9 @@ class HangWatch:
     order: StepOrder | None = None
     """The order of the step's collectives, once the step is compiled."""
 
-    def __init__(self, phases: Phases, folder: Path, say: Callable[[str], None], limits: Limits | None = None):
+    def __init__(self, phases: Phases, folder: Path, say: Callable[[str], None]):
         self._phases, self._folder, self._say = phases, folder, say
-        self._limits = limits_of_environment() if limits is None else limits
+        self._limits = limits_of_environment()
         self._line, gang = Agreement("hang"), read_gang()
         self._attempt = gang.attempt if gang is not None else 0
         seen_from_outside = PULSE_VARIABLE in os.environ and gang is not None and gang.on_loopback

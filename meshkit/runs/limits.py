@@ -86,14 +86,10 @@ def read_limits(texts: Sequence[str], *, own: bool = False, at: str = "--stall-t
     return Limits(stall_s, of_phase, silent_too=not own, stopped_s=stopped_s)
 
 
-def limits_of_environment(environment: Mapping[str, str] | None = None) -> Limits:
+def limits_of_environment() -> Limits:
     """Return the limits in MESHKIT_STALL_TIMEOUT, separated by spaces; without the variable the limit is 600 s.
-
-    Args:
-        environment: the variables; by default those of this process.
 
     Raises:
         ConfigError: it says something else.
     """
-    env = os.environ if environment is None else environment
-    return read_limits(env.get(STALL_TIMEOUT, "").split(), at=STALL_TIMEOUT)
+    return read_limits(os.environ.get(STALL_TIMEOUT, "").split(), at=STALL_TIMEOUT)

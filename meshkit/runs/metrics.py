@@ -159,7 +159,6 @@ class Sink:
         write: the function, called with a copy of each record, in order.
         say: prints one line.
         finish: called at the end, in the same thread.
-        capacity: the largest number of waiting records.
     """
 
     def __init__(
@@ -169,10 +168,9 @@ class Sink:
         say: Callable[[str], None],
         *,
         finish: Callable[[], Any] | None = None,
-        capacity: int = _CAPACITY,
     ):
         self.name, self._write, self._finish, self._say = name, write, finish, say
-        self._queue: queue.Queue[Record | None] = queue.Queue(capacity)
+        self._queue: queue.Queue[Record | None] = queue.Queue(_CAPACITY)
         self._warned = False
         self.failed = self.dropped = 0
         self._thread = threading.Thread(target=self._run, name=f"meshkit-{name}", daemon=True)

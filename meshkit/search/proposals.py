@@ -223,7 +223,6 @@ def find_remedies(
     *,
     step_s: float | None = None,
     jobs: int | None = None,
-    tries: int = TRIES,
     done: Callable[[Outcome], None] = lambda _: None,
 ) -> tuple[RemedyPart, ...]:
     """Return up to three changes with which an experiment fits, the fastest first.
@@ -248,7 +247,7 @@ def find_remedies(
     def choose() -> Candidate | None:
         found = sum(change.fits for change in asked)
         maybe = found + sum(change.outcome is None for change in asked)  # Changes in compilation may fit, too.
-        if not waiting or len(asked) >= tries or found >= WANTED or maybe > WANTED:
+        if not waiting or len(asked) >= TRIES or found >= WANTED or maybe > WANTED:
             return None
         asked.append(next_change(waiting, asked))
         return asked[-1]

@@ -68,11 +68,18 @@ def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
         ConfigError: the text has another form.
     """
     name, _, values = text.partition("=")
-    parts = [part.strip() for part in values.split(",")]
-    if name not in ("hosts", "gpus") or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    numbers = parse_sizes(values)
+    if name not in ("hosts", "gpus") or not numbers:
         hint = "--sweep hosts=1,2,4,8, or --sweep gpus=1,2,4,8,16 to begin inside a host"
         raise ConfigError(f"'{text}' is not a sweep.", at="--sweep", hint=hint)
-    return name, tuple(sorted({int(part) for part in parts}))
+    return name, numbers
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return `4,8,16` as sorted numbers, each once; empty if the text is no list of positive numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    numbers = {int(part) if part.isascii() and part.isdigit() else 0 for part in parts}
+    return () if 0 in numbers else tuple(sorted(numbers))
 
 
 def sweep_sizes(

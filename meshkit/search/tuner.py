@@ -26,6 +26,7 @@ from meshkit.planning.planner import check_has_gpus
 from meshkit.search.bounds import Bounds
 from meshkit.search.candidate import Candidate
 from meshkit.search.order import Journal, Pruned, Search, candidates
+from meshkit.search.scaling import parse_sizes
 from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, make_tune_report
 from meshkit.search.variants import REMATS, Options, Space, Variant, make_space, meshes_over
 from meshkit.search.workers import (
@@ -259,10 +260,10 @@ def parse_hosts(text: str | None) -> tuple[int, ...]:
     Raises:
         ConfigError: the text has another form.
     """
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    numbers = parse_sizes(text) if text else ()
+    if text and not numbers:
         raise ConfigError(f"'{text}' is not a list of hosts.", at="--hosts", hint="--hosts 4,8,16")
-    return tuple(sorted({int(part) for part in parts}))
+    return numbers
 
 
 def shares(budget: int, others: int) -> tuple[int, int]:

@@ -150,7 +150,9 @@ class Capture:
             host=socket.gethostname(),
             platform=mesh.devices.flat[0].platform,
             device_kind=next((d.device_kind for d in mesh.local_devices), None),
-            devices=trace_devices(mesh),
+            devices=tuple(
+                captured.CapturedDevice(id=id_, ordinal=i) for i, id_ in device_numbers(mesh.local_devices).items()
+            ),
             mesh=devices,
             mesh_spec=step.mesh_spec.to_dict() if step.mesh_spec else None,
             cluster=step.cluster.to_dict() if step.cluster else None,
@@ -274,11 +276,6 @@ def serialized_module(program: Any) -> bytes:
         ConfigError: the program is not compiled.
     """
     return _compiled_module(program).as_serialized_hlo_module_proto()
-
-
-def trace_devices(mesh: jax.sharding.Mesh) -> tuple[captured.CapturedDevice, ...]:
-    """Return this process's devices, with their numbers in its traces."""
-    return tuple(captured.CapturedDevice(id=id_, ordinal=i) for i, id_ in device_numbers(mesh.local_devices).items())
 
 
 def device_numbers(devices: Sequence[Any]) -> dict[int, int]:

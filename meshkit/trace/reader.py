@@ -210,7 +210,6 @@ def read_trace(
     num_steps: int | None = None,
     steps_per_execution: int = 1,
     chosen: Container[int] | None = None,
-    kept_spans: int = _KEPT_SPANS,
     operations: MutableMapping[int, Operations] | None = None,
 ) -> Trace:
     """Return the steps of a program in the traces of its processes.
@@ -223,7 +222,6 @@ def read_trace(
         num_steps: number of executions in the trace, if known; used if the trace has no ids of executions.
         steps_per_execution: number of training steps in each execution.
         chosen: numbers of the steps to keep; None keeps all but warm-up and outliers.
-        kept_spans: limit on the spans that are kept for drawing.
         operations: process -> operations of its file, if they were read already; entries are removed as they are used.
 
     Raises:
@@ -232,7 +230,7 @@ def read_trace(
     # If files have no process numbers of their own, each file is a process with its own clock.
     if len({file.process for file in files}) < len(files):
         files = [replace(file, process=i) for i, file in enumerate(files)]
-    reader = _Reader(program, rows, num_steps, kept_spans)
+    reader = _Reader(program, rows, num_steps, _KEPT_SPANS)
     errors: list[TraceError] = []
     for file in files:
         try:

@@ -10,7 +10,7 @@ from benchmarks.nccl_sweeps.rows import Forced, read_rows
 from benchmarks.nccl_sweeps.systems import describe
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.predict.algorithms import options
+from meshkit.predict import algorithms
 from meshkit.predict.nccl import find_links, fitted_values, nccl_constants
 from meshkit.predict.network import collective_time_s
 
@@ -148,7 +148,8 @@ def test_a_forced_algorithm_is_priced_as_itself(sweep, tmp_path):
     predicted = dict(zip(algos, (float(row["predicted_us"]) for row in found), strict=True))
     cluster = Cluster.load("dgx_h100")
     links = find_links(cluster, 8, 1)
-    of = {o.name: o.time_s * 1e6 for o in options("all-reduce", 2**24, links)}
+    priced = [algorithms._priced("all-reduce", e, 2**24, links) for e in algorithms.expected("all-reduce", links)]
+    of = {p.name: p.time_s * 1e6 for p in priced}
     assert predicted["default"] == predicted["NVLS"] == pytest.approx(of["nvls"], abs=1e-3)
     assert predicted["Ring"] == predicted["Ring, NVLS off"] > predicted["default"]
     assert predicted["Ring"] == pytest.approx(of["ring ll128"], abs=1e-3)

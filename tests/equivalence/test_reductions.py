@@ -73,7 +73,7 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
     """In the module compiled for H100s (XLA:CPU widens every bf16 collective): kernels over fsdp and over data."""
     pytest.importorskip("jax_cuda12_plugin", reason="the `plan` extra is not installed")
     from meshkit.compile.program import compile_absent
-    from meshkit.hlo.module import read_collectives
+    from meshkit.hlo.module import read_program
 
     overrides = [f'train.reduce_precision="{reduce_precision}"', f"train.accumulate={accumulate}"]
     mesh_shape = ["cluster={name='dgx_h100',hosts=1}", "mesh.data=2", "mesh.fsdp=4", "mesh.tensor=1"]
@@ -83,7 +83,7 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
     compiled = compile_absent(
         program.step, (program.abstract_state, program.abstract_batch), mesh=mesh, cluster=spec.cluster
     )
-    found = read_collectives(compiled.hlo, compiled.placement)
+    found = read_program(compiled.hlo, compiled.placement).collectives
     smallest = 128 * 384 * 2 // 4  # a mlp kernel of one layer in bf16, cut by fsdp; below are norms and scalars
     reductions = [c for c in found.values() if c.collective in ("all-reduce", "reduce-scatter")]
     reductions = [c for c in reductions if c.payload_bytes >= smallest]

@@ -11,7 +11,7 @@ import pytest
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
 from meshkit.hlo.instructions import read_instructions
-from meshkit.hlo.module import read_collectives, read_program, read_schedule
+from meshkit.hlo.module import read_program, read_schedule
 from meshkit.hlo.proto import Module, read_fields
 from tests.hlo_text import parse_hlo, serialized_hlo
 
@@ -121,7 +121,7 @@ def test_collectives_inside_fusions_and_several_in_one_start():
     assert dones == ["triton_start", "group_start"]  # the stream is in order: the last is done when all are
     # a trace names the start, or what it wraps
     inside = {"reduce", "scatter", "gather", "reduce_in_group"}
-    found = read_collectives(parse_hlo((FILES / "fused.hlo").read_text()), PLACEMENT)
+    found = read_program(parse_hlo((FILES / "fused.hlo").read_text()), PLACEMENT).collectives
     assert set(found) == {"triton_start", "in_place", "group_start"} | inside
 
 

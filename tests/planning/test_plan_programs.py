@@ -93,7 +93,7 @@ def test_each_collective_has_its_axes_link_and_bytes(collectives, name):
 def test_collectives_have_the_same_key_before_and_after_a_run(plan, mesh):
     """The program compiled for absent GPUs and the one that runs on CPU devices join by key."""
     from meshkit.config.mesh import Placement
-    from meshkit.hlo.module import read_collectives
+    from meshkit.hlo.module import read_program
 
     attached = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "fsdp"))
 
@@ -108,7 +108,7 @@ def test_collectives_have_the_same_key_before_and_after_a_run(plan, mesh):
     made = plan(step_on(mesh), array(mesh, (64, 8), "data"))
     x = array(attached, (64, 8), "data")
     compiled = jax.jit(step_on(attached)).lower(x).compile()
-    measured = read_collectives(compiled_module(compiled), Placement.from_shape(("data", "fsdp"), (4, 2)))
+    measured = read_program(compiled_module(compiled), Placement.from_shape(("data", "fsdp"), (4, 2))).collectives
     planned = {op.key for row in made.report.communication for op in row.ops}
     assert planned
     assert planned == {c.key for c in measured.values()}

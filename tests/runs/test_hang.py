@@ -179,11 +179,14 @@ def test_an_order_in_a_run_folder(tmp_path):
     assert read_order(tmp_path) is None
 
 
-def test_limits_of_the_environment():
-    assert limits_of_environment({}) == Limits()
+def test_limits_of_the_environment(monkeypatch):
+    monkeypatch.delenv("MESHKIT_STALL_TIMEOUT", raising=False)
+    assert limits_of_environment() == Limits()
     assert Limits().of("end") == 300
-    found = limits_of_environment({"MESHKIT_STALL_TIMEOUT": "30 compile=7200"})
+    monkeypatch.setenv("MESHKIT_STALL_TIMEOUT", "30 compile=7200")
+    found = limits_of_environment()
     assert (found.of("step"), found.of("compile"), found.of("save"), found.of("end")) == (30, 7200, 180, 300)
+    monkeypatch.setenv("MESHKIT_STALL_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match="'soon' is no limit") as error:
-        limits_of_environment({"MESHKIT_STALL_TIMEOUT": "soon"})
+        limits_of_environment()
     assert error.value.at == "MESHKIT_STALL_TIMEOUT"

@@ -139,7 +139,8 @@ def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, m
     answers = Answers(seconds)
     monkeypatch.setattr("meshkit.search.proposals.open_workers", answers)
     monkeypatch.setattr("meshkit.search.proposals.may_fit", lambda *_: True)
-    found = find_remedies("llama3_8b", ON_64, step_s=1.6, tries=60)
+    monkeypatch.setattr("meshkit.search.proposals.TRIES", 60)
+    found = find_remedies("llama3_8b", ON_64, step_s=1.6)
     assert [remedy.settings for remedy in found] == shown
     assert [remedy.cost_s for remedy in found] == [pytest.approx(seconds[settings] - 1.6) for settings in shown]
     assert f"+{100 * (seconds[shown[0]] / 1.6 - 1):.1f} %" in cost_text(found[0])

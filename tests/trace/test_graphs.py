@@ -20,9 +20,9 @@ from meshkit.trace.live import Watcher
 from meshkit.trace.measured import kernel_runs, kernel_seconds, tensor_share, write_calibration
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
-from meshkit.verbs.profile.profiler import measure_run, profile_traces
+from meshkit.verbs.profile.profiler import measure_run
 from tests.trace.h100 import run_folder
-from tests.trace.trace_files import collective, program, write_trace
+from tests.trace.trace_files import collective, profile_traces, program, write_trace
 
 
 def raw_events(run):

@@ -51,10 +51,12 @@ def test_many_processes_are_one_measurement(tmp_path, processes):
     assert worst.caused_wait_s == pytest.approx((processes - 1) * 40e-6 * (STEPS - 1))
 
 
-def test_memory_is_that_of_one_file_and_of_what_is_kept(paths, tmp_path):
+def test_memory_is_that_of_one_file_and_of_what_is_kept(monkeypatch, paths, tmp_path):
+    monkeypatch.setattr("meshkit.trace.reader._KEPT_SPANS", 10 * KERNELS)
+
     def peak(processes, of):
         tracemalloc.start()
-        read(of, processes, late=0, kept_spans=10 * KERNELS)
+        read(of, processes, late=0)
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return used

@@ -4,6 +4,7 @@ from jax.profiler import ProfileData
 
 from meshkit.hlo.schedule import Collective
 from meshkit.trace.operations import TracedProgram, TraceFile
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 
 
 def collective(name, kind, axis, *, group_size=2, payload_bytes=1024):
@@ -71,3 +72,9 @@ def program(*collectives, **known):
 
 def gpu_op(op, start, end, name=None, **stats):
     return (name or op, start, end, {"hlo_op": op, "hlo_module": "jit_f"} | stats)
+
+
+def profile_traces(path, *, mesh=None, cluster=None, out=None):
+    """The report of bare traces with the traced program's predicted times, as `meshkit profile` makes it."""
+    found = measure_traces(path, TracedJob(mesh, cluster))
+    return found.write(out, found.price())

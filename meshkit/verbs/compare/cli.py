@@ -58,7 +58,8 @@ def _report(path: Path) -> Report:
 
     if (path / REPORT_FILE).is_file() or not is_loose(path):
         return read_report(path)
-    from meshkit.verbs.profile.profiler import profile_traces
+    from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 
     with status(f"reading the trace {path}"):
-        return profile_traces(path)
+        found = measure_traces(path, TracedJob())
+        return found.write(None, found.price())

@@ -154,35 +154,30 @@ def check_program(experiment: ProgramExperiment) -> Result:
     return ok("experiment", text)
 
 
-def check_network(
-    gang: Gang | None, *, several: bool, ports: Path = _PORT_RANGE, reserved: Path = _RESERVED_PORTS
-) -> list[Result]:
+def check_network(gang: Gang | None, *, several: bool) -> list[Result]:
     """Check this machine's name, its ports for a coordinator, its clock, and the job's certificates.
 
     Args:
         gang: the job that the environment names; None if it names none, or is wrong.
         several: whether a job of several processes is expected, even if the environment is wrong and `gang` is None.
-        ports, reserved: Linux's files of the ports that outgoing connections get, and of reserved ports, which they
-            never get.
     """
-    found = [_host_name(gang, several), _port(several), *_port_range(ports, reserved, several)]
+    found = [_host_name(gang, several), _port(several), *_port_range(several)]
     if gang is not None and gang.num_processes > 1:
         found += [*_coordinator(gang), _certificates(gang)]
     return [*found, check_clock(several=several)]
 
 
-def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None = None) -> Result:
+def check_clock(*, several: bool) -> Result:
     """Check that the clock is plausible and, for a job of several processes, that a time service keeps it.
 
     Args:
         several: whether the job has several processes. `--gang` also compares the clocks of their hosts.
-        now_s, kept: values in place of the clock and of `clock_is_kept`; None reads them.
     """
-    now_s = time.time() if now_s is None else now_s
+    now_s = time.time()
     if now_s < _BUILT:
         date = time.strftime("%Y-%m-%d", time.gmtime(now_s))
         return error("clock", f"the clock says {date}, which is before meshkit was made.", _NTP)
-    kept = clock_is_kept() if kept is None else kept
+    kept = clock_is_kept()
     if several and kept is False:
         need = "logs, certificates and goodput of several machines need it"
         message = f"no time service keeps this machine's clock; {need}."
@@ -251,11 +246,11 @@ def _open_port(address: str) -> int:
     raise AssertionError("the last try returns or raises")
 
 
-def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
+def _port_range(several: bool) -> list[Result]:
     """Warn if outgoing connections may take the coordinator's port, which is rare but makes a launch's attempt fail."""
     try:
-        first, last = (int(word) for word in ports.read_text().split())
-        kept = reserved.read_text().strip() if reserved.is_file() else ""
+        first, last = (int(word) for word in _PORT_RANGE.read_text().split())
+        kept = _RESERVED_PORTS.read_text().strip() if _RESERVED_PORTS.is_file() else ""
     except (OSError, ValueError):
         return []
     ours = range(FIRST_PORT, FIRST_PORT + NUM_PORTS)

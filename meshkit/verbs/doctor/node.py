@@ -61,6 +61,7 @@ _COSTLY_MEMORY = (
     ("TF_FORCE_UNIFIED_MEMORY", ("1",), " lets GPU memory spill into the host's, at its bandwidth."),
 )
 _INTERFACES = Path("/sys/class/net")
+_SHM = Path("/dev/shm")
 _XLA_TIMEOUT_S = 60
 CHILD = "meshkit.verbs.doctor.child"
 
@@ -190,17 +191,16 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
     return found
 
 
-def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result]:
+def check_limits(*, has_gpus: bool) -> list[Result]:
     """Check the size of shared memory, and a process's limits of open files, threads and locked memory.
 
     Args:
         has_gpus: whether GPUs are attached: then fewer than 65536 open files are a warning, and locked memory is
             checked.
-        shm: the folder of shared memory; a missing folder is not checked.
     """
     found = []
-    if shm.is_dir():
-        size = shutil.disk_usage(shm).total
+    if _SHM.is_dir():
+        size = shutil.disk_usage(_SHM).total
         if size <= _SMALL_SHM_BYTES:
             hint = "docker run --shm-size=16g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
             found.append(
@@ -315,16 +315,13 @@ def _cache() -> Result:
     return ok("compile_cache", f"compiled programs are kept in {folder}")
 
 
-def check_variables(
-    env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = _INTERFACES
-) -> list[Result]:
+def check_variables(env: Mapping[str, str], *, memory_fraction: float | None = None) -> list[Result]:
     """Check the environment variables of a training process: launcher, NCCL, memory, proxies.
 
     Args:
         memory_fraction: the experiment's `train.memory_fraction`; None if there is no experiment.
-        interfaces: Linux's folder of network interfaces.
     """
-    found = [_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
+    found = [_launcher(env), *_nccl(env), *_sockets(env), *_memory(env, memory_fraction)]
     proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
     if proxies:
         found.append(ok("proxies", f"{', '.join(proxies)}: ignored when the processes of a job meet"))
@@ -393,7 +390,7 @@ def _nccl(env: Mapping[str, str]) -> list[Result]:
     return found or [ok("nccl", "no NCCL variable that is only for debugging")]
 
 
-def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:
+def _sockets(env: Mapping[str, str]) -> list[Result]:
     """Check that NCCL_SOCKET_IFNAME leaves an interface.
 
     Its value is a list of prefixes; a leading `=` means exact names, a leading `^` prefixes to exclude.
@@ -402,7 +399,7 @@ def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:
     if not wanted:
         return []
     try:
-        there = sorted(p.name for p in interfaces.iterdir())
+        there = sorted(p.name for p in _INTERFACES.iterdir())
     except OSError:
         return []
     mode, names = (wanted[0], wanted[1:]) if wanted[0] in "=^" else ("", wanted)

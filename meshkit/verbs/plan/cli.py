@@ -89,12 +89,11 @@ def plan(
     if out is not None:
         run_folder(out)
     _check_combination(sweep is not None, options, imbalance, failures, cliff)
-    if sweep is not None:
-        with compiling(keep=not no_cache, timeout_s=compile_timeout):
-            _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
-        return
-    loaded = load_any(experiment, set_)
     with compiling(keep=not no_cache, timeout_s=compile_timeout):
+        if sweep is not None:
+            _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
+            return
+        loaded = load_any(experiment, set_)
         made = _plan(loaded, imbalance)
         report = made.report
         if remedies and report.memory.fits is False and isinstance(loaded, Experiment):
@@ -128,14 +127,13 @@ def _check_combination(sweep: bool, options: bool, imbalance: float, failures: b
         raise ConfigError(
             "--sweep and --options cannot be combined.", at="--options", hint="one of --sweep and --options"
         )
-    if imbalance != 1.0 and (sweep or options):
-        raise ConfigError(
-            "--imbalance applies to a single plan.", at="--imbalance", hint="leaving out --sweep and --options"
-        )
-    if sweep and cliff:
-        raise ConfigError("--cliff applies to a single plan.", at="--cliff", hint="leaving out --sweep")
-    if sweep and failures:
-        raise ConfigError("--failures applies to a single plan.", at="--failures", hint="leaving out --sweep")
+    for name, refused, others in (
+        ("--imbalance", imbalance != 1.0 and (sweep or options), "--sweep and --options"),
+        ("--cliff", cliff and sweep, "--sweep"),
+        ("--failures", failures and sweep, "--sweep"),
+    ):
+        if refused:
+            raise ConfigError(f"{name} applies to a single plan.", at=name, hint=f"leaving out {others}")
 
 
 def _plan(loaded: Experiment | ProgramExperiment, imbalance: float) -> Plan:
@@ -160,14 +158,16 @@ def _show(report: Report, made: Plan, title: str, start: float, out: Path | None
     from meshkit.search.proposals import remedies_table
 
     show_report(report, as_json, title)
-    if report.memory.remedies and not as_json:
-        stdout().print(remedies_table("what makes it fit", report.memory.remedies))
-    if report.program.alternatives and not as_json:
-        stdout().print(remedies_table("other options of XLA", report.program.alternatives))
-    if report.program.fewer_hosts and not as_json:
-        stdout().print(remedies_table("after the loss of hosts", report.program.fewer_hosts))
-    if report.memory.cliff is not None and not as_json:
-        stdout().print(cliff_table(report.memory.cliff))
+    if not as_json:
+        for head, found in (
+            ("what makes it fit", report.memory.remedies),
+            ("other options of XLA", report.program.alternatives),
+            ("after the loss of hosts", report.program.fewer_hosts),
+        ):
+            if found:
+                stdout().print(remedies_table(head, found))
+        if report.memory.cliff is not None:
+            stdout().print(cliff_table(report.memory.cliff))
     memory = f"{format_bytes(peak_rss_bytes())} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
     wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
     say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
@@ -219,13 +219,7 @@ def _with_cliff(report: Report, experiment: Experiment | ProgramExperiment, made
 
 
 def _sweep(
-    experiment: Path,
-    set_: list[str],
-    sweep: str,
-    scaling: str | None,
-    out: Path | None,
-    as_json: bool,
-    jobs: int | None,
+    experiment: Path, set_: list[str], what: str, scaling: str | None, out: Path | None, as_json: bool, jobs: int | None
 ) -> None:
     from meshkit.search.scaling import SCALING_FILE, scale
     from meshkit.verbs.plan.scaling_page import render, write_scaling_html
@@ -233,8 +227,8 @@ def _sweep(
     if scaling not in (None, "weak", "strong"):
         raise ConfigError(f"unknown scaling '{scaling}'.", at="--scaling", hint="weak or strong")
     start = time.perf_counter()
-    with status(f"planning at every size of {sweep}"):
-        report = scale(experiment, set_, sweep, scaling, jobs=jobs)
+    with status(f"planning at every size of {what}"):
+        report = scale(experiment, set_, what, scaling, jobs=jobs)
     if out is not None:
         (out / SCALING_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
         write_scaling_html(report, out / "scaling.html")

@@ -72,7 +72,6 @@ def profile(
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction, read_report
     from meshkit.report.views.report import render
-    from meshkit.trace.captured import has_capture
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
     from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_inspector, profile_run
@@ -91,13 +90,7 @@ def profile(
                 other = other or found.price()
                 report = found.write(out, other)
     else:
-        options = {"experiment": experiment, "mesh": mesh, "cluster": cluster, "program": program, "out": out}
-        if given := [name for name, value in options.items() if value is not None]:
-            if not run.exists():
-                raise TraceError("there is no such trace or run folder.", at=str(run))
-            if has_capture(run if run.is_dir() else run.parent):
-                message = f"--{given[0]} is for a trace without a run folder; this one knows its mesh and cluster."
-                raise ConfigError(message, at=str(run))
+        _check_run(run, experiment=experiment, mesh=mesh, cluster=cluster, program=program, out=out)
         out = run if run.is_dir() else run.parent
         other = read_report(predicted) if predicted else find_prediction(out)
         with status(f"reading the trace of {run}"), _uncollected():
@@ -108,6 +101,18 @@ def profile(
         stdout().print(render(compare_reports(other, report)))
     if out is not None:
         say(f"wrote {'report.json and report.html' if inspector else _FILES} into {out}")
+
+
+def _check_run(run: Path, **options: object) -> None:
+    """Refuse options that describe a bare trace, if there is a run folder or no trace at all."""
+    from meshkit.trace.captured import has_capture
+
+    if given := [name for name, value in options.items() if value is not None]:
+        if not run.exists():
+            raise TraceError("there is no such trace or run folder.", at=str(run))
+        if has_capture(run if run.is_dir() else run.parent):
+            message = f"--{given[0]} is for a trace without a run folder; this one knows its mesh and cluster."
+            raise ConfigError(message, at=str(run))
 
 
 @contextmanager

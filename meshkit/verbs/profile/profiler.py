@@ -153,18 +153,6 @@ def measure_run(
     return Measurement(report, trace.timeline, captured, trace)
 
 
-def profile_traces(
-    path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None, out: str | Path | None = None
-) -> Report:
-    """Return the measured report of bare traces, with the traced program's predicted times; see `measure_traces`.
-
-    Args:
-        out: a folder for the report's files; None writes nothing.
-    """
-    found = measure_traces(path, TracedJob(mesh, cluster))
-    return found.write(out, found.price())
-
-
 @dataclass(frozen=True)
 class TracedJob:
     """The known facts of a job of which there are only traces, without a run folder (bare traces)."""

@@ -50,7 +50,7 @@ from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.join import Agreement
 from meshkit.errors import MeshkitError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
-from meshkit.trace.capture import CapturedStep, serialized_module, trace_devices
+from meshkit.trace.capture import CapturedStep, device_numbers, serialized_module
 from meshkit.trace.step_tracer import StepTracer
 from meshkit.units import format_percent, format_seconds
 
@@ -433,7 +433,7 @@ class StepCaptures:
                 "axes": mesh.axis_names,
                 "shape": mesh.devices.shape,
                 "device_ids": [d.id for d in mesh.devices.flat],
-                "devices": {d.ordinal: d.id for d in trace_devices(mesh)},
+                "devices": device_numbers(mesh.local_devices),
             }
         )
         self._introduced = True

@@ -32,8 +32,10 @@ def wrong(results):
         (2e9, True, True, "ok", "kept by a time service"),
     ],
 )
-def test_the_clock(now_s, kept, several, status, says):
-    found = check_clock(several=several, now_s=now_s, kept=kept)
+def test_the_clock(monkeypatch, now_s, kept, several, status, says):
+    monkeypatch.setattr(network.time, "time", lambda: now_s)
+    monkeypatch.setattr(network, "clock_is_kept", lambda: kept)
+    found = check_clock(several=several)
     assert (found.status, says in found.message) == (status, True)
 
 
@@ -52,10 +54,11 @@ def test_the_kernel_is_asked_about_the_clock():
         ("none", "", "ok"),
     ],
 )
-def test_ports_that_connections_may_take(tmp_path, ports, reserved, status):
-    (tmp_path / "range").write_text(ports + "\n")
-    (tmp_path / "reserved").write_text(reserved + "\n")
-    found = check_network(None, several=True, ports=tmp_path / "range", reserved=tmp_path / "reserved")
+def test_ports_that_connections_may_take(monkeypatch, tmp_path, ports, reserved, status):
+    for name, text in (("_PORT_RANGE", ports), ("_RESERVED_PORTS", reserved)):
+        (tmp_path / name).write_text(text + "\n")
+        monkeypatch.setattr(network, name, tmp_path / name)
+    found = check_network(None, several=True)
     worst = [r for r in found if r.check == "ports" and r.status != "ok"]
     assert [r.status for r in worst] == [status] * (status != "ok")
     assert all("ip_local_reserved_ports=61000-64999" in r.hint for r in worst)

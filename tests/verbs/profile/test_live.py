@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.report.summarize import check_invariants
 from meshkit.verbs.profile.live import describe_report
-from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_traces
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 from tests.interrupted import processes_of
-from tests.trace.trace_files import gpu_op, plane_text, write_planes
+from tests.trace.trace_files import gpu_op, plane_text, profile_traces, write_planes
 
 ANY_TIME = 1e6  # a budget that every capture fits in
 

@@ -24,9 +24,9 @@ from meshkit.report.folder import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
 from meshkit.trace.capture import Capture, CapturedStep
-from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_run, profile_traces
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_run
 from tests.hlo_text import serialized_hlo
-from tests.trace.trace_files import gpu_op, plane_text, write_planes
+from tests.trace.trace_files import gpu_op, plane_text, profile_traces, write_planes
 
 DATA = Path(__file__).parents[2] / "data"
 SYNTHETIC = DATA / "synthetic_2gpu_3step.xplane.pb"
