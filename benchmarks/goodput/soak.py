@@ -1,6 +1,8 @@
-"""A run under failures at drawn times, and what they cost: from outside, through /proc, and by the run's own record.
+"""Run a job under failures at drawn times, and measure what they cost: through /proc, and from the run's own record.
 
-seed -> Failure(at, kind) ... -> signal to a process -> gang gone (detection) -> first new step -> Soak
+seed -> Failure(at, kind) ... -> fault -> all processes of the attempt gone (detection) -> first new step -> Soak
+
+The kinds are those of the kill matrix. An exception is raised when the process next enters a phase.
 """
 
 from __future__ import annotations
@@ -12,63 +14,68 @@ from itertools import takewhile
 from pathlib import Path
 from random import Random
 
-from benchmarks.kill_matrix.gang import Launch, are_gone, descendants, send
+from benchmarks.kill_matrix.cells import FAULTS, SIGNALS, leftovers
+from benchmarks.kill_matrix.gang import RAISE, Launch, are_gone, descendants, resident_bytes, send
+from benchmarks.kill_matrix.soak import still_listening
 from meshkit.predict.failures import Failure, draw
 from meshkit.runs.phases import Goodput, read_attempts, read_goodput
 
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
-SECONDS, EVERY, MEAN_S = 480.0, 25, 60.0
-# Kind -> signal and rank. A process that is stopped is seen 10 s later, by the launcher's watchdog.
-KINDS = {
-    "kill -9 of rank 0": (signal.SIGKILL, 0),
-    "kill -9 of rank 1": (signal.SIGKILL, 1),
-    "SIGSTOP of rank 0": (signal.SIGSTOP, 0),
-    "SIGSTOP of rank 1": (signal.SIGSTOP, 1),
-}
-_LONGEST_S, _LOOK_S, _MANY = 3600.0, 0.005, 10**6
+SECONDS, EVERY, MEAN_S = 1800.0, 25, 20.0
+_LONGEST_S, _LOOK_S, _MANY = 7200.0, 0.005, 10**6
+_SENT = SIGNALS | {"raise": RAISE}
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A failure that came, and what followed.
-
-    Attributes:
-        kind: of the failure.
-        at_s: from the start of the first attempt's process 0.
-        detection_s: until the last process of the gang was gone.
-        up_s: from then until the first step of the next attempt was made; None where it made none.
-    """
+    """A failure, and what followed it."""
 
     kind: str
     at_s: float
+    """Time from the start of the first attempt's process 0."""
     detection_s: float
+    """Time until the last process of the attempt was gone."""
     up_s: float | None
+    """Time from then until the first step of the next attempt; None if that attempt made none."""
 
 
 @dataclass
 class Soak:
-    """What a run under failures came to."""
+    """A run under failures."""
 
     goodput: Goodput
     first_s: float | None
-    """From the start of process 0 until the first step was made; None where a failure came before it."""
+    """Time from the start of process 0 to the first step; None if a failure came before it."""
     hits: list[Hit] = field(default_factory=list)
     skipped: int = 0
     """Failures that were drawn for a moment at which nothing ran."""
     launches: int = 1
     step_s: float = 0.0
-    """Of a step that counts, as this run made them."""
+    """Time of a step that counts."""
+    launcher_bytes: tuple[int, int] = (0, 0)
+    """Resident memory of the launcher at the first failure, and the largest at any failure."""
+    left: list[str] = field(default_factory=list)
+    """Files, processes and ports that remain after the end."""
 
 
 def schedule(seed: int, mean_s: float = MEAN_S) -> list[Failure]:
-    """Failures of an hour, the same for the same seed; each of a kind drawn evenly."""
+    """Return the failures of two hours, which depend only on the seed; each kind is equally likely."""
     kinds = Random(f"kinds of {seed}")
     drawn = takewhile(lambda failure: failure.at_s < _LONGEST_S, draw(seed, 1 / mean_s))
-    return [failure._replace(kind=kinds.choice(list(KINDS))) for failure in drawn]
+    return [failure._replace(kind=kinds.choice(list(FAULTS))) for failure in drawn]
+
+
+def ends_launcher(kind: str) -> bool:
+    """Return whether the launcher ends after a failure of this kind, so that the same command must run again."""
+    fault, rank = FAULTS[kind]
+    return fault == "term" or rank is None
 
 
 def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: float = _LONGEST_S) -> Soak:
-    """Runs it to its last step, or for so many seconds; one that its launcher gives up is started again."""
+    """Run to the last step, or for some seconds and then to the end of a SIGTERM.
+
+    A launcher that has ended is started again.
+    """
     options = ("--max-restarts", "1000", "--set", f"train.steps={steps}", "--set", f"checkpoint.every={EVERY}")
     launch = Launch(folder, options=options, experiment=EXPERIMENT)
     launch.start()
@@ -76,59 +83,71 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
         began = launch.wait(lambda: next((a.began for a in read_attempts(launch.out)), None), "the first attempt")
         attempt, skipped, launches, gone_at, ends = 0, 0, 1, 0.0, began + seconds
         hits: list[tuple[str, float, float, int]] = []
+        memory: list[int] = []
+        coordinators: set[str | None] = set()
         for failure in failures:
             if began + failure.at_s < gone_at:
                 skipped += 1
                 continue
             launches += _run_until(launch, min(ends, began + failure.at_s))
-            if began + failure.at_s >= ends or _ended(launch):
+            if began + failure.at_s >= ends or _has_finished(launch):
                 break
-            number, rank = KINDS[failure.kind]
-            at, gone_at = _hit(launch, number, rank)
+            coordinators.add(launch.coordinator())
+            assert launch.process is not None
+            memory.append(resident_bytes(launch.process.pid))
+            attempt, at, gone_at = _hit(launch, failure.kind)
             hits.append((failure.kind, at - began, gone_at - at, attempt))
-            attempt += 1
         launches += _run_until(launch, ends)
-        launch.kill()
+        if not _has_finished(launch):
+            launch.wait(launch.ranks, "processes")
+            assert launch.process is not None
+            send(launch.process.pid, signal.SIGTERM)
+            launch.end()
         goodput = read_goodput(launch.out)
         assert goodput is not None
-        stepped = {i: found["time"] for i in range(attempt + 1) if (found := launch.mark(i, "stepped"))}
+        stepped = {i: found["time"] for i in range(attempt + 2) if (found := launch.mark(i, "stepped"))}
         found = [
             Hit(kind, at, down, stepped[i + 1] - (began + at + down) if i + 1 in stepped else None)
             for kind, at, down, i in hits
         ]
-        step_s = goodput.seconds["step"] / launch.losses()[-1][0]
-        return Soak(goodput, stepped[0] - began if 0 in stepped else None, found, skipped, launches, step_s)
+        return Soak(
+            goodput, stepped[0] - began if 0 in stepped else None, found, skipped, launches,
+            goodput.seconds["step"] / launch.losses()[-1][0], (memory[0], max(memory)) if memory else (0, 0),
+            leftovers(launch) + still_listening(coordinators - {None}),
+        )  # fmt: skip
     finally:
         launch.kill()
 
 
 def _run_until(launch: Launch, moment: float) -> int:
-    """Waits until then, or until the run is over; how often a launcher had to be started again."""
+    """Wait until then or until the run has finished; return how often the launcher had to be started again."""
     again = 0
-    while time.time() < moment and not _ended(launch):
+    while time.time() < moment and not _has_finished(launch):
         again += _start_again(launch)
         time.sleep(_LOOK_S)
     return again
 
 
-def _hit(launch: Launch, number: signal.Signals, rank: int) -> tuple[float, float]:
-    """Sends the signal; when, and when the last process of the gang is gone."""
-    victim = launch.wait(lambda: launch.ranks().get(rank), f"process {rank}")
-    gang = list(launch.ranks().values())
-    everyone = sorted({*gang, *(child for pid in gang for child in descendants(pid))})
+def _hit(launch: Launch, kind: str) -> tuple[int, float, float]:
+    """Inject a fault; return the attempt, the time of the fault, and the time when its last process is gone."""
+    fault, rank = FAULTS[kind]
+    launch.wait(lambda: launch.ranks().get(rank or 0), f"process {rank or 0}")
+    attempt, gang = launch.attempt(), launch.ranks()
+    everyone = sorted({*gang.values(), *(child for pid in gang.values() for child in descendants(pid))})
+    assert launch.process is not None
     at = time.time()
-    send(victim, number)
-    launch.wait(lambda: are_gone(everyone), "the end of the gang")
-    return at, time.time()
+    send(launch.process.pid if rank is None else gang[rank], _SENT[fault])
+    launch.wait(lambda: are_gone(everyone), f"the end of attempt {attempt} after {kind}")
+    return attempt, at, time.time()
 
 
-def _ended(launch: Launch) -> bool:
+def _has_finished(launch: Launch) -> bool:
     assert launch.process is not None
     return launch.process.poll() == 0
 
 
 def _start_again(launch: Launch) -> int:
-    """Starts a launcher that has given up; 1 if it did."""
+    """Start a launcher that has ended early; return 1 if it had."""
     assert launch.process is not None
     if launch.process.poll() in (None, 0):
         return 0

@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[str, int | None]] = {
     "exception on rank 0": ("raise", 0),
     "kill -9 of the launcher": ("kill", None),
 }
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 # Promised: 15 s until the gang is down (10 s of them until a stopped process is called stuck). Held to twice that.
 DOWN_S = 15.0
 _RESTORED, _HIT = 8, 12
@@ -137,7 +137,7 @@ def hit_at_gate(launch: Launch, attempt: int, gate: Gate, kind: str, rank: int |
         pulse = launch.wait(lambda: right(launch.pulse(victim).get("phase")), f"a pulse of {gate.phase}")
         time.sleep(delay_s)
         at = time.time()
-        send(launch.process.pid if rank is None else launch.ranks().get(victim, 0) or _gone(), _SIGNALS[kind])
+        send(launch.process.pid if rank is None else launch.ranks().get(victim, 0) or _gone(), SIGNALS[kind])
     launch.let_go(attempt)
     if kind == "raise" and rank == 0 and gate.phase == "commit":
         return Hit(attempt, kind, at, None, pulse)

@@ -23,6 +23,8 @@ _LOOK_S = 0.01
 PATIENCE_S = 240.0
 # A process of a gang notes its memory after so many of its steps.
 MEMORY_EVERY = 10
+# A process under test raises an exception when it enters a phase after this signal; see injected/sitecustomize.py.
+RAISE = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,10 @@ class Launch:
         """The exit code, once there is one."""
         assert self.process is not None
         return self.process.wait(seconds)
+
+    def attempt(self) -> int:
+        """Return the number of the present attempt, of which a process must be alive."""
+        return min(self._alive())
 
     def ranks(self) -> dict[int, int]:
         """Number of the process by rank, of those of the present attempt that are alive."""

@@ -3,18 +3,16 @@
     python -m benchmarks.kill_matrix.hosts
 
 Every row is a run of its own: seconds from the fault until a launcher that is left reports it, and until the first new
-step. The losses are compared with a run that is left alone. Two hosts: launchers that were lost are started again at
-once. Three hosts: nobody starts them again. Where the network is cut, each of the two launchers has a network namespace
-of its own (this needs root and `ip`), and the link between them is down for CUT_S seconds.
+step. The losses are compared with an undisturbed run. Two hosts: launchers that were lost are started again at once.
+Three hosts: nobody starts them again. Where the network is cut or slow, each of the two launchers has a network
+namespace (this needs root and `ip`). The link between them is down for CUT_S seconds, or a proxy forwards its frames at
+SLOW_BYTES_PER_S. A process compares its times with the others every four steps then.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.kill_matrix.cells import baseline
 from benchmarks.kill_matrix.gang import EXPERIMENT, Gate, Launch, are_gone, send
+from benchmarks.kill_matrix.network import ADDRESSES, two_hosts
 from meshkit.config.experiment import Experiment
 from meshkit.distributed.certificates import make_certificates, write_certificates
 from meshkit.distributed.roll_call import free_port
@@ -35,7 +34,8 @@ DISK_ALONE = ("--set", "checkpoint.every=2", "--set", "checkpoint.snapshot_every
 THREE_HOSTS = EXPERIMENT.with_name("three_hosts.toml")
 GATE = Gate("save", 1, 16)  # before process 1 copies the state of step 16
 SPARE = (*MEMORY_ALONE, "--set", "launch.spares=1")
-CUT_S = 30.0
+CUT_S, SLOW_BYTES_PER_S = 30.0, 20e3
+COMPARED = (*MEMORY_ALONE, "--set", "train.straggler_every=4")
 FAULTS = {
     "process 1 is killed": (MEMORY_ALONE, ()),
     "host 1 is lost": (MEMORY_ALONE, (1,)),
@@ -48,7 +48,6 @@ DRAIN = (
     *("--set", "launch.drain=true", "--set", "train.straggler_every=4"),
     *("--set", 'data.source="benchmarks.kill_matrix.hosts:slow_examples"'),
 )
-ADDRESSES = ("10.213.0.1", "10.213.0.2")
 
 
 class SeveralHosts:
@@ -178,45 +177,29 @@ class _Slow(Mirrored):
         return super().__getitem__(index)
 
 
-@contextmanager
-def namespaces() -> Iterator[tuple[str, ...]]:
-    """Two network namespaces with a link between them, whose ends have the addresses of ADDRESSES."""
-    names = tuple(f"meshkit{os.getpid()}-{i}" for i in range(2))
-    links = tuple(f"mk{os.getpid() % 100000}-{i}" for i in range(2))
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(names, links, ADDRESSES):
-            _ip("link", "set", link, "netns", name, "name", "eth0")
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", name, "link", "set", device, "up")
-            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` shows it as /etc/hosts: Gloo looks itself up
-            hosts.parent.mkdir(parents=True)
-            hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-        yield names
-    finally:
-        for name in names:
-            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 def _measure_cut(folder: Path, alone: list[tuple[int, float]]) -> str:
     """Cut the link between two hosts for a while; no process and no launcher ends by itself."""
-    with namespaces() as network, several_hosts(folder, MEMORY_ALONE, network=network) as hosts:
+    with two_hosts() as network, several_hosts(folder, MEMORY_ALONE, network=network.names) as hosts:
         hosts.wait_for_gate()
         began = time.monotonic()
-        _ip("-n", network[0], "link", "set", "eth0", "down")
+        network.set_link("down")
         hosts.launches[GATE.rank].let_go(0)
         found = hosts.found(began)
         time.sleep(max(0.0, began + CUT_S - time.monotonic()))
-        _ip("-n", network[0], "link", "set", "eth0", "up")
+        network.set_link("up")
         return _row(f"the network is cut for {CUT_S:.0f} s", hosts, began, found, alone)
+
+
+def _measure_slow(folder: Path, alone: list[tuple[int, float]]) -> str:
+    """Slow down the link between two hosts until the end."""
+    with two_hosts() as network, several_hosts(folder, COMPARED, network=network.names) as hosts:
+        hosts.wait_for_gate()
+        began = time.monotonic()
+        network.bytes_per_s = SLOW_BYTES_PER_S
+        hosts.launches[GATE.rank].let_go(0)
+        hosts.launches[0].wait(lambda: "no process is late" in hosts.launches[0].said, "a report of slow steps")
+        found = time.monotonic() - began
+        return _row(f"the network has {SLOW_BYTES_PER_S / 1000:.0f} kB/s", hosts, began, found, alone)
 
 
 def _measure_unreplaced(fault: str, folder: Path, options: tuple[str, ...], alone: list[tuple[int, float]]) -> str:
@@ -237,7 +220,7 @@ def _row(
     again = time.monotonic() - began
     losses = hosts.end(*lost)
     same = "the same, bit for bit" if losses == alone else f"within {_difference(losses, alone):.0e}"
-    after = max(int(words.split()[0]) for words in hosts.said.split("after step ")[1:])
+    after = max((int(words.split()[0]) for words in hosts.said.split("after step ")[1:]), default=GATE.step)
     reported = "-" if found is None else f"{found:.1f}"
     return f"| {fault} | {reported} | {again:.1f} | {GATE.step - after} | {same} |"
 
@@ -271,6 +254,7 @@ def main() -> None:
             print(_measure(fault, Path(scratch) / str(i), alone), flush=True)
         if os.geteuid() == 0:
             print(_measure_cut(Path(scratch) / "cut", alone), flush=True)
+            print(_measure_slow(Path(scratch) / "slow", alone), flush=True)
         with several_hosts(Path(scratch) / "three", (), 3, experiment=THREE_HOSTS) as hosts:
             hosts.launches[GATE.rank].wait_for_mark(0, "at")
             hosts.launches[GATE.rank].let_go(0)

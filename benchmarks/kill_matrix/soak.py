@@ -116,7 +116,7 @@ def soak(folder: Path, planned: Sequence[Planned]) -> Found:
                 launch.start()
         found.codes.append(launch.end())
         found.equal = launch.losses() == losses
-        found.left = leftovers(launch) + _still_listening(coordinators - {None})
+        found.left = leftovers(launch) + still_listening(coordinators - {None})
         for i in range(len(planned) + 1):
             first, second = (launch.memory(i, rank).get(MEMORY_EVERY) for rank in (0, 1))
             if first and second:
@@ -170,7 +170,7 @@ def page(found: Found, seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _still_listening(coordinators: set) -> list[str]:
+def still_listening(coordinators: set) -> list[str]:
     """Ports that something still has."""
     left = []
     for coordinator in sorted(coordinators):

@@ -67,6 +67,10 @@ class Failure(NamedTuple):
     kind: str
     detection_s: float | None = None
     """Overrides `Costs.detection_s`."""
+    up_s: float | None = None
+    """Overrides `Costs.up_s`."""
+    saves: bool = False
+    """Whether all processes save their state before they end, as after SIGTERM, so that no step is lost."""
 
 
 @dataclass
@@ -153,13 +157,14 @@ def play(
             left = None if steps is None else steps - kept
             if left is not None and failure.at_s - up >= _ending_s(costs, every, left):
                 break
-            kept += _attempt(costs, every, failure.at_s - up, spent)
+            kept += _attempt(costs, every, failure.at_s - up, spent, keeps=failure.saves)
         spent.down_s += min(failure.at_s, up) - began
         detected = failure.at_s + (costs.detection_s if failure.detection_s is None else failure.detection_s)
         wait_s = spares.wait_s(detected) if spares is not None and failure.kind == HOST else 0.0
         spent.down_s += detected - failure.at_s
         spent.wait_s += wait_s
-        began, up = detected + wait_s, detected + wait_s + costs.up_s
+        began = detected + wait_s
+        up = began + (costs.up_s if failure.up_s is None else failure.up_s)
         spent.attempts += 1
     if steps is not None:
         spent.down_s += up - began
@@ -168,12 +173,12 @@ def play(
         spent.save_s += _ending_s(costs, every, left) - left * costs.step_s
     elif math.isfinite(until_s):
         spent.down_s += max(0.0, min(up, until_s) - began)
-        _attempt(costs, every, max(0.0, until_s - up), spent, lives=True)
+        _attempt(costs, every, max(0.0, until_s - up), spent, keeps=True)
     return spent
 
 
-def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: bool = False) -> int:
-    """Add an attempt of `lives_s` seconds to `spent`; return the steps that it keeps, which is all if it `lives` on."""
+def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, keeps: bool = False) -> int:
+    """Add an attempt of `lives_s` seconds to `spent`; return the steps that it keeps: all, or those that are saved."""
     step_s, cycle_s = costs.step_s, costs.cycle_s(every)
     first = every * step_s  # The time at which the first save begins.
     saves = int((lives_s - first) // cycle_s) + 1 if every and lives_s >= first else 0
@@ -186,8 +191,8 @@ def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, lives: b
         blocked, ahead = blocked + ahead - every * step_s, every * step_s
     made = saves * every + int(ahead / step_s)
     saving = max(0, saves - 1) * (cycle_s - every * step_s) + blocked
-    kept = made if lives else written * every
-    productive = lives_s - saving if lives else kept * step_s
+    kept = made if keeps else written * every
+    productive = lives_s - saving if keeps else kept * step_s
     spent.step_s += productive
     spent.save_s += saving
     spent.lost_s += lives_s - saving - productive

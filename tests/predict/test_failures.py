@@ -162,3 +162,11 @@ def test_the_same_seed_draws_the_same_failures():
     assert first == again
     assert {failure.kind for failure in first} == {HOST, "restart"}
     assert list(months(CALM, 100, 1e-4, seed=1)) == sorted(months(CALM, 100, 1e-4, seed=1))
+
+
+def test_a_failure_may_save_the_steps_and_take_a_time_of_its_own():
+    costs = Costs(step_s=1.0, blocked_s=0.0, write_s=0.0, detection_s=2.0, restart_s=5.0)
+    lost, kept = (play(costs, 10, [Failure(14.0, "x", saves=saves)], until_s=30.0) for saves in (False, True))
+    assert (lost.lost_steps, lost.step_s, lost.lost_s, lost.down_s) == (4, 19.0, 4.0, 7.0)
+    assert (kept.lost_steps, kept.step_s, kept.lost_s, kept.down_s) == (0, 23.0, 0.0, 7.0)
+    assert play(costs, 10, [Failure(14.0, "x", up_s=1.0)], until_s=30.0).down_s == 3.0

@@ -9,6 +9,7 @@ through an audit hook.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -115,9 +116,12 @@ def install(said, rank, attempt):
     folder.mkdir(parents=True, exist_ok=True)
     here = said["gates"].get(str(attempt))
     gate = Gate(here, folder, rank) if here else None
-    enter, told, made = Phases.enter, [], [0]
+    enter, told, made, asked = Phases.enter, [], [0], []
+    signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
 
     def wrapped(self, phase, step=None, **named):
+        if asked:
+            raise InjectedError(f"an injected fault of process {rank} before {phase}")
         before = self.phase
         enter(self, phase, step, **named)
         if before == "step" and phase != "step":

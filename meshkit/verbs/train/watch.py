@@ -24,6 +24,7 @@ the GPU that differs, by an all-gather of 4 bytes per array and GPU.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import statistics
@@ -56,6 +57,7 @@ from meshkit.units import format_percent, format_seconds
 
 LEAST_SHARE = 0.05  # a straggler costs the others more than this share of a step, or its clock is lower by this share
 _AGAIN = 1.5  # a straggler is named again if its share has grown by this factor
+_SLOWER = 1.5  # steps are slow if their median is this many times that of the fastest window
 _ANSWER_S, _CAPTURE_ANSWER_S = 60.0, 120.0
 _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the step"}
 # For captured steps:
@@ -99,6 +101,7 @@ class Stragglers:
         self.line = Agreement("stragglers")
         self._every = every if self.line.size > 1 else 0
         self._say, self.clock_mhz, self._errors, self._growth = say, clock_mhz, errors, ErrorGrowth()
+        self._slow_steps = SlowSteps()
         self._steps: list[Mapping[str, float]] = []
         self._window, self._thread = 0, None
         self._named: dict[int, float] = {}  # process -> share when it was named
@@ -160,6 +163,8 @@ class Stragglers:
                 self._say(f"warning: {line}")
             found = judge(every)
             self.tell(found, max(s["cpu_s"] for s in every))
+            if not found and (line := self._slow_steps.look(statistics.median(s["step_time_s"] for s in every))):
+                self._say(f"warning: {line}")
             return self._sick_processes(every, found)
 
         with self.counted(), contextlib.suppress(MeshkitError):  # training goes on, and so does the next comparison
@@ -190,6 +195,26 @@ class Stragglers:
         self._news |= {"straggler_cpu_s": cpu_s / max(1, self._noted)}
         if found:
             self._news |= {"straggler": found[0].process, "straggler_share": found[0].share}
+
+
+class SlowSteps:
+    """Compare the step times of windows in which no process is late: if all become slower, the network may be slow."""
+
+    def __init__(self):
+        self._fastest_s, self._reported_s = math.inf, 0.0
+
+    def look(self, step_s: float) -> str:
+        """Return a sentence if steps are 1.5 times as long as the fastest before and as the last reported, else ""."""
+        self._fastest_s = min(self._fastest_s, step_s)
+        if step_s < _SLOWER * self._fastest_s:
+            self._reported_s = 0.0
+        elif step_s >= _AGAIN * self._reported_s:
+            self._reported_s = step_s
+            return (
+                f"a step takes {format_seconds(step_s)}, {step_s / self._fastest_s:.1f} times as long as the fastest "
+                "before, and no process is late: a link between hosts may be slow, or others use it"
+            )
+        return ""
 
 
 def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:

@@ -16,7 +16,7 @@ import pytest
 
 from meshkit.errors import RunError
 from meshkit.verbs.train import watch as live
-from meshkit.verbs.train.watch import StepCaptures, Stragglers, judge, slowest_clock_mhz
+from meshkit.verbs.train.watch import SlowSteps, StepCaptures, Stragglers, judge, slowest_clock_mhz
 
 STEP = {"data_wait_s": 1e-3, "host_s": 2e-3, "step_time_s": 0.1, "host": "n0", "clock_mhz": 1755}
 
@@ -61,6 +61,13 @@ def test_the_clock_is_that_of_the_gpus_that_this_process_drives(visible, clock, 
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert slowest_clock_mhz() == clock
+
+
+def test_steps_that_become_slower_for_all_are_reported_once_until_they_are_faster_or_slower_again():
+    steps = SlowSteps()
+    found = [steps.look(step_s) for step_s in (0.12, 0.1, 0.14, 0.3, 0.4, 0.5, 0.1, 0.2)]
+    assert [bool(line) for line in found] == [False, False, False, True, False, True, False, True]
+    assert found[3].startswith("a step takes 300 ms, 3.0 times as long as the fastest before, and no process is late")
 
 
 def test_one_process_alone_has_nobody_to_wait_for():
