@@ -1,6 +1,6 @@
 """`python -m benchmarks.goodput`: costs of failures -> predicted goodput of drawn failures -> a soak with them.
 
-    costs    an undisturbed run, and a run under other failures than the soak's  -> costs.json
+    costs    an undisturbed run, and a run with each kind of failure twice       -> costs.json
     predict  costs.json, seed -> the goodput that the simulator expects          -> predictions.csv
     soak     the same seed: the run itself                                       -> soaks.csv, goodput.md
 
@@ -20,26 +20,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goodput.soak import EVERY, MEAN_S, SECONDS, Hit, Soak, ends_launcher, schedule, soak
+from benchmarks.goodput.soak import EVERY, MEAN_S, SECONDS, Hit, Soak, ends_launcher, restarts, schedule, soak
 from benchmarks.kill_matrix.cells import FAULTS
 from benchmarks.kill_matrix.table import machine
 from meshkit.predict.failures import Costs, Spent, play
 from meshkit.runs.phases import read_attempts
 
 SEEDS, ALONE_STEPS = (31,), 300
-OTHER_SEED, OTHER_S = 2, 600.0
+RESTARTS_SEED, TIMES = 2, 2
 _COSTS, _PREDICTED, _SOAKS, _PAGE = "costs.json", "predictions.csv", "soaks.csv", "goodput.md"
 
 
 def measure_costs(scratch: Path) -> dict[str, Any]:
-    """Return the fields of `Costs`, from an undisturbed run and from a run under other failures."""
+    """Return the fields of `Costs`, from an undisturbed run and from a run with each kind of failure TIMES times."""
     alone = soak(scratch / "alone", [], steps=ALONE_STEPS)
     assert alone.first_s is not None
     (attempt,) = read_attempts(scratch / "alone" / "run")
     seconds, saves = attempt.seconds, ALONE_STEPS // EVERY
     before_last = dict(attempt.marks)[ALONE_STEPS]["save"]  # a mark is set when a save begins
     blocked_s = before_last / (saves - 1)
-    other = soak(scratch / "other", schedule(OTHER_SEED), seconds=OTHER_S)
+    hits = restarts(scratch / "restarts", RESTARTS_SEED, TIMES)
     step_s = (seconds["step"] + seconds["data"]) / ALONE_STEPS
     return {
         "step_s": step_s,
@@ -47,9 +47,8 @@ def measure_costs(scratch: Path) -> dict[str, Any]:
         "blocked_s": blocked_s,
         "write_s": max(0.0, seconds["save"] - before_last - blocked_s),
         "first_s": alone.first_s - step_s,
-        **_costs_of_failures(other.hits, step_s),
-        "goodput_alone": alone.goodput.share,
-        "goodput_other": other.goodput.share,
+        **_costs_of_failures(hits, step_s),
+        "hits": [asdict(hit) for hit in hits],
     }
 
 
