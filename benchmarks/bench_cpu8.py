@@ -1,8 +1,8 @@
-"""`meshkit bench` on eight virtual CPU devices, in one process or in two with four each.
+"""Run `meshkit bench` on eight virtual CPU devices, in one process or in two with four devices each.
 
     python -m benchmarks.bench_cpu8 --out DIR [--processes 2] [--set mesh.tensor=8 ...]
 
-Results with machine and versions: bench_cpu8.md.
+bench_cpu8.md has results, with the machine and the versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ONE_PROCESS = ["mesh.data=", "mesh.fsdp=2", "mesh.tensor=4"]
 
 
 def run(out: str, overrides: list[str]) -> None:
-    """One process of the benchmark, as the environment says which; the first prints."""
+    """Run one process of the benchmark; the environment says which. The first process prints the report."""
     from meshkit.config.experiment import load
     from meshkit.distributed.join import is_first_process, join_gang, keep_stdout
     from meshkit.sharding.mesh import prepare_platform
@@ -47,7 +47,7 @@ def run(out: str, overrides: list[str]) -> None:
 
 
 def main() -> int:
-    """Starts the processes and waits for them."""
+    """Start the processes, wait for them, and return the highest exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)

@@ -1,10 +1,10 @@
-"""What a plan says of block-scaled matmuls on one GB200, beside what was measured there.
+"""Compare the predicted and the measured times of block-scaled matmuls on one GB200.
 
     python -m benchmarks.block_scaling
 
-The programs are as those of marin-community/marin, issue 7282 (bench_mxfp8_dense.py): 65,536 tokens by a kernel [k, n]
-in bf16, forward alone, and with the gradients of the sum of squares; the matmul alone, of operands that are quantized
-already; and the quantization of the tokens alone.
+The programs are those of marin-community/marin, issue 7282 (bench_mxfp8_dense.py). They multiply 65,536 tokens by a
+kernel [k, n] in bf16: forward alone, and with the gradients of the sum of squares. Two further programs are the matmul
+of operands that are quantized already, and the quantization of the tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from models.matmul import project
 
 TOKENS = 65536
 SHAPES = {"2560 x 2560": (2560, 2560), "2560 x 1280": (2560, 1280), "1280 x 2560": (1280, 2560)}
-# Issue 7282 of 2026-07-16, one GB200, jax 0.10.1, cuDNN 9.19: bf16's time over MXFP8's, forward and with gradients
-# (first run, second run of the forward pass); of the matmul alone; ms of quantizing the activations.
+# Issue 7282 of 2026-07-16, on one GB200 with jax 0.10.1 and cuDNN 9.19. The first three columns are the time of bf16
+# over that of MXFP8: of the forward pass (first and second run), with gradients, and of the matmul alone. The last
+# column is the milliseconds of quantizing the activations.
 MEASURED = {
     "2560 x 2560": ("0.996, 1.024", "0.813", "1.332", "0.346"),
     "2560 x 1280": ("0.815, 0.881", "0.642", "1.114", "0.358"),

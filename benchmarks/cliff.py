@@ -1,7 +1,7 @@
-"""Where XLA begins to recompute to save memory: `python -m benchmarks.cliff [NAMES] [--out FILE.svg]`.
+"""Find the memory limit at which XLA begins to recompute: `python -m benchmarks.cliff [NAMES] [--out FILE.svg]`.
 
-Finds the memory cliff of each experiment as `meshkit plan --cliff` does, compiles two smaller pools beyond it, prints a
-Markdown table and draws the step against the pool.
+The script finds the memory cliff of each experiment as `meshkit plan --cliff` does and compiles with two smaller memory
+pools beyond it. It prints a Markdown table and draws step time against pool size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from meshkit.sharding.mesh import use_no_accelerator
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "cliff.svg"
 NAMES = ("llama3_8b", "mixtral_8x7b", "llama3_70b")
 COLORS = ("#1f5fa8", "#b5541c", "#2e7d4f")
-FURTHER = (0.94, 0.88)  # of the program's peak
-LEFT, RIGHT, TOP, BOTTOM = 0.86, 1.08, 1.4, 0.98  # of the plot: pool by peak, and step by the step before the cliff
+FURTHER = (0.94, 0.88)  # Further pool sizes, as shares of the program's peak.
+# The range of the plot: the pool as a share of the peak, and the step relative to the step before the cliff.
+LEFT, RIGHT, TOP, BOTTOM = 0.86, 1.08, 1.4, 0.98
 STYLE = 'font-family="sans-serif" font-size="12" fill="#222"'
 
 
 def compile_points(name: str) -> tuple[CliffPoint, ...]:
-    """Return the step of an experiment with every pool, most memory first, and print its rows of the table."""
+    """Return one point for each pool size, largest pool first, and print the experiment's rows of the table."""
     experiment = load(name)
     cliff = find_cliff(experiment, plan_experiment(experiment))
     first = cliff.points[0]
@@ -42,7 +43,11 @@ def compile_points(name: str) -> tuple[CliffPoint, ...]:
 
 
 def draw(programs: Mapping[str, Sequence[CliffPoint]]) -> str:
-    """Return the plot as SVG: a line for each program, its pool by its peak, its step by the one before the cliff."""
+    """Return an SVG plot with one line for each program.
+
+    The horizontal axis is the pool as a share of the program's peak; the vertical axis is the step relative to the step
+    before the cliff.
+    """
     width, height = 640, 340
     title = "Step time against the memory that XLA may take"
 
@@ -70,7 +75,7 @@ def draw(programs: Mapping[str, Sequence[CliffPoint]]) -> str:
         line = [(x(p.pool_bytes / first.peak_bytes), y(p.time_s / first.time_s)) for p in points]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        for p, (px, py) in list(zip(points, line))[1:]:  # hollow where the step does not fit
+        for p, (px, py) in list(zip(points, line))[1:]:  # A hollow circle marks a step that does not fit.
             fill = color if p.fits else "#fff"
             parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{fill}" stroke="{color}"/>')
         parts.append(f'<text x="{x(RIGHT) + 10:.1f}" y="{60 + 18 * row}" fill="{color}">{escape(name)}</text>')
@@ -78,7 +83,7 @@ def draw(programs: Mapping[str, Sequence[CliffPoint]]) -> str:
 
 
 def main() -> None:
-    """Prints the table and writes the plot."""
+    """Print the table and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help="experiments of configs/experiments, or files")
     parser.add_argument("--out", type=Path, default=OUT)

@@ -1,9 +1,13 @@
-"""Time to the first report: seconds and megabytes of every command, from the wheel alone and from a clone.
+"""Measure the time to the first report, from the wheel alone or from a clone, and write first_report.md.
 
-`python -m benchmarks.first_report` builds the wheel, downloads it with what `[plan]` needs, installs that in a new
-environment, and works in an empty folder with an empty HOME: README's commands, then the guide's program about a model
-of somebody else's. `python -m benchmarks.first_report --clone` clones this repository's HEAD and runs README's
-`make demo` there, `--test` its `make test` too, a quarter of an hour. Either writes its section of first_report.md.
+    python -m benchmarks.first_report
+    python -m benchmarks.first_report --clone [--test]
+
+The first command builds the wheel, downloads it with the packages that `[plan]` needs and installs them in a new
+environment. It then works in an empty folder with an empty HOME: it runs README's commands and the program of the guide
+that plans a model of another project. The second command clones this repository's HEAD and runs README's `make demo` in
+the clone; `--test` also runs `make test`, which takes about 15 minutes. Each command rewrites its own section of
+first_report.md, with the seconds of every step and the megabytes downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ PAGE = Path(__file__).with_suffix(".md")
 GUIDE = ROOT / "docs" / "guides" / "use-in-your-flax-model.md"
 QUIET = ["-qq", "--disable-pip-version-check"]
 HEADINGS = {"wheel": "## From the wheel, in an empty folder", "clone": "## From a clone"}
-# What a command printed that a reader would look for.
+# Patterns of the lines that a reader looks for in a command's output, in order of preference.
 SAID = (
     r"nothing looks wrong",
     r"^step +[\d.]+ [mu]?s(?: .*)?$",
@@ -35,20 +39,20 @@ SAID = (
 
 
 def guides_program() -> str:
-    """The first program of the guide, which plans a model of somebody else's after training and profiling it."""
+    """Return the guide's first program, which trains, profiles and plans a model of another project."""
     program = re.search(r"## In few lines.*?```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     assert program is not None
     return 'import meshkit as mk\n\nmk.prepare_platform(mk.Cluster.load("cpu8"))\n' + program[1]
 
 
 def readmes_commands() -> list[str]:
-    """What README says works in an empty folder."""
+    """Return the commands that README says work in an empty folder."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.findall(r"^(meshkit .*?) +#", text.split("in an empty folder", 1)[1].split("\n## ")[0], re.MULTILINE)
 
 
 def said(output: str) -> str:
-    """The part of an output that answers, or nothing."""
+    """Return the line of an output that the reader looks for, or an empty string."""
     for pattern in SAID:
         if found := re.findall(pattern, output, re.MULTILINE):
             return " ".join(found[-1].split())
@@ -56,13 +60,13 @@ def said(output: str) -> str:
 
 
 def megabytes(folder: Path) -> str:
-    """What lies in a folder of downloads."""
+    """Return the size and the number of the files in a folder of downloads, as text."""
     files = list(folder.iterdir())
     return f"{sum(file.stat().st_size for file in files) / 1e6:.0f} MB in {len(files)} files"
 
 
 class Log:
-    """Commands in a fresh HOME, each with its seconds, and what it said."""
+    """A runner of commands that uses a fresh HOME and records each command's times and main output line."""
 
     def __init__(self, home: Path, folder: Path, path: str) -> None:
         self.folder, self.rows = folder, list[tuple[str, float, float, str]]()
@@ -70,7 +74,7 @@ class Log:
         self.environment = {"HOME": str(home), "PATH": path, **kept}
 
     def run(self, shown: str, command: list[str], note: str = "") -> None:
-        """Runs it once; a failure ends the record."""
+        """Run a command once and record it; exit with its output if it fails."""
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
@@ -83,12 +87,12 @@ class Log:
         print(f"{seconds:7.1f} s  {shown}  {self.rows[-1][3]}", flush=True)
 
     def note(self, note: str) -> None:
-        """Says something of the last command."""
+        """Replace the note of the last command."""
         self.rows[-1] = (*self.rows[-1][:3], note)
 
 
 def from_the_wheel(folder: Path) -> str:
-    """The table of the wheel alone."""
+    """Run the commands of the wheel's section and return its table."""
     home, empty, wheels = (folder / name for name in ("home", "empty", "wheels"))
     for made in (home, empty, wheels):
         made.mkdir()
@@ -118,7 +122,7 @@ def from_the_wheel(folder: Path) -> str:
 
 
 def from_a_clone(folder: Path, test: bool) -> str:
-    """The table of README's two commands in a fresh clone, the second where it is asked for."""
+    """Run README's `make demo`, and `make test` if `test` is true, in a fresh clone; return the table."""
     home, wheels, clone = (folder / name for name in ("home", "wheels", "meshkit"))
     home.mkdir()
     log = Log(home, folder, os.environ["PATH"])
@@ -137,13 +141,13 @@ def from_a_clone(folder: Path, test: bool) -> str:
 
 
 def table(log: Log) -> str:
-    """The rows as a table of Markdown."""
+    """Return the recorded commands as a Markdown table."""
     rows = (f"| {shown} | {wall:.1f} | {cpu:.1f} | {note} |" for shown, wall, cpu, note in log.rows)
     return "\n".join(["| command | wall, s | CPU, s | |", "|---|---|---|---|", *rows])
 
 
 def machine() -> str:
-    """Where and when."""
+    """Return a sentence that names the Python version, the machine's CPUs and load, and the date."""
     return (
         f"Python {platform.python_version()}, {os.cpu_count()} CPUs, load average {os.getloadavg()[2]:.1f}, "
         f"{time.strftime('%Y-%m-%d')}. The time of a download depends on the network."
@@ -151,7 +155,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    """Runs the commands of one section, and writes it."""
+    """Run the commands of one section and write that section of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clone", action="store_true", help="README's commands in a fresh clone")
     parser.add_argument("--test", action="store_true", help="`make test` in the clone as well")

@@ -1,6 +1,7 @@
-"""The cliff from one host to two: `python -m benchmarks.host_cliff [--out FILE.svg]` draws time against group size.
+"""Draw the time of a collective against group size: `python -m benchmarks.host_cliff [--out FILE.svg]`.
 
-A fixed payload over groups of DGX H100: inside one host NVLink carries it, from two on each GPU's 400 Gb/s port.
+The plot shows the cliff between one host and two. A fixed payload is sent over groups of DGX H100 GPUs: NVLink carries
+it inside one host; across two or more hosts it passes each GPU's 400 Gb/s port.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 62, 130, 46, 48
 
 
 def times_ms(kind: str) -> list[float]:
-    """Milliseconds of one collective over each group size."""
+    """Return the predicted milliseconds of one collective for each group size."""
     cluster = mk.Cluster.load("dgx_h100", hosts=max(GROUPS) // PER_HOST)
     return [
         1e3
@@ -38,7 +39,7 @@ def times_ms(kind: str) -> list[float]:
 
 
 def draw() -> str:
-    """The plot as SVG, which every browser opens."""
+    """Return the plot as SVG."""
     curves = {kind: times_ms(kind) for kind in KINDS}
     top = 2.0 ** math.ceil(math.log2(max(map(max, curves.values()))))
     bottom = 2.0 ** math.floor(math.log2(min(map(min, curves.values()))))
@@ -71,7 +72,7 @@ def _y(value: float, bottom: float, top: float) -> float:
 
 
 def _grid(bottom: float, top: float) -> Iterable[str]:
-    """Axes, their numbers, and the border between one host and two."""
+    """Yield the axes, their labels, and the border between one host and two."""
     for n in GROUPS:
         yield f'<text x="{_x(n):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{n}</text>'
     yield f'<text x="{_x(GROUPS[-1]):.1f}" y="{HEIGHT - 8}" text-anchor="end">GPUs of the group</text>'
@@ -91,7 +92,7 @@ def _grid(bottom: float, top: float) -> Iterable[str]:
 
 
 def _label_heights(curves: Iterable[Sequence[float]], bottom: float, top: float) -> list[float]:
-    """Where the curves' names stand: beside their ends, a line apart."""
+    """Return the height of each curve's name: beside the curve's end, at least one text line from the next name."""
     ends = [_y(values[-1], bottom, top) + 4 for values in curves]
     free = -math.inf
     heights = dict.fromkeys(range(len(ends)), 0.0)
@@ -101,7 +102,7 @@ def _label_heights(curves: Iterable[Sequence[float]], bottom: float, top: float)
 
 
 def main() -> None:
-    """Writes the plot and prints its numbers."""
+    """Write the plot and print its numbers."""
     parser = argparse.ArgumentParser(description="Time of collectives over 2 to 256 H100, as a plot.")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".svg"))
     out = parser.parse_args().out

@@ -60,8 +60,10 @@ sys.monitoring.set_events(4, sys.monitoring.events.PY_START)
 
 
 def walk(arguments: Sequence[str], checkout: Path) -> list[str]:
-    """Return the files below `checkout`/meshkit that `meshkit ARGUMENTS` visits, in order: a file comes again when the
-    walk comes back to it."""
+    """Return the files below `checkout`/meshkit that `meshkit ARGUMENTS` visits, in order.
+
+    A file appears again each time the walk comes back to it.
+    """
     package = checkout / "meshkit"
     with tempfile.TemporaryDirectory() as folder:
         site, found = Path(folder, "site"), Path(folder, "found")

@@ -1,9 +1,9 @@
-"""mk.overlap beside HolisticTraceAnalysis: `python -m benchmarks.hta_overlap --hta PYTHON FOLDER [FOLDER ...]`.
+"""Compare mk.overlap with HolisticTraceAnalysis (HTA): `python -m benchmarks.hta_overlap --hta PYTHON FOLDER...`.
 
-Each folder holds the Kineto traces (`*.json.gz`) of one job, such as those of HolisticTraceAnalysis's own tests. PYTHON
-is of an environment that has that library; it prints its number and the kernel intervals that it computed it from, and
-`mk.overlap` is given the same intervals. The last column is from the file alone: every kernel on a stream, nothing
-filtered.
+Each folder holds the Kineto traces (`*.json.gz`) of one job, such as those of HTA's own tests. PYTHON is the
+interpreter of an environment that has HTA. There HTA prints its overlap and the kernel intervals that it was computed
+from, and `mk.overlap` gets the same intervals. The last column comes from the file alone: it takes every kernel,
+without HTA's filters.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 import meshkit as mk
 
-TOLERANCE = 0.1  # points
+TOLERANCE = 0.1  # Percentage points.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one line per trace; 1 if any differs by more than 0.1 point on the same intervals."""
+    """Print one line per trace; return 1 if the overlap of any trace differs by more than 0.1 percentage points."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--hta", required=True, metavar="PYTHON")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overlapped_percent(compute: Sequence, communication: Sequence) -> float | None:
-    """Share of the communication that has compute at the same time; spans in microseconds."""
+    """Return the share of the communication that overlaps with compute, in percent; spans are in microseconds."""
     spans = [np.asarray(s, float).reshape(-1, 2) * 1e-6 for s in (compute, communication)]
     if not len(spans[1]):
         return None
@@ -90,7 +90,7 @@ print(json.dumps(out))
 
 
 def _from_file(folder: Path, name: str) -> tuple[list, list]:
-    """Compute and communication kernels of a Kineto file, by name."""
+    """Return the compute and the communication kernels of a Kineto file, separated by their names."""
     file = Path(name) if Path(name).is_file() else folder / Path(name).name
     with gzip.open(file, "rt", encoding="utf-8", errors="replace") as f:
         events = json.load(f)["traceEvents"]

@@ -1,8 +1,11 @@
-"""CPU seconds of plans and a search with the kernels of earlier programs and without.
+"""Measure the CPU seconds that kernels kept from earlier programs save in plans and in a search.
 
-`python -m benchmarks.kept_kernels` runs them in turn, each in a process of its own; medians of three and their ratio go
-to kept_kernels.md. `with` begins with the kernels that the plan of the experiment as it is has left and none of its
-programs (the first plan and the search: with nothing), `without` keeps nothing (`MESHKIT_CACHE=off`).
+    python -m benchmarks.kept_kernels
+
+Each command runs in a process of its own, alternately with and without kept kernels. The medians of three runs and
+their ratio go to kept_kernels.md. A run "with" starts from a cache that holds the kernels of one plan of the unchanged
+experiment, but none of its programs; the first plan and the search start from an empty cache. A run "without" keeps
+nothing (`MESHKIT_CACHE=off`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ RUNS = 3
 
 
 def cpu_s(command: tuple[str, ...], cache: Path | None) -> float:
-    """CPU seconds of meshkit and the compilers that it starts, with a cache folder or none."""
+    """Return the CPU seconds of a meshkit command and the compilers that it starts.
+
+    Args:
+        command: the arguments of meshkit.
+        cache: the cache folder; None turns the cache off.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"MESHKIT_CACHE": str(cache or "off")}
     subprocess.run([sys.executable, "-m", "meshkit", *command], env=environment, capture_output=True, check=True)
@@ -34,7 +42,7 @@ def cpu_s(command: tuple[str, ...], cache: Path | None) -> float:
 
 
 def main() -> None:
-    """Times all of them and writes the page."""
+    """Time all commands and write the page."""
     lines = ["| command | with, s | without, s | ratio |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -1,8 +1,11 @@
-"""Whether schedules by predicted latencies are better, also where those are wrong: `python -m benchmarks.latencies`.
+"""Compare schedules made with predicted latencies against schedules made with XLA's own latencies.
 
-Plans each experiment with XLA's own latencies and with `train.pgle = "predicted"`, then simulates both programs on
-clusters whose GPUs compute at other rates than those that the latencies were made of; prints a Markdown table. With
-`--ways` it plans by each value of `train.pgle` instead, and counts the collectives that have moved.
+    python -m benchmarks.latencies [EXPERIMENT ...] [--ways]
+
+Each experiment is planned with XLA's own latencies and with `train.pgle = "predicted"`. Both programs are then
+simulated on clusters whose compute rates differ from those that the latencies were predicted for, to see whether the
+schedule is still the better one when its latencies are wrong. The script prints a Markdown table. With `--ways` it
+plans each experiment with every value of `train.pgle` instead, and counts the collectives that have moved.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ RATES = (0.5, 0.7, 1.0, 1.4, 2.0)
 
 
 def computing_at(cluster: Cluster, rate: float) -> Cluster:
-    """A cluster whose matmuls, attention and memory are faster by a factor; its links are as they were."""
+    """Return a cluster whose matmuls, attention and memory run `rate` times as fast; its links are unchanged."""
     gpu = cluster.gpu
     achieved = {name: value * rate for name, value in gpu.achieved.items()}
     faster = dataclasses.replace(gpu, achieved=achieved, memory_bytes_per_s=gpu.memory_bytes_per_s * rate)
@@ -32,13 +35,13 @@ def computing_at(cluster: Cluster, rate: float) -> Cluster:
 
 
 def step_s(plan: Plan, cluster: Cluster) -> float:
-    """A planned program's step on another cluster."""
+    """Return the seconds of a step of a planned program when it is simulated on another cluster."""
     (step,) = simulate(plan.schedule, cluster).timeline.steps
     return step.window[1] - step.window[0]
 
 
 def flights(plan: Plan) -> dict[str, frozenset[str]]:
-    """Collective -> the kernels that stand between its start and its end."""
+    """Return, for each asynchronous collective, the names of the kernels scheduled between its start and its end."""
     found = {}
     for body in plan.schedule.computations.values():
         begun = {i.name: n for n, i in enumerate(body) if i.collective}
@@ -49,14 +52,14 @@ def flights(plan: Plan) -> dict[str, frozenset[str]]:
 
 
 def moved(own: Plan, told: Plan) -> tuple[int, int]:
-    """Collectives that fly over other kernels than in XLA's own schedule, and how many there are."""
+    """Count the collectives that overlap other kernels than in XLA's own schedule, and all that both schedules have."""
     before, after = flights(own), flights(told)
     common = before.keys() & after.keys()
     return sum(before[name] != after[name] for name in common), len(common)
 
 
 def ways(experiment: Experiment) -> Iterator[str]:
-    """A line for each value of `train.pgle`."""
+    """Yield a row of the table for each value of `train.pgle`."""
     own: Plan | None = None
     for way in ("off", TABLE, PREDICTED):
         train = experiment.train.model_copy(update={"pgle": way})
@@ -67,7 +70,7 @@ def ways(experiment: Experiment) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help="experiments of configs/experiments")
     parser.add_argument("--ways", action="store_true", help="by each value of train.pgle")

@@ -1,4 +1,7 @@
-"""What links and parallelisms cost: `python -m benchmarks.links` prints the tables of docs/concepts/links.md."""
+"""Predict what links and parallelisms cost, and print the tables of docs/concepts/links.md.
+
+Run it with `python -m benchmarks.links`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from meshkit.units import format_bytes, format_seconds
 
 PAYLOAD_BYTES = 2**28
 GROUP = 8
-# A link, the cluster, and how many of its 8 GPUs to a host are in a group.
+# Each entry has the name of a link, the cluster that uses it, and how many GPUs of each host are in the group.
 LINKS: list[tuple[str, dict[str, Any], int]] = [
     ("NVLink through NVSwitch", {"name": "dgx_h100"}, 8),
     ("NVLink without a switch", {"name": "dgx_h100", "nvlink_switch": False}, 8),
@@ -20,10 +23,11 @@ LINKS: list[tuple[str, dict[str, Any], int]] = [
     ("RoCE, 400 Gb/s each", {"name": "cloud_h100_roce", "hosts": 8}, 1),
     ("kernel TCP, four 200 Gb/s a host", {"name": "cloud_h100_tcp", "hosts": 8}, 1),
 ]
-# Llama 3 8B, 65,536 tokens a step on the group: each of 8 replicas has an eighth, tensor and pipeline see all of them.
+# Llama 3 8B with 65,536 tokens a step on the group. With data parallelism each of the 8 replicas has an eighth of the
+# tokens; with tensor and pipeline parallelism every GPU sees all of them.
 PARAMETERS, LAYERS, EMBED, KEYS, TOKENS = 8.03e9, 32, 4096, 1024, 65_536
 _EACH, _ALL = TOKENS // GROUP * EMBED * 2, TOKENS * EMBED * 2  # activations of [tokens, embed] in bf16
-# A parallelism, its formula, and its collectives: which, bytes of one, how many a step.
+# Each entry has a parallelism, the formula of its payload, and its collectives: kind, bytes of one, number a step.
 PARALLELISMS: list[tuple[str, str, list[tuple[str, float, int]]]] = [
     ("data", "4 N", [("all-reduce", 4 * PARAMETERS, 1)]),
     ("ZeRO-1", "2 N + 4 N", [("all-gather", 2 * PARAMETERS, 1), ("reduce-scatter", 4 * PARAMETERS, 1)]),
@@ -53,7 +57,11 @@ PARALLELISMS: list[tuple[str, str, list[tuple[str, float, int]]]] = [
 
 
 def links() -> list[list[str]]:
-    """Rows of the table of links: an all-gather over 8 GPUs, each sending to one other, bytes a second of the first."""
+    """Return the rows of the table of links.
+
+    Each row has the time of an all-gather over 8 GPUs, the time of a send from each GPU to one other, and the bytes per
+    second that each GPU sends in the all-gather.
+    """
     rows = []
     for name, described, inside in LINKS:
         cluster = mk.Cluster.load(described)
@@ -73,7 +81,7 @@ def links() -> list[list[str]]:
 
 
 def parallelisms() -> list[list[str]]:
-    """Rows of the table of parallelisms: payload, and time inside a host, over 8 hosts, and over 8 whole hosts."""
+    """Return the rows of the table of parallelisms: the payload, and its time inside one host and over 8 hosts."""
     cluster, rows = mk.Cluster.load("dgx_h100", hosts=8), []
     for name, formula, parts in PARALLELISMS:
         times = [
@@ -92,7 +100,7 @@ def parallelisms() -> list[list[str]]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     print("| link | all-gather | to one other | each sends |\n|---|---|---|---|")
     print("\n".join(f"| {' | '.join(row)} |" for row in links()))
     print("\n| parallelism | payload a step | of that model | NVLink | InfiniBand |\n|---|---|---|---|---|")

@@ -1,8 +1,8 @@
-"""What `mk.live` costs a loop: `python -m benchmarks.live_loop [--seconds N] [--every N]`.
+"""Measure what `mk.live` costs a training loop: `python -m benchmarks.live_loop [--seconds N] [--every N]`.
 
-A loop runs on virtual CPU devices. Its steps are set apart by whether they were captured, or a captured one was being
-read meanwhile; what those take longer than the others, as a mean, is the cost. Other work on the machine blurs that
-alone, where two loops in turn would differ by as much as that work does.
+A loop runs on virtual CPU devices. Steps during which `mk.live` captured a trace or read one are counted apart from the
+others; the cost is how much longer they take, compared with the mean of the others. Comparing two loops that run one
+after the other would be less exact, because other work on the machine changes both by as much as the cost itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEVICES, _LAYERS, _WIDTH, _BATCH, _WARM_UP = 4, 4, 512, 256, 50
 
 
 def main() -> None:
-    """Runs the loop; prints its steps, captures and what they cost."""
+    """Run the loop, and print its steps, its captures and their cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="of the loop")
     parser.add_argument("--every", type=int, default=500, help="steps between captures, at least")
@@ -54,7 +54,7 @@ def main() -> None:
             lines.add(live.line)
             number += 1
             if any(thread.name == "meshkit-live" for thread in threading.enumerate()):
-                behind = 2  # the step after it is slower, too
+                behind = 2  # This step and the next, which is slower too.
             before, now = now, time.perf_counter()
             took[behind > 0].append(now - before)
             behind = max(0, behind - 1)

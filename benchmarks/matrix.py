@@ -1,9 +1,9 @@
-"""Every shipped model on every shipped cluster, planned: `python -m benchmarks.matrix [--models ..] [--clusters ..]`.
+"""Plan every shipped model on every shipped cluster: `python -m benchmarks.matrix [--models ..] [--clusters ..]`.
 
-Two layers of each model, all GPUs of one NVLink domain of each cluster, weights fully sharded. Prints a Markdown table
-of the predicted step, of the share of it that is priced by memory traffic alone (custom calls whose FLOP are unknown),
-and of what failed. With `--out FILE` each row is appended there as it is done, and pairs that have one are not planned
-again.
+Each plan has two layers of the model, with weights fully sharded over all GPUs of one NVLink domain. The script prints
+a Markdown table of the predicted step, the share of it that is priced by memory traffic alone (custom calls of unknown
+FLOP), and the errors. With `--out FILE` each row is appended to the file as soon as it is known, and pairs with a row
+in the file are not planned again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshkit.planning.planner import Plan, plan_experiment
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "configs" / "experiments"
-# Of each model: its experiment, and the keys that make it small.
+# Each model's experiment, and the settings that make it small.
 MODELS: Mapping[str, tuple[str, Sequence[str]]] = {
     "llama3_8b": ("llama3_8b", ["model.layers=2", "train.sequence_length=2048"]),
     "llama3_70b": ("llama3_70b", ["model.layers=2", "train.sequence_length=2048"]),
@@ -29,7 +29,7 @@ MODELS: Mapping[str, tuple[str, Sequence[str]]] = {
     "linen": ("linen_cpu", []),
     "mlp": ("mlp", []),
 }
-# Of those that are not simply cut fully: mesh and rules.
+# The mesh and the rules of models that are not simply sharded fully over one axis.
 MESHES: Mapping[str, Sequence[str]] = {
     "mixtral_8x7b": ["mesh={{fsdp={half},expert=2}}", 'rules.preset="fsdp_expert"'],
 }
@@ -39,7 +39,7 @@ CLUSTERS = tuple(
 
 
 def plan_pair(model: str, cluster: str) -> Plan:
-    """The plan of a small model on one NVLink domain of a cluster."""
+    """Return the plan of a small model on one NVLink domain of a cluster."""
     experiment, changes = MODELS[model]
     gpus, table = domain_of(cluster)
     overrides = [
@@ -54,7 +54,10 @@ def plan_pair(model: str, cluster: str) -> Plan:
 
 
 def domain_of(cluster: str) -> tuple[int, str]:
-    """(GPUs, the `cluster` key) of one NVLink domain, at most 64: the small model does not divide by more."""
+    """Return the number of GPUs of one NVLink domain, and the `cluster` key that describes it.
+
+    The number is at most 64, because the small models do not divide by more.
+    """
     one = Cluster.load(cluster)
     hosts = max(1, -(-one.nvlink_domain_size // one.gpus_per_host))
     if one.nvlink_domain_size > 64:
@@ -63,7 +66,7 @@ def domain_of(cluster: str) -> tuple[int, str]:
 
 
 def row(model: str, cluster: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     try:
         plan = plan_pair(model, cluster)
     except MeshkitError as e:
@@ -79,7 +82,7 @@ HEAD = "| model | cluster | step, ms | unpriced, % | warnings |\n|---|---|---|--
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
@@ -98,7 +101,7 @@ def main() -> None:
 
 
 def rows_of(text: str) -> dict[tuple[str, str], str]:
-    """Rows of a table by (model, cluster)."""
+    """Return the rows of a table by (model, cluster)."""
     cells = {line: [cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| ")}
     return {(names[1], names[2]): line for line, names in cells.items() if names[1] in MODELS}
 

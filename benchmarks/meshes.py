@@ -1,8 +1,8 @@
-"""Which mesh for which model on how many GPUs: `python -m benchmarks.meshes --out FILE`.
+"""Find the best mesh for each model and number of GPUs: `python -m benchmarks.meshes --out FILE`.
 
-Plans each model on DGX H100s, one sequence of 8,192 tokens a GPU and step, with every mesh of a short list, and with
-the least recomputation of three that fits; prints the table of docs/guides/which-mesh.md. FILE (JSON lines) keeps
-every plan: a second run goes on.
+The script plans each model on DGX H100 hosts, with one sequence of 8,192 tokens a GPU and step, for every mesh of a
+short list. For each mesh it tries three levels of recomputation, least first, and stops at the first that fits. It
+prints the table of docs/guides/which-mesh.md. FILE (JSON lines) keeps every plan, so that a second run resumes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = {"none": "none", '["gate", "up"]': "all but `gate`, `up`", '"full"': "fu
 
 
 def meshes(hosts: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What a reader would try: its name, the preset of rules, the axes."""
+    """Yield the meshes that a reader would try: the name, the preset of rules, and the axes."""
     across = {"infiniband": hosts} if hosts > 1 else None
     yield "fsdp over all", "fsdp", {"fsdp": {"nvlink": 8, **(across or {})}}
     if across:
@@ -38,7 +38,7 @@ def meshes(hosts: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def experiment(preset: str, hosts: int, rules: str, mesh: dict[str, Any], remat: Any) -> Experiment:
-    """A user's file with nothing but what the table varies."""
+    """Return an experiment loaded from a file that has only the keys that the table varies."""
     lines = [
         f'cluster = {{ name = "dgx_h100", hosts = {hosts} }}',
         f'model = {{ class = "models.llama:Llama", preset = "{preset}" }}',
@@ -57,7 +57,7 @@ def experiment(preset: str, hosts: int, rules: str, mesh: dict[str, Any], remat:
 
 
 def plan_all(path: Path) -> list[dict[str, Any]]:
-    """One record of each plan; those that are in the file already are not made again."""
+    """Return a record for each plan; plans that are in the file already are not repeated."""
     done = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     known = {json.dumps(r["key"]): r for r in done}
     for model, preset in MODELS.items():
@@ -81,7 +81,7 @@ def plan_all(path: Path) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """A row for each model and size: the fastest mesh that fits, and what the others take."""
+    """Return a row for each model and size: the fastest mesh that fits, and the step times of the others."""
     lines = ["| model | GPUs | mesh | `remat` | step | MFU | exposed | memory | the others |", "|" + "---|" * 9]
     for model in MODELS:
         for hosts in HOSTS:

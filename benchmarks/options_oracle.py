@@ -1,8 +1,11 @@
-"""What options of XLA do to Marin's step on 64 GB200, predicted: `python -m benchmarks.options_oracle`.
+"""Predict what XLA options do to Marin's step on 64 GB200, beside Marin's published sweep.
 
-`--predict` compiles the step of benchmarks/marin/fsdp.toml once with what Marin's run sets and once with each published
-arm that it can be given, simulates each, and keeps the seconds in benchmarks/marin/predicted.csv. The table holds them
-against benchmarks/marin/published.csv, whose effects are of throughput (marin-community/marin, issue 8054).
+    python -m benchmarks.options_oracle [--predict]
+
+`--predict` compiles the step of benchmarks/marin/fsdp.toml with the options that Marin's run sets, and once more for
+each published arm that this step can be given. It simulates each program and keeps the seconds in
+benchmarks/marin/predicted.csv. The script prints a table that compares them with benchmarks/marin/published.csv, whose
+effects are on throughput (marin-community/marin, issue 8054).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from meshkit.planning.planner import plan_experiment
 
 MARIN = Path(__file__).parent / "marin"
 PREDICTED, PUBLISHED = MARIN / "predicted.csv", MARIN / "published.csv"
-NOISE_PERCENT = 0.78  # between runs of one arm, by the published sweep
-# Marin's run schedules without latencies, in jaxlib 0.11. In 0.12 these two are on unless somebody turns them off.
+NOISE_PERCENT = 0.78  # The spread between runs of one arm in the published sweep.
+# Marin's run used jaxlib 0.11, which schedules without latencies. From 0.12 on, both options are on by default.
 BASE = {"xla_gpu_enable_latency_hiding_scheduler": False, "xla_gpu_enable_analytical_sol_latency_estimator": False}
 SCHEDULED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 LATENCIES = {"xla_gpu_enable_analytical_sol_latency_estimator": True}
@@ -42,7 +45,7 @@ ARMS: Mapping[str, Mapping[str, object]] = {
 
 
 def predict(arms: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, float]]:
-    """Give each arm with the seconds of its step."""
+    """Yield the name of each arm and the predicted seconds of its step."""
     for arm, options in arms.items():
         xla = (f"xla.{name}={json.dumps(value)}" for name, value in {LIMIT: NO_LIMIT, **BASE, **options}.items())
         made = plan_experiment(load(MARIN / "fsdp.toml", ("train.derived_options=false", *xla)))
@@ -50,7 +53,7 @@ def predict(arms: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, flo
 
 
 def score() -> Iterator[str]:
-    """Give the lines of the table: predicted and published effects on throughput."""
+    """Yield the lines of the table of predicted and published effects on throughput."""
     with PREDICTED.open(encoding="utf-8") as file:
         seconds = {row["arm"]: float(row["step_s"]) for row in csv.DictReader(file)}
     with PUBLISHED.open(encoding="utf-8") as file:
@@ -66,7 +69,7 @@ def score() -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table; with --predict compiles every arm first."""
+    """Print the table; with `--predict`, compile every arm first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", action="store_true", help="compile every arm anew")
     if parser.parse_args().predict:

@@ -1,12 +1,18 @@
-"""Traces of other people: `python -m benchmarks.others_traces FILE.xplane.pb...`, a table of benchmarks/traces.md.
+"""Read traces of other projects and print the tables of benchmarks/traces.md.
 
-Each is read by `meshkit profile`'s reader, and its busy time is summed a second time: jax's own decoder
-(`jax.profiler.ProfileData`) lists the kernels, and a plain loop takes the union of their intervals in the windows of
-the steps. What cannot be read says why, in the words of the tool.
+    python -m benchmarks.others_traces FILE.xplane.pb...
+    python -m benchmarks.others_traces
+    python -m benchmarks.others_traces --matmuls ARCHIVE...
 
-Without a file: the traces in tests/data/traces that hold their program, measured over predicted (another table there).
-With `--matmuls ARCHIVE...`, of benchmarks/gpu: their single matmuls by how long they take, as priced, and priced no
-faster than cuBLAS's bursts of their shapes (a third table).
+The first command reads each file with the reader of `meshkit profile` and sums its busy time a second time, as a check.
+For the check, jax's own decoder (`jax.profiler.ProfileData`) lists the kernels, and a plain loop takes the union of
+their intervals within the steps. The table has the error message of each file that cannot be read.
+
+The second command prints measured over predicted time for the traces in tests/data/traces that hold their program.
+
+The third command takes archives of trainings that benchmarks/gpu recorded. It groups their single matmuls by duration.
+Each group is compared with the predicted price, and with a price that is never below the time that cuBLAS takes for a
+burst of the same shape.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from meshkit.units import format_seconds
 from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
-# The traces that hold their program, and the cluster where the trace does not name the GPU.
+# The traces that hold their program, each with the cluster to use if the trace does not name the GPU.
 PRICED: dict[str, Cluster | None] = {
     "h100_llama_1b/vm.xplane.pb.gz": None,
     "h100_debug/vm.xplane.pb.gz": None,
@@ -46,13 +52,16 @@ PRICED: dict[str, Cluster | None] = {
 }
 _KINDS = ("matmul", "attention", "elementwise", "reduction", "data movement", "gather and scatter")
 _COLLECTIVES = ("all-gather", "reduce-scatter")
-_LEAST_BYTES = 2**20  # of a collective that is compared: smaller ones are latency alone
-_STREAM = re.compile(r"Stream ")  # lines of kernels; the others of a device are derived from them
+# The smallest collective that is compared: latency alone decides the time of smaller ones.
+_LEAST_BYTES = 2**20
+_STREAM = re.compile(r"Stream ")  # Lines of kernels; a device's other lines are derived from them.
 
 
 def busy_s(path: Path, program: TracedProgram, steps: Sequence[DeviceStep]) -> float:
-    """Seconds in which a kernel ran, over all device steps: those of a device follow each other, from the program's
-    first kernel on."""
+    """Return the seconds in which at least one kernel ran, summed over the steps of all devices.
+
+    The steps of a device follow one another without gaps, beginning with the program's first kernel.
+    """
     planes = {int(p.name.rsplit(":", 1)[1]): p for p in ProfileData.from_file(str(path)).planes if "GPU:" in p.name}
     total, first = 0.0, {}
     for step in steps:
@@ -70,14 +79,14 @@ def busy_s(path: Path, program: TracedProgram, steps: Sequence[DeviceStep]) -> f
 
 
 def _is_of(stats: dict[str | None, object], program: TracedProgram) -> bool:
-    """Whether a kernel is of a program: by the runtime's number, else by the name of its module."""
+    """Return whether a kernel belongs to a program, by the runtime's program ID or else by the module's name."""
     if program.program_id is not None:
         return stats.get("program_id") == program.program_id
     return stats.get("hlo_module") == program.module
 
 
 def row(path: Path) -> str:
-    """What comes of one file, as a row of the table."""
+    """Return the row of one file."""
     size = f"{path.stat().st_size / 1e3:,.0f} kB"
     try:
         loose = open_loose(path)
@@ -93,7 +102,7 @@ def row(path: Path) -> str:
 
 
 def priced_column(name: str, cluster: Cluster | None) -> list[str]:
-    """What a trace's program takes over what the model that plans says of it, in the order of the table's rows."""
+    """Return the cells of one trace: measured over predicted time, in the order of the table's rows."""
     measured = measure_traces(TRACES / name, TracedJob(cluster=cluster))
     priced = measured.price()
     assert priced is not None
@@ -109,18 +118,19 @@ def priced_column(name: str, cluster: Cluster | None) -> list[str]:
 
 
 def _ratio(pairs: Sequence[Pair]) -> str:
+    """Return the ratio of the first pair as text, or an empty string."""
     known = [pair.ratio for pair in pairs if pair.ratio is not None]
     return f"{known[0]:.3g}" if known else ""
 
 
 def _spread(pairs: Sequence[Pair]) -> str:
-    """`1.01 (0.89 to 1.06, 22)`: the median, the least and the most, and of how many."""
+    """Return the median, the least and the greatest ratio with their number, such as `1.01 (0.89 to 1.06, 22)`."""
     known = sorted(pair.ratio for pair in pairs if pair.ratio is not None)
     return f"{statistics.median(known):.2f} ({known[0]:.2f} to {known[-1]:.2f}, {len(known)})" if known else ""
 
 
 def priced_table() -> None:
-    """Prints measured over predicted for every trace that holds its program."""
+    """Print measured over predicted time for every trace that holds its program."""
     heads = ["step", "single matmuls", *(f"all {kind}" for kind in _KINDS), *(f"single {c}" for c in _COLLECTIVES)]
     columns = [priced_column(name, cluster) for name, cluster in PRICED.items()]
     print(f"| measured / predicted | {' | '.join(name.split('/')[0] for name in PRICED)} |\n" + "|---" * 5 + "|")
@@ -129,7 +139,7 @@ def priced_table() -> None:
 
 
 def matmuls(archive: Path) -> Iterator[tuple[str, float, float, float]]:
-    """(GPU, seconds, seconds as priced, seconds of bursts of its shapes) of each matmul of an archive of trainings."""
+    """Yield (GPU, measured seconds, predicted seconds, seconds of bursts) of each matmul of an archive of trainings."""
     with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as packed:
         for member in packed:
             packed.extract(member, folder, filter="data")
@@ -158,13 +168,13 @@ def matmuls(archive: Path) -> Iterator[tuple[str, float, float, float]]:
 
 
 def _burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str) -> float:
-    """Rate of a burst of a shape; of a precision that has no rows, without end."""
+    """Return the rate of a burst of a shape, or infinity for a precision without measured bursts."""
     kind = large_flops_per_s(gpu, precision, "burst") * shape_share(matmul, gpu, precision, "burst")
     return kind if precision in ("bf16", "fp16", "fp8") else math.inf
 
 
 def matmul_table(archives: Sequence[Path]) -> None:
-    """Prints measured over priced of matmuls, by how long they take: the median and the median error."""
+    """Print measured over predicted time of matmuls, grouped by their duration: the median and the median error."""
     every = [row for archive in archives for row in matmuls(archive)]
     print(
         "| GPU | a matmul takes | matmuls | as priced | error | no faster than a burst | error |\n" + "|---" * 7 + "|"
@@ -180,7 +190,7 @@ def matmul_table(archives: Sequence[Path]) -> None:
 
 
 def main(paths: Sequence[Path]) -> None:
-    """Prints the table of the files, that of the prices, or that of matmuls."""
+    """Print the table that the arguments ask for."""
     if paths and str(paths[0]) == "--matmuls":
         matmul_table(paths[1:])
         return

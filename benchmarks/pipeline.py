@@ -1,8 +1,9 @@
-"""Memory of pipeline schedules as XLA compiles them for absent H100s, by microbatches; what their permutes hide under.
+"""Print the memory of pipeline schedules by number of microbatches, and the matmuls that hide their permutes.
 
     python -m benchmarks.pipeline
 
-A real Llama with attention and its training step, four stages across four hosts. What it printed: pipeline.md.
+XLA compiles the training step of a Llama with attention for absent H100s, with four stages across four hosts.
+pipeline.md has the output.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CONFIG = Path(__file__).parent.parent / "configs/experiments/llama_debug_cpu.tom
 EMBED, LENGTH, STAGES, LAYERS = 2048, 2048, 4, 16
 MODEL = {"vocab": 32_000, "embed": EMBED, "mlp": 8192, "layers": LAYERS, "heads": 16, "kv_heads": 8, "head_dim": 128}
 MICROBATCHES = (8, 32)
-# mesh beside the pipeline, rules
+# The mesh axes beside the pipeline, and the preset of rules.
 Layout = tuple[str, str]
 DATA = ("data=8", "")
 TENSOR = ("tensor=2 fsdp=4", "fsdp_tensor")
@@ -42,12 +43,14 @@ def experiment(
     sequences: int = 1,
     **pipeline: Any,
 ) -> Experiment:
-    """Four hosts of 8 H100, `sequences` a GPU and microbatch.
+    """Return an experiment on four hosts of 8 H100.
 
     Args:
-        schedule, chunks, microbatches: of the pipeline.
-        layout: mesh axes beside it and the preset of rules; DATA, TENSOR or SEQUENCE.
-        sequences: of a microbatch on one data shard.
+        schedule: the pipeline's schedule.
+        chunks: the pipeline's virtual stages.
+        microbatches: the number of microbatches of a step.
+        layout: the mesh axes beside the pipeline and the preset of rules; DATA, TENSOR or SEQUENCE.
+        sequences: the sequences of a microbatch on one data shard.
         pipeline: further keys of `[pipeline]`.
     """
     axes, rules = layout
@@ -66,7 +69,7 @@ def experiment(
 
 @functools.cache
 def built(schedule: str, chunks: int, microbatches: int, layout: Layout = DATA, **options: Any) -> TrainProgram:
-    """The training step of an `experiment`, for GPUs that are not there."""
+    """Return the training step of an `experiment`, built for absent GPUs."""
     made = experiment(schedule, chunks, microbatches, layout, **options)
     return make_train_step(made, build_mesh(made.mesh, made.cluster, devices=describe_devices(made.cluster)))
 
@@ -75,7 +78,7 @@ def built(schedule: str, chunks: int, microbatches: int, layout: Layout = DATA, 
 def compiled(
     schedule: str, chunks: int, microbatches: int, layout: Layout = DATA, **options: Any
 ) -> tuple[CompiledProgram, Schedule]:
-    """Loss and gradients of an `experiment` as XLA compiles them, without the optimizer."""
+    """Return the loss and gradients of an `experiment` as XLA compiles them, without the optimizer."""
     made = experiment(schedule, chunks, microbatches, layout, **options)
     program = built(schedule, chunks, microbatches, layout, **options)
     args = (program.abstract_state, program.abstract_step_batch)
@@ -87,7 +90,7 @@ def compiled(
 
 
 def loops(schedule: Schedule, name: str = "", around: tuple = ()) -> Iterator[tuple[tuple, Sequence[Instruction], int]]:
-    """(iterations of the loops around it, instructions of its computation, its place there) of every instruction."""
+    """Yield (iterations of the loops around it, instructions of its computation, its index) of every instruction."""
     instructions = schedule.computations[name or schedule.entry]
     for at, i in enumerate(instructions):
         yield around, instructions, at
@@ -96,9 +99,9 @@ def loops(schedule: Schedule, name: str = "", around: tuple = ()) -> Iterator[tu
 
 
 def permutes(schedule: Schedule) -> list[tuple[tuple, int | None]]:
-    """(iterations of the loops around it, matmuls under it) of every permute between stages; None: it blocks.
+    """Return (iterations of the loops around it, matmuls that hide it) of every permute between stages.
 
-    Matmuls in loops count once.
+    The number of matmuls is None for a permute that blocks. Matmuls in loops count once.
     """
     found = []
     for around, instructions, at in loops(schedule):
@@ -115,7 +118,7 @@ def _matmuls(schedule: Schedule, instructions: Sequence[Instruction]) -> int:
 
 
 def main() -> None:
-    """Prints Markdown tables."""
+    """Print the Markdown tables."""
     jax.config.update("jax_platforms", "cpu")
     print(f"| schedule | v | {' | '.join(f'M = {m}' for m in MICROBATCHES)} | per microbatch |")
     print("|---" * (len(MICROBATCHES) + 3) + "|")

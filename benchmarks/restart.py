@@ -1,9 +1,10 @@
 """Measure the seconds of a restart, part by part: `python -m benchmarks.restart [--repeats N] [--only with|without]`.
 
-2 processes x 4 CPU devices train the debug Llama with a snapshot in memory after every step. Rank 1 is killed (kill -9)
-when the run has made 12 steps, with processes on standby once these have imported all they need. The launcher says what
-the parts took. The first run of all fills the cache of executables. A cell is the median of the repeats; load averages
-(1 minute) are those at the kill, and on a machine with more load than cores all parts take as much longer.
+Two processes of 4 CPU devices train the debug Llama with a snapshot in memory after every step. Rank 1 is killed (kill
+-9) once the run has made 12 steps, and, with processes on standby, once these have imported everything that they need.
+The launcher prints the duration of each part. The very first run fills the cache of executables. A cell is the median
+of the repeats. Load averages (1 minute) are those at the kill; with more load than cores, all parts take proportionally
+longer.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _PART = re.compile(r"(?P<name>[a-z ]+) (?P<seconds>[\d.]+) s(?:, |$)")
 
 
 def restart(folder: Path, *, standby: bool) -> tuple[dict[str, float], float]:
-    """Kills rank 1 of a run in a folder, and waits until it trains again.
+    """Kill rank 1 of a run in a folder and wait until the run trains again.
 
     Returns:
-        Seconds by part, with `all`, and the load average.
+        the seconds of each part, with their sum as `all`, and the load average at the kill.
 
     Raises:
-        TimeoutError: it does not come to that.
+        TimeoutError: the run did not reach the kill, or did not train again.
     """
     sets = tuple(word for text in _SETS for word in ("--set", text))
     options = sets if standby else (*sets, "--no-standby")
@@ -58,7 +59,7 @@ def restart(folder: Path, *, standby: bool) -> tuple[dict[str, float], float]:
 
 
 def _all_wait(launch: Launch) -> bool:
-    """Whether two processes are on standby and have nothing more to do before their turn."""
+    """Return whether two processes are on standby and have nothing more to do before they are needed."""
     pids = list(launch.standby().values())
     before = [cpu_s(pid) for pid in pids]
     time.sleep(_QUIET_S)
@@ -66,7 +67,7 @@ def _all_wait(launch: Launch) -> bool:
 
 
 def main() -> None:
-    """Runs the restarts in turn, and prints a table of Markdown."""
+    """Run the restarts alternately and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of each")
     parser.add_argument("--only", choices=("with", "without"), help="with or without processes on standby")
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def table(found: dict[str, list[dict[str, float]]], loads: dict[str, list[float]]) -> str:
-    """Seconds of each part, a column for each kind."""
+    """Return the table: the seconds of each part, with a column for each kind of restart."""
     names = dict.fromkeys(name for runs in found.values() for parts in runs for name in parts)
     median = lambda runs, name: statistics.median(parts.get(name, 0.0) for parts in runs)
     rows = [[name, *(f"{median(runs, name):.2f}" for runs in found.values())] for name in names]

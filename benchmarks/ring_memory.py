@@ -1,9 +1,9 @@
-"""Temporary memory of ring attention, forward and backward, as XLA compiles it for 8 devices: by local length.
+"""Print the temporary memory of ring attention, forward and backward, by local sequence length.
 
     python -m benchmarks.ring_memory
 
-8 virtual CPU devices (fp32, 1 head of 8) and 8 absent H100s (bf16, 32 heads and 8 key heads of 128, cuDNN). What it
-printed: ring_memory.md.
+XLA compiles it for 8 virtual CPU devices (fp32, one head of dimension 8) and for 8 absent H100s (bf16, 32 heads and 8
+key heads of dimension 128, cuDNN). ring_memory.md has the output.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ WAYS = 8
 
 
 def arguments(mesh, local: int, heads: int, kv_heads: int, head_dim: int, dtype) -> list[jax.ShapeDtypeStruct]:
-    """q, k, v and the output's gradient of one sequence."""
+    """Return the abstract q, k, v and gradient of the output for one sequence."""
     sharding = NamedSharding(mesh, PartitionSpec(None, "context"))
     sizes = [(1, WAYS * local, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
     return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in sizes]
 
 
 def loss_and_gradients(mesh):
-    """(q, k, v, g) -> output and the gradients of q, k, v."""
+    """Return a function from (q, k, v, g) to the output and the gradients of q, k and v."""
     from meshkit.parallel import ring_attention
 
     def run(q, k, v, g):
@@ -36,14 +36,14 @@ def loss_and_gradients(mesh):
 
 
 def on_cpu(local: int) -> int:
-    """Bytes of temporaries per device in the program of 8 CPU devices."""
+    """Return the bytes of temporaries on each of 8 CPU devices."""
     mesh = Mesh(np.array(jax.devices()), ("context",), axis_types=(AxisType.Auto,))
     lowered = jax.jit(loss_and_gradients(mesh)).lower(*arguments(mesh, local, 1, 1, 8, jnp.float32))
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def on_h100(local: int) -> int:
-    """Bytes of temporaries per GPU in the program of 8 H100s."""
+    """Return the bytes of temporaries on each of 8 H100s."""
     import meshkit as mk
     from meshkit.compile.program import compile_absent
 
@@ -55,7 +55,7 @@ def on_h100(local: int) -> int:
 
 
 def main() -> None:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WAYS)
     print("| local length | sequence | CPU: temporary | per token | H100: temporary | per token |")

@@ -1,15 +1,16 @@
-"""Measure what snapshots in memory, with a copy on another host, cost of training time.
-
-    two `launch local` (hosts of one process) -> worker: blocks of `--every` steps, in pairs, one of each pair with a
-    snapshot after its first step -> time of a block with over that without -> mean, and its interval of 95 %
+"""Measure how much training time snapshots in memory cost, with a copy of each on another host.
 
     python -m benchmarks.snapshots
     python -m benchmarks.snapshots --pairs 12 --every 20 --megabytes 32
 
-Which block of a pair comes first alternates. A block ends once its snapshot is whole on both hosts, so that all that it
-costs is in its time: what blocks the step, and the hashes and copies that share the cores with the steps after it.
-Other programs disturb that time, and less the CPU time of a host's process and launcher, which is measured beside it.
-Where steps use every core, as here, time goes with CPU time. A host of GPUs has cores to spare.
+Two launchers (`launch local`, one process each) stand for two hosts. Their workers run blocks of `--every` steps in
+pairs; one block of each pair takes a snapshot after its first step. Which block comes first alternates. The result is
+the mean ratio of the time of a block with a snapshot to that of a block without, and its 95 % interval.
+
+A block ends once its snapshot is whole on both hosts, so that its time includes the whole cost: the wait of the step,
+and the hashes and copies that share the cores with the following steps. Other programs disturb this time. They disturb
+the CPU time of a host's process and launcher less, so that is measured too. On this benchmark's CPU devices the steps
+use every core, so time follows CPU time; a host of GPUs has cores to spare.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _WIDTH, _SHORTEST_STEP_S, _SEED, _DRAWS = 1024, 1.0, 20261128, 10_000
 
 
 def main() -> None:
-    """Starts the two hosts, and prints what their first process has measured."""
+    """Start the two hosts and print what their first process has measured."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--pairs", type=int, default=8, help="pairs of blocks")
     given.add_argument("--every", type=int, default=20, help="steps of a block: checkpoint.snapshot_every")
@@ -78,12 +79,13 @@ def _measure(folder: Path, options: list[str]) -> dict[str, list[float]]:
 
 
 def report(found: dict[str, list[float]]) -> list[str]:
-    """Say the ratio of blocks with and without a snapshot, with its interval, and what blocks a step.
+    """Return lines with the cost of a snapshot to a block and to a step, with intervals.
 
     Args:
-        found: `with`, `without`: seconds of a block, by pair; `with_cpu`, `without_cpu`: CPU time of a process and its
-            launcher; `with_launcher`, `without_launcher`: of the launcher alone; `blocked`: for so long the step after
-            a snapshot waits; `whole`: until both hosts have one whole; `every`, `bytes`: one number each.
+        found: lists of measurements by name. `with` and `without` are the seconds of a block, by pair; `with_cpu` and
+            `without_cpu` are the CPU seconds of a process and its launcher; `with_launcher` and `without_launcher` are
+            those of the launcher alone. `blocked` is the seconds that the step after a snapshot waits, `whole` the
+            seconds until both hosts have the whole snapshot. `every` and `bytes` hold one number each.
     """
     every, without = found["every"][0], np.array(found["without"])
     blocked, copied_s = np.mean(found["blocked"]), np.mean(found["with_launcher"]) - np.mean(found["without_launcher"])
@@ -100,7 +102,7 @@ def report(found: dict[str, list[float]]) -> list[str]:
 
 
 def _ratio(with_one: list[float], without: list[float]) -> str:
-    """How much more one takes than the other, by pairs, with an interval by resampling them."""
+    """Return the mean ratio of pairs less one, with a 95 % interval from resampling the pairs."""
     ratios = np.log(np.array(with_one) / np.array(without))
     drawn = np.random.default_rng(_SEED).choice(ratios, (_DRAWS, len(ratios))).mean(axis=1)
     ratio, low, high = (math.exp(x) - 1 for x in (ratios.mean(), *np.quantile(drawn, [0.025, 0.975])))
@@ -108,14 +110,14 @@ def _ratio(with_one: list[float], without: list[float]) -> str:
 
 
 def _launcher_cpu_s() -> float:
-    """CPU time of this process's launcher so far."""
+    """Return the CPU time of this process's launcher so far."""
     reaper = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()
     launcher = Path(f"/proc/{reaper[1]}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(launcher[11]) + int(launcher[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _work(out: Path, pairs: int, every: int, state_bytes: int) -> None:
-    """Measures, as one process of two."""
+    """Measure, as one process of two."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -149,7 +151,8 @@ def _work(out: Path, pairs: int, every: int, state_bytes: int) -> None:
         state = jax.block_until_ready(step(state))
         return state, time.perf_counter() - began
 
-    # Both processes have to run one program: process 0 says how many products take a step long enough.
+    # Both processes must run the same program, so they agree on the larger number of products that makes a step long
+    # enough.
     probe, step = 8, make(8)
     state, _ = timed(step, state)
     state, seconds = timed(step, state)

@@ -1,6 +1,6 @@
-"""What a user sees of meshkit, a line each: verbs and flags, keys of JSON Schemas, public names, exit and lint codes.
+"""Print what a user sees of meshkit, one line each: verbs, flags, schema keys, public names, exit codes and lint codes.
 
-`python -m benchmarks.surface` in two checkouts, and a diff of what they print, shows what a change gave or took.
+Run `python -m benchmarks.surface` in two checkouts; a diff of the outputs shows what a change added or removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshkit import cli, errors
 
 
 def commands(command: Any, path: str) -> Iterator[str]:
-    """Every verb with its arguments and options, and whether they must be given."""
+    """Yield a line for every verb's arguments and options, with a mark on required ones."""
     for p in command.params:
         yield f"cli {path} {' '.join(sorted(p.opts))}{' (required)' if p.required else ''}"
     for name, inner in getattr(command, "commands", {}).items():
@@ -28,7 +28,7 @@ def commands(command: Any, path: str) -> Iterator[str]:
 
 
 def keys(schema: Any, path: str, definitions: dict[str, Any], within: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every key that a JSON Schema knows, with its type."""
+    """Yield a line for every key of a JSON Schema, with its type."""
     if isinstance(schema, list):
         for part in schema:
             yield from keys(part, path, definitions, within)
@@ -45,7 +45,7 @@ def keys(schema: Any, path: str, definitions: dict[str, Any], within: tuple[str,
 
 
 def schemas() -> Iterator[str]:
-    """The keys of every schema that `meshkit schema` prints."""
+    """Yield the lines of every schema that `meshkit schema` prints."""
     for name in ("report", "compare", "explain", "topo", "bench", "tune", "scaling", "doctor", "experiment"):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -55,7 +55,7 @@ def schemas() -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the surface, sorted."""
+    """Print the surface, sorted."""
     lines = set(commands(typer.main.get_command(cli.app), "meshkit"))
     lines |= set(schemas())
     lines |= {f"name meshkit.{name}" for name in mk.__all__}

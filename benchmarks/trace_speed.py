@@ -1,12 +1,16 @@
-"""Speed and memory from a trace file to a report: `python -m benchmarks.trace_speed [--events N] [--hta PYTHON]`.
+"""Measure the time and the memory from a trace file to a report, and print them.
 
-`--cli` runs the whole of `meshkit profile` on N kernels of 8 GPUs, and of one, in processes of its own; with `--before
-TREE` in turn with that of another checkout, with `--sqlite` of an export of nsys. CPU seconds are user and system, of
-the process and what it starts.
+    python -m benchmarks.trace_speed [--events N] [--hta PYTHON]
+    python -m benchmarks.trace_speed --cli [--before TREE] [--sqlite]
 
-Writes an XSpace file of N kernels with the stats that the CUDA collector gives them, reads it to a report in a process
-of its own on one core, and prints events per second and peak memory. `--hta` names the Python of an environment that
-has HolisticTraceAnalysis: the same kernels, as a Kineto trace, go through its overlap analysis for comparison.
+The first command writes an XSpace file of N kernels with the stats that the CUDA collector gives them. It reads the
+file to a report in a process of its own on one core, and prints events per second and peak memory. `--hta` names the
+Python of an environment that has HolisticTraceAnalysis. The same kernels, as a Kineto trace, then go through its
+overlap analysis for comparison.
+
+The second command runs the whole of `meshkit profile` on N kernels of 8 GPUs, and on N kernels of one GPU, in processes
+of their own. `--before` alternates with another checkout, and `--sqlite` uses an nsys export instead of XSpace. CPU
+seconds are user and system time of the process and its children.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _NAMED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=1_000_000, help="kernels in the trace")
     parser.add_argument("--devices", type=int, default=8, help="GPUs in the trace")
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def whole_command(options: argparse.Namespace, folder: Path) -> None:
-    """Prints what `meshkit profile` takes, of each checkout."""
+    """Print the CPU seconds and the peak memory of `meshkit profile` for each checkout."""
     here = Path(__file__).resolve().parents[1]
     trees = {"before": Path(options.before).resolve()} if options.before else {}
     trees["now"] = here
@@ -80,8 +84,10 @@ def whole_command(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _profiled(tree: Path, file: Path) -> tuple[float, float]:
-    """CPU seconds and peak bytes of one `meshkit profile` of a checkout; a child's peak begins with that of its parent,
-    so that a small process starts it."""
+    """Return the CPU seconds and the peak bytes of one `meshkit profile` of a checkout.
+
+    A small process starts the command, because a child's peak begins with that of its parent.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     command = [sys.executable, "-c", _USED, sys.executable, "-m", "meshkit", "profile", str(file)]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
@@ -98,7 +104,7 @@ print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))
 
 
 def report(options: argparse.Namespace, folder: Path) -> None:
-    """Writes the trace, measures, prints."""
+    """Write the trace, measure its reading, and print the results."""
     kernels = trace_kernels(options.steps, _layers(options))
     file = folder / "trace.xplane.pb"
     file.write_bytes(xspace(kernels, options.devices))
@@ -119,7 +125,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
 
 
 def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, float]:
-    """One reading, from the file to the report; seconds are of this process's CPU, memory is its peak."""
+    """Return the CPU seconds, the peak memory and the overlap of one reading, from the file to the report."""
     from meshkit.report.summarize import group_rows, summarize
     from meshkit.trace import operations
     from meshkit.trace import reader as trace
@@ -159,7 +165,7 @@ def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, floa
 
 
 def trace_kernels(steps: int, layers: int) -> list[tuple[str, int, int, int]]:
-    """(instruction, stream, start_ns, duration_ns) of the kernels of one GPU."""
+    """Return (instruction, stream, start_ns, duration_ns) of the kernels of one GPU."""
     kernels, now = [], 10_000
     for _ in range(steps):
         for layer in range(layers):
@@ -174,7 +180,7 @@ def trace_kernels(steps: int, layers: int) -> list[tuple[str, int, int, int]]:
 
 
 def xspace(kernels: Sequence[tuple[str, int, int, int]], devices: int) -> bytes:
-    """An XSpace file in the form that the CUDA collector writes."""
+    """Return an XSpace file in the form that the CUDA collector writes."""
     names = list(dict.fromkeys(name for name, *_ in kernels))
     strings = [MODULE, "XlaModule:", *names, *(f"regs:{i} static_shared:0 grid:{i},1,1" for i in range(64))]
     id_of = {s: len(_NAMED) + 1 + i for i, s in enumerate(strings)}
@@ -212,7 +218,7 @@ CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId IN
 
 
 def write_sqlite(file: Path, kernels: Sequence[tuple[str, int, int, int]], devices: int) -> None:
-    """Writes an SQLite file as nsys exports it: each kernel launched in the range of a thunk, as they follow."""
+    """Write an SQLite file as nsys exports it, with each kernel launched inside the range of its thunk."""
     names = list(dict.fromkeys(name for name, *_ in kernels))
     texts = [f"Thunk:#name={name},hlo_op={name}#" for name in names]
     id_of = {text: i for i, text in enumerate((*names, *texts))}
@@ -221,7 +227,7 @@ def write_sqlite(file: Path, kernels: Sequence[tuple[str, int, int, int]], devic
     for device in range(devices):
         thread = 1000 << 24 | device
         for i, (name, _, start, duration) in enumerate(kernels):
-            at = 1000 * (i + 1)  # of the host
+            at = 1000 * (i + 1)  # The launch, on the host's clock.
             if i % per_step == 0:
                 module = f"XlaModule:#hlo_module={MODULE},program_id=7#"
                 ranges.append((at - 100, at + 1000 * per_step - 200, thread, None, module))
@@ -237,7 +243,7 @@ def write_sqlite(file: Path, kernels: Sequence[tuple[str, int, int, int]], devic
 
 
 def compare_with_hta(python: str, kernels: Sequence, devices: int, folder: Path, events: int, rate: float) -> None:
-    """The same kernels through HolisticTraceAnalysis."""
+    """Print the speed of HolisticTraceAnalysis on the same kernels, beside meshkit's."""
     traces = folder / "kineto"
     traces.mkdir()
     for rank in range(devices):
@@ -271,7 +277,7 @@ print(json.dumps({"seconds": seconds, "overlap": float(found[column].mean()), "v
 
 
 def _kineto(kernels: Sequence, rank: int) -> dict:
-    """A Kineto trace: the kernels, and the launch of each, which its reader needs."""
+    """Return a Kineto trace with the kernels and the launch of each; HolisticTraceAnalysis needs the launches."""
     events: list[dict] = [
         {"ph": "X", "cat": "cpu_op", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0.0, "dur": 1e-3, "args": {}}
     ]
@@ -309,7 +315,7 @@ def _layers(options: argparse.Namespace) -> int:
 
 
 def _memory_bytes(key: str) -> int:
-    """A line of /proc/self/status: VmRSS is now, VmHWM the most so far."""
+    """Return a value of /proc/self/status in bytes: VmRSS is the memory now, VmHWM the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
@@ -342,7 +348,7 @@ def _named(field: int, id_: int, name: str) -> bytes:
 
 
 def _stats_of(name: str, i: int, id_of: dict[str, int]) -> bytes:
-    """The stats of a kernel that do not change from one launch to the next."""
+    """Return the stats of a kernel that do not change from one launch to the next."""
     texts = {
         "kernel_details": f"regs:{i % 64} static_shared:0 grid:{i % 64},1,1", "tf_op": "XlaModule:", "name": name,
         "hlo_op": name, "hlo_module": MODULE,

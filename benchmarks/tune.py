@@ -1,9 +1,12 @@
-"""The search of `llama3_70b` on 64 H100 beside a published run: `python -m benchmarks.tune [--out DIR]`.
+"""Search meshes for `llama3_70b` on 64 H100 and compare the winner with a published run.
 
-Searches (an existing folder resumes), also on half and on twice the GPUs, and writes `benchmarks/tune.md` and the
-picture `benchmarks/tune.svg`: every variant by step time and memory, those that fit and that no other of their size
-beats in both, the experiment as it is, and the published run of the same model, sequence and global batch on as many
-GPUs. `MESHKIT_CACHE=fresh` (a folder that is not there yet) makes the times of the page those of a first run.
+    python -m benchmarks.tune [--out DIR]
+
+The search covers 64 GPUs and also half and twice as many; an existing DIR resumes it. The script writes
+`benchmarks/tune.md` and the picture `benchmarks/tune.svg`. The picture shows every variant by step time and memory,
+with the Pareto front of each size. It also shows the unchanged experiment and the published run of the same model,
+sequence length and global batch on as many GPUs. Set `MESHKIT_CACHE` to a folder that does not exist yet, so that the
+times on the page are those of a first run.
 """
 
 from __future__ import annotations
@@ -32,14 +35,19 @@ SETTINGS = ("cluster.hosts=8", "mesh={ fsdp = { nvlink = 8, infiniband = 8 } }",
 PUBLISHED = "NVIDIA DGXC NeMo, tensor 4 x pipeline 4 (interleaved, 5) x context 2 x data 2"
 PUBLISHED_S = 14.66
 HOSTS = (4, 8, 16)
-SHOWN, SHOWN_OTHER = 15, 4  # rows of 64 GPUs, and of each other size
-COST_FILE = "cost.jsonl"  # of each sitting
+SHOWN, SHOWN_OTHER = 15, 4  # Table rows of 64 GPUs, and of each other size.
+COST_FILE = "cost.jsonl"  # One line for each run of this script on the same DIR.
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 420, 62, 24, 46, 48
 STYLE = 'font-family="sans-serif" font-size="12" fill="#222"'
 
 
 def write(report: TuneReport, sittings: Sequence[dict[str, float]]) -> str:
-    """The page."""
+    """Return the page as Markdown.
+
+    Args:
+        report: the search.
+        sittings: the cost of each run of this script that contributed to the search, as `main` records it.
+    """
     winner = report.winner
     sizes = sorted({o.num_gpus for o in report.outcomes if o.num_gpus}, key=lambda n: (n != report.num_gpus, n))
     lines = [
@@ -84,7 +92,7 @@ def write(report: TuneReport, sittings: Sequence[dict[str, float]]) -> str:
 
 
 def _offload_note(winner: Outcome | None) -> list[str]:
-    """What a reader must know of a step whose activations cross the host link."""
+    """Return the caveats for a winner that moves activations over the host link, or no lines."""
     if winner is None or not winner.host_bytes:
         return []
     return [
@@ -95,7 +103,7 @@ def _offload_note(winner: Outcome | None) -> list[str]:
 
 
 def draw(report: TuneReport) -> str:
-    """Step time against memory as SVG."""
+    """Return the plot of step time against memory as SVG."""
     found = [o for o in report.outcomes if o.time_s and o.peak_bytes]
     measured = PUBLISHED_S
     times = [*(o.time_s or 0.0 for o in found), measured]
@@ -141,7 +149,7 @@ def _legend(sizes: Sequence[int]) -> Iterator[str]:
 
 
 def _mark(at_x: float, at_y: float, size: int, color: str) -> str:
-    """A circle of the experiment's own size; a square, a triangle of others."""
+    """Return the SVG of a circle for the experiment's own number of GPUs, or of a square or triangle for the others."""
     if size == 0:
         return f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3.5" fill="{color}"/>'
     if size == 1:
@@ -170,7 +178,7 @@ def _axes(x, y, most: int, low: float, high: float) -> Iterator[str]:
 
 
 def main() -> None:
-    """Searches, or goes on, and writes the page and the picture."""
+    """Run or resume the search, and write the page and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "tune70")
     parser.add_argument("--candidates", type=int, default=64)

@@ -1,9 +1,9 @@
-"""What the XLA options that follow from a step are predicted to save: `python -m benchmarks.xla_options`.
+"""Predict the time that XLA options derived from a step save: `python -m benchmarks.xla_options [EXPERIMENT ...]`.
 
-Plans each experiment with XLA's own choice, with the pipelining that `meshkit.compile.choices` asks for, with double
-buffering on top, and with the combine thresholds; prints a Markdown table. The options are forced, also where meshkit
-does not set them of itself; the last column says whether it does. The last row has what meshkit sets, scheduled by
-plan's own prices (`train.pgle = "predicted"`). Nothing of it is measured on a GPU.
+The script plans each experiment with XLA's own choice, then adds in turn the pipelining that `meshkit.compile.choices`
+asks for, double buffering, and the combine thresholds. The options are forced, also where meshkit would not set them
+itself; the last column says whether it would. The last row has the options that meshkit sets, scheduled by the plan's
+own prices (`train.pgle = "predicted"`). It prints a Markdown table. None of it is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshkit.sharding.mesh import build_mesh, describe_devices, use_no_accelerat
 
 EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = ("llama3_8b", "llama3_70b", "llama3_8b_long", "mixtral_8x7b", "vit_l16")
-# The steps of the table: a word in the names of the options that each adds.
+# The rows of the table, each with a word that is in the names of the options that it adds.
 STEPS = {
     "XLA's own": None,
     "pipelined": "_pipeline_",
@@ -33,7 +33,7 @@ STEPS = {
 
 
 def rows(experiment: Experiment) -> Iterable[str]:
-    """A line of the table for each step."""
+    """Yield the lines of an experiment."""
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
     traffic = loop_traffic(program, experiment.placement)
@@ -50,14 +50,14 @@ def rows(experiment: Experiment) -> Iterable[str]:
 
 
 def off(name: str) -> object:
-    """XLA's own value of an option."""
+    """Return XLA's default value of an option."""
     if "_combine_" in name:
         return 30 * 2**20 + 7
     return "COLLECTIVE_PIPELINING_MODE_OFF" if "_pipeline_" in name else False
 
 
 def row(experiment: Experiment, step: str, sets: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     try:
         report = plan_experiment(experiment).report
     except MeshkitError as e:
@@ -71,7 +71,7 @@ def row(experiment: Experiment, step: str, sets: str) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help="experiments of configs/experiments")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
