@@ -1,15 +1,16 @@
-"""Runs the measurements while time lasts, each in a process of its own, and writes what is found at once.
+"""Run the measurements while time lasts, each in a process of its own, and write each result as soon as it is known.
 
     python -m benchmarks.gpu --out DIR --minutes 9 [--piece 1] [--only NAME] [--resume DIR] [--dry-run]
-    python -m benchmarks.gpu --out DIR --rows     the trainings of trainings.py, and nothing else
-    python -m benchmarks.gpu --plan [--gpu h200]  what a plan says of each of them, before any card is asked for
-    python -m benchmarks.gpu --score DIR --rows   these plans beside what a card measured
-    python -m benchmarks.gpu --check              what can be proven without a card, at once
-    python -m benchmarks.gpu --score DIR          a calibration, and predicted beside measured; needs no card
+    python -m benchmarks.gpu --out DIR --rows     runs the trainings of trainings.py, and nothing else
+    python -m benchmarks.gpu --plan [--gpu h200]  plans these trainings; this needs no GPU and comes first
+    python -m benchmarks.gpu --score DIR --rows   compares these plans with the measured trainings
+    python -m benchmarks.gpu --check              runs the checks that need no GPU
+    python -m benchmarks.gpu --score DIR          writes a calibration, and predicted beside measured; needs no GPU
 
-What is done in DIR, or in a folder that --resume names, is not run again, so the same command goes on where the last
-one stopped; what failed is tried again after all else. A crash, a hang or a device out of memory costs one measurement.
-What a piece leaves is packed into DIR/pieceN.tar.gz: all that must come back.
+Measurements that are done in DIR, or in a folder that --resume names, are not repeated, so the same command continues
+where the last one stopped. Failed measurements are tried again after all others. A crash, a hang or a device out of
+memory costs one measurement only. The results of a piece are packed into DIR/pieceN.tar.gz, which is all that must be
+copied back.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from benchmarks.gpu.measurements import MEASUREMENTS, ROWS, Measurement
 from meshkit.discover.probe import read_nvml
 
 RESULT, VALUES, LOG, PACKED = "result.json", "values.json", "log.txt", "piece{}.tar.gz"
-MOST_BYTES = 15_000_000  # of a piece's archive
-_LAST_S = 10.0  # for packing
-_TOY_S, _TOY_PATIENCE = 1.0, 5  # seconds of a measurement at toy size, and its limit: CPUs are slow and shared
-_LARGEST_BYTES = 20 * MOST_BYTES  # of a file that may be packed: reading it takes a second
+MOST_BYTES = 15_000_000  # The largest archive of a piece.
+_LAST_S = 10.0  # Reserved for packing.
+# Seconds of a measurement at toy size, and the factor on its time limit, because CPUs are slow and shared.
+_TOY_S, _TOY_PATIENCE = 1.0, 5
+_LARGEST_BYTES = 20 * MOST_BYTES  # The largest file that may be packed; reading it takes a second.
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help="where results go")
     parser.add_argument("--minutes", type=float, default=9)
@@ -92,12 +94,12 @@ def main() -> None:
 
 
 def blind_of(gpu: str) -> Path:
-    """Return the file of what was planned for a GPU before it was asked for."""
+    """Return the file with the plans that were made for a GPU before it ran anything."""
     return Path(__file__).parent / f"blind-{gpu}.json"
 
 
 def print_list(chosen: Sequence[Measurement]) -> None:
-    """The list, with what is expected of each."""
+    """Print the measurements with their expected seconds and their questions."""
     for m in chosen:
         print(f"{m.piece}  {m.expected_s:4.0f} s  {m.name:26s} {m.question}")
     for piece in sorted({m.piece for m in chosen}):
@@ -105,18 +107,19 @@ def print_list(chosen: Sequence[Measurement]) -> None:
 
 
 def run_all(chosen: Sequence[Measurement], out: Path, deadline: float, toy: bool, earlier: Sequence[Path] = ()) -> int:
-    """Runs what is not done yet and still has the time it is expected to take: the untried first, then what failed.
+    """Run the measurements that are not done and still fit into the time, the untried first and then the failed ones.
 
-    All modules are imported here, once: each measurement's process is a fork that finds them, and starts the device.
+    All modules are imported here, once. Each measurement runs in a forked process that finds them imported and starts
+    the device itself.
 
     Returns:
-        1 where something of it failed, else 0.
+        1 if a measurement failed, else 0.
     """
     failed = 0
     found = {m.name: next((s for d in (out, *earlier) if (s := status_of(d / m.name))), None) for m in chosen}
     todo = sorted((m for m in chosen if found[m.name] != "done"), key=lambda m: found[m.name] is not None)
     for m in todo:
-        with contextlib.suppress(Exception):  # its own process says what is wrong
+        with contextlib.suppress(Exception):  # The measurement's own process reports the error.
             m.load()
     try:
         for m in todo:
@@ -136,20 +139,20 @@ def run_all(chosen: Sequence[Measurement], out: Path, deadline: float, toy: bool
 
 
 def status_of(folder: Path) -> str | None:
-    """How a measurement ended, by its folder; None where it did not."""
+    """Return how the measurement of a folder ended; None if it has not."""
     path = folder / RESULT
     return json.loads(path.read_text(encoding="utf-8"))["status"] if path.exists() else None
 
 
 def measure(m: Measurement, out: Path, toy: bool, limit_s: float) -> dict[str, Any]:
-    """Makes a measurement in a process of its own, ends all of it at the limit, and writes what it found until then."""
+    """Run a measurement in a process of its own, kill the process at the limit, and return what it found until then."""
     folder = out / m.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began, status = time.monotonic(), "interrupted"
     process = multiprocessing.get_context("fork").Process(target=_in_child, args=(m, folder, toy))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # jax warns of forks; no device has started here, and no thread of jax's
+        warnings.simplefilter("ignore")  # jax warns of forks, but no device or jax thread has started here.
         process.start()
     try:
         process.join(limit_s)
@@ -172,8 +175,8 @@ def measure(m: Measurement, out: Path, toy: bool, limit_s: float) -> dict[str, A
 
 
 def _in_child(m: Measurement, folder: Path, toy: bool) -> None:
-    """Makes a measurement; what it has found is on disk before it looks for more."""
-    os.setsid()  # so that all that it starts ends with it
+    """Run a measurement, and write each part of the results to disk before the next part begins."""
+    os.setsid()  # Everything that it starts ends with this session.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with (folder / LOG).open("wb") as log:
         os.dup2(log.fileno(), 1)
@@ -185,7 +188,7 @@ def _in_child(m: Measurement, folder: Path, toy: bool) -> None:
 
 
 def table(out: Path) -> str:
-    """Every number found so far, a line each."""
+    """Return every number found so far, one line each."""
     lines = []
     for m in (*MEASUREMENTS, *ROWS):
         if (out / m.name / RESULT).exists():
@@ -196,7 +199,7 @@ def table(out: Path) -> str:
 
 
 def pack(out: Path, piece: int) -> Path:
-    """What a piece leaves, the small files first, as far as an archive can hold it; no checkpoints."""
+    """Pack the files of a piece, small ones first, until the archive is full; return the archive."""
     target, total = out / PACKED.format(piece), 0
     folders = [out / m.name for m in (*MEASUREMENTS, *ROWS) if m.piece == piece]
     files = sorted((p for folder in folders for p in _kept(folder)), key=lambda p: p.stat().st_size)
@@ -215,16 +218,16 @@ def pack(out: Path, piece: int) -> Path:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Files of a measurement that are worth the way: no checkpoints, and a trace once."""
+    """Return the files of a measurement that are worth copying: no checkpoints, and each trace only once."""
     files = (p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     return [p for p in files if "checkpoints" not in p.parts and not p.name.endswith(".trace.json.gz")]
 
 
 def _kill(process: BaseProcess) -> None:
-    """Ends a process and all that it started."""
+    """Kill a process and everything that it started."""
     if process.pid is None:
         return
-    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, or it has made no group of its own yet
+    with contextlib.suppress(ProcessLookupError):  # It has ended, or has not made its own group yet.
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()

@@ -1,4 +1,4 @@
-"""What live captures (`[profile] every`) do on a GPU: one step in five is traced, and read by the process beside it."""
+"""Measure live captures (`[profile] every`) on a GPU: one step in five is traced, and another process reads traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY, _CAPTURES, _WARM_UP, _BEHIND, _MOST = 5, 4, 3, 2, 200
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Seconds of a step without and with a capture, and of those behind it; CPU seconds of a capture in all."""
+    """Yield the seconds of steps without a capture, with one and just after one, and the CPU seconds of a capture."""
     experiment = load(DEBUG) if toy else load(LLAMA_1B, [f"cluster.gpu={gpu_here()}", "model.layers=4"])
     from meshkit.sharding.mesh import build_mesh, prepare_platform
 

@@ -1,4 +1,4 @@
-"""What can be proven without a card: packages, XLA's options, the mock of NCCL, and that every program fits."""
+"""Check what can be checked without a GPU: packages, XLA's options, the mock of NCCL, and that every program fits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshkit.config.experiment import Experiment, load
 from meshkit.errors import MeshkitError
 
 _PACKAGES = ("chex", "flax", "grain", "optax", "orbax.checkpoint", "plotly", "pynvml", "safetensors", "tomlkit")
-# What jax's client of a plugin is created with where the topology is mocked.
+# The options of jax's plugin client that mock a topology.
 _MOCKED = (b"enable_mock_nccl", b"mock_gpu_topology")
 
 
 def run_checks() -> int:
-    """Prints a line for each check; the number that failed."""
+    """Print a line for each check, and return the number that failed."""
     failed = 0
     plans = {
         f"{name} {'fits' if fits else 'does not fit'}": lambda e=experiment, f=fits: check_memory(e, f)
@@ -36,7 +36,7 @@ def run_checks() -> int:
 
 
 def outcome(check: Callable[[], str]) -> str:
-    """What a check says: `ok` or `FAILED`, and what it found."""
+    """Return the result of a check: `ok` or `FAILED`, and what it found."""
     try:
         return f"ok, {check()}"
     except (MeshkitError, AssertionError, ImportError, OSError) as e:
@@ -44,7 +44,7 @@ def outcome(check: Callable[[], str]) -> str:
 
 
 def check_packages() -> str:
-    """All that the verbs import is there and can be imported."""
+    """Check that all packages that the verbs need can be imported."""
     for name in _PACKAGES:
         importlib.import_module(name)
     from meshkit.compile.options import check_compiler, version_of
@@ -54,7 +54,7 @@ def check_packages() -> str:
 
 
 def check_options() -> str:
-    """Every option of the measurements is one that the installed XLA has, and of its type."""
+    """Check that the installed XLA has every option of the measurements, with that type."""
     cases = {f"{program}, {case}": options for program in CASES for case, options in CASES[program].items()}
     cases |= flags() | {"kill_and_resume": DETERMINISTIC}
     wrong = refused(cases)
@@ -63,7 +63,7 @@ def check_options() -> str:
 
 
 def check_mock() -> str:
-    """jax and its CUDA plugin know a mocked topology, and NCCL's mock."""
+    """Check that jax and its CUDA plugin support a mocked topology and NCCL's mock."""
     import jax
 
     library = plugin_library()
@@ -75,7 +75,7 @@ def check_mock() -> str:
 
 
 def plugin_library() -> Path:
-    """The installed CUDA plugin's library."""
+    """Return the installed CUDA plugin's library."""
     found = [spec for cuda in ("xla_cuda12", "xla_cuda13") if (spec := importlib.util.find_spec(f"jax_plugins.{cuda}"))]
     assert found, "no CUDA plugin of jax is installed"
     assert found[0].origin is not None
@@ -83,7 +83,7 @@ def plugin_library() -> Path:
 
 
 def check_nvcc() -> str:
-    """The kernels that hold multiprocessors compile for an H100."""
+    """Check that the kernels that hold multiprocessors compile for an H100."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             command = nvcc(Path(folder) / "hold.so", "sm_90")
@@ -94,7 +94,7 @@ def check_nvcc() -> str:
     return command[0]
 
 
-# Of the machine itself, in seconds; they are made on the card as well.
+# Checks of the machine itself that take seconds. They run on the GPU's machine too.
 QUICK: dict[str, Callable[[], str]] = {
     "packages": check_packages,
     "options of XLA": check_options,
@@ -104,7 +104,7 @@ QUICK: dict[str, Callable[[], str]] = {
 
 
 def programs() -> Iterator[tuple[str, Experiment, bool]]:
-    """What is rehearsed and trained on one H100, and whether it shall fit."""
+    """Yield each program that one H100 rehearses or trains, and whether it should fit."""
     for m in MEASUREMENTS:
         if m.function == "verbs:rehearse":
             yield m.name, load(m.options["experiment"], m.options["settings"]), True
@@ -115,7 +115,7 @@ def programs() -> Iterator[tuple[str, Experiment, bool]]:
 
 
 def check_memory(experiment: Experiment, fits: bool) -> str:
-    """The plan of a program says that it fits one H100, or that it does not."""
+    """Check that the plan of a program fits one H100, or does not."""
     from meshkit.planning.planner import plan_experiment
     from meshkit.units import format_bytes
 

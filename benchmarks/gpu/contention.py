@@ -1,5 +1,7 @@
-"""What a kernel loses beside one that holds multiprocessors or streams device memory, as a collective does; and what
-such a collective, or a copy from the host, loses beside it."""
+"""Measure how kernels slow down beside one that holds multiprocessors or streams device memory, as a collective does.
+
+It also measures what such a collective, or a copy from the host, loses beside the kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,28 @@ from meshkit.compile.options import cuda_roots
 
 HELD = (0, 8, 16, 24)
 STREAMING = (8, 16, 24)
-# What passes device memory beside a ring over NVLink: 450 GB/s in and out, each byte three times (nccl_memory_passes),
-# of 24 channels as inside a domain of H100s, or of 8.
+# The traffic in device memory of a ring over NVLink at 450 GB/s each way: each byte passes three times
+# (nccl_memory_passes). A domain of H100s has 24 channels; 8 are measured too.
 CHANNELS = (8, 24)
 PACE_BYTES_PER_NS = 3 * 450.0
 _SOURCE = Path(__file__).with_name("hold.cu")
 _LIMIT_S = 20.0
-_COPIES = 48  # from the host, 256 MiB each: a quarter of a second
+_COPIES = 48  # Copies from the host of 256 MiB each, together a quarter of a second.
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Slowdown of a matmul and of a copy, by multiprocessors held and by blocks that stream; and of what a collective
-    and the host's link do with device memory, beside them."""
+    """Yield the slowdown of a matmul and of a copy, by multiprocessors held and by blocks that stream.
+
+    It also yields what channels like a collective's, and copies from the host, move beside them.
+    """
     n, size = (64, 2**12) if toy else (8192, 2**30)
     a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (size // 4,), jnp.float32)
     work: dict[str, tuple[Callable, Any]] = {"matmul": (lambda m: m @ m, a), "copy": (lambda v: v + 1, x)}
     library = None if toy else build(folder)
     seconds = 0.05 if toy else 1.0
-    programs = {name: (compiled(*each), each[1]) for name, each in work.items()}  # before anything holds the GPU
+    # Compile before anything holds the GPU.
+    programs = {name: (compiled(*each), each[1]) for name, each in work.items()}
     alone = {name: timed(*program, seconds)[1] for name, program in programs.items()}
     for name, program in programs.items():
         for held, streaming in [*((h, 0) for h in HELD), *((0, s) for s in STREAMING)]:
@@ -67,8 +72,10 @@ def _channels(
     alone: Mapping[str, float],
     seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """What so many channels move alone and beside each program, as fast as NVLink would ask for and as fast as they
-    can; and what the programs lose to them at the link's pace."""
+    """Yield what `channels` channels move alone and beside each program, and the slowdown of the programs.
+
+    Channels move as fast as NVLink would need, and then as fast as they can.
+    """
     for name, program in (("nothing", None), *programs.items()):
         for pace, label in ((PACE_BYTES_PER_NS / channels, ""), (1e6, " without a link")):
             beside, slowdown = Beside(library, channels=channels, pace=pace), 0.0
@@ -84,7 +91,7 @@ def _channels(
 
 
 class Beside:
-    """A kernel that runs until it is ended; nothing where there is no library, on CPUs."""
+    """A kernel that runs until it is ended; without a library, as on CPUs, it does nothing."""
 
     def __init__(
         self, library: ctypes.CDLL | None, held: int = 0, streaming: int = 0, channels: int = 0, pace: float = 1.0
@@ -95,7 +102,7 @@ class Beside:
             raise RuntimeError("the kernel that holds multiprocessors did not start")
 
     def end(self) -> tuple[float, float]:
-        """Bytes that it moved, and nanoseconds in which its channels did, all added up."""
+        """End the kernel, and return the bytes that it moved and the nanoseconds of its channels, summed over them."""
         block_ns = ctypes.c_double()
         moved = self._library.finish(ctypes.byref(block_ns)) if self._library is not None else 0.0
         if moved < 0:
@@ -104,12 +111,12 @@ class Beside:
 
 
 def build(folder: Path) -> ctypes.CDLL:
-    """The kernels, compiled by nvcc for the GPU that is here, in this process's own CUDA context."""
+    """Compile the kernels with nvcc for the GPU here, and load them in this process's own CUDA context."""
     target = folder / "hold.so"
     done = subprocess.run(nvcc(target, "native"), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc: {done.stderr[-1000:]}")
-    jax.block_until_ready(jnp.ones(1))  # jax makes the context first
+    jax.block_until_ready(jnp.ones(1))  # jax must make the context first.
     library = ctypes.CDLL(str(target))
     library.finish.restype = library.finish_copies.restype = ctypes.c_double
     if code := library.prepare():
@@ -118,7 +125,7 @@ def build(folder: Path) -> ctypes.CDLL:
 
 
 def nvcc(target: Path, arch: str) -> list[str]:
-    """The command that compiles the kernels for an architecture."""
+    """Return the command that compiles the kernels for an architecture."""
     found = (root / "bin/nvcc" for root in cuda_roots())
     compiler = shutil.which("nvcc") or next((str(path) for path in found if path.exists()), None)
     if compiler is None:

@@ -1,11 +1,13 @@
-"""Llama 3.2 1B in plain jax, the floor under meshkit's own step of it: both are timed in turn on one GPU.
+"""Time Llama 3.2 1B in plain jax, as the floor under meshkit's own step: both run alternately on one GPU.
 
-The model and its training follow models/llama.py and meshkit/step/train_step.py: the same parameters, loss, clipping,
-schedule and AdamW, fp32 weights that multiply in bf16, and outputs of projections and attention kept for the backward
-pass. Two things are as jax does them by itself: gradients of weights and logits are bf16, where meshkit's are fp32; one
-case has them in fp32.
+The model and its training follow models/llama.py and meshkit/step/train_step.py. They have the same parameters, loss,
+clipping, schedule and AdamW, and fp32 weights that multiply in bf16. The outputs of projections and attention are kept
+for the backward pass. Two things are left as jax does them by default: gradients of weights, and logits, are bf16,
+where meshkit's are fp32. One case has them in fp32.
 
-    python -m benchmarks.gpu.floor       what a plan says of each case: no card is needed
+    python -m benchmarks.gpu.floor
+
+prints what a plan says of each case; it needs no GPU.
 """
 
 from __future__ import annotations
@@ -41,13 +43,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes, and the ways of writing it down that are timed.
-
-    Attributes:
-        unrolled: layers are a Python loop, not a scan.
-        cast_once: weights become bf16 before the first layer, not in each layer's forward and backward pass.
-        wide: logits and the gradients of weights are fp32, as meshkit's are.
-    """
+    """The model's sizes, and the ways of writing it that are timed."""
 
     vocab: int = 128_256
     embed: int = 2048
@@ -61,15 +57,18 @@ class Llama:
     dtype: Any = jnp.bfloat16
     attention: Any = "cudnn"
     unrolled: bool = False
+    """Whether layers are a Python loop instead of a scan."""
     cast_once: bool = False
+    """Whether weights become bf16 before the first layer, instead of in each layer's forward and backward pass."""
     wide: bool = False
+    """Whether logits and the gradients of weights are fp32, as meshkit's are."""
 
 
 TOY = Llama(256, 128, 384, 2, 8, 4, 16, dtype=jnp.float32, attention="xla")
 
 
 def init(c: Llama, key: jax.Array) -> Params:
-    """Random weights, stacked over layers."""
+    """Return random weights, stacked over layers."""
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     into = {"query": queries, "key": keys, "value": keys, "gate": c.mlp, "up": c.mlp}
     shapes = {name: (c.embed, n) for name, n in into.items()} | {"output": (queries, c.embed), "down": (c.mlp, c.embed)}
@@ -81,13 +80,13 @@ def init(c: Llama, key: jax.Array) -> Params:
 
 
 def norm(c: Llama, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm in fp32."""
+    """Return the RMSNorm of x, computed in fp32."""
     h = x.astype(jnp.float32)
     return (h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + c.eps) * scale).astype(x.dtype)
 
 
 def rotate(c: Llama, x: jax.Array) -> jax.Array:
-    """Rotary positions of (batch, length, heads, head_dim)."""
+    """Return x of (batch, length, heads, head_dim) with rotary positions."""
     half = c.head_dim // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * c.theta ** (-jnp.arange(half) / half)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -97,7 +96,10 @@ def rotate(c: Llama, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def wide_matmul(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    """x times a kernel, in the dtype of x; the product has the given dtype, and the kernel's gradient is fp32."""
+    """Return x times a kernel, multiplied in the dtype of x.
+
+    The product has the given dtype, and the kernel's gradient is fp32.
+    """
     return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=dtype)
 
 
@@ -111,12 +113,12 @@ wide_matmul.defvjp(lambda x, kernel, dtype: (wide_matmul(x, kernel, dtype), (x, 
 
 
 def matmul(c: Llama, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x times a kernel; kept for the backward pass."""
+    """Return x times a kernel; the product is kept for the backward pass."""
     return checkpoint_name(wide_matmul(x, kernel, x.dtype) if c.wide else x @ kernel.astype(x.dtype), "projection")
 
 
 def block(c: Llama, x: jax.Array, p: Params) -> jax.Array:
-    """One layer."""
+    """Return the output of one layer."""
     split = lambda y: y.reshape(*y.shape[:2], -1, c.head_dim)
     h = norm(c, x, p["attention_norm"])
     q, k, v = (split(matmul(c, h, p[name])) for name in ("query", "key", "value"))
@@ -127,13 +129,16 @@ def block(c: Llama, x: jax.Array, p: Params) -> jax.Array:
 
 
 def keep(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """Whether the backward pass finds a value: of projections, and of cuDNN's attention, which jax gives no name."""
+    """Return whether a value is kept for the backward pass.
+
+    Projections are kept, and the outputs of cuDNN's attention, which jax gives no name.
+    """
     named = jax.checkpoint_policies.save_only_these_names("projection")
     return primitive.name.startswith("dot_product_attention_fwd") or named(primitive, *avals, **params)
 
 
 def loss(c: Llama, params: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token."""
+    """Return the mean cross-entropy of the next token."""
     layer = jax.checkpoint(functools.partial(block, c), policy=keep, prevent_cse=c.unrolled)
     if c.cast_once:
         params = jax.tree.map(lambda x: x.astype(c.dtype) if x.ndim > 1 else x, params)
@@ -150,7 +155,7 @@ def loss(c: Llama, params: Params, tokens: jax.Array, targets: jax.Array) -> jax
 
 
 def optimizer(rate: float = 1e-4, warm_up: int = 5, steps: int = 25) -> optax.GradientTransformation:
-    """Clipped AdamW, which leaves norms alone, after a linear warm-up on a cosine to a tenth of the rate."""
+    """Return clipped AdamW without decay of norms; the rate warms up linearly and falls on a cosine to a tenth."""
     decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path[-1]), params)
     ramp = optax.linear_schedule(rate / warm_up, rate, warm_up - 1)
     rates = optax.join_schedules([ramp, optax.cosine_decay_schedule(rate, steps - warm_up, 0.1)], [warm_up])
@@ -159,7 +164,7 @@ def optimizer(rate: float = 1e-4, warm_up: int = 5, steps: int = 25) -> optax.Gr
 
 
 def step(c: Llama, state: tuple[Params, Any], tokens: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
-    """One update: ((parameters, moments), loss)."""
+    """Return ((parameters, moments), loss) after one update."""
     params, moments = state
     value, gradients = jax.value_and_grad(functools.partial(loss, c))(params, tokens, targets)
     updates, moments = optimizer().update(gradients, moments, params)
@@ -169,11 +174,11 @@ def step(c: Llama, state: tuple[Params, Any], tokens: jax.Array, targets: jax.Ar
 # The model ends here. What follows times it, beside meshkit's.
 
 
-_FP8 = ("train.precision=fp8", "xla.xla_gpu_enable_triton_gemm=false")  # Triton's matmuls of fp8 compile for minutes
+_FP8 = ("train.precision=fp8", "xla.xla_gpu_enable_triton_gemm=false")  # Triton's fp8 matmuls compile for minutes.
 _UNROLLED = ("model.scan_layers=false",)
 _LEAN = (*_UNROLLED, "model.fp32_logits=false")
 
-# By value: a case's step over meshkit's, as planned before any was measured; settings of meshkit's, or the floor's way.
+# Each case has its step over meshkit's, as planned before any was measured, and meshkit's settings or the floor's way.
 CASES: dict[str, tuple[float, tuple[str, ...] | dict[str, bool]]] = {
     "meshkit": (1.0, ()),
     "floor": (0.989, {}),
@@ -188,12 +193,13 @@ CASES: dict[str, tuple[float, tuple[str, ...] | dict[str, bool]]] = {
 }
 _IN_TURN = ("meshkit", "floor")
 _WARM_UP, _STEPS = 3, 12
-_MEMORY = 0.92  # of the GPU, as `train.memory_fraction`
-Start = Callable[[], tuple[Any, Callable[[Any], tuple[Any, Any]]]]  # -> a state; state -> the next, loss
+_MEMORY = 0.92  # The share of the GPU, as `train.memory_fraction`.
+# A Start returns a state, and a function from a state to the next state and the loss.
+Start = Callable[[], tuple[Any, Callable[[Any], tuple[Any, Any]]]]
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Seconds of a step of meshkit's and of the floor, in turn, then of the other cases."""
+    """Yield the seconds of a step of meshkit and of the floor, which run alternately, and then of the other cases."""
     gpu = None if toy else gpu_here()
     cluster = experiment_of(gpu).cluster
     mk.prepare_platform(cluster, memory_fraction=_MEMORY)
@@ -214,7 +220,7 @@ def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
             start, found = _compiled(case, gpu, batch)
             yield found
             step_s = _step_s(start)
-        except Exception as e:  # the next case may fit; jax wraps XLA's errors in several types
+        except Exception as e:  # The next case may fit. jax wraps XLA's errors in several types.
             yield {f"{case}: failed": str(e)[:300]}
             continue
         ratio = step_s / statistics.mean(times["meshkit"])
@@ -223,12 +229,12 @@ def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def experiment_of(gpu: str | None, settings: tuple[str, ...] = ()) -> Experiment:
-    """Llama 1B on a GPU; without one the debug Llama, on a CPU device."""
+    """Return Llama 1B on a GPU or, if `gpu` is None, the debug Llama on a CPU device."""
     if gpu:
         return load(LLAMA_1B, [f"cluster.gpu={gpu}", *settings])
     one = ("cluster={ gpu='cpu', hosts=1, gpus_per_host=1 }", "mesh={ fsdp = 1 }", "train.evaluate_every=0")
     small = ("model.tied=true", "profile.steps=", "train.global_batch=4", "train.sequence_length=64")
-    fp32 = "train.precision=fp32"  # CPUs lack some matmuls of fewer bits
+    fp32 = "train.precision=fp32"  # CPUs lack some matmuls of fewer bits.
     return load(DEBUG, [*one, *small, fp32, *(s for s in settings if s not in _FP8)])
 
 
@@ -240,7 +246,7 @@ def _program(gpu: str | None, settings: tuple[str, ...]) -> tuple[TrainProgram, 
 
 
 def _compiled(case: str, gpu: str | None, batch: Mapping[str, jax.Array]) -> tuple[Start, dict[str, Any]]:
-    """A call that makes a state and what advances it, and what compiling took."""
+    """Return a function that makes a state and the function that advances it, and the time and memory of compiling."""
     began, (_, how) = time.perf_counter(), CASES[case]
     if isinstance(how, dict):
         c = _floor(gpu, how)
@@ -257,13 +263,13 @@ def _compiled(case: str, gpu: str | None, batch: Mapping[str, jax.Array]) -> tup
 
 
 def first(c: Llama, key: Any = 0) -> tuple[Params, Any]:
-    """The state before the first step."""
+    """Return the state before the first step."""
     params = init(c, jax.random.key(key))
     return params, optimizer().init(params)
 
 
 def jitted(c: Llama) -> Any:
-    """The floor's step, which takes the place of its state."""
+    """Return the floor's step, which reuses the memory of its state."""
     return jax.jit(functools.partial(step, c), donate_argnums=0)
 
 
@@ -276,7 +282,7 @@ def _state_and_loss(state: Any, metrics: Any) -> tuple[Any, Any]:
 
 
 def _step_s(start: Start) -> float:
-    """Return the seconds of a step, each waited for when the next one is under way; the state is let go of."""
+    """Return the seconds of a step and drop the state; each step is waited for while the next one runs."""
     state, advance = start()
     state, value = advance(state)
     for _ in range(_WARM_UP - 1):
@@ -292,7 +298,7 @@ def _step_s(start: Start) -> float:
 
 
 def plan_case(case: str, gpu: str = "h100_sxm") -> Report:
-    """What a plan says of a case on a GPU that is not here."""
+    """Return the plan of a case on an absent GPU."""
     _, how = CASES[case]
     experiment = experiment_of(gpu, () if isinstance(how, dict) else how)
     if not isinstance(how, dict):
@@ -305,7 +311,7 @@ def plan_case(case: str, gpu: str = "h100_sxm") -> Report:
 
 
 def main() -> None:
-    """Prints the plans of all cases: step, its ratio to meshkit's, peak, and milliseconds by class of kernels."""
+    """Print the plans of all cases: step, ratio to meshkit's step, peak, and milliseconds by class of kernels."""
     own_s = 0.0
     for case in CASES:
         report = plan_case(case)

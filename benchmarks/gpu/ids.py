@@ -1,7 +1,8 @@
-"""Which ids look-ups and scatters of a rehearsal had, and what they take with those.
+"""Find the ids that look-ups and scatters of a rehearsal had, and price these kernels with them.
 
-A price is of ids that are spread over the table. A rehearsal has those of its own batch; where a mocked collective
-would have brought them, what memory held: ids beyond the table, of which nothing is read or added, or all alike.
+The usual price assumes ids that are spread over the table. A rehearsal has the ids of its own batch. Where a mocked
+collective would have brought the ids, the kernels see what memory held: ids beyond the table, for which nothing is read
+or added, or ids that are all alike.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from meshkit.predict.kernels import kernel_work
 from meshkit.report.schema import Report
 from meshkit.verbs.rehearse.rehearsal import IDS_FILE
 
-# Additions to one row take turns, a row of any width at once: to 2,048 neighbours of 4 bytes, 64 lines, an H100 makes
-# 165.4 a ns for 16 threads each, where 16,384 take 525.6 (catalog, `atomics`). A turn lasts as long as so many others.
+# Additions to one row wait for one another, but all elements of the row are added at once. An H100 makes 165.4
+# additions a ns if 16 threads each add to 2,048 neighbouring values of 4 bytes, and 525.6 to 16,384 values (catalog,
+# `atomics`). So one wait lasts as long as TURN additions without waits.
 TURN = 64 * 32 * 525.6 / 165.4
-_DRAWN = 256  # what rehearsals drew their ids from before they wrote them down
+_DRAWN = 256  # Rehearsals that did not record their ids drew them from so many values.
 _HANDS_ON = {
     "add", "and", "bitcast", "broadcast", "clamp", "concatenate", "convert", "copy", "copy-done", "copy-start",
     "dynamic-slice", "fusion", "get-tuple-element", "maximum", "minimum", "multiply", "reshape", "select",
@@ -34,11 +36,14 @@ _HANDS_ON = {
 
 @dataclass(frozen=True)
 class Ids:
-    """Those of a batch: how many, how many different ones, the most of one."""
+    """The ids of a batch."""
 
     count: int
+    """The number of ids."""
     different: int
+    """The number of different ids."""
     most: int
+    """The number of times that the most frequent id occurs."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,21 @@ class Use:
     """A kernel that looks up rows of a table or adds to them."""
 
     name: str
+    """The name of the kernel's instruction."""
     adds: bool
-    rows: int  # ids
-    row_bytes: float  # of the table
+    """Whether the kernel adds to the rows rather than reading them."""
+    rows: int
+    """The number of ids."""
+    row_bytes: float
+    """The bytes of one row of the table."""
     table_rows: int
-    mocked: bool  # a mocked collective would have brought the ids
+    """The number of rows of the table."""
+    mocked: bool
+    """Whether a mocked collective would have brought the ids."""
 
 
 def ids_of(run: Path) -> Ids | None:
-    """What a rehearsal wrote down of its tokens; None before it did so."""
+    """Return the ids that a rehearsal recorded of its tokens; None if it recorded none."""
     path = run / IDS_FILE
     found = json.loads(path.read_text(encoding="utf-8")).get("tokens") if path.exists() else None
     return Ids(**found) if found else None
@@ -63,10 +74,11 @@ def ids_of(run: Path) -> Ids | None:
 def as_it_ran(
     schedule: Schedule, module: Module, gpu: Gpu, measured: Report, own: Ids | None
 ) -> tuple[Schedule, dict[str, str]]:
-    """A program's schedule with what its look-ups and scatters take with the ids that they had.
+    """Return a program's schedule with its look-ups and scatters priced for the ids that they had.
 
     Returns:
-        the schedule, and by kernel what memory held instead of ids: nothing but the measured time tells which.
+        the schedule, and for each kernel with mocked ids what memory held instead, by name. Only the measured time
+        tells which of the possible contents it was.
     """
     classes = measured.kernels.classes if measured.kernels else ()
     seen = {op.name: op.busy_s / op.count for c in classes for op in c.ops if op.busy_s}
@@ -88,8 +100,10 @@ def as_it_ran(
 
 
 def _present(cost: Cost, use: Use, own: Ids | None) -> Cost:
-    """With ids of the batch: a row of the table is read once, or read and written; additions to the most frequent one
-    take turns."""
+    """Return the cost with the ids of the batch.
+
+    A row of the table is read once, or read and written. Additions to the most frequent row wait for one another.
+    """
     ids = own or Ids(use.rows, min(use.rows, _DRAWN), max(1, use.rows // _DRAWN))
     different, share = min(ids.different, use.table_rows), ids.most / ids.count
     counted = min(use.rows, use.table_rows) if use.adds else use.rows
@@ -100,13 +114,17 @@ def _present(cost: Cost, use: Use, own: Ids | None) -> Cost:
 
 
 def _missing(cost: Cost, use: Use) -> dict[str, Cost]:
-    """What memory held instead: ids beyond the table, so that blocks start and end, or all of them alike."""
+    """Return the cost for each content that memory may have held instead of ids.
+
+    Ids beyond the table mean that the kernel's blocks start and end without work; the alternative is that all ids are
+    alike.
+    """
     held = {"ids beyond the table": 0.0, "ids all alike": use.rows * TURN}
     return {way: replace(cost, bytes_accessed=0.0, added=(added, 0.0)) for way, added in held.items()}
 
 
 def uses(module: Module) -> Iterator[Use]:
-    """The look-ups and scatters of a module that take tokens; not those whose ids are sorted or counted in between."""
+    """Yield the look-ups and scatters of a module that take tokens, except if their ids are sorted or counted first."""
     for i in (i for c in module.computations.values() for i in c.instructions if i.opcode == "fusion"):
         for inner in i.called[0].instructions:
             if inner.opcode not in ("gather", "scatter"):
@@ -126,7 +144,11 @@ def _use(fusion: HloInstruction, inner: HloInstruction, mocked: bool) -> Use:
 
 
 def _origins(value: HloInstruction, fusion: HloInstruction | None) -> set[str]:
-    """Where ids come from: `parameter` of the program or of a loop, `collective`, or the opcode of what made them."""
+    """Return where ids come from.
+
+    An origin is `parameter` (of the program or of a loop), `collective`, or the opcode of the instruction that made
+    them.
+    """
     op = value.opcode
     if op in ("constant", "iota", "partition-id", "compare"):
         return set()

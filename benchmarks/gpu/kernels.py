@@ -1,4 +1,4 @@
-"""Kernels on one GPU: matmuls, attention, copies, and the small ones between them. Operands are random."""
+"""Time kernels on one GPU: matmuls, attention, copies, and the small kernels between them. Operands are random."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from jax.profiler import ProfileData
 
 from benchmarks.gpu.sampling import Sampler
 
-REPEATS = 8  # inside one program, so that a launch's time does not show
-_TRACED = 10  # calls whose kernels a profiler sees
-# cuBLAS alone is asked: XLA would make and time dozens of kernels of its own for each shape, 8 s, to take cuBLAS's
+REPEATS = 8  # Repeats inside one program, so that the launch does not count.
+_TRACED = 10  # Calls whose kernels the profiler records.
+# Without Triton, XLA takes cuBLAS's kernels at once. Otherwise it would compile and time dozens of its own for each
+# shape, which takes 8 s, and then choose cuBLAS's.
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 _FP8 = jnp.float8_e4m3fn
-# rows x inner x columns of matmuls that the shipped models make on one GPU, 8,192 tokens at a time
+# Rows x inner x columns of matmuls that the shipped models make on one GPU, with 8,192 tokens at a time.
 SHAPES = {
     "llama3_8b query, key, value": (8192, 4096, 6144),
     "llama3_8b attention output": (8192, 4096, 4096),
@@ -38,7 +39,8 @@ SHAPES = {
 }
 
 
-# Additions to a table that fits the L2 cache: along memory; each in a line of its own; updates of its busiest row.
+# Additions to a table that fits the L2 cache. Each case has the elements that are added along memory, those that are
+# each added to a cache line of their own, and the updates of the busiest row.
 _UPDATES, _WIDTH, _FEW = 8192, 4096, 1024
 ADDED = {
     "gradient of 1024 rows": (float(_UPDATES * _WIDTH), 0.0, _UPDATES / _FEW),
@@ -49,7 +51,10 @@ ADDED = {
 
 
 def matmuls(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """FLOP/s of a large square for 20 s in each precision (burst and sustained), then of each shape for 1 s."""
+    """Yield the FLOP/s of matmuls in each precision.
+
+    A large square matmul runs for 20 s and gives the burst and the sustained rate; each shape runs for 1 s.
+    """
     for name in ("bf16", "fp8"):
         n, seconds = (128, 0.1) if toy else (8192, 20.0)
         with Sampler() as sampler:
@@ -66,7 +71,7 @@ def matmuls(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def attention(folder: Path, toy: bool, lengths: Sequence[int] = (4096, 8192)) -> Iterator[dict[str, Any]]:
-    """FLOP/s of causal attention, 32 heads of 128 and 8 key heads, of a model's 16,384 or more tokens."""
+    """Yield seconds and FLOP/s of causal attention with 32 heads and 8 key heads of dimension 128, by length."""
     for length in (64,) if toy else lengths:
         heads, kv_heads, size = (4, 2, 16) if toy else (32, 8, 128)
         batch = max(1, 16_384 // length) if not toy else 1
@@ -81,9 +86,10 @@ def attention(folder: Path, toy: bool, lengths: Sequence[int] = (4096, 8192)) ->
         forward = times(functools.partial(_apply, attend), (q, k, v), 0.05 if toy else 5.0)
         gradient = jax.grad(functools.partial(_summed, attend))
         both = times(gradient, (q, k, v), 0.05 if toy else 8.0)
-        flops = 2 * batch * heads * length**2 * size  # two matmuls, half of each masked
+        flops = 2 * batch * heads * length**2 * size  # Two matmuls, half of each masked.
         yield {f"{length} tokens": batch * length}
-        # nothing but attention soon meets the GPU's limit of power, which a step's attention does not
+        # Attention alone soon reaches the GPU's power limit, which attention in a step does not, so bursts are kept
+        # too.
         for burst, forward_s, both_s in zip((" burst", ""), forward, both):
             yield {
                 f"{length}{burst} forward_s": forward_s,
@@ -94,7 +100,7 @@ def attention(folder: Path, toy: bool, lengths: Sequence[int] = (4096, 8192)) ->
 
 
 def copies(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Bytes read and written a second by x + 1, by size; what fits the L2 cache stays in it."""
+    """Yield the bytes per second that x + 1 reads and writes, by size; arrays that fit the L2 cache stay in it."""
     for size in (2**16, 2**20) if toy else (2**20, 2**23, 2**26, 2**29, 2**32):
         x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
         seconds = kernels_s(lambda x: x + 1, x, 0.05 if toy else 1.0)
@@ -102,7 +108,7 @@ def copies(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def small(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Seconds and bytes a second of what stands between the matmuls, at 8,192 tokens of Llama 3 8B."""
+    """Yield seconds and bytes per second of the kernels between the matmuls, for 8,192 tokens of Llama 3 8B."""
     tokens, width, vocabulary = (64, 32, 128) if toy else (8192, 4096, 128_256)
     parameters = 2**12 if toy else 2**28
     key = jax.random.key(0)
@@ -142,7 +148,7 @@ def small(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
         ),
         "adamw": (update, (weights, state), 7 * 4 * parameters),
     }
-    few, read = jnp.arange(tokens) % _FEW, 4.0 * (tokens + _FEW) * width  # and the fill
+    few, read = jnp.arange(tokens) % _FEW, 4.0 * (tokens + _FEW) * width  # The fill is included.
     gradient = lambda o: jnp.zeros((_FEW, width), jnp.float32).at[o[1]].add(o[0])
     across = lambda o: jnp.zeros((width, _FEW), jnp.float32).at[:, o[1]].add(o[0])
     cases |= {name: (gradient, (wide, of), read) for name, of in zip(ADDED, (few, few % 256, few * 0))}
@@ -153,7 +159,10 @@ def small(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def _multiply(operands: Any) -> jax.Array:
-    """a @ b.T: in fp8 cuBLAS takes both by rows of the inner dim, and XLA would copy what lies otherwise."""
+    """Return a @ b.T.
+
+    In fp8, cuBLAS takes both operands with the inner dim in rows; XLA would copy operands that lie otherwise.
+    """
     a, b = operands
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
@@ -173,10 +182,10 @@ def _summed(function: Callable, operands: Any) -> jax.Array:
 
 
 def kernels_s(work: Callable, operands: Any, seconds: float) -> float:
-    """Seconds of the kernels of one call by a profiler's trace, after so many seconds of calls.
+    """Return the seconds of the kernels of one call, from a profiler's trace, after `seconds` of calls.
 
-    What a call costs beside them (its launch, 15 to 40 us of a loop around it) is not theirs. Where no kernel is
-    traced, as on a CPU, the clock's.
+    The launch of a call (15 to 40 us in a loop) is not included. If no kernel is traced, as on a CPU, the time is that
+    of the clock.
     """
     program = jax.jit(work)
     _, clocked = timed(program, operands, seconds, calls=1)
@@ -194,16 +203,19 @@ def kernels_s(work: Callable, operands: Any, seconds: float) -> float:
 def times(
     work: Callable, operands: Any, seconds: float, options: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Seconds of one call: in the first tenth of a second (burst), and the median over the second half (sustained)."""
+    """Return the seconds of one call, in a burst and sustained.
+
+    The burst is the median over the first tenth of a second, the sustained time that over the second half of the run.
+    """
     return timed(compiled(work, operands, options), operands, seconds)
 
 
 def compiled(work: Callable, operands: Any, options: Mapping[str, Any] | None = None) -> Callable:
-    """A program that does the work several times, compiled with these options of XLA; it has run once."""
+    """Return a program that does the work REPEATS times, compiled with these XLA options and run once."""
 
     def repeated(operands: Any) -> Any:
         def again(_: Any, carry: Any) -> Any:
-            operands, _ = lax.optimization_barrier(carry)  # else the compiler makes one call of all
+            operands, _ = lax.optimization_barrier(carry)  # Otherwise the compiler merges all calls into one.
             return operands, work(operands)
 
         return lax.fori_loop(0, REPEATS - 1, again, (operands, work(operands)))[1]
@@ -214,7 +226,7 @@ def compiled(work: Callable, operands: Any, options: Mapping[str, Any] | None = 
 
 
 def timed(program: Callable, operands: Any, seconds: float, calls: int = REPEATS) -> tuple[float, float]:
-    """`times` of a compiled program that does the work `calls` times, run for so many seconds."""
+    """Return what `times` returns, for a compiled program that does the work `calls` times and runs for `seconds`."""
     ends: list[float] = []
     began = time.perf_counter()
     while len(ends) < 4 or ends[-1] < seconds:

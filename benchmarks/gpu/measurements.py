@@ -1,4 +1,4 @@
-"""The measurements, the most valuable first: what each asks, how long it takes, and the function that makes it."""
+"""List the measurements, the most valuable first: the question of each, its duration, and its function."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ class Measurement:
     """One question to a GPU."""
 
     name: str
-    piece: int  # what one command of nine minutes holds; 4 and 5 are rows
-    expected_s: float  # on an H100 with 16 cores, compiles included
+    """The name of the measurement and of its folder."""
+    piece: int
+    """The number of the command of nine minutes that runs it. Pieces 4 and 5 are the trainings of trainings.py."""
+    expected_s: float
+    """The expected seconds on an H100 with 16 cores, compiles included."""
     question: str
-    function: str  # module:function of benchmarks.gpu, called with (folder, toy, **options)
+    """The question that it answers, for a reader."""
+    function: str
+    """The module:function of benchmarks.gpu that is called with (folder, toy, **options)."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
 
     @property
     def limit_s(self) -> float:
-        """After so long it is stopped: something hangs."""
+        """The seconds after which the measurement counts as hung and is stopped."""
         return 2 * self.expected_s + 20
 
     def run(self, folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-        """Makes it in this process, and gives what it finds as it finds it; `toy` is for CPUs, in seconds."""
+        """Run the measurement in this process, and yield each result as it is found; `toy` asks for sizes for CPUs."""
         return self.load()(folder, toy, **self.options)
 
     def load(self) -> Callable[..., Iterator[dict[str, Any]]]:
-        """Import what makes it."""
+        """Import and return the function."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
 
@@ -102,7 +108,7 @@ MEASUREMENTS = (
     Measurement("out_of_memory", 3, 50, "A step that does not fit: message, exit code 4, a remedy", "verbs:exhaust"),
 )
 
-_ROWS_A_PIECE = 16  # their traces are as much as an archive holds
+_ROWS_A_PIECE = 16  # The traces of so many trainings fill an archive.
 
 ROWS = tuple(
     Measurement(f"row_{name}", 4 + i // _ROWS_A_PIECE, 30, training.what, "rows:measure", {"name": name})

@@ -1,7 +1,7 @@
-"""Options of XLA on two programs: Llama 1B on its one GPU, and one process's part of Llama 3 8B on 16, NCCL mocked.
+"""Measure XLA options on two programs: Llama 1B on its one GPU, and one process's part of Llama 3 8B on 16 GPUs.
 
-Each program has a process of its own, in which the step is compiled once for each option and run a few times. All run
-on the same state, so a case costs a compile and its steps.
+NCCL is mocked in the second program. Each program runs in a process of its own, which compiles the step once for each
+option and runs it a few times. All runs share one state, so a case costs only its compile and its steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EITHER: dict[str, dict[str, Any]] = {
     "no Triton matmuls": {"xla_gpu_enable_triton_gemm": False},
     "cuDNN fusions": {"xla_gpu_cudnn_gemm_fusion_level": 2},
 }
-# The second runs without command buffers, as every rehearsal does; the first has nothing to communicate.
+# Every rehearsal, so also the second program, runs without command buffers. The first program has no communication.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama_1b": _EITHER | {"no command buffers": {"xla_gpu_enable_command_buffer": ""}},
     "llama3_8b of 16": _EITHER | {"symmetric buffers": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}},
@@ -35,7 +35,7 @@ _STEPS, _WARM_UP = 10, 3
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Seconds of a step and bytes of its memory, by program and option."""
+    """Yield the seconds of a step and its compile, and the bytes of its memory, by program and option."""
     for program in CASES:
         command = [sys.executable, "-m", "benchmarks.gpu.options", program, *(["toy"] if toy else [])]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
@@ -49,7 +49,7 @@ def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def experiment_of(program: str, toy: bool, gpu: str = "h100_sxm") -> Experiment:
-    """What is compiled; at toy size the debug Llama, as one device's part of it and as all of it."""
+    """Return the experiment of a program; at toy size the debug Llama."""
     if toy:
         return load(DEBUG)
     if program == "llama_1b":
@@ -58,7 +58,7 @@ def experiment_of(program: str, toy: bool, gpu: str = "h100_sxm") -> Experiment:
 
 
 def environment(program: str, toy: bool) -> dict[str, str]:
-    """Of the process that runs it: that of a rehearsal where GPUs are missing."""
+    """Return the environment of the process that runs a program: a rehearsal's if GPUs are missing."""
     if toy or program == "llama_1b":
         return dict(os.environ)
     from meshkit.verbs.rehearse.rehearsal import gpu_environment
@@ -67,7 +67,7 @@ def environment(program: str, toy: bool) -> dict[str, str]:
 
 
 def refused(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Options that the installed XLA does not take, each with its reason; asked of a compiler for CPUs."""
+    """Return the options that the installed XLA does not accept, each with its reason; a compiler for CPUs is asked."""
     import jax
 
     from meshkit.compile.options import refused_option
@@ -85,13 +85,13 @@ def refused(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def flags() -> dict[str, dict[str, Any]]:
-    """What a rehearsal says in XLA_FLAGS, as options."""
+    """Return the XLA_FLAGS of a rehearsal as options."""
     said = (flag.removeprefix("--").partition("=") for flag in FLAGS)
     return {"XLA_FLAGS of a rehearsal": {name: value != "false" and value for name, _, value in said}}
 
 
 def main(program: str, toy: bool) -> None:
-    """Runs the cases of a program one after the other; a line of JSON for each as it ends."""
+    """Run the cases of a program one after the other, and print a line of JSON for each."""
     experiment = experiment_of(program, toy, "h100_sxm" if toy else gpu_here())
     from meshkit.sharding.mesh import build_mesh, prepare_platform
     from meshkit.verbs.rehearse.rehearsal import filled, mock

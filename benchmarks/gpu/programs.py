@@ -1,4 +1,4 @@
-"""Nine trainings of others, each of a size that keeps one H100 of 80 GB busy: what rows.py plans and runs.
+"""Nine trainings of other projects' models, each sized to keep one H100 of 80 GB busy; rows.py plans and runs them.
 
 No model here names meshkit. Parameters are fp32 and layers compute in bf16, under AdamW. `toy` asks for sizes that a
 CPU trains in a second.
@@ -33,8 +33,8 @@ RULES = mk.ShardingRules({"act_batch": ["data"]})
 
 
 def _training(what: str, make: Callable[[], nnx.Module], loss: Any, batch: Any, wrt: Any = nnx.Param) -> Foreign:
-    """An nnx model under AdamW, whole on one device."""
-    tx = optax.adamw(1e-3)  # one for all: a compiled step takes no other
+    """Return the training of an nnx model with AdamW, unsharded on one device."""
+    tx = optax.adamw(1e-3)  # One optimizer for all calls, because a compiled step accepts no other.
 
     def both():
         model = make()
@@ -52,19 +52,19 @@ def _next_token(model: Any, tokens: jax.Array) -> jax.Array:
 
 
 def _tokens(batch: int, length: int, vocabulary: int) -> tuple[jax.Array]:
-    """Rows of one token more than a model reads."""
+    """Return random tokens, one more in each row than a model reads."""
     return (jax.random.randint(first_key(), (batch, length + 1), 0, vocabulary),)
 
 
 def _attend(q: Any, k: Any, v: Any, heads: int, bias: Any = 0.0) -> jax.Array:
-    """Softmax attention as it is written on a blackboard, of (batch, tokens, width)."""
+    """Return softmax attention in its textbook form, on arrays of (batch, tokens, width)."""
     q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in (q, k, v))
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5 + bias
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits).astype(q.dtype), v).reshape(*q.shape[:2], -1)
 
 
 def _attend_before(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
-    """Causal attention with rotary positions."""
+    """Return causal attention with rotary positions."""
     length, half = q.shape[1], q.shape[2] // heads // 2
     angles = jnp.arange(length)[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
 
@@ -77,7 +77,7 @@ def _attend_before(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.
 
 
 class Decoder(nnx.Module):
-    """Tokens through layers, each made from random streams, to logits by the same table."""
+    """Token embedding, layers, norm, and logits by the same table; each layer is made from random streams."""
 
     def __init__(self, vocabulary: int, width: int, layers: list[Any], norm: Any):
         rngs = nnx.Rngs(0)
@@ -92,13 +92,13 @@ class Decoder(nnx.Module):
 
 
 def _waves(time: jax.Array, width: int) -> jax.Array:
-    """Sines and cosines of a time in [0, 1]."""
+    """Return sines and cosines of a time in [0, 1]."""
     angles = 1000 * time[:, None] * jnp.exp(jnp.linspace(0, -9, width // 2))
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 def _flow(model: Any, images: jax.Array, noise: jax.Array, time: jax.Array) -> jax.Array:
-    """Flow matching: the velocity from images to noise."""
+    """Return the loss of flow matching: the model predicts the velocity from images to noise."""
     t = time[:, None, None, None]
     return jnp.mean((model((1 - t) * images + t * noise, time).astype(jnp.float32) - (noise - images)) ** 2)
 
@@ -109,7 +109,7 @@ def _noisy(batch: int, size: int, channels: int) -> tuple[jax.Array, ...]:
 
 
 def resnet50(toy: bool) -> Foreign:
-    """Bottlenecks with batch norm, whose averages are state."""
+    """Return ResNet-50: bottlenecks with batch norm, whose averages are state."""
     stages, first, size, batch, classes = ((1, 1), 8, 32, 8, 10) if toy else ((3, 4, 6, 3), 64, 224, 256, 1000)
 
     class ConvNorm(nnx.Module):
@@ -153,7 +153,7 @@ def resnet50(toy: bool) -> Foreign:
 
 
 def unet(toy: bool) -> Foreign:
-    """Residual convolutions with group norms, down to a quarter and up again with skips."""
+    """Return a diffusion U-Net: residual convolutions with group norms, down to a quarter and up again with skips."""
     widths, size, batch = ((8, 16), 8, 4) if toy else ((192, 384, 768), 64, 128)
     norm = lambda width, rngs: nnx.GroupNorm(width, num_groups=min(32, width // 4), rngs=rngs, **TYPES)
     conv3 = lambda inside, out, rngs, **how: conv(inside, out, (3, 3), rngs=rngs, **how)
@@ -200,7 +200,10 @@ def unet(toy: bool) -> Foreign:
 
 
 def mamba(toy: bool) -> Foreign:
-    """A selective state space model: states are an associative scan in fp32 over chunks, one chunk after the other."""
+    """Return a selective state space model.
+
+    An associative scan in fp32 computes the states of a chunk; the chunks follow one another.
+    """
     width, layers, length, chunk, batch, vocabulary = (16, 2, 16, 8, 4, 64) if toy else (1024, 12, 2048, 256, 4, 32000)
     inner, states, rank = 2 * width, 16, max(1, width // 16)
 
@@ -247,7 +250,7 @@ def mamba(toy: bool) -> Foreign:
 
 
 def t5(toy: bool) -> Foreign:
-    """Encoder and decoder whose attention adds a bias for each distance, which a fused kernel does not take."""
+    """Return T5: encoder and decoder whose attention adds a bias for each distance, which no fused kernel accepts."""
     width, heads, mlp, layers, length, batch = (32, 4, 64, 1, 8, 4) if toy else (1024, 16, 2816, 6, 512, 32)
     vocabulary = 64 if toy else 32128
 
@@ -309,7 +312,7 @@ def t5(toy: bool) -> Foreign:
 
 
 def lora(toy: bool) -> Foreign:
-    """A Llama whose weights are frozen in bf16: only adapters of rank 16 have gradients and moments."""
+    """Return a Llama with weights frozen in bf16; only its adapters of rank 16 have gradients and moments."""
     width, heads, mlp, layers, length, batch = (32, 4, 64, 2, 8, 4) if toy else (4096, 32, 11008, 8, 2048, 4)
     vocabulary = 64 if toy else 32000
 
@@ -357,7 +360,7 @@ def lora(toy: bool) -> Foreign:
 
 
 def pallas(toy: bool) -> Foreign:
-    """A decoder whose RMS norms are Triton kernels of Pallas forward, and jax's own backward."""
+    """Return a decoder whose RMS norms are Pallas kernels (Triton) forward and plain jax backward."""
     width, heads, layers, length, batch, vocabulary = (32, 4, 2, 8, 4, 64) if toy else (1024, 16, 12, 1024, 16, 32000)
     rows = 4
 
@@ -407,7 +410,7 @@ def pallas(toy: bool) -> Foreign:
 
 
 def dit(toy: bool) -> Foreign:
-    """DiT-L/2: adaptive norms that start at zero, layers by nnx.vmap and nnx.scan."""
+    """Return DiT-L/2: adaptive norms that start at zero, and layers by nnx.vmap and nnx.scan."""
     width, heads, layers, size, batch = (32, 4, 2, 8, 4) if toy else (1024, 16, 24, 32, 64)
     patches = (size // 2) ** 2
 
@@ -441,7 +444,7 @@ def dit(toy: bool) -> Foreign:
 
 
 def lstm(toy: bool) -> Foreign:
-    """Two recurrent layers over an embedding, whose table is the head too."""
+    """Return two recurrent layers over an embedding, whose table is also the head."""
     width, length, batch, vocabulary = (32, 8, 4, 64) if toy else (2048, 256, 256, 32000)
     layer = lambda rngs: nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=rngs, **TYPES), rngs=rngs)
     make = lambda: Decoder(vocabulary, width, [layer, layer], functools.partial(layer_norm, width))
@@ -449,7 +452,7 @@ def lstm(toy: bool) -> Foreign:
 
 
 def gpt_flax(toy: bool) -> Foreign:
-    """GPT-2 medium of nnx's own layers, with a mask in place of a fused kernel."""
+    """Return GPT-2 medium of nnx's own layers, with a mask instead of a fused kernel."""
     width, heads, layers, length, batch, vocabulary = (32, 4, 2, 8, 4, 64) if toy else (1024, 16, 24, 1024, 8, 50257)
 
     class Positions(nnx.Module):

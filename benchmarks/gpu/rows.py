@@ -1,8 +1,10 @@
-"""Trainings of one GPU: planned before it is asked for, run and traced there, scored at home.
+"""Plan the trainings for a GPU before it runs them, then run and trace them on that GPU.
 
-    plan_all -> blind-GPU.json (committed) ... a card: measure -> NAME/run/trace ... scoring.py
+`plan_all` writes blind-GPU.json, which is committed before the GPU runs anything. `measure` runs on the GPU and leaves
+NAME/run/trace; score_rows.py compares both.
 
-A process may be started before the GPU is free: this module imports all that a training needs, and no device is used.
+A process may start before the GPU is free: importing this module imports everything that a training needs, but uses no
+device.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from meshkit.trace.captured import TRACE_FOLDER
 from meshkit.verbs.rehearse.rehearsal import first_batch
 from meshkit.weights.files import first_state
 
-_WARM_UP, _TRACED, _AFTER = 3, 3, 6  # steps
-_BEFORE, _BEFORE_S = 8, 2.5  # steps before the trace: at least so many, for at least so long
-_MEMORY = 0.92  # of the GPU, as `train.memory_fraction`
+_WARM_UP, _TRACED, _AFTER = 3, 3, 6  # Numbers of steps.
+_BEFORE, _BEFORE_S = 8, 2.5  # Before the trace: at least so many steps, for at least so many seconds.
+_MEMORY = 0.92  # The share of the GPU, as `train.memory_fraction`.
 _CLUSTER = "cluster={{ gpu='{}', hosts=1, gpus_per_host=1 }}"
 
 
 def plan_all(names: Sequence[str], gpu: str, file: Path) -> None:
-    """Plan trainings for one GPU that is not here; each is written into the file as soon as it is planned."""
+    """Plan trainings for one absent GPU, and write each plan to the file as soon as it is made."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in names:
         began = time.perf_counter()
@@ -68,7 +70,7 @@ def _plan(training: Training, gpu: str) -> Report:
 
 
 def _summary(report: Report) -> dict[str, Any]:
-    """What a plan promises of a step."""
+    """Return the times and the peak that a plan predicts for a step."""
     step, kernels = report.step, report.kernels
     return {
         "step_s": step.time_s,
@@ -83,7 +85,7 @@ def _summary(report: Report) -> dict[str, Any]:
 
 
 def _experiment(training: Training, gpu: str | None) -> Experiment:
-    """The experiment of a training; without a GPU at toy size, for one CPU device."""
+    """Return the experiment of a training; if `gpu` is None, at toy size for one CPU device."""
     if gpu is None:
         sets = (_CLUSTER.format("cpu"), "mesh={ fsdp = 1 }", training.toy, *_TOY.get(training.toy, ()))
         return load(DEBUG, [*sets, "profile.steps=", "train.evaluate_every=0", *_toy(training.train)])
@@ -96,7 +98,7 @@ def _toy(settings: Sequence[str]) -> list[str]:
 
 _TOY = {
     TRAININGS["vit_l16"].toy: ("train.sequence_length=17",),
-    TRAININGS["gpt2"].toy: ("train.sequence_length=64", "train.precision=fp32"),  # CPUs lack some matmuls of bf16
+    TRAININGS["gpt2"].toy: ("train.sequence_length=64", "train.precision=fp32"),  # CPUs lack some bf16 matmuls.
 }
 
 
@@ -106,15 +108,22 @@ def _cluster(gpu: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Traced:
-    """A step that jax has traced: nothing of it has run, and the GPU holds nothing."""
+    """A step that jax has traced; it has not run, and the GPU holds nothing of it."""
 
-    gpu: str | None  # the catalog's key
+    gpu: str | None
+    """The GPU's key in the catalog; None for a CPU."""
     compile: Callable[[], CapturedStep]
-    start: Callable[[Any], tuple[Any, Callable[[Any], tuple[Any, Any]]]]  # compiled -> a state; state -> next, metrics
+    """A function that compiles the step."""
+    start: Callable[[Any], tuple[Any, Callable[[Any], tuple[Any, Any]]]]
+    """A function from the compiled step to a state, and to a function from a state to the next state and metrics."""
 
 
 def measure(folder: Path, toy: bool, name: str) -> Iterator[dict[str, Any]]:
-    """A training of some twenty steps: compile, seconds of a step before and after a trace, clock, power and peak."""
+    """Yield the results of a training of some twenty steps.
+
+    They are the compile time, the seconds of a step before and after a trace, the clock and power, and the peak of
+    memory.
+    """
     traced = trace(name, toy)
     yield {"gpu": traced.gpu}
 
@@ -126,7 +135,7 @@ def measure(folder: Path, toy: bool, name: str) -> Iterator[dict[str, Any]]:
     losses: list[float] = []
 
     def steps(count: int, seconds: float = 0.0) -> float:
-        """Return the seconds of a step; each is waited for when the next one is under way."""
+        """Run steps and return the mean seconds of one; each step is waited for while the next one runs."""
         nonlocal state
         began, done, last = time.perf_counter(), 0, None
         while done < count or time.perf_counter() - began < seconds:
@@ -151,23 +160,26 @@ def measure(folder: Path, toy: bool, name: str) -> Iterator[dict[str, Any]]:
 
 
 def trace(name: str, toy: bool) -> Traced:
-    """The step of a training on the first GPU here, or at toy size on a CPU device; jax has not started before."""
+    """Return the step of a training, traced for the first GPU here or, at toy size, for a CPU device.
+
+    jax must not have started before.
+    """
     training, gpu = TRAININGS[name], None if toy else _gpu_here()
     cluster = _cluster(gpu) if gpu else _experiment(training, None).cluster
     mk.prepare_platform(cluster, memory_fraction=_MEMORY)
-    jax.config.update("jax_default_prng_impl", "rbg")  # states of programs are drawn in seconds, not in a minute
+    jax.config.update("jax_default_prng_impl", "rbg")  # With it, random states take seconds instead of a minute.
     devices = sorted(jax.devices(), key=lambda d: d.id)[:1]
     return _program(training, cluster, devices, toy) if training.program else _own(training, gpu, devices)
 
 
 def _gpu_here() -> str:
-    """The catalog's key of the GPU here; its driver is asked, which starts no CUDA."""
+    """Return the catalog's key of the GPU here. The driver is asked, which does not start CUDA."""
     found: Any = read_nvml()
     return next(key for key in catalog.gpu_keys() if catalog.gpu(key).name == found["gpus"][0]["name"])
 
 
 def _own(training: Training, gpu: str | None, devices: list[Any]) -> Traced:
-    """meshkit's own step of a training."""
+    """Return meshkit's own step of a training."""
     experiment = _experiment(training, gpu)
     mesh: Any = mk.build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     program = make_train_step(experiment, mesh)
@@ -189,7 +201,7 @@ def _own(training: Training, gpu: str | None, devices: list[Any]) -> Traced:
 
 
 def _program(training: Training, cluster: Cluster, devices: list[Any], toy: bool) -> Traced:
-    """A program of programs.py, compiled as jax does it."""
+    """Return the step of a program of programs.py, compiled by jax."""
     assert training.program is not None
     foreign = PROGRAMS[training.program](toy)
     spec = mk.MeshSpec.parse({"data": 1})
@@ -203,7 +215,7 @@ def _program(training: Training, cluster: Cluster, devices: list[Any], toy: bool
 
         def advance(state: Any) -> tuple[Any, Any]:
             found = step(*state, *batch)
-            return ((found[0],), found[1]) if foreign.optimizer else (state, found)  # modules change in place
+            return ((found[0],), found[1]) if foreign.optimizer else (state, found)  # Modules change in place.
 
         return _as_arguments(mk.shard_model(foreign.make, mesh, foreign.rules)), advance
 
@@ -212,7 +224,7 @@ def _program(training: Training, cluster: Cluster, devices: list[Any], toy: bool
 
 
 def _step(foreign: Foreign, mesh: Any) -> Any:
-    """The step of a program: its own, or a ready one of its loss."""
+    """Return the step of a program: its own, or a ready-made step of its loss."""
     if foreign.step is None:
         return mk.sharded_step(cast(Any, foreign.loss), mesh, foreign.rules, optimizer=foreign.optimizer)
     return nnx.jit(mk.keep_shardings(mesh, foreign.rules)(foreign.step))

@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of the GPU while something runs. They are read, never set."""
+"""Sample clocks, power and temperature of the GPU while something runs. They are read, never set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class Sampler:
-    """Reads NVML ten times a second while its block runs; finds nothing where there is no driver."""
+    """A context manager that reads NVML ten times a second, and records nothing on a machine without a driver."""
 
     def __init__(self, every_s: float = 0.1) -> None:
         self._every_s = every_s
@@ -46,7 +46,7 @@ class Sampler:
         n.nvmlShutdown()
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the moments in which the GPU worked: at four fifths of the most power that was seen, or more."""
+        """Return medians over the samples in which the GPU worked: those with at least 80 % of the highest power."""
         if not self._rows:
             return {}
         most = max(power for _, power, *_ in self._rows)

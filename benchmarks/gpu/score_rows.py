@@ -1,8 +1,8 @@
-"""Rows that a card measured, beside what was planned of them before: one table, and what the model does not know.
+"""Compare the measured trainings of a folder with the plans made before they ran, in one table.
 
-    NAME/values.json, NAME/run/trace + blind-GPU.json (committed before), or the folder's blind.json -> rows.md
-
-Runs off the card. "Today" is the model of whoever scores, on the very program that ran.
+The folder has NAME/result.json and NAME/run/trace. The plans are in blind-GPU.json, committed before the trainings ran,
+or in the folder's own blind.json. The tables go to rows.md. The column "today" has the prices that the present model
+gives to the program that ran. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshkit.units import format_seconds
 from meshkit.verbs.profile.profiler import measure_run
 
 ROWS = "rows.md"
-_LEAST = 0.01  # of a step: what an instruction must take to be among the worst
+_LEAST = 0.01  # The least share of a step of an instruction among the worst.
 _WORST = 10
 
 
@@ -33,30 +33,36 @@ class Scored:
     """A training that ran."""
 
     name: str
+    """The name of the training."""
     blind: dict[str, Any]
+    """The summary of the plan that was made before it ran."""
     step_s: float
+    """The median of the measured step times before and after the trace."""
     peak_bytes: float | None
-    measured: Report | None  # of its trace
+    """The measured peak of device memory."""
+    measured: Report | None
+    """The report of the trace; None if it cannot be read."""
     today: Report | None
+    """The present model's report of the program that ran; None if the trace has no program for a GPU."""
 
     @property
     def kernels(self) -> dict[str, tuple[float, float]]:
-        """Seconds of each class of kernels, planned blind and measured."""
+        """The seconds of each class of kernels, as (planned blind, measured)."""
         found = self.measured.kernels if self.measured else None
         seconds = {c.kind: c.time_s or 0.0 for c in found.classes} if found else {}
         return {kind: (self.blind["kernels_s"].get(kind, 0.0), s) for kind, s in seconds.items()}
 
     @property
     def compared(self) -> Comparison | None:
-        """The program that ran, instruction by instruction, beside its prices of today."""
+        """The program that ran, compared instruction by instruction with its prices of today."""
         return compare(self.today, self.measured) if self.today and self.measured else None
 
 
 def score_rows(folder: Path) -> str:
-    """Return the tables of a folder of rows, and write them into it.
+    """Write the tables of a folder of trainings into it, and return them.
 
     Args:
-        folder: results of `--rows`; what was planned of them before, by name, is its blind.json or that of their GPU.
+        folder: results of `--rows`. Their plans, by name, are in its blind.json or else in that of their GPU.
     """
     rows = list(_scored(folder, _blind(folder)))
     text = "\n".join([*_table(rows), "", *_medians(rows), "", *_worst(rows)]) + "\n"
@@ -65,7 +71,7 @@ def score_rows(folder: Path) -> str:
 
 
 def _blind(folder: Path) -> dict[str, Any]:
-    """Return what was planned before the folder's results came back; those of a toy stand beside an H100's plans."""
+    """Return the plans that were made before the folder's trainings ran; toy results are compared with H100 plans."""
     own, found = folder / "blind.json", folder.glob("row_*/values.json")
     gpu = next((key for f in found if (key := json.loads(f.read_text(encoding="utf-8")).get("gpu"))), "h100_sxm")
     path = own if own.exists() else Path(__file__).with_name(f"blind-{gpu}.json")
@@ -84,7 +90,7 @@ def _scored(folder: Path, blind: dict[str, Any]) -> Iterator[Scored]:
 
 
 def _read(run: Path) -> tuple[Report | None, Report | None]:
-    """What the trace says, and what the model says of the program in it."""
+    """Return the report of a run's trace, and the model's report of the program in it."""
     try:
         found = measure_run(run)
     except MeshkitError as e:
@@ -137,7 +143,7 @@ def _medians(rows: Sequence[Scored]) -> Iterator[str]:
 
 
 def _worst(rows: Sequence[Scored]) -> Iterator[str]:
-    """The instructions whose price of today is off by the largest factor, of those that matter to their step."""
+    """Yield the instructions whose price of today is off by the largest factor, if they matter to their step."""
     found = []
     for row in rows:
         for ratio in compared.worst_ratios if (compared := row.compared) else ():

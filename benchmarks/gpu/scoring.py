@@ -1,6 +1,6 @@
-"""From the card into the model: a folder of results becomes a calibration, and tables of predicted, measured, ratio.
+"""Turn a folder of results into a calibration and into tables of predicted, measured and their ratio.
 
-Runs off the card. Plans are made here, of the experiment files that came back, and kept beside what they are of.
+No GPU is needed. Plans are made here from the experiment files that came back, and are kept beside their runs.
 """
 
 from __future__ import annotations
@@ -48,23 +48,29 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "": lambda x: f"{x:.4g}",
 }
 _DTYPES = {"bf16": "bf16", "fp8": "f8e4m3fn"}
-_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128  # of kernels.attention
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128  # The sizes of kernels.attention.
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. Texts and truths are expected, numbers are predicted."""
+    """One line of a table."""
 
     what: str
+    """The text of the first column."""
     predicted: float | str | bool | None
+    """The predicted number, or the expected text or truth value."""
     measured: float | str | bool | None
+    """The measured number, text or truth value."""
     unit: str = ""
-    within: float | None = None  # the error that was promised, relative
-    at_least: float | None = None  # the value that was promised
+    """The unit of the numbers, a key of _FORMATS."""
+    within: float | None = None
+    """The largest relative error that was promised."""
+    at_least: float | None = None
+    """The least value that was promised."""
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted, of numbers."""
+        """Measured over predicted; None unless both are numbers."""
         pair = (self.measured, self.predicted)
         if any(isinstance(x, bool | str) or not x for x in pair):
             return None
@@ -72,7 +78,7 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        """Whether a promise holds; None without one, or where one side is missing."""
+        """Whether a promise holds; None if there is no promise, or if a side is missing."""
         if self.measured is None:
             return None
         if self.at_least is not None:
@@ -84,19 +90,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Card:
-    """What the results were measured on."""
+    """The GPU that the results were measured on."""
 
-    key: str | None  # the catalog's, None for a CPU or a GPU that it lacks
+    key: str | None
+    """The key that the measurement `card` found; None if it found none."""
     gpu: Gpu | None
+    """The catalog's entry; None for a CPU or a GPU that the catalog lacks."""
     said: Mapping[str, Any]
+    """All values of the measurement `card`."""
     toy: bool
+    """Whether the results are of toy size."""
 
 
 def score(folder: Path) -> str:
-    """Return the tables of a folder of results; writes them (score.md) and a calibration into it.
+    """Return the tables of a folder of results; write them (score.md) and a calibration into it.
 
     Raises:
-        ConfigError: the folder has no results of the card itself.
+        ConfigError: the folder has no result of the measurement `card`.
     """
     card = _card(folder)
     text = "\n".join([*_header(card), *_tables(folder, card)])
@@ -108,7 +118,7 @@ def score(folder: Path) -> str:
 
 
 def rates_of(folder: Path) -> Rates:
-    """What a calibration holds of one card: sustained rates of large matmuls, of attention at 4k, of a large copy."""
+    """Return the rates of a calibration: sustained rates of large matmuls, of attention at 4k, and of a large copy."""
     found = (_result(folder, name) for name in ("matmul", "copy", "attention"))
     matmul, copy, attention = (result["values"] if result else {} for result in found)
     sustained = {k.split()[0]: v for k, v in matmul.items() if k.endswith("cubed sustained_flops_per_s")}
@@ -122,7 +132,10 @@ def rates_of(folder: Path) -> Rates:
 
 
 def predicted_report(experiment: Experiment) -> Report:
-    """The plan of what one GPU runs alone: no collective beside its kernels, no slower GPU to wait for."""
+    """Return the plan of what one GPU runs alone.
+
+    No collective runs beside its kernels, and it waits for no slower GPU.
+    """
     from meshkit.planning.planner import plan_experiment
 
     plan = plan_experiment(experiment)
@@ -134,9 +147,10 @@ def predicted_report(experiment: Experiment) -> Report:
 
 
 def _ran(folder: Path, measured: Report) -> tuple[Report, set[str]] | None:
-    """What the model says of the very program that was rehearsed, and of which ids; None where it did not come back.
+    """Return the model's report of the program that was rehearsed, and what memory held instead of its ids.
 
-    At the full clock where collectives were mocked: gathered weights were what buffers held, and drew less power.
+    It is None if no trace came back. A program with mocked collectives is priced at the full clock: its gathered
+    weights were whatever the buffers held, and such values draw less power.
     """
     if not (folder / "run/trace").is_dir():
         return None
@@ -154,7 +168,7 @@ def _ran(folder: Path, measured: Report) -> tuple[Report, set[str]] | None:
 def alone(
     schedule: Schedule, module: Any, options: Mapping[str, object], machines: Machines, facts: StepFacts, **more: bool
 ) -> Report:
-    """A simulated step without contention and without slower GPUs."""
+    """Return the report of a simulated step without contention and without slower GPUs."""
     alone = replace(assumptions_for(options), contention=False, slowest=False, **more)
     assert machines.cluster is not None
     simulation = simulate(schedule, machines.cluster, assumptions=alone)
@@ -206,7 +220,7 @@ def _header(card: Card) -> list[str]:
 
 
 def _tables(folder: Path, card: Card) -> Iterator[str]:
-    """A table per measurement, and what of the promises holds."""
+    """Yield a table for each measurement, and how many promises hold."""
     held: list[bool] = []
     for m in MEASUREMENTS:
         found = _result(folder, m.name)
@@ -239,13 +253,13 @@ def _line(row: Row) -> str:
 
 
 def _result(folder: Path, name: str) -> dict[str, Any] | None:
-    """What a measurement left; None where it was not made."""
+    """Return the results of a measurement; None if it was not made."""
     path = folder / name / "result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
-    """A step that ran, trained or rehearsed, beside its plan."""
+    """Yield the rows of a step that was trained or rehearsed, beside its plan."""
     rehearsed, trained = m.function == "verbs:rehearse", m.function == "verbs:train"
     measured = _measured(folder, rehearsed)
     planned = _plan(folder) if card.gpu else None
@@ -255,7 +269,7 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
         yield Row("its exposed communication, as planned", planned.step.exposed_s, measured.step.exposed_s, "s")
     priced = ran or planned
     step, seen = (priced.step if priced else None), (measured.step if measured else None)
-    # of all steps, the first and those in which the trace is read among them; and the trace's own
+    # `clock_s` is the median of the later half of all steps, traced ones among them; `own_s` is the trace's own time.
     clock_s, own_s = values.get("step_time_s"), seen and seen.time_s
     time_s = _untraced_s(folder) or (clock_s or own_s if trained else own_s or clock_s)
     yield Row("step", step and step.time_s, time_s, "s", within=0.10)
@@ -283,11 +297,11 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     if rehearsed:
         rows = [r.communication for r in (planned, measured)]
         moved = [{(c.axes, c.collective, c.dtype, c.payload_bytes) for c in each} for each in rows]
-        yield Row("the plan's collectives", True, moved[0] == moved[1])  # bytes: how many carry them is the combiner's
+        yield Row("the plan's collectives", True, moved[0] == moved[1])  # Counts are the combiner's choice.
 
 
 def _measured(folder: Path, rehearsed: bool) -> Report | None:
-    """The report of what ran: of a training from its trace, so that it is read as traces are today."""
+    """Return the report of what ran. A training's trace is read anew, so that it is read as traces are today."""
     from meshkit.verbs.profile.profiler import measure_run
 
     if not rehearsed and (folder / "run/trace").is_dir():
@@ -296,7 +310,7 @@ def _measured(folder: Path, rehearsed: bool) -> Report | None:
 
 
 def _untraced_s(folder: Path) -> float | None:
-    """A training's step by its own clock, before the trace began; None where too few ran."""
+    """Return the seconds of a training's step by its own clock, before the trace began; None if too few steps ran."""
     capture = folder / "run/trace/capture-p0.json"
     if not capture.exists():
         return None
@@ -305,14 +319,19 @@ def _untraced_s(folder: Path) -> float | None:
 
 
 def _plan(folder: Path, jaxlib: str | None = None) -> Report | None:
-    """The plan beside a run, made once, or that of one jaxlib; None where it cannot be planned here."""
+    """Return the plan beside a run, which is made once; None if it cannot be made here.
+
+    Args:
+        folder: the measurement's folder.
+        jaxlib: the release to plan with; None for the plan of the installed one.
+    """
     path, file = folder / (f"plan-{jaxlib}.json" if jaxlib else PLAN), folder / "run/experiment.toml"
     if path.exists():
         return read_report(path)
     if not file.exists() or jaxlib not in (None, version_of("jaxlib")):
         return None
     try:
-        report = predicted_report(replace(load(file), path=LLAMA_1B))  # its code is found from here
+        report = predicted_report(replace(load(file), path=LLAMA_1B))  # Its code is found relative to this path.
     except MeshkitError as e:
         print(f"{file}: no plan: {e.message}")
         return None
@@ -330,7 +349,7 @@ def _matmuls(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card
             what = key.removesuffix(" flops_per_s")
             shape, burst = SHAPES[what.removeprefix(f"{precision} ")], False
         else:
-            yield Row(key, None, measured)  # power and clocks
+            yield Row(key, None, measured)  # Power and clocks.
             continue
         rows, inner, columns = shape
         matmul = Matmul(_DTYPES[precision], batch=1, m=rows, n=columns, k=inner)
@@ -373,13 +392,16 @@ def _small(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
             name = key.removesuffix(" s")
             predicted = _streaming_s(seconds * values[f"{name} bytes_per_s"], card)
             along, apart, turns = ADDED.get(name, (0.0, 0.0, 0.0))
-            work = _work(Cost(added=(along + turns * TURN, apart)), card)  # its bytes are those of the fill before it
+            work = _work(Cost(added=(along + turns * TURN, apart)), card)  # The fill before it has its bytes.
             yield Row(name, predicted and work and predicted + work.alone_s, seconds, "s")
 
 
 def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
-    """Slowdowns: held multiprocessors as a collective's, streamed bytes as those it moves; and what channels and copies
-    from the host move beside a kernel, of what they move alone."""
+    """Yield the slowdowns of kernels and of what runs beside them.
+
+    Held multiprocessors count as those of a collective, and streamed bytes as those that it moves. For channels and for
+    copies from the host, the rows have the rate beside a kernel, compared with the rate alone.
+    """
     for key, measured in values.items():
         label, _, what = key.rpartition(": ")
         moves, _, name = label.rpartition(", beside ")
@@ -396,8 +418,10 @@ def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: C
 
 
 def _beside(card: Card, what: str, moved: float, name: str) -> tuple[float, float] | None:
-    """A kernel's slowdown beside something that moves so many bytes a second, and what is left of those; by the law of
-    collectives."""
+    """Return the slowdown of a kernel beside something that moves `moved` bytes per second, and that rate's share left.
+
+    Both follow the model of collectives beside kernels. The result is None without a GPU of the catalog.
+    """
     if card.gpu is None:
         return None
     blocks = re.match(r"(\d+) ", what)
@@ -407,7 +431,7 @@ def _beside(card: Card, what: str, moved: float, name: str) -> tuple[float, floa
 
 
 def _options(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
-    """Each option beside meshkit's own choice, which stands where a prediction would."""
+    """Yield each option beside meshkit's own choice, which stands in the place of a prediction."""
     for key, measured in values.items():
         label, _, what = key.rpartition(": ")
         program, _, case = label.partition(", ")
@@ -416,7 +440,7 @@ def _options(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card
 
 
 def _rates(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
-    """What `meshkit bench` says of one GPU, beside the rates of a long run that plans go by without it."""
+    """Yield the rates that `meshkit bench` measured on one GPU, beside the rates that plans use without it."""
     n, gpu = 8192, card.gpu
     for key, measured in values.items():
         what, _, name = key.partition(" ")
@@ -436,7 +460,7 @@ def _rates(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
 
 
 def _said(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
-    """What was measured and nothing predicts."""
+    """Yield what was measured without any prediction."""
     for key, measured in values.items():
         unit = next((unit for suffix, unit in ((" s", "s"), (" bytes", "bytes")) if key.endswith(suffix)), "")
         yield Row(key, None, measured, unit)
@@ -460,7 +484,7 @@ def _work(cost: Cost, card: Card, assumptions: Assumptions | None = None) -> Ker
 
 
 def _streaming_s(moved: float, card: Card) -> float | None:
-    """Seconds of a kernel that moves so many bytes, no less than any kernel takes."""
+    """Return the seconds of a kernel that moves `moved` bytes, and at least those of the shortest kernel."""
     return max(moved / memory_bytes_per_s(card.gpu), catalog.kernels()["least_s"]) if card.gpu else None
 
 

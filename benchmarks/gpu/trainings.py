@@ -1,6 +1,7 @@
-"""Trainings of some seconds on one GPU, the least known first: what `rows.py` plans before a card is asked for.
+"""List the trainings of some seconds on one GPU, the least known first; `rows.py` plans and runs them.
 
-Each is a file of a user's: Llama 1B's with other settings, or a program of programs.py. Imports no jax.
+Each is an experiment as a user writes it: Llama 1B with other settings, or a program of programs.py. This module
+imports no jax.
 """
 
 from __future__ import annotations
@@ -10,20 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Training:
-    """One training, as settings of Llama 1B's experiment file.
-
-    Attributes:
-        what: it is, for a reader.
-        model: settings of the model, and of the shapes that go with it; at toy size `toy` stands in their place.
-        train: all other settings, of which a toy has the same.
-        program: the name of a program of programs.py, which has no settings.
-    """
+    """One training, as settings of Llama 1B's experiment file."""
 
     what: str
+    """A description for a reader."""
     model: tuple[str, ...] = ()
+    """Settings of the model and of the shapes that go with it; at toy size `toy` replaces them."""
     train: tuple[str, ...] = ()
+    """All other settings; at toy size, without XLA's options for GPUs."""
     toy: str = "model={ class = 'models.llama:Llama', preset = 'llama_debug' }"
+    """The setting of the model at toy size."""
     program: str | None = None
+    """The name of a program of programs.py, which has no settings; None for an experiment."""
 
 
 def _llama(what: str, batch: int, length: int, *train: str, **dims: int) -> Training:
@@ -61,7 +60,7 @@ _3B = {"embed": 3072, "mlp": 8192, "layers": 12, "heads": 24, "kv_heads": 8, "he
 _70B = {"embed": 8192, "mlp": 28_672, "layers": 2, "heads": 64, "kv_heads": 8, "head_dim": 128, "vocab": 32_768}
 _SMALL = {"embed": 1024, "mlp": 4096, "layers": 12, "heads": 16, "kv_heads": 8, "head_dim": 64, "vocab": 32_768}
 _MOE = {"embed": 1024, "mlp": 3584, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 64}
-# XLA's own kernels of fp8 take 153 of 159 s of compile, and are no faster than cuBLAS (README.md).
+# XLA's own fp8 kernels take 153 of the 159 s of compiling and are no faster than cuBLAS (README.md).
 _CUBLAS = "xla.xla_gpu_enable_triton_gemm=false"
 _LEAN = ("model.scan_layers=false", "model.fp32_logits=false")
 
@@ -97,6 +96,6 @@ TRAININGS: dict[str, Training] = {
     "lstm": Training("recurrent layers (nnx)", program="lstm"),
     "gpt_1b": _gpt("GPT, 1.3 billion", 16, embed=2048, mlp=8192, layers=24, heads=16),
     "vit_b16": _vit("ViT-B/16", "vit_b16", 256, "train.remat=none"),
-    # Its additions in bf16 to 32 rows take seconds a step: 11 did not end in 55 s on an H100.
+    # Its additions in bf16 to 32 rows take seconds a step: 11 steps did not end in 55 s on an H100.
     "t5": Training("encoder and decoder with position biases (nnx)", program="t5"),
 }

@@ -1,4 +1,4 @@
-"""meshkit's own verbs on one GPU: what a user would run, and what it says; scoring.py makes the plans."""
+"""Run meshkit's own verbs on one GPU as a user would, and yield what they report; scoring.py makes the plans."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "configs/experiments"
 LLAMA_1B = ROOT / "benchmarks/gpu/experiments/llama_1b.toml"
 DEBUG = EXPERIMENTS / "llama_debug_cpu.toml"
-# Llama 1B with this fits no GPU that is known, by its plan.
+# By its plan, Llama 1B with these settings fits no known GPU.
 TOO_LARGE = ("model.layers=2", "train.remat=none", "train.global_batch=64")
 _TOO_LARGE_TOY = ("train.steps=2", "train.global_batch=4096", "train.sequence_length=2048")  # 426 GiB at once
 _TOY_ADDRESSES = 12 * 2**30
-# Else XLA times kernels anew in each process, and two runs may take different ones.
+# Without this option XLA times kernels anew in each process, and two runs may choose different ones.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
-MEASURED = "measured.json"  # the report of what ran, beside which scoring.py lays a plan
+MEASURED = "measured.json"  # The report of what ran, which scoring.py compares with a plan.
 _CLUSTER = "{{ gpu='{gpu}', hosts=1, gpus_per_host=1, scale_up='nvlink', nic='ib_ndr', nics_per_host=1 }}"
 _SHOWN = ("time_s", "compute_s", "exposed_s", "other_s", "idle_s", "mfu", "mfu_causal", "hfu")
 _TEXT: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
@@ -40,7 +40,17 @@ _TEXT: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
 def meshkit(
     *arguments: object, log: Path, check: bool = True, addresses: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`meshkit ARGUMENTS`, its stderr added to a log; with so many bytes of addresses, None as many as there are."""
+    """Run `meshkit ARGUMENTS`, append its stderr to a log, and return the completed process.
+
+    Args:
+        arguments: the arguments of the command line.
+        log: the file for the command and its stderr.
+        check: whether to raise if the command fails.
+        addresses: the bytes of address space that it may use; None for no limit.
+
+    Raises:
+        RuntimeError: the command failed, and `check` is true.
+    """
     command = [sys.executable, "-m", "meshkit", *map(str, arguments)]
     limit = partial(resource.setrlimit, resource.RLIMIT_AS, (addresses, addresses)) if addresses else None
     done = subprocess.run(command, cwd=ROOT, preexec_fn=limit, **_TEXT)
@@ -52,7 +62,7 @@ def meshkit(
 
 
 def card(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """The machine: driver, clocks, limits, packages; what topo and doctor say."""
+    """Yield facts of the machine (driver, clocks, limits, packages), and what topo and doctor report."""
     log = folder / "verbs.log"
     query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit,power.max_limit,memory.total,vbios_version"
     smi = shutil.which("nvidia-smi")
@@ -72,13 +82,13 @@ def card(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def train(folder: Path, toy: bool, settings: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """A training of Llama 1B with a trace of some steps, and its profile."""
+    """Train Llama 1B with a trace of some steps, and yield its times and its profile."""
     sets = _debug(toy, *_TRACED, *settings) if toy else _sets(f"cluster.gpu={gpu_here()}", *settings)
     yield from _trained(folder, DEBUG if toy else LLAMA_1B, sets)
 
 
 def trace(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """A training of the debug Llama, with its trace: small enough to keep."""
+    """Train the debug Llama with a trace small enough to keep, and yield its times, its profile and the trace size."""
     traced = _TRACED if toy else ("train.steps=40", "profile.steps=[30,33]")
     yield from _trained(folder, DEBUG, _debug(toy, *traced))
     files = list((folder / "run").rglob("*.xplane.pb"))
@@ -86,7 +96,7 @@ def trace(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def rehearse(folder: Path, toy: bool, experiment: Path, settings: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One process's program of a large job, NCCL mocked: its kernels, its peak, its collectives."""
+    """Rehearse one process's program of a large job with NCCL mocked, and yield its times, its peak and warnings."""
     if toy:
         yield _toy_rehearsal(folder)
         return
@@ -100,7 +110,10 @@ def rehearse(folder: Path, toy: bool, experiment: Path, settings: Sequence[str])
 
 
 def bench(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """`meshkit bench` of one device: its rates, which are a calibration that a plan then reads."""
+    """Run `meshkit bench` on one device, and yield its rates.
+
+    They are a calibration; a plan must read the same rates from it.
+    """
     gpu = "cpu" if toy else gpu_here()
     cluster = "cluster={ gpu='cpu', hosts=1, gpus_per_host=1 }" if toy else f"cluster.gpu={gpu}"
     log, run = folder / "verbs.log", folder / "run"
@@ -117,7 +130,7 @@ def bench(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def resume(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """A training killed with SIGKILL and resumed, beside one that nobody killed: their losses, bit for bit."""
+    """Kill a training with SIGKILL and resume it; yield whether its losses equal an uninterrupted run's bit for bit."""
     same = () if toy else [f"xla.{name}={str(value).lower()}" for name, value in DETERMINISTIC.items()]
     log, sets = folder / "verbs.log", _debug(toy, "profile.steps=", "train.steps=40", "checkpoint.every=10", *same)
     whole, killed = folder / "whole", folder / "killed"
@@ -131,7 +144,7 @@ def resume(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def preempt(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """A training told to end: its exit code, how long it took, and whether the checkpoint is whole."""
+    """Send SIGTERM to a training, and yield its exit code, how long it took, and whether the checkpoint is whole."""
     run = folder / "run"
     sets = _debug(toy, "profile.steps=", "train.steps=2000", "checkpoint.every=1000")
     code, seconds = _interrupt(sets, run, signal.SIGTERM, after=10)
@@ -141,7 +154,7 @@ def preempt(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def exhaust(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """A step that does not fit: its exit code and message; at toy size in a process of few addresses."""
+    """Run a step that does not fit, and yield its exit code and message; at toy size, address space is limited."""
     sets = _debug(toy, "profile.steps=", *_TOO_LARGE_TOY) if toy else _sets(f"cluster.gpu={gpu_here()}", *TOO_LARGE)
     command = ("train", DEBUG if toy else LLAMA_1B, *sets, "--out", folder / "run")
     done = meshkit(*command, log=folder / "verbs.log", check=False, addresses=_TOY_ADDRESSES if toy else None)
@@ -154,7 +167,7 @@ _TRACED = ("train.steps=6", "profile.steps=[3,4]")
 
 
 def _trained(folder: Path, file: Path, sets: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What a training measured of itself, then what the profile of its trace says."""
+    """Train, and yield what the training measured of itself and what the profile of its trace reports."""
     run, log = folder / "run", folder / "verbs.log"
     with Sampler() as sampler:
         began = time.perf_counter()
@@ -183,13 +196,13 @@ def _sets(*settings: str) -> list[str]:
 
 
 def _debug(toy: bool, *settings: str) -> list[str]:
-    """The debug Llama: on the GPU as one device, else on virtual ones."""
+    """Return the settings of the debug Llama: on the GPU as one device, or on virtual devices at toy size."""
     one_gpu = () if toy else (f"cluster={_CLUSTER.format(gpu=gpu_here())}", "mesh={ data = 1, fsdp = 1, tensor = 1 }")
     return _sets(*one_gpu, "train.evaluate_every=0", *settings)
 
 
 def gpu_here() -> str:
-    """The catalog's key of the GPU here."""
+    """Return the catalog's key of the GPU here."""
     found = json.loads(meshkit("topo", "--json", log=Path(os.devnull), check=False).stdout)["cluster"]
     return found["gpu"] if found else "h100_sxm"
 
@@ -200,10 +213,13 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 def _interrupt(sets: Sequence[str], run: Path, signal_: signal.Signals, after: int) -> tuple[int, float]:
-    """Starts a training, sends a signal when `after` steps are logged; its exit code, and seconds from the signal.
+    """Start a training and send it a signal once `after` steps are logged.
+
+    Returns:
+        its exit code, and the seconds from the signal to its end.
 
     Raises:
-        RuntimeError: it ended, or hung, before.
+        RuntimeError: it ended or hung before the signal.
     """
     command = [sys.executable, "-m", "meshkit", "train", str(DEBUG), *sets, "--out", str(run)]
     said = run.parent / f"{run.name}.log"
@@ -221,7 +237,7 @@ def _interrupt(sets: Sequence[str], run: Path, signal_: signal.Signals, after: i
 
 
 def _toy_rehearsal(folder: Path) -> dict[str, Any]:
-    """The process that would own the GPU, on virtual CPU devices: its capture, read back."""
+    """Rehearse on virtual CPU devices in a process as the one with the GPU would, and return the capture, read back."""
     code = (
         "import sys; from pathlib import Path; from meshkit.config.experiment import load\n"
         "from meshkit.sharding.mesh import prepare_platform\n"
