@@ -1,1 +1,1 @@
-"""Seeded attacks on what meshkit reads, renders and saves, and what came of each."""
+"""Run seeded attacks on what meshkit reads, renders and saves, and report the outcome of each."""

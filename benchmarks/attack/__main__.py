@@ -1,4 +1,7 @@
-"""`make attack`: every campaign, and readers against inputs of 1, 2 and 4 MiB; a seeded tenth unless --all is given."""
+"""Run every campaign, and every reader on inputs of 1, 2 and 4 MiB; a seeded tenth unless --all is given.
+
+`make attack` runs it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _BEGIN, _END = "<!-- make attack -->\n", "<!-- end of make attack -->"
 
 
 def main() -> int:
-    """Attacks; prints what got through, and the tables."""
+    """Run the attacks, print those that failed and the tables, and return 1 if any failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.attack", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every attack; else a tenth, the same one every time")
     parser.add_argument("--only", metavar="CAMPAIGN[:NUMBER]", help="one campaign, `linear`, or one attack")
@@ -62,7 +65,7 @@ def main() -> int:
 
 def _campaign(name: str, numbers: list[int], limit_s: float) -> list[Outcome]:
     found = []
-    # a reader is a process of its own: what the one before it holds is not its memory
+    # Each reader gets a process of its own, so that memory held for another reader does not count as its own.
     each = [[number] for number in numbers] if name == "linear" else [numbers]
     for outcome in (outcome for part in each for outcome in run(name, part, limit_s)):
         found.append(outcome)
@@ -73,7 +76,7 @@ def _campaign(name: str, numbers: list[int], limit_s: float) -> list[Outcome]:
 
 
 def tables(found: dict[str, list[Outcome]], seconds: float, *, everything: bool) -> str:
-    """Counts of the campaigns, and seconds of the readers, as Markdown."""
+    """Return the counts of the campaigns and the seconds of the readers as Markdown."""
     extent = "everything" if everything else "a tenth"
     lines = [f"{datetime.date.today()}, {extent}, {seconds / 60:.0f} minutes:\n"]
     lines += ["| attacks | tried | held | failed | outcomes | slowest | memory |", "|---|---|---|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""The campaigns: what is attacked, in how many ways, and what has to hold."""
+"""Define the campaigns: what is attacked, in how many ways, and what must hold."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _EXPERIMENTS = ("llama_debug_cpu", "gpt_debug_cpu", "moe_debug_cpu", "llama3_8b"
 
 
 def _sound(*words: str) -> None:
-    """A command on what is undamaged."""
+    """Run a command on undamaged input, and raise unless it is read."""
     if (said := command(*words)) != "read":
         raise RuntimeError(f"what is undamaged is {said}: {' '.join(words)}")
 
 
 def _experiments(folder: Path) -> Callable[[int], Attack]:
-    """Experiment files changed by a number, a string, a word, lines or bytes."""
+    """Prepare attacks that change a number, a string, a word, lines or bytes of experiment files."""
     files = [p for p in sorted((_ROOT / "configs" / "experiments").glob("*.toml")) if p.stem in _EXPERIMENTS]
     texts = {p.stem: p.read_text() for p in files}
     assert texts
@@ -58,7 +58,7 @@ def _experiments(folder: Path) -> Callable[[int], Attack]:
 
 
 def _captured_run(folder: Path) -> tuple[Path, Path]:
-    """A run folder with a capture, metrics and goodput; and a trace of plain jax.profiler, its program in it."""
+    """Return a run folder with a capture, metrics and goodput, and a plain jax.profiler trace with its program."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -88,7 +88,10 @@ def _captured_run(folder: Path) -> tuple[Path, Path]:
 
 
 def _readers(folder: Path) -> Callable[[int], Attack]:
-    """Damaged reports, traces, topologies, bundles and run folders; pipes, devices and folders in their places."""
+    """Prepare attacks that damage reports, traces, topologies, bundles and run folders.
+
+    Some put pipes, devices and folders in the places of files.
+    """
     run, trace = _captured_run(folder)
     good, bundle = folder / "good", folder / "bundle"
     traces = [trace, _DATA / "synthetic_2gpu_3step.xplane.pb", _DATA / "traces" / "tracelens_jax08_gemm.xplane.pb"]
@@ -142,7 +145,7 @@ def _readers(folder: Path) -> Callable[[int], Attack]:
 
 
 def _damage_one(folder: Path, files: list[Path], chance: random.Random) -> str:
-    """Damages one of some files below a folder, and says how."""
+    """Damage one of some files below a folder, and return what was changed."""
     path = chance.choice(sorted(files))
     data = path.read_bytes()
     if path.suffix == ".json" and chance.random() < 0.6:
@@ -155,7 +158,7 @@ def _damage_one(folder: Path, files: list[Path], chance: random.Random) -> str:
 
 
 def _replace_one(folder: Path, files: list[Path], chance: random.Random) -> str:
-    """Puts what is no regular file, or one of a tebibyte, in the place of a file."""
+    """Replace a file by something that is no regular file, or by a file of a tebibyte."""
     path = chance.choice(sorted(files))
     path.unlink()
     how = chance.choice(("a pipe", "/dev/zero", "a folder", "a link to itself", "a tebibyte", "nothing", "a socket"))
@@ -176,7 +179,10 @@ def _replace_one(folder: Path, files: list[Path], chance: random.Random) -> str:
 
 
 def _weights(folder: Path) -> Callable[[int], Attack]:
-    """Safetensors whose header or length is damaged: refused, or what another reader of the file finds."""
+    """Prepare attacks that damage the header or the length of safetensors files.
+
+    Reading them must fail, or agree with another reader of the file.
+    """
     import jax
     import numpy as np
     from safetensors.numpy import load
@@ -228,7 +234,10 @@ def _weights(folder: Path) -> Callable[[int], Attack]:
 
 
 def _checkpoints(folder: Path) -> Callable[[int], Attack]:
-    """A bit flipped in a checkpoint's file, the file cut short or deleted: named, and the step before is restored."""
+    """Prepare attacks that flip a bit of a checkpoint's file, truncate it or delete it.
+
+    The warning must name the file, and the step before must be restored.
+    """
     from benchmarks.corruption import campaign
 
     saved = folder / "saved"
@@ -250,7 +259,7 @@ def _checkpoints(folder: Path) -> Callable[[int], Attack]:
 
 
 def save_for_ever(folder: Path) -> None:
-    """The process that is killed: saves one step after the other, and says so."""
+    """Save one step after the other and print each; this is the process that `_kills` kills."""
     from benchmarks.corruption.campaign import random_state
     from meshkit.config.sections import CheckpointTable
     from meshkit.verbs.checkpoint.store import CheckpointStore
@@ -265,7 +274,10 @@ def save_for_ever(folder: Path) -> None:
 
 
 def _kills(folder: Path) -> Callable[[int], Attack]:
-    """SIGKILL at any moment of a save: the last step that was saved is restored bit for bit."""
+    """Prepare attacks that send SIGKILL at any moment of a save.
+
+    The last saved step, or the one that was being saved, must be restored bit for bit.
+    """
     from benchmarks.corruption.campaign import abstract, random_state, same_bits
     from meshkit.config.sections import CheckpointTable
     from meshkit.verbs.checkpoint.store import CheckpointStore
@@ -312,7 +324,7 @@ _INJECTED = (
     "${{{{ env.X }}}}", "\r", "\x00", "\u2028", "yes", "1e3", "null", "[", "{{",
 )  # fmt: skip
 _STUBS = ("srun", "scontrol", "mpirun", "python", "python3", "sbatch", "kubectl", "sleep", "nvidia-smi", "ssh")
-# Notes its words; runs what it shall start, which has a shell's words again.
+# A stub records its arguments and then runs the command that it would start, so that a shell sees them again.
 _STUB = """#!/bin/bash
 printf '%s\\n' "$@" >> "$SEEN"
 while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done
@@ -321,7 +333,10 @@ while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done
 
 
 def _renderings(folder: Path) -> Callable[[int], Attack]:
-    """Launch scripts of names that are a shell's or YAML's words: refused, or quoted; run, they do nothing else."""
+    """Prepare attacks that render launch scripts with names that mean something to a shell or to YAML.
+
+    They must be refused or quoted; a rendered script must do nothing else when it runs.
+    """
     import yaml
 
     experiment = _ROOT / "configs" / "experiments" / "llama3_70b.toml"
@@ -379,7 +394,7 @@ def _renderings(folder: Path) -> Callable[[int], Attack]:
 
 
 def check_script(script: str, place: Path, stubs: Path) -> None:
-    """Runs a script with stubs for all that it starts: nothing that a name says may happen."""
+    """Run a script with stubs for everything that it starts, and raise `Broken` if a name in it was run."""
     file = place / "script.sh"
     file.write_text(script)
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "SEEN": str(place / "seen"), "HOME": str(place)}

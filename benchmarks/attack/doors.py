@@ -1,6 +1,6 @@
-"""Campaigns at the doors: what a file may set and name, whose code runs, whose files go, what is opened, and Ctrl-C.
+"""Define the campaigns on what a file may set and name, whose code runs, which files are deleted or opened.
 
-Each attack is a generator: it yields its name, then what came of it.
+One campaign presses Ctrl-C. Each attack is a generator that yields its name and then its outcome.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def _options() -> list[str]:
 
 @_campaign
 def settings(folder: Path, chance: random.Random) -> Iterator[str]:
-    """Texts for options of XLA, and functions of installed packages: refused, but for the options that are listed."""
+    """Set texts for XLA options, and name functions of installed packages.
+
+    All must be refused, except the options that meshkit lists.
+    """
     options = sorted(ENUMS | TEXTS) if chance.random() < 0.3 else _options()
     option, text, key = chance.choice(options), chance.choice(_TEXTS), chance.choice(_KEYS)
     function = f"{chance.choice(_PACKAGES)}:{chance.choice(_FUNCTIONS)}" if chance.random() < 0.5 else ""
@@ -84,7 +87,7 @@ def settings(folder: Path, chance: random.Random) -> Iterator[str]:
 
 @_campaign
 def modules(folder: Path, chance: random.Random) -> Iterator[str]:
-    """A package of which others may write a file, a folder or where a link leads, or own it: nothing of it runs."""
+    """Load a package in which others may write or own a file, a folder or a link's target; none of its code may run."""
     mode, owner = chance.choice((0, 0o1, 0o2, 0o6, 0o20, 0o22, 0o77)), chance.choice((0, 0, 0, 12345))
     inside = chance.choice(("code", "code/oc", "code/oc/__init__.py", "code/oc/part.py", "linked"))
     yield f"mode {0o700 | mode:04o}, owner {owner or 'this one'}: {inside}"
@@ -113,7 +116,10 @@ def modules(folder: Path, chance: random.Random) -> Iterator[str]:
 
 @_campaign
 def caches(folder: Path, chance: random.Random) -> Iterator[str]:
-    """MESHKIT_CACHE where a user has files, or files of theirs in a folder of ours: all of them and all modes stay."""
+    """Point MESHKIT_CACHE at a folder with a user's files, or put such files into a cache folder; all must stay.
+
+    The modes of the folders must stay too.
+    """
     ours, mode, files = chance.random() < 0.5, chance.choice((0o755, 0o700, 0o777)), chance.sample(_FILES, 3)
     yield f"{'ours' if ours else f'theirs, {mode:04o}'}: {', '.join(files)}"
     place = folder / "programs"
@@ -141,7 +147,7 @@ def caches(folder: Path, chance: random.Random) -> Iterator[str]:
 
 @_campaign
 def inputs(folder: Path, chance: random.Random) -> Iterator[str]:
-    """What is no file, has a tebibyte, or unpacks to more than there is, where a command names a file."""
+    """Give a command a path that is no regular file, has a tebibyte, or unpacks to more than the memory holds."""
     verb, path, kind = chance.choice(_VERBS), folder / chance.choice(_ENDS), chance.choice(sorted(_PLACED))
     yield f"{verb} {path.name}: {kind}"
     _PLACED[kind](path)
@@ -150,7 +156,7 @@ def inputs(folder: Path, chance: random.Random) -> Iterator[str]:
 
 @_campaign
 def interrupts(folder: Path, chance: random.Random) -> Iterator[str]:
-    """Ctrl-C at any moment of a plan, from main()'s first line on: 130 within two seconds, and nothing is left."""
+    """Press Ctrl-C at any moment of a plan: it exits with 130 within two seconds and leaves nothing behind."""
     moment = LONGEST_S * chance.random()
     yield f"after {moment:.2f} s"
     found = interrupted_after(moment, folder)

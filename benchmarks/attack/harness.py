@@ -1,7 +1,8 @@
-"""Runs attacks in child processes under a watchdog: nothing may crash, hang, grow, or be believed wrongly.
+"""Run attacks in child processes under a watchdog, which kills a child that hangs or uses too much memory.
 
-campaign, numbers of attacks -> child: prepare once, then one after the other -> a line before and after each
-parent: reads the lines; ends a child whose attack takes too long or too much memory, and goes on behind it
+The parent starts a child with a campaign and the numbers of its attacks. The child prepares the campaign once, then
+runs the attacks one after the other and writes a line before and after each. The parent reads these lines. It kills a
+child whose attack takes too long or too much memory, and a new child continues after that attack.
 """
 
 from __future__ import annotations
@@ -18,56 +19,65 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-CPU_LIMIT_S, WALL_LIMIT_S = 5.0, 60.0  # of one attack; the wall has room for a machine that others use as well
-MEMORY_LIMIT_BYTES = 2**30  # of the process, with jax in it
+CPU_LIMIT_S, WALL_LIMIT_S = 5.0, 60.0  # Limits of one attack; the wall time allows for a shared machine.
+MEMORY_LIMIT_BYTES = 2**30  # Limit of the process, jax included.
 _PREPARE_LIMIT_S = 600.0
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _ROOT = Path(__file__).parents[2]
 
 
 class Broken(Exception):
-    """An attack got through: what was believed, or what came of it."""
+    """An attack succeeded; the message says what meshkit accepted or what happened."""
 
 
 @dataclass(frozen=True)
 class Attack:
     """One attack."""
 
-    name: str  # what is done to what
+    name: str
+    """A description of the damage and of what is damaged."""
     run: Callable[[], str]
-    """Tries it and says what came of it in a word; raises `Broken` where it got through."""
+    """A function that tries the attack and returns its outcome in a few words.
+
+    It raises `Broken` if the attack gets through.
+    """
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """A kind of attack.
-
-    Attributes:
-        count: how many attacks there are; number i is the same one in every run.
-        prepare: a folder of its own -> a function that makes attack number i. Also reads what is undamaged, so that no
-            import counts as an attack's time.
-        limit_s: CPU seconds of one attack.
-    """
+    """A kind of attack."""
 
     count: int
+    """The number of attacks; attack number i is the same in every run."""
     prepare: Callable[[Path], Callable[[int], Attack]]
+    """A function from a folder of its own to a function that makes attack number i.
+
+    It also reads undamaged inputs, so that no import counts as an attack's time.
+    """
     limit_s: float = CPU_LIMIT_S
+    """The CPU seconds that one attack may take."""
 
 
 @dataclass
 class Outcome:
-    """What came of an attack."""
+    """The outcome of an attack."""
 
     number: int
+    """The number of the attack in its campaign."""
     name: str
+    """The name of the attack."""
     held: bool
-    said: str  # in a word; of a failure what happened
+    """Whether meshkit withstood the attack."""
+    said: str
+    """The outcome in a few words, or what went wrong."""
     cpu_s: float = 0.0
-    memory_bytes: int = 0  # of the process at the most
+    """The CPU seconds of the attack."""
+    memory_bytes: int = 0
+    """The peak memory of the process during the attack."""
 
 
 def run(name: str, numbers: Sequence[int], limit_s: float) -> Iterator[Outcome]:
-    """The outcomes of some attacks of a campaign."""
+    """Yield the outcomes of some attacks of a campaign."""
     left = list(numbers)
     while left:
         for outcome in _child(name, left, limit_s):
@@ -76,7 +86,7 @@ def run(name: str, numbers: Sequence[int], limit_s: float) -> Iterator[Outcome]:
 
 
 def _child(name: str, numbers: Sequence[int], limit_s: float) -> Iterator[Outcome]:
-    """Outcomes of one child, until it is through or had to be ended."""
+    """Yield the outcomes of one child, until it has run all attacks or had to be killed."""
     command = [sys.executable, "-m", "benchmarks.attack", "--child", name]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MESHKIT_CACHE": "off", "PYTHONPATH": str(_ROOT)}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -111,12 +121,12 @@ def _child(name: str, numbers: Sequence[int], limit_s: float) -> Iterator[Outcom
 
 
 class _Watch:
-    """Ends a child whose attack takes too much."""
+    """A watchdog that kills a child whose attack takes too long or too much memory."""
 
     def __init__(self, pid: int, limit_s: float):
         self.reason = ""
         self._pid, self._limit_s = pid, limit_s
-        self._since: tuple[float, float] | None = None  # CPU and wall when the attack began
+        self._since: tuple[float, float] | None = None  # CPU and wall time at the attack's begin.
         self._gone, self._started = False, time.monotonic()
 
     def begin(self) -> None:
@@ -127,7 +137,7 @@ class _Watch:
         self._started = time.monotonic()
 
     def look(self) -> None:
-        """Until the child is gone."""
+        """Watch the child until it is gone or has to be killed."""
         while not self._gone:
             time.sleep(0.05)
             since = self._since
@@ -139,12 +149,12 @@ class _Watch:
             memory = _memory_bytes(self._pid)
             if (too_long or memory > MEMORY_LIMIT_BYTES) and not self._gone and self._since is since:
                 self.reason = "a hang" if too_long else f"{memory / 2**20:.0f} MiB of memory"
-                os.kill(self._pid, 9)  # our own child, not yet waited for
+                os.kill(self._pid, 9)  # It is our child and not yet waited for, so the PID is its own.
                 return
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of those that it waited for."""
+    """Return the CPU seconds of a process and of the children that it waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -160,10 +170,10 @@ def _memory_bytes(pid: int) -> int:
 
 
 def serve(campaign: Campaign) -> None:
-    """The child: runs the attacks whose numbers stdin has, and says so on what stdout was."""
+    """Run, as the child, the attacks whose numbers stdin has, and write the lines to the original stdout."""
     numbers = json.loads(sys.stdin.read())
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints
+    os.dup2(2, 1)  # Other output goes to stderr.
     with tempfile.TemporaryDirectory(prefix="meshkit-attack-") as folder:
         make = campaign.prepare(Path(folder))
         for number in numbers:
@@ -183,7 +193,7 @@ def serve(campaign: Campaign) -> None:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had since the last call."""
+    """Return the peak memory of this process since the last call."""
     text = Path("/proc/self/status").read_text()
     peak = next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM"))
     Path("/proc/self/clear_refs").write_text("5")
@@ -191,10 +201,10 @@ def _peak_bytes() -> int:
 
 
 def command(*words: str) -> str:
-    """What a command of meshkit's does in this process: its exit code, or `Broken` for a bug.
+    """Run a meshkit command in this process and return what its exit code means.
 
     Raises:
-        Broken: a traceback, an error without a word, or raw escapes on the terminal.
+        Broken: it printed a traceback, failed without a message, had an unknown exit code, or printed a raw escape.
     """
     code, text = captured(list(words))
     if code == 1 or "Traceback (most recent call last)" in text:
@@ -209,7 +219,7 @@ def command(*words: str) -> str:
 
 
 def captured(words: list[str]) -> tuple[int, str]:
-    """Exit code and all that was printed, also by libraries below Python."""
+    """Return the exit code of a command and everything that it printed, also from libraries below Python."""
     from meshkit.cli import main
 
     with tempfile.TemporaryFile() as file:

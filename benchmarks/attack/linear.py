@@ -1,4 +1,4 @@
-"""Linear time: every reader with 1, 2 and 4 MiB of what searches and parsers fear."""
+"""Check that every reader takes linear time, with 1, 2 and 4 MiB of input that is hard for searches and parsers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 from benchmarks.attack.harness import Attack, Broken, Campaign, Outcome, captured
 
 SIZES = (2**20, 2**21, 2**22)
-_MOST_GROWTH, _NO_TIME_S = 6.0, 1.0  # of four times the size; below a second it is noise
+_MOST_GROWTH, _NO_TIME_S = 6.0, 1.0  # The most growth at four times the size; times below a second are noise.
 _ROOT = Path(__file__).parents[2]
 _GOOD = (_ROOT / "configs" / "experiments" / "llama_debug_cpu.toml").read_text
 
-# Pieces that are repeated until the size is reached; what is before and behind them comes from the reader.
+# Pieces that are repeated until the size is reached; the reader adds what comes before and after them.
 _TEXT = ("a", "\\", '"', "'", "[", "{", "(", "\n", " ", "\t", "#", ".", "a.", "a=1\n", "[a]\n", "é", "\x1b[", "\r", ":")
 _SECRETS = ("://", "://a:", "a://b:c@", "token=", "a_key='", 'token: "\\', "A_TOKEN", "x_", "=", "s3cr3t-value", "\\'")
 _XML = ("<pci>", '<pci busid="0000:00:00.0"/>', "<!--", "-->", "&amp;", " ", 'a="b" ', "\n", "a", "<gpu/>", "]]>")
@@ -47,18 +47,18 @@ _WIRE = (
 _IN_LINE = (b"\x22\x00", b"\x22\x02\x08\x01", b"\x22\x06\x08\x01\x22\x02\x08\x01", b"\x22\x04\x22\x02\x08\x01")
 
 
-Form = Callable[[int], Any]  # bytes -> an input of about so many, or of as many things as fit them
-# What makes of an input a function that reads it, which alone is timed; and the inputs by name.
+Form = Callable[[int], Any]  # From a size to an input of about that size.
+# A function from an input to a function that reads it (only the latter is timed), and the inputs by name.
 Reader = tuple[Callable[[Any], Callable[[], object]], dict[str, Form]]
 
 
 def _of(piece: Any, around: Callable[[Any], Any] = lambda x: x, room: int = 0) -> Form:
-    """A piece repeated, with what is around it."""
+    """Return a form that repeats a piece, with text around it; `room` is the size of that text."""
     return lambda size: around(piece * ((size - room) // len(piece)))
 
 
 def _in_file(file: Path, read: Callable[[], object]) -> Callable[[Any], Callable[[], object]]:
-    """A reader of a file that has the input."""
+    """Return a function that writes the input to a file and returns the reader of that file."""
 
     def prepare(content: str | bytes) -> Callable[[], object]:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -193,7 +193,7 @@ def _programs(folder: Path) -> Reader:
         return read
 
     def many(size: int) -> str:
-        count = size // 128  # as large in the message
+        count = size // 128  # The size of a line in the serialized message.
         lines = [f"  %a{i} = f32[8] add(%{f'a{i - 1}' if i else 'x'}, %x)" for i in range(count)]
         return module.format("\n".join([*lines, f"  ROOT %r = f32[8] negate(%a{count - 1})"]))
 
@@ -279,7 +279,7 @@ READERS = {
 
 
 def _prepare(folder: Path) -> Callable[[int], Attack]:
-    """One attack a reader: all its shapes in all sizes."""
+    """Return the attacks, one for each reader: all its shapes in all sizes."""
 
     def make(number: int) -> Attack:
         name, reader = list(READERS.items())[number]
@@ -296,7 +296,7 @@ def _prepare(folder: Path) -> Callable[[int], Attack]:
                     continue
                 taken = [_seconds(prepare(form(size))) for size in SIZES]
                 count += 1
-                if _grows(taken):  # or the machine was busy
+                if _grows(taken):  # The machine may have been busy, so time again.
                     taken = [min(t, _seconds(prepare(form(size)))) for t, size in zip(taken, SIZES)]
                 if _grows(taken):
                     bad.append(f"{shape}: {', '.join(f'{s:.2f}' for s in taken)} s")
@@ -319,7 +319,8 @@ def _seconds(run: Callable[[], object]) -> float:
     run()
     taken = time.process_time() - began
     gc.collect()
-    with contextlib.suppress(AttributeError):  # a command reads one file: what the one before held counts for no other
+    # A command reads only one file, so memory that an earlier one left should not count.
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     return taken
 
@@ -328,7 +329,7 @@ CAMPAIGN = Campaign(len(READERS), _prepare, limit_s=600.0)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Readers x sizes, as Markdown."""
+    """Return the seconds of readers by size as Markdown."""
     lines = ["", "| reader | shapes | 1 MiB | 2 MiB | 4 MiB |", "|---|---|---|---|---|"]
     for outcome in outcomes:
         count, *seconds = json.loads(outcome.said) if outcome.held else ["-", *["not linear"] * 3]

@@ -1,8 +1,9 @@
-"""A mistake at every key of an experiment file, by a seed: what `load` says of it, where, and whether its remedy helps.
+"""Make a seeded mistake at every key of an experiment file, and check the error that `load` raises.
 
-schema -> keys -> a right file -> one mistake in it -> load -> place, message, remedy -> the file after it -> load
+    python -m benchmarks.attack.mistakes [SEED]
 
-python -m benchmarks.attack.mistakes [SEED]
+The keys come from the schema. For each, a correct file gets one mistake and is loaded. The error must name the key's
+place, and its remedy, applied to the file, must make the file load or lead to an error at another key.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BASE = tomllib.loads("""
     rules = { logical = { act_batch = "data" } }
     train = { global_batch = 16 }
 """)
-RIGHT: dict[str, Any] = {  # what is right where the schema declares neither a default nor an example
+RIGHT: dict[str, Any] = {  # Correct values of keys for which the schema declares neither a default nor an example.
     "": BASE, **BASE,
     "cluster.nvlink_domain_size": 8, "cluster.gpus_used_per_domain": 8, "cluster.fabric": "infiniband",
     "cluster.calibration": "cluster.toml", "cluster.cpu_link": "pcie", "cluster.file": "cluster.toml",
@@ -45,16 +46,20 @@ RIGHT: dict[str, Any] = {  # what is right where the schema declares neither a d
 
 
 class Told(NamedTuple):
-    """What `load` says of a mistake; `fault` is empty where it is said at its key, with a remedy that helps."""
+    """The error that `load` raises for a mistake."""
 
     at: str
+    """The place that it names."""
     message: str
+    """Its message."""
     remedy: str
+    """Its hint."""
     fault: str
+    """The fault of the error; empty if it is at the mistake's key and its remedy helps."""
 
 
 def forms(node: Any) -> Iterator[dict[str, Any]]:
-    """The alternatives of a node of the schema, without references."""
+    """Yield the alternatives of a node of the schema, with references resolved."""
     node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
     yield node
     for form in (*node.get("anyOf", ()), *node.get("oneOf", ())):
@@ -62,7 +67,7 @@ def forms(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def keys(node: Any = SCHEMA, path: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every key with its node of the schema; of lists the first entry, of free tables one."""
+    """Yield every key with its node of the schema; a list has its first entry, a free table one key."""
     for form in forms(node):
         below = {**form.get("properties", {}), **({"0": form["items"]} if "items" in form else {})}
         if isinstance(form.get("additionalProperties"), dict):
@@ -77,7 +82,7 @@ NODES = dict(keys())
 
 
 def right(key: Key) -> Any:
-    """A value that a key may have."""
+    """Return a correct value of a key."""
     held, found = RIGHT.get(dotted(key[:-1])), list(forms(NODES[key]))
     declared = (form.get("default") or form.get("examples", [None])[0] for form in found)
     empty = {"object": {}, "array": [], "string": "a_b", "boolean": True}
@@ -87,7 +92,10 @@ def right(key: Key) -> Any:
 
 
 def lay(document: dict[str, Any], key: Key, value: Any) -> dict[str, Any]:
-    """The document with a value at a key, or without it for None; tables made on the way hold what they need."""
+    """Return the document with a value at a key, or without the key if the value is None.
+
+    Tables that are missing on the way are made with the keys that they need.
+    """
     document = copy.deepcopy(document)
     at: Any = document
     for depth, part in enumerate(key[:-1], 1):
@@ -107,7 +115,10 @@ def lay(document: dict[str, Any], key: Key, value: Any) -> dict[str, Any]:
 
 
 def after(document: dict[str, Any], key: Key, remedy: str) -> Iterator[dict[str, Any]]:
-    """The document after each form of its remedy: a line of TOML, a section, a key or word that it names, or none."""
+    """Yield the document after each reading of its remedy.
+
+    A remedy may be a line of TOML, a section, a key or word that it names, or the removal of the key.
+    """
     for line in re.finditer(r"(?:^|[ .])(\w+) = ", remedy):
         target = key if line[1] in key else (*key, line[1])
         rest = remedy[line.end() :]
@@ -131,7 +142,7 @@ def after(document: dict[str, Any], key: Key, remedy: str) -> Iterator[dict[str,
 
 
 def load_error(document: dict[str, Any], folder: Path) -> ConfigError | None:
-    """What `load` raises of a document in a file; None where it loads."""
+    """Return the error that `load` raises for a document in a file; None if it loads."""
     path = folder / "experiment.toml"
     path.write_text(to_toml(document), encoding="utf-8")
     try:
@@ -142,13 +153,16 @@ def load_error(document: dict[str, Any], folder: Path) -> ConfigError | None:
 
 
 def mistakes(seed: int) -> Iterator[Told]:
-    """One mistake at every key: a value that it may not have, its name misspelt, or it is left out."""
+    """Yield the error for one mistake at every key.
+
+    The mistake is a value that the key may not have, a misspelt name, or a missing key.
+    """
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cluster.toml").write_text(to_toml(BASE["cluster"]))
         for key, node in NODES.items():
-            if key[-1] == "0":  # an entry of a list, not a key
+            if key[-1] == "0":  # An entry of a list is not a key.
                 continue
             base = {k: BASE[k] for k in ("cluster", "mesh")} if key[0] == "program" else BASE
             base = lay(base, ("optimizer", "class"), "optax:lion") if key[:2] == ("optimizer", "options") else base
@@ -172,8 +186,11 @@ def mistakes(seed: int) -> Iterator[Told]:
 
 
 def told(at: Key, document: dict[str, Any], error: ConfigError, folder: Path) -> Told:
-    """Judge what is said of a mistake at a key (or below it): after some form of the remedy the file loads, or stops
-    at another key."""
+    """Return the error for a mistake at a key, with its fault.
+
+    The error is right if it is at the key or below it, and if after some reading of its remedy the file loads or stops
+    at another key.
+    """
     place = (error.at or "").removeprefix(f"{folder}/")
     name = re.escape(dotted(at)) + r"(\.\d+)?"
     at_key = re.fullmatch(rf"experiment\.toml:\d+: ({name} = .*|\[{name}\].*)", place)
@@ -185,7 +202,7 @@ def told(at: Key, document: dict[str, Any], error: ConfigError, folder: Path) ->
 
 
 def main() -> int:
-    """Print the table; 1 where a message is not at its key or its remedy does not help."""
+    """Print the table; return 1 if a message is not at its key or its remedy does not help."""
     found = list(mistakes(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
     print("| where | message | remedy | fault |\n|---|---|---|---|")
     for row in found:

@@ -1,4 +1,4 @@
-"""Damages: to bytes, to text, to values; each by a random generator with a seed."""
+"""Damage bytes, text and values, each with a seeded random generator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def damage_bytes(data: bytes, random: random.Random) -> tuple[str, bytes]:
-    """Some bytes changed, and how."""
+    """Return what was changed, and the data with some bytes changed."""
     how = random.choice(("flip", "flip", "set", "cut", "delete", "insert", "double", "zero", "ones"))
     found = bytearray(data)
     at = random.randrange(max(1, len(data)))
@@ -44,7 +44,7 @@ def damage_bytes(data: bytes, random: random.Random) -> tuple[str, bytes]:
 
 
 def damage_text(text: str, random: random.Random) -> tuple[str, str]:
-    """A text changed by lines, words, numbers or strings, and how."""
+    """Return what was changed, and the text with a line, word, number or string changed."""
     lines = text.split("\n")
     i = random.randrange(len(lines))
     how = random.choice(
@@ -82,7 +82,7 @@ def damage_text(text: str, random: random.Random) -> tuple[str, str]:
 
 
 def damage_json(text: str, random: random.Random) -> tuple[str, str]:
-    """One value of a JSON document exchanged, removed or moved."""
+    """Return what was changed, and the JSON document with one value replaced, removed or moved."""
     document = json.loads(text)
     places: list[tuple[Any, Any]] = []
     pending = [document]

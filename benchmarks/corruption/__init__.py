@@ -1,1 +1,1 @@
-"""What a damaged checkpoint does to a run: seeded damages of every file, and what was restored after each."""
+"""Restore from checkpoints with seeded damages to every file, and count what was restored."""

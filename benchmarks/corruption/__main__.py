@@ -1,4 +1,4 @@
-"""`make corruption`: the whole campaign, as the Markdown of `benchmarks/corruption/README.md`."""
+"""Run the whole campaign, and print the Markdown of `benchmarks/corruption/README.md`; `make corruption` runs it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from benchmarks.corruption import campaign  # after the environment that jax reads
+from benchmarks.corruption import campaign  # Imported after the environment that jax reads is set.
 
 _PACKAGES = ("meshkit", "jax", "jaxlib", "orbax-checkpoint", "tensorstore")
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(prog="benchmarks.corruption", description=__doc__)
     parser.add_argument("--damages", type=int, default=200)
     parser.add_argument("--clean", type=int, default=20)
@@ -47,12 +47,12 @@ table differs a little from run to run."""
 
 
 def found_wrong(found: Counter[tuple[str, str]]) -> int:
-    """Wrong states, of all kinds of damage."""
+    """Return the number of wrong states, over all kinds of damage."""
     return sum(count for (_, outcome), count in found.items() if outcome == campaign.WRONG)
 
 
 def table(found: Counter[tuple[str, str]]) -> str:
-    """Kinds of damage x outcomes."""
+    """Return the outcomes by kind of damage, as Markdown."""
     head = "| damage | " + " | ".join(campaign.OUTCOMES) + " |\n|---|" + "---|" * len(campaign.OUTCOMES) + "\n"
     rows = (
         f"| {kind} | " + " | ".join(str(found[kind, o]) for o in campaign.OUTCOMES) + " |\n" for kind in campaign.KINDS

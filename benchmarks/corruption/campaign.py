@@ -1,10 +1,9 @@
-"""Seeded damages to a checkpoint's files, one at a time, and what a run restores after each.
+"""Damage a checkpoint's files, one at a time and seeded, and restore after each damage.
 
-    two steps saved -> copy -> one bit flipped | a file cut short | a file deleted, in the newer step -> restore_latest
-
-Right is: the damaged file is named, the step before it is restored bit for bit, and the damaged one is set aside. The
-same damages with `verify = "off"` (names and sizes alone, as much as a store without checksums can see) show what the
-campaign is able to find.
+Two steps are saved. Each trial copies them and flips one bit of a file of the newer step, truncates the file, or
+deletes it. Then `restore_latest` must name the damaged file, restore the step before it bit for bit, and set the
+damaged step aside. The same damages with `verify = "off"` show what the campaign can find: meshkit then compares only
+names and sizes, as a store without checksums would.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ KINDS = ("flip", "truncate", "delete")
 SAFE, UNNAMED = "file named, step before used", "step before used, file not named"
 WRONG, UNSEEN, STOPPED = "wrong state restored", "not noticed, state right", "stopped with an error"
 OUTCOMES = (SAFE, UNNAMED, WRONG, UNSEEN, STOPPED)
-BEFORE, DAMAGED = 10, 20  # the two steps
+BEFORE, DAMAGED = 10, 20  # The two steps.
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One change to one file.
-
-    Attributes:
-        kind: one of KINDS.
-        file: below the checkpoint's folder.
-        at: the bit that is flipped, or how many bytes are left.
-    """
+    """One change to one file."""
 
     kind: str
+    """One of KINDS."""
     file: str
+    """The path of the file below the checkpoint's folder."""
     at: int
+    """The bit that is flipped, or the number of bytes that are left."""
 
 
 def random_state(step: int, seed: int = 0, shape: tuple[int, int] = (4, 2)) -> TrainState:
-    """A state of random bits (NaNs, infinities and denormals among them) in several dtypes, the same on any mesh."""
+    """Return a state of random bits in several dtypes, which is the same on any mesh.
+
+    NaNs, infinities and denormals are among the values.
+    """
     random = np.random.default_rng([seed, step])
     devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -72,12 +71,12 @@ def random_state(step: int, seed: int = 0, shape: tuple[int, int] = (4, 2)) -> T
 
 
 def abstract(state: TrainState) -> TrainState:
-    """The state as ShapeDtypeStructs with its shardings."""
+    """Return the state as ShapeDtypeStructs with its shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def same_bits(a: TrainState, b: TrainState) -> bool:
-    """Whether two states are equal bit for bit; of several processes, in what each of them holds."""
+    """Return whether two states are equal bit for bit; with several processes, in the shards of this one."""
 
     def pieces(x: jax.Array) -> list[bytes]:
         if x.is_fully_addressable:
@@ -89,7 +88,7 @@ def same_bits(a: TrainState, b: TrainState) -> bool:
 
 
 def save_steps(folder: Path) -> None:
-    """Two checkpoints of random states."""
+    """Save checkpoints of two random states."""
     store = CheckpointStore(folder, CheckpointTable(keep=2))
     for step in (BEFORE, DAMAGED):
         store.save(random_state(step))
@@ -97,7 +96,11 @@ def save_steps(folder: Path) -> None:
 
 
 def choose(folder: Path, seed: int) -> Damage:
-    """The seed's damage: kinds in turn, any file of the newer step, metadata and manifest as likely as arrays."""
+    """Return the damage of a seed.
+
+    The kinds follow one another. Every file of the newer step is equally likely unless it is empty, so metadata and
+    manifest as much as arrays.
+    """
     random = np.random.default_rng(seed)
     checkpoint = folder / str(DAMAGED)
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.stat().st_size)
@@ -107,7 +110,7 @@ def choose(folder: Path, seed: int) -> Damage:
 
 
 def apply(checkpoint: Path, damage: Damage) -> None:
-    """Changes the file."""
+    """Damage the file."""
     path = checkpoint / damage.file
     if damage.kind == "delete":
         path.unlink()
@@ -121,7 +124,7 @@ def apply(checkpoint: Path, damage: Damage) -> None:
 
 
 def restore_damaged(saved: Path, damage: Damage, *, verify: str = "own") -> str:
-    """What comes of one damage: one of OUTCOMES."""
+    """Return the outcome of one damage, one of OUTCOMES."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkpoints"
         shutil.copytree(saved, folder)
@@ -143,7 +146,7 @@ def restore_damaged(saved: Path, damage: Damage, *, verify: str = "own") -> str:
 
 
 def clean_restores(count: int) -> int:
-    """How many of so many undamaged checkpoints are restored bit for bit, without a word."""
+    """Return how many of `count` undamaged checkpoints are restored bit for bit and without a warning."""
     good = 0
     for seed in range(count):
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
@@ -157,6 +160,6 @@ def clean_restores(count: int) -> int:
 
 
 def run(saved: Path, seeds: range, *, verify: str = "own") -> Counter[tuple[str, str]]:
-    """(kind, outcome) -> how many of the seeds' damages."""
+    """Return the number of damages by (kind, outcome)."""
     damages = [choose(saved, seed) for seed in seeds]
     return Counter((d.kind, restore_damaged(saved, d, verify=verify)) for d in damages)
