@@ -1,1 +1,1 @@
-"""What kernels take: the tables of rates that ship, from published measurements."""
+"""Make the shipped tables of kernel rates from published measurements."""

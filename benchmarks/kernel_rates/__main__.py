@@ -1,26 +1,29 @@
-"""`python -m benchmarks.kernel_rates --data DIR`: the tables of kernel rates that ship, from published measurements.
+"""Write the shipped tables of kernel rates from published measurements.
 
-    matmuls.csv       TFLOP/s of matmuls by GPU, precision and shape: cuBLAS alone, since that is what XLA calls
-    attention_rates.csv     share of the bf16 peak of fused attention by GPU, pass, mask and length: cuDNN's where it
-                            was measured; FlashAttention-2 forward on A100
+    python -m benchmarks.kernel_rates --data DIR
 
-DIR holds gemm_aiconfigurator.csv.gz and sdpa_cudnn_frontend.csv, attention_fwd_aiconfigurator.csv.gz (tables of
-ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmuls.csv
-is the geometric mean of the libraries' wrappers that it names, each one row of the raw file; nothing is smoothed.
+    matmuls.csv             TFLOP/s of matmuls by GPU, precision and shape: of cuBLAS alone, because XLA calls it
+    attention_rates.csv     share of the bf16 peak of fused attention by GPU, pass, mask and length: of cuDNN where it
+                            was measured, and of FlashAttention-2 forward on A100
 
-Printed: what a long run sustains and what a burst reaches, which the catalog has as `achieved.matmul` and
-`achieved.burst`; the cast in fp8's rows; what shapes that the table leaves out say of the interpolation; what a GPU's
-table says of another one's.
+DIR holds gemm_aiconfigurator.csv.gz, sdpa_cudnn_frontend.csv and attention_fwd_aiconfigurator.csv.gz (tables of
+ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmuls.csv is the
+geometric mean over the wrappers that its row names, each of which is one row of the raw file; nothing is smoothed.
 
-**The cast.** An fp8 row times a linear layer that is given bf16: it casts its [m, k] operand first. That takes the same
-for any n, so it is what rows of one [m, k] take where n meets zero, less what bf16's rows (which cast nothing) take
-there. It is taken out of every fp8 row: a compiled program has its casts as kernels of their own.
+The script also prints the rates of a long run and of a burst, which the catalog has as `achieved.matmul` and
+`achieved.burst`, and the time of the casts in fp8 rows. It prints the errors of the interpolation on shapes that the
+table leaves out, and of one GPU's table on another GPU.
 
-**Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
-controller acts, those of tens of milliseconds are a run at the cap. The cap is the median over wrappers of rows that
-take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048; a burst the ninth decile of
-those of 0.3 to 3 ms. What of this a training step sees is in predict/kernels.py. vLLM 0.24's rows in bf16 and fp8 are
-left out: their rate rises with the work where every other source's falls, which random operands do not do.
+**The cast.** An fp8 row times a linear layer that gets bf16 and first casts its [m, k] operand. A compiled program has
+its casts as kernels of their own, so the cast is subtracted from every fp8 row. It takes the same time for any n. So it
+is what the times of rows with one [m, k] extrapolate to at n = 0, less the same for bf16 rows, which cast nothing.
+
+**Burst and long run.** Rows without power are a few calls each. Kernels of less than a millisecond end before the power
+controller acts; those of tens of milliseconds run at the power cap. The rate at the cap is the median over wrappers of
+rows that take 10 ms or more, or reach 95 % of their power limit, with no dim below 2048. The burst rate is the ninth
+decile of rows of 0.3 to 3 ms. predict/kernels.py says how much of this a training step sees. The bf16 and fp8 rows of
+vLLM 0.24 are left out: their rates rise with the work where those of all other sources fall, which does not happen with
+random operands.
 """
 
 from __future__ import annotations
@@ -49,20 +52,22 @@ GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b2
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
 PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8"}
 # Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of
-# TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap,
-# where power stands beside it. No wrapper multiplies block-scaled operands by cuBLAS.
+# TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU, so only its rows with power are
+# used, and only for the rate at the cap. No wrapper multiplies block-scaled operands by cuBLAS.
 WRAPPERS = {"bf16": {"sglang_torch_linear", "torch_flow"}, "fp8": {"torch_flow"}}
-# TFLOP/s of cuBLASLt, block-scaled square matmuls on a B200: torch._scaled_mm (pytorch/ao, pull 2427) and cuBLAS 13.1
-# (triton-lang/triton, pull 9044); of a Blackwell that is not named, kernels of 0.2 to 27 ms (triton, pull 9697).
+# TFLOP/s of cuBLASLt for block-scaled square matmuls. The first two are of a B200, by torch._scaled_mm (pytorch/ao,
+# pull 2427) and cuBLAS 13.1 (triton-lang/triton, pull 9044). The others are of an unnamed Blackwell, with kernels of
+# 0.2 to 27 ms (triton, pull 9697).
 CUBLASLT = [
     ("nvfp4", "pytorch/ao 2427", {2048: 1680, 3072: 3510, 4096: 4460, 6144: 5500, 8192: 5370}),
     ("mxfp8", "triton 9044", {8192: 2850}),
     ("nvfp4", "triton 9697", {8192: 5590, 16384: 4314, 32768: 4933}),
     ("mxfp8", "triton 9697", {8192: 2895, 16384: 2648, 32768: 2587}),
 ]
-# Milliseconds of the forward matmuls, of those of inputs' gradients and of weights', of a layer of 4,096 and 16,384 on
-# 15,872 tokens: cuBLASLt by TransformerEngine on a B300 SXM6 AC, operands cast before, random, 100 of each in a row
-# (NVIDIA/TransformerEngine@1609c89, docs/examples/gemm_profiling). By bf16 and fp8 it is a long run.
+# Milliseconds of the forward matmuls, of the inputs' gradients and of the weights' gradients, for a layer of 4,096 and
+# 16,384 on 15,872 tokens. TransformerEngine called cuBLASLt on a B300 SXM6 AC with random operands that were cast
+# before, 100 times each (NVIDIA/TransformerEngine@1609c89, docs/examples/gemm_profiling). The rates in bf16 and fp8
+# show that it was a long run.
 TE_B300_MS = {"bf16": (4.250, 4.434, 4.418), "fp8": (2.158, 2.329, 2.325), "mxfp8": (2.365, 2.397, 2.400),
               "nvfp4": (1.254, 1.305, 1.205)}  # fmt: skip
 TE_SHAPES = [[(15872, 12288, 4096), (15872, 4096, 4096), (15872, 16384, 4096), (15872, 4096, 16384)],
@@ -75,15 +80,16 @@ LARGE, LONG_S = (catalog.kernels()[name] for name in ("large_dim", "long_run_s")
 AT_CAP = 0.95
 BURST_S = (0.3e-3, 3e-3)
 ONSET_MS = (1, 2, 3, 5, 7, 10, 15)
-CAST_COLUMNS = (512, 4096)  # what tells a cast: beyond, the product takes nearly all of the time
+CAST_COLUMNS = (512, 4096)  # Columns that show a cast; with more, the product takes nearly all of the time.
 OUT = Path(__file__).resolve().parents[2] / "meshkit" / "config"
 
 Shape = tuple[int, int, int]
-Rates = dict[tuple[str, str], dict[Shape, dict[str, float]]]  # (GPU, precision) -> shape -> wrapper -> TFLOP/s
+# From (GPU, precision), shape and wrapper to TFLOP/s.
+Rates = dict[tuple[str, str], dict[Shape, dict[str, float]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes both tables and prints their errors; returns the exit code."""
+    """Write both tables, print their errors, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_rates", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the raw files")
     parser.add_argument("--check", action="store_true", help="print the errors of the shipped tables, write nothing")
@@ -115,16 +121,22 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 class Row:
     """One row of the raw file, of cuBLAS."""
 
-    key: tuple[str, str]  # GPU, precision
-    name: str  # of the wrapper
+    key: tuple[str, str]
+    """The GPU and the precision."""
+    name: str
+    """The name and version of the framework whose wrapper ran."""
     shape: Shape
+    """The dims m, n and k."""
     seconds: float
-    power: float | None  # over its limit
-    plain: bool  # whether the rate serves the table, not the cap alone
+    """The time of one call."""
+    power: float | None
+    """The power as a share of its limit; None if it was not measured."""
+    plain: bool
+    """Whether the rate is used for the table, and not only for the rate at the cap."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """What serves of the raw file."""
+    """Yield the rows of the raw file that are used."""
     for row in _lines(path):
         precision = PRECISIONS.get(row["dtype"])
         if precision is None or (precision == "fp8" and row["kernel_source"] not in WRAPPERS["fp8"]):
@@ -142,12 +154,15 @@ def read_rows(path: Path) -> Iterator[Row]:
             )
 
 
-# (GPU, precision) -> log2 of an operand's elements -> seconds of its cast
+# From (GPU, precision) and log2 of an operand's elements to the seconds of its cast.
 Casts = Mapping[tuple[str, str], Mapping[int, float]]
 
 
 def casts_of(rows: Iterable[Row]) -> Casts:
-    """What rows of one [m, k] take for no columns at all, less what bf16's do: the median by size of [m, k]."""
+    """Return the times of casts: the time of rows of one [m, k] without columns, less that of bf16 rows.
+
+    The median is taken over rows with the same size of [m, k].
+    """
     points: dict[tuple[str, str, int, int], list[tuple[int, float]]] = defaultdict(list)
     for r in rows:
         m, n, k = r.shape
@@ -166,13 +181,16 @@ def casts_of(rows: Iterable[Row]) -> Casts:
 
 
 def cast_s(elements: int, casts: Mapping[int, float]) -> float:
-    """Seconds of casting so many elements, between the sizes that were seen; beyond the largest in proportion."""
+    """Return the seconds of casting `elements` elements, by interpolation.
+
+    Beyond the largest known size they are proportional to the elements.
+    """
     seconds = np.interp(math.log2(elements), sorted(casts), [math.log(casts[size]) for size in sorted(casts)])
     return math.exp(seconds) * max(1.0, elements / 2 ** max(casts))
 
 
 def _intercept(points: Sequence[tuple[int, float]]) -> float:
-    """Of the line through points (x, y) that is closest to them in relative terms."""
+    """Return the intercept of the line through points (x, y) with the least squares of relative errors."""
     weights = [1 / y**2 for _, y in points]
     mean_x, mean_y = (statistics.fmean([p[i] for p in points], weights) for i in (0, 1))
     slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points))
@@ -180,10 +198,10 @@ def _intercept(points: Sequence[tuple[int, float]]) -> float:
 
 
 def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[str, list[float]]], Casts]:
-    """(rates of cuBLAS by shape, rates at the cap by wrapper, casts) by GPU and precision.
+    """Return cuBLAS's rates by shape, the rates at the cap by wrapper, and the casts, all by (GPU, precision).
 
-    The cap binds the mean power of a loop, in which tensor cores rest while operands are cast: of nothing but matmuls
-    it leaves less, by the same law as in a step (`predict/kernels.py`, `step_gain`).
+    The cap limits the mean power of a loop, in which tensor cores rest while operands are cast. Matmuls alone would run
+    slower at the cap, by the same law as in a step (`predict/kernels.py`, `step_gain`).
     """
     rates: Rates = defaultdict(lambda: defaultdict(dict))
     caps: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -194,7 +212,7 @@ def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[st
         seconds = r.seconds - (cast_s(m * k, casts[r.key]) if r.key in casts else 0.0)
         tflops = 2e-12 * m * n * k / seconds
         if not 0 < tflops < catalog.gpu(r.key[0]).peak_flops[r.key[1]] / 1e12:
-            continue  # nearly all of it a cast
+            continue  # Nearly all of it is the cast.
         if r.plain:
             rates[r.key][r.shape][r.name] = tflops
         capped = r.power >= AT_CAP if r.power is not None else seconds >= LONG_S
@@ -205,7 +223,7 @@ def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[st
 
 
 def matmul_table(rates: Rates) -> str:
-    """The text of matmuls.csv: new rows of cuBLAS, and the comment and OpenXLA's rows as they are."""
+    """Return the text of matmuls.csv: new rows of cuBLAS, and the comment and OpenXLA's rows unchanged."""
     rows = []
     for (gpu, precision), table in sorted(rates.items()):
         names = sorted({name for found in table.values() for name in found})
@@ -227,11 +245,12 @@ def _csv_text(comment: str, header: Sequence[object], rows: Iterable[Sequence[ob
     return out.getvalue()
 
 
-Charts = dict[tuple[str, str, str, str], dict[int, float]]  # (GPU, library, pass, mask) -> length -> share of peak
+# From (GPU, library, pass, mask) and length to the share of the peak.
+Charts = dict[tuple[str, str, str, str], dict[int, float]]
 
 
 def read_attention(folder: Path) -> Charts:
-    """Shares of the bf16 peak with all multiprocessors busy, as predict/kernels.py fills them, at head_dim 128."""
+    """Return the shares of the bf16 peak at head_dim 128 with all multiprocessors busy, as in predict/kernels.py."""
     charts: Charts = {}
     gpus = {"NVIDIA H200": "h200", "NVIDIA GB200": "gb200", "NVIDIA GB300": "gb300"}
     for r in _lines(folder / "sdpa_cudnn_frontend.csv"):
@@ -260,7 +279,7 @@ def _filled(key: str, tflops: float, queries: int) -> float:
 
 
 def attention_table(charts: Charts) -> str:
-    """The text of attention_rates.csv."""
+    """Return the text of attention_rates.csv."""
     comment = (
         "# Share of the bf16 peak of fused attention in bf16, head_dim 128, by length, were every multiprocessor busy\n"
         "# (predict/kernels.py: attention_share). FLOP are those executed: half of the square under a causal mask.\n"
@@ -272,7 +291,7 @@ def attention_table(charts: Charts) -> str:
 
 
 def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]], rates: Rates) -> None:
-    """What each GPU sustains, by wrapper, and the median of them; what it reaches in a burst."""
+    """Print the rate that each GPU sustains, by wrapper and their median, and the rate of a burst."""
     print("| GPU | precision | TFLOP/s in a long run | share of the peak | by wrapper | burst | share of the peak |")
     print("|---|---|---|---|---|---|---|")
     for (key, precision), found in sorted(caps.items()):
@@ -285,8 +304,10 @@ def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]], rates:
 
 
 def print_onset(rates: Rates) -> None:
-    """How much faster kernels are than those of the same wrapper that take 15 ms or more, by their seconds; than those
-    of which no dim is below 4096, by their least dim."""
+    """Print how much faster short kernels are than long ones, and how much slower small dims are than large ones.
+
+    The rates of a wrapper are relative to its kernels of 15 ms or more, and to those with no dim below 4096.
+    """
     by_time, by_dim = defaultdict(list), defaultdict(list)
     for (gpu, _), table in rates.items():
         series: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
@@ -304,7 +325,7 @@ def print_onset(rates: Rates) -> None:
                     dims[min(4096, 1 << (min(shape).bit_length() - 1))].append(tflops)
             long_run, large = statistics.median(times[len(ONSET_MS)]), statistics.median(dims[4096])
             for n, found in times.items():
-                if gpu != "a100_80gb":  # whose matmuls the cap does not slow
+                if gpu != "a100_80gb":  # The cap does not slow its matmuls.
                     by_time[n].append(statistics.median(found) / long_run)
             for n, found in dims.items():
                 by_dim[n].append(statistics.median(found) / large)
@@ -315,7 +336,7 @@ def print_onset(rates: Rates) -> None:
 
 
 def burst_of(table: Mapping[Shape, Mapping[str, float]]) -> float:
-    """TFLOP/s that one in ten large shapes of short kernels exceeds, the median over wrappers."""
+    """Return the TFLOP/s that one in ten large shapes of short kernels exceeds: the median over wrappers."""
     by_wrapper: dict[str, list[float]] = defaultdict(list)
     for (m, n, k), found in table.items():
         for name, tflops in found.items():
@@ -325,7 +346,7 @@ def burst_of(table: Mapping[Shape, Mapping[str, float]]) -> float:
 
 
 def print_casts(casts: Casts) -> None:
-    """Picoseconds of casting an element, by the elements of the operand."""
+    """Print the picoseconds of casting an element, by the elements of the operand."""
     sizes = (22, 24, 26, 28, 30)
     print(f"\n| GPU | {' | '.join(f'2^{size}' for size in sizes)} |\n|---|{'---|' * len(sizes)}")
     for (gpu, precision), found in casts.items():
@@ -334,7 +355,7 @@ def print_casts(casts: Casts) -> None:
 
 
 def print_cublaslt() -> None:
-    """Block-scaled matmuls by cuBLASLt beside what the table of fp8 gives for them; what they sustain on a B300."""
+    """Print cuBLASLt's block-scaled matmuls beside the rates of the fp8 table, and the rates sustained on a B300."""
     print("\n| square matmul of | precision | cuBLASLt, TFLOP/s | from | B200, by fp8's table | over it |")
     print("|---|---|---|---|---|---|")
     for precision, source, rates in CUBLASLT:
@@ -354,7 +375,7 @@ def print_cublaslt() -> None:
 
 
 def print_errors(rates: Rates) -> None:
-    """Errors of the burst rates of shapes that the table leaves out, and of GPUs read from another one's table."""
+    """Print errors of burst rates: of shapes that the table leaves out, and of GPUs priced by another one's table."""
     print("\n| GPU | precision | shapes not in the table | median error | 90 % within | by another GPU's table |")
     print("|---|---|---|---|---|---|")
     for (key, precision), table in sorted(rates.items()):
