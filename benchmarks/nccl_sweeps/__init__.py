@@ -1,1 +1,1 @@
-"""The network model beside measured collectives, and what its constants are fitted to."""
+"""Compare the network model with measured collectives, and show what its constants are fitted to."""

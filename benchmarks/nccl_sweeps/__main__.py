@@ -1,9 +1,11 @@
-"""The network model beside measured collectives: `python -m benchmarks.nccl_sweeps --rows FILE... --out CSV --table`.
+"""Score the network model on measured collectives.
 
-Any number of sweep files (by default the two in tests/data) are scored row by row: `--out` writes measured beside
-predicted, and why a row has no prediction; `--table` prints the errors by source, collective, system and size, the same
-with each system left out of the fit in turn, every fitted constant with what it is worth, and, without `--rows`, the
-model beside XLA's own collective table. `--figure` draws measured and predicted times.
+    python -m benchmarks.nccl_sweeps [--rows FILE...] [--out CSV] [--table] [--figure SVG]
+
+Sweep files (by default the two in tests/data) are scored row by row. `--out` writes measured beside predicted times, or
+why a row has no prediction. `--table` prints the errors by source, collective, system and size, and the same with each
+system left out of the fit. It also prints every fitted constant with what it is worth and, without `--rows`, the errors
+on XLA's own collective table. `--figure` draws measured and predicted times.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from meshkit.errors import ConfigError, MeshkitError
 DATA = Path(__file__).parents[2] / "tests" / "data"
 SWEEPS, TABLE = (DATA / "nccl_sweeps.csv", DATA / "nccl_sweeps_multinode.csv"), DATA / "xla_collective_table.csv.gz"
 OUT_COLUMNS = ("system", "collective", "algo", "bytes", "measured_us", "predicted_us", "note")
-_LEAST_SYSTEMS = 3  # below, there is nothing to fit the rest to
+_LEAST_SYSTEMS = 3  # With fewer, leaving one out leaves too little to fit.
 _XLA_FROM = 2**24
 _XLA_CLUSTERS = {"sm_90": "dgx_h100", "sm_100_B200": "dgx_b200", "sm_100_GB200": "gb200_nvl72", "sm_103": "gb300_nvl72"}
 
 
 def write_scores(found: Sequence[Measured], path: Path) -> None:
-    """Every row: measured, predicted, or why not."""
+    """Write every row: the measured time, and the predicted one or why there is none."""
     try:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -50,7 +52,7 @@ def write_scores(found: Sequence[Measured], path: Path) -> None:
 
 
 def score_lines(found: Sequence[Measured]) -> Iterator[str]:
-    """Tables in Markdown: errors by class, collective and system, sources apart, and what was not understood."""
+    """Yield Markdown tables of the errors by class, collective and system, with sources apart, and of unpriced rows."""
     priced = [line for line in found if line.predicted_s is not None]
     small = sum(line.understood.payload_bytes < CLASSES[0][1] for line in priced)
     yield f"{len(found)} rows, {len(priced)} priced, {small} of them below 8 KiB and in no class."
@@ -89,7 +91,7 @@ def score_lines(found: Sequence[Measured]) -> Iterator[str]:
 def _grouped(
     lines: Sequence[Measured], names: Sequence[str], key: Callable[[Measured], tuple[str, ...]]
 ) -> Iterator[str]:
-    """A table with a line for each value of the key, by size class."""
+    """Yield a table with a line for each value of the key, by size class."""
     yield "| " + " | ".join([*names, *(name for name, _, _ in CLASSES)]) + " |"
     yield "|---" * (len(names) + len(CLASSES)) + "|"
     groups: dict[tuple[str, ...], list[Measured]] = {}
@@ -102,12 +104,12 @@ def _grouped(
 
 
 def _errors(lines: Iterable[Measured], low: int, high: int) -> np.ndarray:
-    """Signed errors of the rows of a size."""
+    """Return the signed errors of the rows of a size class."""
     return np.array([line.error for line in lines if low <= line.understood.payload_bytes < high])
 
 
 def read_xla_table() -> list[Row]:
-    """Rows of XLA's own table of all-gather, all-reduce, reduce-scatter, all-to-all, permute, from 16 MiB."""
+    """Return the rows from 16 MiB of XLA's own table of collectives."""
     clusters = {key: Cluster.load(name) for key, name in _XLA_CLUSTERS.items()}
     rows = []
     with gzip.open(TABLE, "rt", newline="") as file:
@@ -133,7 +135,7 @@ def read_xla_table() -> list[Row]:
 
 
 def _eight_gpus(record: Mapping[str, str]) -> bool:
-    """Whether a row of sm_103 is of the machine of 8 GPUs, not of a rack. Its permutes name no pattern."""
+    """Return whether a row of sm_103 is of the machine of 8 GPUs, not of a rack; its permutes name no pattern."""
     if record["op"] == "collective-permute":
         return not record["cp_pattern"]
     return int(record["n_groups"]) * int(record["group_size"]) == 8
@@ -147,7 +149,7 @@ def _cell(errors: np.ndarray) -> str:
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
-    """A table in Markdown: XLA's table by operation and device, and signed median error."""
+    """Return a Markdown table of the errors on XLA's table, by operation and device."""
     errors = misses(rows)
     lines = ["| operation | device | rows | median abs | p90 abs | median signed |", "|---|---|---|---|---|---|"]
     for operation in sorted({row.collective for row in rows}):
@@ -162,10 +164,10 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def score(paths: Sequence[Path], out: Path | None, *, table: bool) -> list[Measured]:
-    """Scores sweep files; systems that are not understood are named once each.
+    """Score sweep files; print each system that is not understood once.
 
     Raises:
-        ConfigError: a file that cannot be read, or none whose rows could be priced.
+        ConfigError: a file cannot be read, or none of its rows can be priced.
     """
     found = [line for path in paths for line in read_rows(path)]
     if out is not None:
@@ -182,7 +184,7 @@ def score(paths: Sequence[Path], out: Path | None, *, table: bool) -> list[Measu
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 where the input is wrong."""
+    """Print the tables; return 2 if the input is wrong."""
     parser = argparse.ArgumentParser(description="The network model beside measured collectives.")
     parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="sweeps; default: the two of tests/data")
     parser.add_argument("--out", type=Path, metavar="CSV", help="where measured beside predicted is written")
@@ -204,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _write_figure(found: Sequence[Measured], path: Path) -> None:
-    """The figure of rows that are priced."""
+    """Write the figure of the rows that are priced."""
     try:
         path.write_text(draw([line.understood for line in found if line.predicted_s is not None]))
     except OSError as error:

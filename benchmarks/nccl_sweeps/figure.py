@@ -1,4 +1,4 @@
-"""Measured and predicted times of collectives as SVG: a panel for each collective, size across, time up."""
+"""Draw measured and predicted times of collectives as SVG: one panel for each collective, time against size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _WIDTH, _HEIGHT, _PANEL, _LEFT, _TOP, _ROW = 900, 24, (390, 250), 56, 44, 330
 _COLORS = ("#1f5fa8", "#b5541c", "#2e7d4f", "#7a4fa3", "#8a6d00", "#a8326b")
 _TITLE = "Microseconds against bytes: measured (dots), predicted (lines)"
 _STYLE = 'font-family="sans-serif" font-size="11" fill="#222"'
-_MOST = len(_COLORS)  # systems of a panel: those with the most rows
-_LEAST_ROWS = 5  # of a system that a line can be drawn of
+_MOST = len(_COLORS)  # The systems of a panel: those with the most rows.
+_LEAST_ROWS = 5  # The least rows of a system that is drawn.
 _UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
-_SLACK = 0.3  # of a power of ten above and below
+_SLACK = 0.3  # The margin above and below, in powers of ten.
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Dots are measured, lines predicted; of each collective the systems with the most sizes."""
+    """Return the figure: dots are measured, lines predicted; each collective has the systems with the most sizes."""
     kinds: dict[str, dict[str, dict[int, Row]]] = {}
     for row in rows:
         if not row.forced.algorithms()[0]:
@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row]) -> str:
 
 
 def _panel(kind: str, systems: Sequence[tuple[str, dict[int, Row]]]) -> Iterator[str]:
-    """One collective."""
+    """Yield the panel of one collective."""
     width, height = _PANEL[0] - 20, _PANEL[1]
     every = [row for _, by_size in systems for row in by_size.values()]
     left, right = (math.log2(f(row.payload_bytes for row in every)) for f in (min, max))

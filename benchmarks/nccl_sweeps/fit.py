@@ -1,8 +1,8 @@
-"""The fitted constants of the network model: refits of them, what each is worth, and errors on systems left out.
+"""Refit the network model's constants, measure what each is worth, and score systems that a fit leaves out.
 
-A fit is the least sum of |log(predicted / measured)| over rows from 8 KiB, every system and size class weighing the
-same. How a prediction moves with each constant is taken once, at the shipped numbers; a refit that leaves a system out
-solves that linear problem without its rows, and then the model itself is asked for them with what came out.
+A fit minimizes the sum of |log(predicted / measured)| over rows from 8 KiB, in which every system and size class weighs
+the same. How predictions change with each constant is measured once, at the shipped values. A refit without a system
+solves that linear problem without its rows; then the model itself prices these rows with the refitted constants.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from meshkit.predict.nccl import fitted_values, nccl_constants
 from meshkit.predict.refit import Sensitivity
 
 CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))
-# Sources whose script times one call of torch.distributed after the other, launch and all (all_reduce_bench.py):
-# scored, and in no fit.
+# Sources whose script times single calls of torch.distributed with their launch (all_reduce_bench.py). Their rows are
+# scored but not fitted.
 TIMED_BY_TORCH = ("stas00",)
 
 
 def size_class(row: Row) -> int | None:
-    """Which of CLASSES a row is in; None below them."""
+    """Return the index in CLASSES of a row's size; None below them."""
     return next((i for i, (_, low, high) in enumerate(CLASSES) if low <= row.payload_bytes < high), None)
 
 
 def sensitivity(rows: Sequence[Row]) -> tuple[list[Row], Sensitivity]:
-    """Rows from 8 KiB that are not over PCIe inside a host, around the shipped constants."""
+    """Return the rows that a fit may use, and how their predictions change around the shipped constants.
+
+    These are rows from 8 KiB that are not over PCIe inside a host.
+    """
     kept = [row for row in rows if size_class(row) is not None and row.place != PCIE]
     found = Sensitivity.measure(
         lambda constants: [row.predicted_s(constants) for row in kept],
@@ -40,7 +43,7 @@ def sensitivity(rows: Sequence[Row]) -> tuple[list[Row], Sensitivity]:
 
 
 def leave_one_out(rows: Sequence[Row]) -> tuple[list[Row], np.ndarray]:
-    """The rows, and their signed relative errors with constants refitted without the rows of their system."""
+    """Return the rows, and their signed relative errors with constants refitted without the rows of their system."""
     kept, found = sensitivity(rows)
     systems = np.array([row.system for row in kept])
     shipped, errors = fitted_values(), np.zeros(len(kept))
@@ -53,7 +56,10 @@ def leave_one_out(rows: Sequence[Row]) -> tuple[list[Row], np.ndarray]:
 
 
 def by_place(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
-    """A table in Markdown: by place and size class the median over systems, the 90th percentile, how many systems."""
+    """Yield a Markdown table of the errors by place and size class.
+
+    Each cell has the median over systems, the 90th percentile, and the number of systems.
+    """
     yield "| where | " + " | ".join(name for name, _, _ in CLASSES) + " |"
     yield "|---" * (1 + len(CLASSES)) + "|"
     for where in sorted({row.place for row in rows}):
@@ -66,7 +72,7 @@ def by_place(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
 
 
 def by_kind(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
-    """A table in Markdown: the same numbers by size where sizes decide, and by place where links do."""
+    """Yield a Markdown table of the same numbers, by size where sizes decide and by place where links do."""
     large, inside = [size_class(row) == len(CLASSES) - 1 for row in rows], [row.domains == 1 for row in rows]
     racks = [row.place == RACKS for row in rows]
     kinds = {
@@ -84,12 +90,12 @@ def by_kind(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
 
 
 def misses(rows: Sequence[Row], values: Mapping[str, float] | None = None) -> np.ndarray:
-    """Signed relative errors."""
+    """Return the signed relative errors."""
     return np.array([row.predicted_s(values) / row.measured_s - 1 for row in rows])
 
 
 def over_systems(rows: Sequence[Row], errors: np.ndarray) -> tuple[float, float, int]:
-    """The median over systems of each system's median |error|, the 90th percentile of all, and how many systems."""
+    """Return the median over systems of their median |error|, the 90th percentile of all, and the number of systems."""
     systems: dict[str, list[float]] = {}
     for row, error in zip(rows, errors, strict=True):
         systems.setdefault(row.system, []).append(abs(float(error)))
@@ -98,7 +104,7 @@ def over_systems(rows: Sequence[Row], errors: np.ndarray) -> tuple[float, float,
 
 
 def constant_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """A table in Markdown: every fitted constant, what it is fitted to, and the error with NCCL's own instead."""
+    """Yield a Markdown table of every fitted constant, what it is fitted to, and the error with NCCL's own value."""
     table, shipped = nccl_constants()["fitted"], fitted_values()
     rows = [row for row in rows if size_class(row) is not None and row.place != PCIE]
     here = misses(rows)
@@ -118,7 +124,7 @@ def constant_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def by_hand_lines() -> Iterator[str]:
-    """A table in Markdown: every number that is chosen, and why."""
+    """Yield a Markdown table of every number that is set by hand, and why."""
     yield "| number | value | unit | what | why |"
     yield "|---|---|---|---|---|"
     for name, row in nccl_constants()["by_hand"].items():

@@ -1,13 +1,13 @@
-"""What one price of a collective takes: `python -m benchmarks.nccl_sweeps.prices`, in microseconds of CPU.
+"""Measure the CPU time of pricing a collective, in microseconds: `python -m benchmarks.nccl_sweeps.prices`.
 
-Six kinds over four groups of four shipped clusters, at six sizes. `first`: the first price of a group of GPUs, at
-which the links and what NCCL's tuner expects of them are made; `new size`: a later one of the same group; `again`: the
-same price once more, as no price is kept; `calibrated`: the same with the constants of a calibration. Before them one
-price of another cluster has loaded the tables (`tables`).
+The script prices six kinds over four groups of four shipped clusters, at six sizes. `first` is the first price of a
+group of GPUs, which also computes the links and what NCCL's tuner expects of them. `new size` is a later price of the
+same group, and `again` the same price once more, since no price is kept. `calibrated` is the same with the constants of
+a calibration. `tables` is one price of another cluster, made before all others, which loads the tables.
 
-Each is made over `--copies` of the cluster, none of which has a price yet, and counts with the least of them: what else
-runs on the machine only adds to it. Beside it stands what the first copy took, whose code and data the processor had to
-fetch from wherever other work had left them: three to five times as long, for whatever Python does.
+Each price is made on `--copies` of the cluster that have no price yet. The least of them counts, because other work on
+the machine only adds to it. The table also has the time of the first copy, whose code and data may be out of the
+processor's caches: it takes three to five times as long.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SIZES = (2**10, 2**14, 2**18, 2**22, 2**26, 2**30)
 
 
 def price_s(cluster: mk.Cluster, kind: str, g: int, k: int, size: int) -> float:
-    """CPU seconds of one price."""
+    """Return the CPU seconds of one price."""
     began = time.thread_time()
     mk.collective_time_s(kind, payload_bytes=size, gpus_per_domain=g, domains=k, cluster=cluster)
     return time.thread_time() - began
 
 
 def calibrated(cluster: mk.Cluster, folder: str) -> mk.Cluster:
-    """A cluster whose calibration has every constant, as shipped."""
+    """Return the cluster with a calibration that has every constant, as shipped."""
     network = NetworkConstants(constants=shipped_constants(cluster), points=1, error_before=0.0, error_after=0.0)
     path = write(Path(folder) / f"{cluster.name}.toml", Calibration((), network=network))
     load_cached(str(path))
@@ -44,7 +44,7 @@ def calibrated(cluster: mk.Cluster, folder: str) -> mk.Cluster:
 
 
 def prices(cluster: mk.Cluster, copies: int, found: dict[str, list[list[float]]], kind_of_cluster: str) -> None:
-    """Adds what every price of a cluster takes, over each copy."""
+    """Add the CPU seconds of every price of a cluster, on each copy, to `found`."""
     inside = cluster.gpus_used_per_domain
     for kind in KINDS:
         for g, k in ((inside, 1), (inside, 2), (1, 2), (2, 1)):
@@ -56,7 +56,7 @@ def prices(cluster: mk.Cluster, copies: int, found: dict[str, list[list[float]]]
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=7)
     copies, found = parser.parse_args().copies, defaultdict[str, list[list[float]]](list)

@@ -1,4 +1,4 @@
-"""Measured collectives of sweep files, each with what the model says of it, or why it says nothing."""
+"""Read measured collectives from sweep files, and price each or say why the model cannot."""
 
 from __future__ import annotations
 
@@ -41,33 +41,39 @@ _FAMILIES = {
     "pat": r"\bPAT\b",
 }
 _VERSION = r"(?:NCCL|version)(?: table)?[ v=]*(\d+\.\d+(?:\.\d+)?)"
-_OLDEST = "2.18"  # what an older NCCL is priced as
+_OLDEST = "2.18"  # Older NCCLs are priced as this one.
 _PLAIN = r"NCCL[ v]*[\d.]*|version|unsaid|unknown|tuned|default|auto|[\W\d_]"
-_BUS_TOLERANCE = 0.03  # of rounding, and of sweeps that print the best of several runs
-_UNIT_OFF = 4.0  # beyond any bus factor (0.5 to 2), below any confusion of units (8, 1000, 1024)
-_FASTEST, _SLOWEST = 1 / 30, 100.0  # times the model, of the largest message: no fabric is as far off as a unit
+_BUS_TOLERANCE = 0.03  # Allows for rounding, and for sweeps that print the best of several runs.
+_UNIT_OFF = 4.0  # Above any bus factor (0.5 to 2), below any mix-up of units (8, 1000, 1024).
+# The range of measured over predicted time at the largest message. No fabric is off by as much as a wrong unit.
+_FASTEST, _SLOWEST = 1 / 30, 100.0
 
 
 PCIE, RACKS = "inside a PCIe host", "GB200, GB300: several hosts"
 
 
 class NotPriced(ValueError):
-    """Why a row has no prediction."""
+    """The reason why a row has no prediction."""
 
 
 @dataclass(frozen=True)
 class Forced:
-    """What a row's `algo` leaves NCCL to choose from, and which NCCL."""
+    """The choice that a row's `algo` leaves to NCCL, and NCCL's version."""
 
-    families: tuple[str, ...] = ()  # of the network model's algorithms; empty: all
+    families: tuple[str, ...] = ()
+    """The families of the network model's algorithms that NCCL may choose from; empty for all."""
     protocol: str = ""
+    """The protocol that was forced; empty if none was."""
     nvls: bool = True
-    unread: bool = False  # words that say neither
+    """Whether NVLS was available."""
+    unread: bool = False
+    """Whether the text has words that name neither an algorithm nor a protocol."""
     nccl: str | None = None
+    """The version of NCCL; None if the text has none."""
 
     @classmethod
     def of(cls, algo: str) -> Forced:
-        """Of a text like "Ring (NCCL_ALGO), NCCL 2.29.7" or "NVLS enabled, algorithm auto"."""
+        """Return what a text like "Ring (NCCL_ALGO), NCCL 2.29.7" or "NVLS enabled, algorithm auto" forces."""
         off = " ".join(found[0] for found in re.finditer(_OFF, algo, re.IGNORECASE))
         text = re.sub(_OFF, "", algo, flags=re.IGNORECASE).replace("_", " ")
         nvls = not re.search("nvls", off, re.IGNORECASE)
@@ -78,24 +84,23 @@ class Forced:
         if re.search(r"\b(auto|default)\b|ring of neighbours", text, re.IGNORECASE):
             return cls(protocol=speed, nvls=nvls, nccl=nccl)
         families = tuple(name for name, pattern in _FAMILIES.items() if re.search(pattern, text, re.IGNORECASE))
-        if "^" in text:  # NCCL_ALGO=^NVLS: all but these
+        if "^" in text:  # NCCL_ALGO=^NVLS excludes these.
             nvls = nvls and not any(name.startswith("nvls") for name in families)
             families = tuple(name for name in ("ring", "tree") if name not in families)
         if "nvls" in families:
-            families = ("nvls",)  # over hosts it is NVLSTree, whatever is said
+            families = ("nvls",)  # Between hosts it is NVLSTree, whatever the text says.
         if "copy engine" in families:
-            families = ("copy engine",)  # in symmetric memory, whether that is said or not
+            families = ("copy engine",)  # It uses symmetric memory, whether the text says so or not.
         unread = not (families or speed or off) and bool(re.sub(_PLAIN, "", text, flags=re.IGNORECASE))
         return cls(families, speed, nvls, unread, nccl)
 
     def algorithms(self) -> tuple[str | None, ...]:
-        """What `collective_time_s` may be asked for; None: as NCCL chooses."""
+        """Return the algorithms to ask `collective_time_s` for; None stands for NCCL's own choice."""
         families = self.families or (("ring", "tree") if self.protocol else ())
         return tuple(f"{family} {self.protocol}".strip() for family in families) or (None,)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """A version's numbers."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -104,19 +109,27 @@ class Row:
     """One measured collective."""
 
     system: str
+    """The name of the system, with its source."""
     gpu: str
+    """The GPU's key in the catalog."""
     collective: str
+    """The collective as the model names it."""
     payload_bytes: int
     measured_s: float
     gpus_per_domain: int
+    """The GPUs of the group in each NVLink domain."""
     domains: int
+    """The NVLink domains of the group."""
     cluster: Cluster
+    """The cluster that the system's name describes."""
     forced: Forced = Forced()
-    neighbours: bool = False  # whether a permute is nccl-tests' send and receive
+    """The choice that was left to NCCL."""
+    neighbours: bool = False
+    """Whether a permute is nccl-tests' send and receive."""
 
     @property
     def place(self) -> str:
-        """Where it ran: inside a host, with NVLink or PCIe; over hosts of GB200 racks; between other hosts."""
+        """The place where it ran: RACKS, "between hosts", "inside a host" (with NVLink), or PCIE."""
         cluster = self.cluster
         racked = cluster.nvlink_domain_size > cluster.gpus_per_host
         if racked and self.gpus_per_domain * self.domains > cluster.gpus_per_host:
@@ -126,10 +139,10 @@ class Row:
         return "inside a host" if cluster.scale_up == "nvlink" else PCIE
 
     def predicted_s(self, fitted: Mapping[str, float] | None = None) -> float:
-        """What the model says of it; one group alone, so that idle GPUs leave it their ports.
+        """Return the seconds that the model predicts for the group alone, so that idle GPUs lend it their ports.
 
         Raises:
-            NotPriced: the model has not the algorithm that was forced.
+            NotPriced: the model lacks the algorithm that was forced.
         """
         has_choice = self.collective in CHOSEN or "copy engine" in self.forced.families
         choices = self.forced.algorithms() if has_choice else (None,)
@@ -146,7 +159,6 @@ class Row:
         return min(times)
 
     def _seconds(self, algorithm: str | None, fitted: Mapping[str, float] | None) -> float:
-        """The price of one algorithm."""
         return collective_time_s(
             self.collective,
             payload_bytes=self.payload_bytes,
@@ -167,15 +179,21 @@ class Measured:
     """One line of a sweep file."""
 
     record: Mapping[str, str]
-    source: str  # who measured
-    where: str  # file and line
-    row: Row | None = None  # None where its system or collective is not understood
+    """The cells of the line by column."""
+    source: str
+    """The source of the measurement."""
+    where: str
+    """The file and the line."""
+    row: Row | None = None
+    """The row; None if its system or collective is not understood."""
     predicted_s: float | None = None
-    note: str = ""  # why there is no prediction, or what was assumed for it
+    """The predicted seconds; None if the row cannot be priced."""
+    note: str = ""
+    """The reason why there is no prediction, or the assumption behind it."""
 
     @property
     def understood(self) -> Row:
-        """The row of a line that is understood."""
+        """The row, of a line that is understood."""
         assert self.row is not None
         return self.row
 
@@ -187,10 +205,10 @@ class Measured:
 
 
 def read_rows(path: Path) -> list[Measured]:
-    """The lines of a sweep file, priced where they are understood.
+    """Return the lines of a sweep file, priced where they are understood.
 
     Raises:
-        ConfigError: a file that cannot be read, a column that is missing or unknown, a number that cannot be.
+        ConfigError: the file cannot be read, a column is missing or unknown, or a number is impossible.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -206,7 +224,7 @@ def read_rows(path: Path) -> list[Measured]:
 
 
 def _check_columns(given: Sequence[str], path: Path) -> None:
-    """Refuses a header that is not a sweep's."""
+    """Raise ConfigError for a header that is not a sweep's."""
     for name in given:
         if name not in COLUMNS or given.count(name) > 1:
             what = "twice" if name in COLUMNS else "not a column of a sweep"
@@ -217,7 +235,7 @@ def _check_columns(given: Sequence[str], path: Path) -> None:
 
 
 def _measured(record: dict[str, str], path: Path, line: int) -> Measured:
-    """One line, checked and priced."""
+    """Return one line, checked and priced."""
     if None in record or None in record.values():
         raise ConfigError("a row has another number of cells than the header.", at=f"{path}:{line}", hint="quotes")
     record = dict.fromkeys(COLUMNS, "") | record
@@ -245,7 +263,7 @@ def _measured(record: dict[str, str], path: Path, line: int) -> Measured:
 
 
 def _row(record: Mapping[str, str], source: str, payload_bytes: int, time_us: float) -> Row:
-    """A row that is understood; ValueError where it is not."""
+    """Return the row of a line; raise ValueError if it is not understood."""
     gpu, cluster, g, k = describe(record["system"])
     if g * k == 1:
         raise NotPriced("one GPU: nothing to move")
@@ -259,7 +277,7 @@ def _row(record: Mapping[str, str], source: str, payload_bytes: int, time_us: fl
 
 
 def _positive(record: Mapping[str, str], name: str, path: Path, line: int) -> float:
-    """A number above zero."""
+    """Return a cell as a number; raise ConfigError unless it is above zero."""
     try:
         value = float(record[name])
     except ValueError:
@@ -273,7 +291,7 @@ def _positive(record: Mapping[str, str], name: str, path: Path, line: int) -> fl
 def _bus_factor(
     record: Mapping[str, str], payload: float, time_us: float, path: Path, line: int
 ) -> tuple[float, float] | None:
-    """Bus bandwidth over bytes / time, and what rounding leaves open of it; None where the file tells none."""
+    """Return the bus bandwidth over bytes / time, and its uncertainty from rounding; None if the file has none."""
     text = record["busbw_GBps"].strip()
     if not text:
         return None
@@ -296,15 +314,16 @@ def _bus_factor(
 
 
 def _agrees(factor: tuple[float, float], row: Row) -> bool:
-    """Whether the bus bandwidth is that of as many GPUs as the name tells."""
+    """Return whether the bus bandwidth fits the number of GPUs that the system's name gives."""
     usual = wire_factor(row.collective, row.gpus_per_domain * row.domains)
     return abs(factor[0] - usual) <= _BUS_TOLERANCE * usual + factor[1]
 
 
 def _check_scale(found: list[Measured]) -> None:
-    """Refuses times that no fabric explains, where no bus bandwidth stands beside them.
+    """Raise ConfigError for times that no fabric explains, where no bus bandwidth confirms them.
 
-    Of each sweep the largest message; and, where the time doubles over it, what its bytes cost beyond the smallest's.
+    Each sweep is judged by its largest message. If the time more than doubles over the sweep, it is also judged by the
+    time of the largest message beyond that of the smallest.
     """
     sweeps: dict[tuple[str, str], list[Measured]] = {}
     for line in found:

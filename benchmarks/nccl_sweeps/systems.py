@@ -1,9 +1,9 @@
-"""The cluster and the shape of the group that a sweep's name of a system stands for.
+"""Find the cluster and the group's shape that a system's name in a sweep stands for.
 
     <name> [server] [(PCIe)] xN, M nodes, PORTS ...     "B200 x32, 4 nodes, 8x400G NDR", "L40S (PCIe) x8, 1 node"
     ... over D NVL72 domains | R racks | in different NVLink domains | of one NVL72           racks: GB200, GB300
 
-Brackets may say anything; numbers of GPUs, of nodes and of domains are read outside of them, ports everywhere.
+Brackets may hold any text: numbers of GPUs, of nodes and of domains are read outside of them, but ports everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 
-# The first that is in the name. Memory or a form factor tells kinds of one GPU apart.
+# The first pattern that matches the name counts. Memory or a form factor tells variants of one GPU apart.
 _GPUS = (
     (r"rtx[ _-]?pro[ _-]?6000", "rtx_pro_6000"),
     (r"rtx[ _-]?6000[ _-]?ada", "rtx_6000_ada"),
@@ -33,7 +33,7 @@ _GPUS = (
     (r"(?<![a-z0-9])v100(?![a-z0-9])", "v100"),
     (r"(?<![a-z0-9])p100(?![a-z0-9])", "p100"),
 )
-# Hosts as they are built; of GPUs that are not here, PCIe cards in hosts of eight, whose ports a name must tell.
+# Hosts as they are built. Other GPUs are PCIe cards in hosts of eight, and the name must give their ports.
 _HOSTS: dict[str, dict[str, object]] = {
     "p100": {"name": "dgx1_p100"},
     "v100": {"name": "dgx1_v100"},
@@ -50,8 +50,9 @@ _HOSTS: dict[str, dict[str, object]] = {
     "gb300": {"name": "gb300_nvl72"},
 }
 _CARDS_PER_HOST = 8
-# aws/aws-ofi-nccl 01666ec, src/platform-aws.cpp: the plugin tells NCCL of 75 us on p4d and p5, of 100 Gb/s cards,
-# and of 35 us since. A system that is named by the four cards of a p5 GPU together ("8x400G EFA") has the 75.
+# AWS's plugin gives NCCL a latency of 75 us on p4d and p5, with 100 Gb/s cards, and of 35 us on later hosts
+# (aws/aws-ofi-nccl 01666ec, src/platform-aws.cpp). A system whose name gives the four cards of a p5 GPU together
+# ("8x400G EFA") has the 75 us.
 _EFA_OLD = ("a100_40gb", "a100_80gb", "h100_sxm")
 _INFINIBAND = {100: "ib_edr", 200: "ib_hdr", 400: "ib_ndr", 800: "ib_xdr"}
 _RATES = {"E": 100, "H": 200, "N": 400, "X": 800}  # EDR, HDR, NDR, XDR
@@ -62,11 +63,11 @@ _DOMAIN = r"(?:NVL\d+|NVLink)?\s*(?:domain|rack)s?\b"
 
 @functools.cache
 def describe(system: str) -> tuple[str, Cluster, int, int]:
-    """GPU, cluster, GPUs per NVLink domain and domains of a system that is named like "B200 x32, 4 nodes, 8x400G NDR".
+    """Return the GPU, the cluster, the GPUs per NVLink domain and the domains of a system.
 
     Raises:
-        ValueError: no GPU or no number of GPUs in the name, or numbers that do not fit together.
-        ConfigError: a cluster that cannot be.
+        ValueError: the name has no GPU or no number of GPUs, or its numbers do not fit together.
+        ConfigError: the cluster is impossible.
     """
     gpu, before = _gpu(system)
     n, hosts = _counts(system, before)
@@ -84,7 +85,7 @@ def describe(system: str) -> tuple[str, Cluster, int, int]:
     else:
         per_domain = (
             None if re.search("rack", system, re.IGNORECASE) else _domains(system, hosts)
-        )  # a rack wires nothing
+        )  # For these GPUs, a rack is no NVLink domain.
         domains = hosts or per_domain or -(-n // size)
         if per_domain not in (None, domains):
             raise ValueError(f"{domains} hosts are {domains} NVLink domains, not {per_domain}")
@@ -112,12 +113,12 @@ def describe(system: str) -> tuple[str, Cluster, int, int]:
 
 
 def assumed(system: str) -> str:
-    """What `describe` took a part of a name for that the catalog does not have; blank where nothing."""
+    """Return what `describe` took in place of a part of the name that the catalog lacks; blank if nothing."""
     return "GPUDirect-TCPX priced as TCPXO" if re.search("TCPX(?!O)", system, re.IGNORECASE) else ""
 
 
 def _gpu(system: str) -> tuple[str, str]:
-    """The GPU, and the name up to it."""
+    """Return the GPU, and the part of the name before it."""
     for pattern, key in _GPUS:
         if found := re.search(pattern, system.lower()):
             return key, system[: found.start()]
@@ -125,7 +126,10 @@ def _gpu(system: str) -> tuple[str, str]:
 
 
 def _counts(system: str, before: str) -> tuple[int, int | None]:
-    """GPUs and hosts that a name tells: "x16, 2 nodes", "2 nodes x 8", "16 GPUs"; `before` is what its GPU follows."""
+    """Return the GPUs and the hosts that a name gives: "x16, 2 nodes", "2 nodes x 8", "16 GPUs".
+
+    `before` is the part of the name before its GPU.
+    """
     text = re.sub(r"\([^)]*\)", "", system)
     nodes = re.search(rf"{_NUMBER}\s*(?:nodes?|hosts?|servers)\b", text, re.IGNORECASE)
     hosts = _number(nodes[1]) if nodes else None
@@ -145,18 +149,17 @@ def _counts(system: str, before: str) -> tuple[int, int | None]:
 
 
 def _number(word: str) -> int:
-    """A number in digits or letters."""
     return _WORDS.get(word.lower()) or int(word)
 
 
 def _domain_size(system: str, usual: int) -> int:
-    """GPUs of a rack's NVLink domain: "NVL36", else as shipped."""
+    """Return the GPUs of a rack's NVLink domain: as in "NVL36", or `usual`."""
     found = re.search(r"\bNVL(\d+)", system)
     return int(found[1]) if found else usual
 
 
 def _domains(system: str, hosts: int | None) -> int | None:
-    """NVLink domains or racks that a name tells; None where it tells none."""
+    """Return the NVLink domains or racks that a name gives; None if it gives none."""
     text = re.sub(r"\([^)]*\)", "", system)
     if re.search(rf"\b(?:different|separate)\s+{_DOMAIN}", text, re.IGNORECASE):
         if hosts is None:
@@ -169,7 +172,7 @@ def _domains(system: str, hosts: int | None) -> int | None:
 
 
 def _port(system: str) -> dict[str, object]:
-    """The keys of a cluster for the network ports that a name tells: "8x400G RoCE", "4x HDR200", "NDR"."""
+    """Return the cluster's keys for the network ports that a name gives: "8x400G RoCE", "4x HDR200", "NDR"."""
     port = re.search(r"(\d+)\s*x\s*(?:[ENHX]DR\s*(\d+)|(\d+)\s*(GB/s|G[Bb]?(?:ps|it|/s)?\b))", system)
     speed = re.search(r"(?:(\d+)\s*x\s*)?\b([ENHX])DR\b", system)
     if port:
@@ -177,7 +180,7 @@ def _port(system: str) -> dict[str, object]:
         number = port[1]
     elif speed:
         rate, number = _RATES[speed[2]], speed[1]
-    else:  # of the rate that such hosts come with
+    else:  # The rate is the one that such hosts come with.
         return {"fabric": "roce"} if re.search("RoCE", system, re.IGNORECASE) else {}
     if re.search("TCPX", system, re.IGNORECASE):
         key = f"tcpxo_{rate}"
@@ -194,7 +197,7 @@ def _port(system: str) -> dict[str, object]:
 
 
 def _efa(cluster: Cluster, *, old: bool) -> catalog.Nic:
-    """AWS EFA of the rate of a cluster's ports."""
+    """Return AWS EFA with the rate of a cluster's ports; `old` gives it the older latency."""
     assert cluster.nic is not None
     key = f"efa_{round(cluster.nic.bytes_per_s * 8 / 1e9)}"
     if key not in catalog.nic_keys():
