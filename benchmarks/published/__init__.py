@@ -1,1 +1,1 @@
-"""Published training runs of JAX, planned from their own files: rows.py, experiments.py, __main__.py, intervals.py."""
+"""Plan published JAX training runs from their own files: rows.py, experiments.py, __main__.py, intervals.py."""

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.published --rows FILE.csv --out DIR`: plan the JAX runs of a file, and score the plans.
+"""Plan the JAX runs of a file, and score the plans: `python -m benchmarks.published --rows FILE.csv --out DIR`.
 
-Each row of a JAX trainer becomes an experiment file in DIR/experiments, which `meshkit plan` takes as it is; nothing
-is changed afterwards. DIR/predictions.csv has a line for every row, blank with the reason where there is no plan. A
-second run resumes: meshkit keeps compiled programs.
+Each row of a JAX trainer becomes an experiment file in DIR/experiments, which `meshkit plan` takes as it is; nothing is
+changed afterwards. DIR/predictions.csv has a line for every row, blank with the reason if there is no plan. A second
+run resumes, because meshkit keeps compiled programs.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ from meshkit.config import catalog
 from meshkit.errors import MeshkitError
 
 ROOT = Path(__file__).parents[2]
-MOST_S = 1800  # of one plan
+MOST_S = 1800  # Time limit of one plan.
 COLUMNS = ("id", "measured_step_time_s", "predicted_step_time_s", "interval_low_s", "interval_high_s",
            "predicted_exposed_s", "predicted_peak_bytes", "configured", "program", "note")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row beside its plan; None or "" is unknown.
-
-    Attributes:
-        trainer: of JAX; "" where the row is of another framework, or may be.
-        interval_s: level in percent -> (low, high) of the step.
-        stratum: of the plan.
-    """
+    """A row beside its plan; None or "" is unknown."""
 
     row: Row
     trainer: str = ""
+    """The JAX trainer of the row; "" if it is of another framework, or may be."""
     measured_s: float | None = None
     predicted_s: float | None = None
     interval_s: tuple[tuple[int, float, float], ...] = ()
+    """The intervals of the step, each as (level in percent, low, high)."""
     exposed_s: float | None = None
     peak_bytes: int | None = None
     configured: str = ""
+    """`fully` or `partly`, as `Run.configured`."""
     stratum: str = ""
+    """The stratum of the plan."""
     note: str = ""
+    """The assumptions of the plan, or the reason why there is none."""
 
     def inside(self, percent: int) -> bool | None:
-        """Return whether the measured step lies in the interval of a level; None without either."""
+        """Return whether the measured step lies in the interval of a level; None if either is missing."""
         if self.measured_s is None:
             return None
         return next((low <= self.measured_s <= high for p, low, high in self.interval_s if p == percent), None)
@@ -111,7 +110,7 @@ def _stems(files: dict[str, Path]) -> set[str]:
 
 
 def _prepared(row: Row, runs: dict[str, Run]) -> Prediction:
-    """The prediction of a row before its plan; its experiment goes into `runs`."""
+    """Return the prediction of a row before its plan, and add the row's experiment to `runs`."""
     measured, how = measured_step_s(row)
     trainer, why = trainer_of(row)
     blank = Prediction(row, trainer, measured)
@@ -121,13 +120,13 @@ def _prepared(row: Row, runs: dict[str, Run]) -> Prediction:
         runs[row.id] = run = experiment_of(row)
     except Unplannable as error:
         return replace(blank, note=_joined(str(error), how))
-    except Exception as error:  # whatever a row holds ends that row only
+    except Exception as error:  # Whatever a row holds, only that row fails.
         return replace(blank, note=_joined(f"no experiment file: {type(error).__name__}: {str(error)[:200]}", how))
     return replace(blank, configured=run.configured, stratum=stratum_name(run.document), note="not planned yet")
 
 
 def _planned(prediction: Prediction, run: Run, path: Path) -> Prediction:
-    """The prediction with what `meshkit plan` of its file says."""
+    """Return the prediction with the results of `meshkit plan` on its file."""
     report, why = plan(path)
     row = prediction.row
     if report is None:
@@ -150,7 +149,7 @@ def _planned(prediction: Prediction, run: Run, path: Path) -> Prediction:
 
 
 def plan(path: Path) -> tuple[dict | None, str]:
-    """Return the report of `meshkit plan` of a file, or None and why there is none."""
+    """Return the report of `meshkit plan` on a file, or None and the reason why there is none."""
     command = [sys.executable, "-m", "meshkit", "plan", str(path.resolve()), "--json", "--no-remedies"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     try:
@@ -176,7 +175,7 @@ def _said(p: Prediction) -> str:
 
 
 def write(folder: Path, found: Iterable[Prediction]) -> None:
-    """Write predictions.csv, whole or not at all."""
+    """Write predictions.csv; it is replaced as a whole."""
     path = folder / "predictions.csv"
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
@@ -192,7 +191,7 @@ def write(folder: Path, found: Iterable[Prediction]) -> None:
 
 
 def summary(name: str, found: Sequence[Prediction]) -> list[str]:
-    """Return how many JAX rows of a file were predicted, and how far off they are."""
+    """Return lines that say how many JAX rows of a file were predicted, and how far off they are."""
     jax = [p for p in found if p.trainer]
     planned = [p for p in jax if p.predicted_s is not None]
     share = f" ({len(planned) / len(jax):.0%})" if jax else ""

@@ -1,9 +1,9 @@
-"""A row of a JAX run as the experiment file that `meshkit plan` takes. Second in the flow.
+"""Make the experiment file that `meshkit plan` takes from a row of a JAX run.
 
-A file `experiments/ID.toml` beside this module is the row's own, if it is of as many GPUs, tokens and sequences as the
-row; its comment says what comes from where. Any other row becomes a file from its columns alone, with our model of the
-stated dims and the options that meshkit derives. What a row leaves unsaid is assumed by a rule for all rows and stands
-in the note; a row without what no rule can say has a reason instead of a file.
+If `experiments/ID.toml` beside this module has as many GPUs, tokens and sequences as the row, it is the row's file; its
+comment names the source of each setting. Any other row becomes a file from its columns alone, with our model of the
+stated dims and the options that meshkit derives. What a row does not state is assumed by a rule for all rows and listed
+in the note. A row that lacks what no rule can supply has a reason instead of a file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from meshkit.config import catalog
 from meshkit.config.toml import to_toml
 
 KEPT = Path(__file__).with_name("experiments")
-UNSAID = "# Not stated:"  # of a kept file: begins what decides the time and its source does not say
+# In a kept file, this begins a line on what decides the time but is not stated by the source.
+UNSAID = "# Not stated:"
 
-# Words of the `gpu` column -> a GPU of the catalog; the first that matches.
+# Words of the `gpu` column, each with a GPU of the catalog; the first that matches counts.
 _GPUS = (
     (r"GB300", "gb300"),
     (r"GB200", "gb200"),
@@ -40,7 +41,7 @@ _GPUS = (
     (r"V100", "v100"),
     (r"P100", "p100"),
 )
-# Words of the `network` column -> a NIC of the catalog; a count of ports beside it is a host's.
+# Words of the `network` column, each with a NIC of the catalog; a number of ports beside it is that of a host.
 _NETWORKS = (
     (r"TCPXO", "tcpxo_200"),
     (r"TCPX", "tcpx_200"),
@@ -54,20 +55,22 @@ _NETWORKS = (
     (r"EDR|\b100", "ib_edr"),
 )
 _PORTS = re.compile(r"\b(\d{1,2}) ?x ?(?=[A-Za-z]|[1-8]00)")  # `8x HDR200`, `4x200G`
-# What hosts of a GPU are sold with: NVIDIA's reference systems (DGX P100 to DGX B300, NVL72).
+# The NICs of NVIDIA's reference systems by GPU (DGX P100 to DGX B300, NVL72).
 _REFERENCE = {"p100": ("ib_edr", 4), "v100": ("ib_edr", 4), "v100_32gb": ("ib_edr", 8), "a100_40gb": ("ib_hdr", None),
               "a100_80gb": ("ib_hdr", None), "b300": ("ib_xdr", None), "gb300": ("ib_xdr", None)}  # fmt: skip
-_EFA = {"a100_40gb": 4, "a100_80gb": 4, "h100_sxm": 32, "h200": 32}  # AWS's ports of a host: p4d, p5; others one a GPU
-_RACKS, _RACK_GPUS = ("gb200", "gb300"), (72, 64)  # of an NVL72: whole racks, else the 64 of powers of two
-# The largest number of a column that is planned.
+# Ports of an AWS host (p4d, p5); other AWS hosts have one a GPU.
+_EFA = {"a100_40gb": 4, "a100_80gb": 4, "h100_sxm": 32, "h200": 32}
+_RACKS, _RACK_GPUS = ("gb200", "gb300"), (72, 64)  # GPUs of an NVL72: whole racks, or 64 for powers of two.
+# The largest number in each column that is planned.
 _MOST = {"n_gpus": 2**17, "seq_len": 2**24, "layers": 2000, "hidden": 2**18, "ffn": 2**20, "heads": 2**12,
          "vocab": 2**22, "global_batch_seqs": 2**24, "micro_batch": 2**20, "gpus_per_node": 2**10,
          "experts": 2**12, "experts_per_token": 2**9, "head_dim": 2**12, "vpp": 2**8, "kv_heads": 2**12}  # fmt: skip
-_PLAIN = re.compile(r"gpt|opt|bloom|palm|falcon|mpt|nemotron", re.IGNORECASE)  # two matrices and a GELU
+# Models whose feed-forward block has two matrices and a GELU.
+_PLAIN = re.compile(r"gpt|opt|bloom|palm|falcon|mpt|nemotron", re.IGNORECASE)
 _EXPERTS = re.compile(r"moe|mixtral|deepseek|grok|kimi|gpt.oss|\d+x\d+b|[-_ ]a\d+b\b", re.IGNORECASE)
 _NO_DECODER = re.compile(r"\bt5|bert|\bvit\b|diffusion|resnet|clip|whisper|flux|dit\b", re.IGNORECASE)
-# Words for what a layer keeps, of MaxText (get_remat_policy), Praxis (AutodiffCheckpointType) and in general, as
-# `train.remat`; the longest that stands in the cell.
+# Words for what a layer keeps, with their `train.remat`: of MaxText (get_remat_policy), of Praxis
+# (AutodiffCheckpointType) and in general. The longest word in the cell counts.
 _QKV, _DOTS = ["query", "key", "value"], ["projection"]
 _FLASH = [*_QKV, "output", "gate", "up", "down", "attention"]
 _POLICIES: Mapping[str, Any] = {
@@ -97,35 +100,32 @@ _POLICIES: Mapping[str, Any] = {
 
 
 class Unplannable(Exception):
-    """Why a row has no experiment file, as its note says it."""
+    """The reason why a row has no experiment file, as its note gives it."""
 
 
 @dataclass
 class Run:
-    """The experiment of a row.
-
-    Attributes:
-        text: of the file.
-        document: its tables.
-        assumed: what the row does not say and hardly matters.
-        unsaid: what it does not say and decides the time.
-        kept: whether the file stands in `experiments/`.
-    """
+    """The experiment of a row."""
 
     text: str
+    """The text of the file."""
     document: dict[str, Any]
+    """The tables of the file."""
     assumed: list[str] = field(default_factory=list)
+    """Assumptions that hardly matter."""
     unsaid: list[str] = field(default_factory=list)
+    """Assumptions that decide the time."""
     kept: bool = False
+    """Whether the file is one of `experiments/`."""
 
     @property
     def configured(self) -> str:
-        """`fully` or `partly`."""
+        """`fully`, or `partly` if an assumption decides the time."""
         return "partly" if self.unsaid else "fully"
 
     @property
     def note(self) -> str:
-        """What is assumed, or where that stands."""
+        """The assumptions, or the place where they are written."""
         kept = ["what is assumed stands in experiments/" + self.document["name"] + ".toml"] if self.kept else []
         return "; ".join([*(f"not stated: {text}" for text in self.unsaid), *self.assumed, *kept])
 
@@ -134,7 +134,7 @@ def experiment_of(row: Row) -> Run:
     """Return the experiment of a row of a JAX run.
 
     Raises:
-        Unplannable: the row lacks a column that no rule can fill, or holds what no experiment file can say.
+        Unplannable: the row lacks a column that no rule can supply, or has what no experiment file can express.
     """
     for name, most in _MOST.items():
         if (value := row.numbers.get(name, 0)) > most or value < 0:
@@ -170,7 +170,7 @@ def _generated(row: Row) -> Run:
     if ways["tensor"] > 1 and row.say("sp").lower() == "no":
         rules["logical"] = {"act_residual_length": "context" if ways["context"] > 1 else "replicated"}
     if count > 1 and ways["fsdp"] > 1 and ways["pipeline"] == 1:
-        rules["gradients"] = {"embed": "fsdp"}  # gathered and scattered with every micro-batch, as FSDP does
+        rules["gradients"] = {"embed": "fsdp"}  # Gathered and scattered with every micro-batch, as FSDP does.
     if ways["context"] > 1:
         model["context"] = "ring"
     train = {"global_batch": batch, "sequence_length": length, "precision": _precision(row, run),
@@ -201,7 +201,7 @@ def _needed(row: Row, name: str) -> int:
 
 
 def _cluster(row: Row, gpus: int, run: Run) -> tuple[dict[str, Any], int]:
-    """The `[cluster]` table, and how many GPUs share NVLink."""
+    """Return the `[cluster]` table, and the number of GPUs that share NVLink."""
     words = row.say("gpu")
     if not words:
         raise Unplannable("the column gpu is missing")
@@ -228,14 +228,14 @@ def _cluster(row: Row, gpus: int, run: Run) -> tuple[dict[str, Any], int]:
 
 
 def _ports(network: str, gpu: str) -> int | None:
-    """Ports of a host by the words of its network; None for one a GPU."""
+    """Return the ports of a host by the words of its network; None stands for one a GPU."""
     if "EFA" in network:
         return _EFA.get(gpu)
     return max(map(int, _PORTS.findall(network)), default=None) or None
 
 
 def _ways(row: Row, gpus: int, experts: bool, run: Run) -> dict[str, int]:
-    """Mesh axis -> its size, outermost first."""
+    """Return the size of each mesh axis, outermost first."""
     tensor, context, stages, expert = (row.count(name) or 1 for name in ("tp", "cp", "pp", "ep"))
     expert = expert if experts else 1
     replicas, rest = divmod(gpus, tensor * context * stages)
@@ -261,7 +261,7 @@ def _ways(row: Row, gpus: int, experts: bool, run: Run) -> dict[str, int]:
 
 
 def _place(ways: dict[str, int], domain: int) -> dict[str, Any]:
-    """The mesh with its innermost axes inside NVLink domains."""
+    """Return the mesh with its innermost axes inside NVLink domains."""
     mesh: dict[str, Any] = {}
     room = domain
     for name, size in reversed(list(ways.items())):
@@ -273,7 +273,7 @@ def _place(ways: dict[str, int], domain: int) -> dict[str, Any]:
 
 
 def _batch(row: Row, replicas: int, run: Run) -> tuple[int, int]:
-    """Sequences of a step, and its micro-batches."""
+    """Return the sequences of a step, and its number of micro-batches."""
     total, micro = row.count("global_batch_seqs"), row.count("micro_batch")
     if not total:
         if not micro:
@@ -323,7 +323,7 @@ def _remat(row: Row, run: Run) -> Any:
 
 
 def _model(row: Row, length: int, run: Run) -> dict[str, Any]:
-    """The `[model]` table: our decoder of the row's dims, and of a shipped preset's where the row lacks them."""
+    """Return the `[model]` table: our decoder with the row's dims, and a shipped preset's where the row lacks them."""
     name = row.say("model")
     if _NO_DECODER.search(name):
         raise Unplannable(f"model '{name[:40]}' is no decoder of text")
@@ -365,7 +365,7 @@ def _model(row: Row, length: int, run: Run) -> dict[str, Any]:
 
 
 def _preset(name: str, experts: bool) -> Mapping[str, Any]:
-    """The dims of a shipped preset whose name stands in a model's."""
+    """Return the dims of the shipped preset whose name is in a model's name, or none."""
     from models.gpt import PRESETS as GPT
     from models.llama import PRESETS as LLAMA
     from models.moe import PRESETS as MOE
@@ -377,9 +377,9 @@ def _preset(name: str, experts: bool) -> Mapping[str, Any]:
 
 
 def _kind(row: Row, dims: Mapping[str, Any], attention: int, run: Run) -> tuple[bool, bool]:
-    """Whether the feed-forward block has a gate, and the output head is the embedding.
+    """Return whether the feed-forward block has a gate, and whether the output head is the embedding.
 
-    By the model's name; where that misses the stated number of parameters, by that number.
+    The model's name decides, unless it misses the stated number of parameters; then that number decides.
     """
     plain = _PLAIN.search(row.say("model")) is not None
     usual = (not plain, plain)
@@ -400,7 +400,7 @@ def _kind(row: Row, dims: Mapping[str, Any], attention: int, run: Run) -> tuple[
 
 
 def _width(row: Row, layers, embed, vocab, attention, gated: bool, tied: bool, run: Run) -> int:
-    """The width of the feed-forward block that gives the stated number of parameters; else the usual ratio."""
+    """Return the width of the feed-forward block that gives the stated number of parameters, or the usual ratio."""
     total = row.numbers.get("params_b", 0) * 1e9
     left = (total - (1 if tied else 2) * vocab * embed) / layers - attention
     found = round(left / ((3 if gated else 2) * embed) / 64) * 64

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.published.intervals`: the intervals that plan prints, and what they cover.
+"""Write the table of intervals that plan prints, and print what they cover: `python -m benchmarks.published.intervals`.
 
-Reads predictions.csv and rows.csv beside this module (or of `--predictions`, `--rows`), and own.csv where one lies
-beside the rows (what we measured on one GPU; own.py writes it), writes
-meshkit/config/intervals.csv and prints the coverage of its intervals at 50 and 80 % with each group left out: the
-quantiles are those of the stratum's other groups. A group counts once all of its
-rows are predicted. `--check` prints only. How: meshkit/predict/interval.py.
+The script reads predictions.csv and rows.csv beside this module (or those of `--predictions` and `--rows`). It also
+reads own.csv beside the rows, if there is one: our measurements on one GPU, which own.py writes. It writes
+meshkit/config/intervals.csv and prints the coverage of the intervals of 50 and 80 % with each group left out, so that
+the quantiles are those of the stratum's other groups. A group counts only if all of its rows are predicted. `--check`
+only prints. meshkit/predict/interval.py has the method.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ OUT = Path(catalog.__file__).with_name("intervals.csv")
 
 @dataclass(frozen=True)
 class Residual:
-    """One run whose step was predicted and measured.
-
-    Attributes:
-        error: predicted over measured, less one.
-        group: runs that are correlated share it.
-        publisher: of its page.
-        stratum: by name.
-    """
+    """One run whose step was predicted and measured."""
 
     id: str
+    """The id of the row."""
     error: float
+    """Predicted over measured, less one."""
     group: tuple[str, ...]
+    """The key that correlated runs share."""
     publisher: str
+    """The publisher of the run's page."""
     stratum: str
+    """The name of the run's stratum."""
 
     @property
     def distance(self) -> float:
@@ -75,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_residuals(predictions: Path, rows: Path) -> list[Residual]:
-    """Return the residual of every prediction that has both times, of groups whose rows are all predicted.
+    """Return the residual of every prediction with both times, from groups whose rows are all predicted.
 
-    A group of which some sizes are missing is left out: which of them are there may follow what is easy to plan.
+    A group that lacks some sizes is left out, because the sizes that it has may be those that are easy to plan.
     """
     by_id, found = {row.id: row for row in read_rows(rows)}, []
     with predictions.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -99,7 +97,7 @@ def read_residuals(predictions: Path, rows: Path) -> list[Residual]:
 def read_own(path: Path) -> list[Residual]:
     """Return the residual of every training that we measured on one GPU, by its blind prediction; none without a file.
 
-    Trainings of one card are one group: they share its libraries, its clock and its power.
+    Trainings on one card are one group: they share its libraries, its clock and its power.
     """
     if not path.exists():
         return []
@@ -117,14 +115,14 @@ def read_own(path: Path) -> list[Residual]:
 
 
 def stratum_name(document: dict) -> str:
-    """Return the stratum of an experiment, as a plan of it has it."""
+    """Return the stratum of an experiment, as a plan of it names it."""
     experts, cluster = "moe" in document["model"]["class"].lower(), document["cluster"]
     alone = cluster["hosts"] * cluster["gpus_per_host"] == 1
     return stratum_of(catalog.gpu(cluster["gpu"]), document["train"]["precision"], experts, one_gpu=alone).name
 
 
 def quantile(residuals: Sequence[Residual], level: float) -> float | None:
-    """Return the conformal quantile of the distances, each group weighing one; None with too few groups for it."""
+    """Return the conformal quantile of the distances, in which each group weighs one; None with too few groups."""
     weights, groups = _weights(residuals), len({r.group for r in residuals})
     if groups < least_groups(level):
         return None
@@ -139,9 +137,9 @@ def quantile(residuals: Sequence[Residual], level: float) -> float | None:
 def left_out(
     residuals: Sequence[Residual], level: float, of: Callable[[Residual], object]
 ) -> list[tuple[Residual, bool]]:
-    """Return each run with whether it lies in the interval of its stratum's others: those that differ in `of`.
+    """Return each run with whether it lies in the interval made from its stratum's other runs.
 
-    Runs whose others are too few for this level are left out.
+    The other runs are those that differ in `of`. Runs with too few others for this level are left out.
     """
     found = []
     for r in residuals:
@@ -158,7 +156,7 @@ def _weights(residuals: Sequence[Residual]) -> list[float]:
 
 
 def strata_of(residuals: Iterable[Residual]) -> dict[str, list[Residual]]:
-    """Return name of a stratum -> its runs."""
+    """Return the runs of each stratum by its name."""
     found: dict[str, list[Residual]] = defaultdict(list)
     for r in residuals:
         found[r.stratum].append(r)
@@ -183,7 +181,7 @@ def table_text(residuals: Sequence[Residual]) -> str:
 
 
 def scores_text(residuals: Sequence[Residual]) -> list[str]:
-    """Return the errors by stratum, as a table in Markdown."""
+    """Return the errors by stratum as a Markdown table."""
     lines = ["| stratum | rows | groups | publishers | median error, by row | by group | bias |", f"|{'---|' * 7}"]
     for name, members in ({"all": list(residuals)} | strata_of(residuals)).items():
         if members:
@@ -205,7 +203,7 @@ def group_medians(residuals: Sequence[Residual]) -> tuple[float, float]:
 
 
 def coverage_text(residuals: Sequence[Residual]) -> list[str]:
-    """Return what intervals cover of the runs that they were not made of, as a table in Markdown."""
+    """Return a Markdown table of what the intervals cover of runs that they were not made from."""
     lines = ["| left out | stratum | level | rows | covered | groups | covered |", f"|{'---|' * 7}"]
     ways: tuple[tuple[str, Callable[[Residual], object]], ...] = (
         ("each group", lambda r: r.group),

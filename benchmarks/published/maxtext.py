@@ -1,13 +1,15 @@
-"""`python -m benchmarks.published.maxtext --out FILE.csv`: plan MaxText's rows from MaxText's own program.
+"""Plan MaxText's rows from MaxText's own program: `python -m benchmarks.published.maxtext --out FILE.csv`.
 
-Run where MaxText is installed (`make check-maxtext` makes such an environment). Each row of `rows.csv` whose trainer is
-MaxText becomes a `[program]` file: cluster, mesh and `[xla]` of the row's own file, MaxText's options from its columns.
-With `--score` it plans nothing and prints the predictions of the file beside the measured times and those of our model.
+Run it where MaxText is installed (`make check-maxtext` makes such an environment). Each row of `rows.csv` whose trainer
+is MaxText becomes a `[program]` file, with cluster, mesh and `[xla]` from the row's own file and MaxText's options from
+its columns. `--score` plans nothing; it prints the predictions of FILE.csv beside the measured times and the
+predictions of our model.
 
-The files stay in `--files`, so that a row can be planned otherwise, say with `--set 'train.pgle="predicted"'`.
+The experiment files stay in `--files`, so that a row can be planned otherwise, for example with
+`--set 'train.pgle="predicted"'`.
 
-Differences from the runs, the same for all rows: today's MaxText and XLA, `cudnn_flash_jax` for Transformer Engine's
-attention, XLA's own latencies where a run had a profile.
+All rows differ from their runs in the same ways: they use today's MaxText and XLA, `cudnn_flash_jax` instead of
+Transformer Engine's attention, and XLA's own latencies where a run had a profile.
 """
 
 from __future__ import annotations

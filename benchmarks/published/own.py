@@ -1,8 +1,7 @@
-"""`python -m benchmarks.published.own`: trainings that we measured on one GPU, beside what was planned of them blind.
+"""Add our trainings on one GPU, with their blind predictions, to own.csv: `python -m benchmarks.published.own`.
 
-    DIR/row_NAME/result.json (`python -m benchmarks.gpu --out DIR --rows`) + the plans committed before -> own.csv
-
-A prediction is the one that was committed before the card was asked for, never a later one.
+The measured times come from DIR/row_NAME/result.json, which `python -m benchmarks.gpu --out DIR --rows` writes. A
+prediction is always the one that was committed before the card ran the training, never a later one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SETTING = "train.precision="
 
 
 def main() -> None:
-    """Add the rows of a folder to the table, in place of those that have their ids and their source."""
+    """Add the rows of a folder to the table; they replace rows of the same id and source."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.own")
     parser.add_argument("folder", type=Path, help="results of one card")
     parser.add_argument("--blind", type=Path, required=True, help="what was planned of them before, by name")
@@ -33,7 +32,7 @@ def main() -> None:
         reader = csv.DictReader(file)
         rows = {row["id"]: row for row in reader}
         for row in found:
-            if row["source"] != rows.get(row["id"], row)["source"]:  # a second card's, or a later program
+            if row["source"] != rows.get(row["id"], row)["source"]:  # Another card's row, or one of a later program.
                 row["id"] += "-again"
             rows[row["id"]] = row
     with OUT.open("w", encoding="utf-8", newline="") as file:
@@ -43,13 +42,16 @@ def main() -> None:
 
 
 def own_rows(folder: Path, blind: dict[str, dict], date: str, source: str) -> Iterator[dict[str, str]]:
-    """Yield a row for every training with both times; its measured step is the median of before and after its trace."""
+    """Yield a row for every training with both times.
+
+    Its measured step is the median of those before and after its trace.
+    """
     for name, planned in blind.items():
         path = folder / f"row_{name}" / "result.json"
         values = json.loads(path.read_text(encoding="utf-8"))["values"] if path.exists() else {}
         if "step_s" not in planned or "before_s" not in values:
             continue
-        training = TRAININGS.get(name)  # one that has another name by now is dense and in bf16
+        training = TRAININGS.get(name)  # A training that no longer has this name was dense and in bf16.
         settings = (*training.model, *training.train) if training else ()
         step_s = statistics.median(values[key] for key in ("before_s", "after_s") if key in values)
         yield {

@@ -1,8 +1,7 @@
-"""Published training runs as rows of any CSV with the columns of rows.csv. First in the flow.
+"""Read published training runs as rows of any CSV with the columns of rows.csv.
 
-    FILE.csv -> Row: its cells, what ran (`trainer_of`), its measured step
-
-Nothing here raises on what a row holds: a number that is not one is blank.
+A Row has a run's cells; `trainer_of` says what ran, and `measured_step_s` gives its measured step. Nothing here raises
+on the contents of a row: a number that cannot be read is blank.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 from meshkit.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
-_MOST_CELL = 10_000  # characters; a longer one is no cell of such a table
-# Words of a source that name a trainer: those of JAX as the `framework` column has them, then others.
+_MOST_CELL = 10_000  # Characters; longer cells are cut.
+# Words of a source that name a trainer: JAX trainers with their name in the `framework` column, then others.
 _JAX = {
     "maxtext": "maxtext",
     "axlearn": "axlearn",
@@ -41,44 +40,41 @@ _OTHERS = ("megatron", "nemo", "torchtitan", "pytorch", "torch", "deepspeed", "m
 
 @dataclass(frozen=True)
 class Row:
-    """One published run; None or "" is what its source does not say.
-
-    Attributes:
-        id: unique in its file.
-        text: every column, as written.
-        numbers: every column that is one.
-    """
+    """One published run; None or "" stands for what its source does not state."""
 
     id: str
+    """The id, which is unique in its file."""
     text: Mapping[str, str]
+    """Every column as it is written."""
     numbers: Mapping[str, float]
+    """Every column that is a number."""
 
     def count(self, name: str) -> int | None:
-        """Return a column as a positive whole number."""
+        """Return a column as a positive whole number; None if it is none."""
         value = self.numbers.get(name)
         return int(value) if value is not None and value >= 1 and value.is_integer() else None
 
     def say(self, name: str) -> str:
-        """Return a column as text, "" where it is blank."""
+        """Return a column as text; "" if it is blank."""
         return self.text.get(name, "")
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Page, model and precision: runs that share them are correlated, and weigh one together."""
+        """The page, model and precision: runs that share them are correlated and weigh as one."""
         page = self.say("source_ref").partition(" ")[0] or self.say("source") or self.id
         return (page, self.say("model"), self.say("precision").partition(" ")[0])
 
     @property
     def publisher(self) -> str:
-        """Who published the run: the first word of its page, else of its source."""
+        """The publisher of the run: the first word of its page, or of its source."""
         return re.split(r"[/@: ]", self.say("source_ref") or self.say("source"))[0]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file; ids that are missing or come twice get a number.
+    """Return the rows of a file; missing and repeated ids get a number.
 
     Raises:
-        ConfigError: no such file, or one without a header that has `id`.
+        ConfigError: the file cannot be read, or its header has no `id`.
     """
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -101,7 +97,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def parse_row(cells: Mapping[str | None, object], name: str) -> Row:
-    """Return a row of strings; `name` stands for an id that is missing."""
+    """Return the row of a line's cells; `name` replaces a missing id."""
     text = {k.strip(): v.strip()[:_MOST_CELL] for k, v in cells.items() if isinstance(k, str) and isinstance(v, str)}
     numbers = {key: value for key, cell in text.items() if (value := _number(cell)) is not None}
     return Row(text.get("id") or name, text, numbers)
@@ -115,10 +111,10 @@ def _number(cell: str) -> float | None:
 
 
 def trainer_of(row: Row) -> tuple[str, str]:
-    """Return the JAX trainer that ran a row, "" for another or an unknown one, and why it is not planned.
+    """Return the JAX trainer that ran a row, or "" and the reason why the row is not planned.
 
-    The column `framework` says it; without one the source does, then the notes. What names a JAX trainer and another
-    one alike is not guessed.
+    The column `framework` names the trainer; if it is blank, the source or else the notes do. Nothing is guessed if a
+    text names a JAX trainer and another one.
     """
     stated = row.say("framework").lower()
     if stated:
@@ -142,12 +138,13 @@ def _named(text: str, words) -> str:
 def measured_step_s(
     row: Row, model_flops: float | None = None, peak_flops: float | None = None
 ) -> tuple[float | None, str]:
-    """Return the seconds of a measured step, and what they are derived from where the row states none.
+    """Return the seconds of a measured step, and how they are derived if the row does not state them.
 
     Args:
-        row: with `step_time_s`, else tokens/s, else FLOP/s or MFU.
-        model_flops: of a step over all GPUs, the whole attention square counted (`step.model_flops` of a report).
-        peak_flops: of one GPU, that an MFU is a share of.
+        row: a row with `step_time_s`, or else tokens/s, or else FLOP/s or MFU.
+        model_flops: the FLOP of a step over all GPUs, with the whole square of attention (`step.model_flops` of a
+            report).
+        peak_flops: the peak of one GPU to which the MFU refers.
     """
     found, how = _derived(row, model_flops, peak_flops)
     return (found, how) if found and math.isfinite(found) else (None, "no measured time")
