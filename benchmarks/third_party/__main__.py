@@ -1,4 +1,4 @@
-"""Ten models that do not use meshkit: sharded, trained, profiled and planned.
+"""Ten models that do not use meshkit are sharded, trained, profiled and planned.
 
 `python -m benchmarks.third_party FLAX_CHECKOUT` prints the table and writes it to models.md beside this file. Without a
 checkout, it does the same with the models of kinds.py and kinds.md. `--only NAME` runs one model and prints its row.
@@ -32,7 +32,10 @@ HEADER = ("model", "meshkit lines", "loss", "difference", "measured", "planned f
 
 
 def measure(foreign: Any, folder: str) -> dict[str, Any]:
-    """Everything that meshkit does with a model of others: its lines here, and of the model's function, are counted."""
+    """Return the results of everything that meshkit does with a model.
+
+    The lines of meshkit's API in this function, and in the model's own, are counted.
+    """
     cpus, h100s = mk.Cluster.load("cpu8"), mk.Cluster.load("dgx_h100")
     spec, rules = mk.MeshSpec.parse(dict(foreign.axes)), foreign.rules
     types = AxisType.Explicit if foreign.explicit else AxisType.Auto
@@ -56,14 +59,14 @@ def measure(foreign: Any, folder: str) -> dict[str, Any]:
 
 
 def row_of(name: str, flax: Path | None = None) -> list[str]:
-    """One row of a table: of a model in a checkout of flax, or without one of kinds.py, with the bytes on a device."""
+    """Return one row of a table: of a model in a checkout of flax, or of one of kinds.py with its bytes on a device."""
     mk.prepare_platform(mk.Cluster.load("cpu8"))
     from benchmarks.third_party import kinds, models
 
     given = () if flax is None else (flax,)
     make = getattr(models if given else kinds, name)
     whole = make(*given)
-    with nnx.use_eager_sharding(False):  # names of axes need a mesh else
+    with nnx.use_eager_sharding(False):  # Otherwise names of axes need a mesh.
         state = _as_arguments(whole.make())
     before = _bytes_on_a_device(state)
     expected = _losses(_plain(whole), state, _batches(whole))
@@ -90,18 +93,22 @@ def _as_arguments(state: Any) -> tuple[Any, ...]:
 
 
 def _batch(foreign: Any, mesh: Any) -> tuple[Any, ...]:
-    """The first batch, as it arrives on the mesh."""
+    """Return the first batch as it arrives on the mesh."""
     return _cut(foreign.batch, mesh, foreign.rules) if foreign.explicit or foreign.placed else foreign.batch
 
 
 def _batches(foreign: Any, mesh: Any = None) -> Iterator[tuple[Any, ...]]:
-    """The batches of four steps, on one device or as they arrive on the mesh."""
+    """Yield the batches of four steps, on one device or as they arrive on the mesh."""
     for batch in islice(foreign.loader() if foreign.loader else repeat(foreign.batch), 4):
         yield batch if mesh is None else _batch(with_changes(foreign, batch=batch), mesh)
 
 
 def _bytes_on_a_device(state: Any, foreign: Any = None, mesh: Any = None) -> int:
-    """Return the bytes of a state on its first device; stops where an array does not lie as the first override says."""
+    """Return the bytes of a state on its first device.
+
+    Raises:
+        ValueError: an array is not sharded as the first override that matches it says.
+    """
     total = 0
     modules = any(isinstance(member, nnx.Module) for member in state)
     for path, x in jax.tree.leaves_with_path(nnx.state(state) if modules else state):
@@ -118,7 +125,7 @@ def _bytes_on_a_device(state: Any, foreign: Any = None, mesh: Any = None) -> int
 
 
 def _losses(step: Any, state: tuple[Any, ...], batches: Iterable[tuple[Any, ...]]) -> list[float]:
-    """The losses of some steps from a state."""
+    """Return the losses of steps from a state, one for each batch."""
     found = []
     for batch in batches:
         value = step(*state, *batch)
@@ -129,7 +136,7 @@ def _losses(step: Any, state: tuple[Any, ...], batches: Iterable[tuple[Any, ...]
 
 
 def _plain(foreign: Any) -> Any:
-    """The same training without meshkit."""
+    """Return the same training without meshkit."""
     if foreign.step is not None:
         return foreign.step if hasattr(foreign.step, "lower") else nnx.jit(foreign.step)
     if foreign.optimizer is None:
@@ -153,7 +160,7 @@ def _plain(foreign: Any) -> Any:
 
 
 def _cut(batch: tuple[Any, ...], mesh: Any, rules: Any) -> tuple[Any, ...]:
-    """Arrays of a batch whose types say how it is cut."""
+    """Return the arrays of a batch, sharded over the mesh."""
     lies = jax.NamedSharding(mesh, jax.P(tuple(rules.logical["act_batch"])))
     if isinstance(mesh, jax.sharding.Mesh):
         return tuple(jax.device_put(x, lies) for x in batch)
@@ -161,7 +168,7 @@ def _cut(batch: tuple[Any, ...], mesh: Any, rules: Any) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Runs each model in a process of its own, as several call their module `models`."""
+    """Run each model in a process of its own, because several call their module `models`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("flax", nargs="?", help="a checkout of https://github.com/google/flax; without it, kinds.py")
     parser.add_argument("--only", help="the name of one")

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a loss, and the printing of bytes and differences."""
+"""Functions that the scripts of this folder share: a loss, and the printing of bytes and differences."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import numpy as np
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean of -log p(label), in nats."""
+    """Return the mean of -log p(label), in nats."""
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
 
 
 def report(whole: Any, cut: Any, expected: Any, got: Any) -> float:
-    """Prints bytes per device and the largest difference, relative to the largest entry of its leaf; returns that.
+    """Print the bytes per device and the largest difference, and return that difference.
+
+    It is relative to the largest entry of its leaf.
 
     Args:
-        whole, cut: the variables on one device, and over the mesh.
-        expected, got: results of the same step on either; the first leaf is the loss.
+        whole: the variables on one device.
+        cut: the variables over the mesh.
+        expected: the result of a step with `whole`; the first leaf is the loss.
+        got: the result of the same step with `cut`.
     """
     before, after = (sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree)) for tree in (whole, cut))
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got))]

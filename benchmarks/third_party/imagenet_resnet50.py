@@ -1,4 +1,7 @@
-"""Flax's ResNet-50 (linen, no names, batch norm), loss and gradients cut 8 ways: `python THIS_FILE FLAX_CHECKOUT`."""
+"""Shard the loss and gradients of Flax's ResNet-50 (linen, without names, batch norm) 8 ways.
+
+Run it with `python THIS_FILE FLAX_CHECKOUT`.
+"""
 
 # ruff: noqa: E401, E402, I001
 import sys, jax, meshkit as mk

@@ -1,4 +1,4 @@
-"""Ten more models and ways of training that do not use meshkit, written as a newcomer would, and sharded by path.
+"""Ten more models and ways of training that do not use meshkit are written as a newcomer would, and sharded by path.
 
 `python -m benchmarks.third_party` shards, trains, profiles and plans each. No model or step here names meshkit: rules
 shard weights by their paths, and the moments and averages of a weight like the weight.
@@ -26,7 +26,7 @@ PAIRS = (jax.random.normal(first_key(), (32, 64)), jnp.arange(32) % 8)
 
 
 def _modules(what: str, make: Callable[[], nnx.Module], loss: Any, batch: Any, rules: Any, tx: Any = None) -> Foreign:
-    """An nnx model with an optimizer of optax's, Adam by default."""
+    """Return the training of an nnx model with an optimizer of optax's, Adam by default."""
 
     def both():
         model = make()
@@ -36,7 +36,7 @@ def _modules(what: str, make: Callable[[], nnx.Module], loss: Any, batch: Any, r
 
 
 def _arrays(what: str, init: Callable[[], Any], loss: Any, batch: Any, rules: Any) -> Foreign:
-    """A pytree of parameters with AdamW."""
+    """Return the training of a pytree of parameters with AdamW."""
     tx = optax.adamw(1e-3)
 
     def both():
@@ -65,7 +65,10 @@ def _classify(model, x, labels):
 
 
 def unet() -> Foreign:
-    """Skips between convolutions down and transposed ones up, with group norms, to remove noise."""
+    """Return a U-Net that removes noise.
+
+    It has convolutions down and transposed ones up, skips between them, and group norms.
+    """
 
     class Block(nnx.Module):
         def __init__(self, inside, out, rngs):
@@ -102,7 +105,7 @@ def unet() -> Foreign:
 
 
 def lstm() -> Foreign:
-    """Two recurrent layers over an embedding, to predict the next token."""
+    """Return two recurrent layers over an embedding that predict the next token."""
 
     class Lstm(nnx.Module):
         def __init__(self, rngs):
@@ -130,14 +133,17 @@ def lstm() -> Foreign:
 
 
 def schedule_free() -> Foreign:
-    """An optimizer whose state starts as the very weights."""
+    """Return a training whose optimizer's state starts as the very weights."""
     tx = optax.contrib.schedule_free(optax.adamw(1e-3, b1=0.0), 1e-3)
     rules = mk.ShardingRules(BATCH, overrides=TWO_LAYERS[:1])
     return _modules("optax.contrib.schedule_free", lambda: Classifier(nnx.Rngs(0)), _classify, PAIRS, rules, tx)
 
 
 def multi_transform() -> Foreign:
-    """Momentum for matrices and Adam for vectors: each state has holes where the other's parameters are."""
+    """Return a training with momentum for matrices and Adam for vectors.
+
+    The state of each has holes where the other's parameters are.
+    """
 
     def labels(params):
         return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", params)
@@ -148,7 +154,10 @@ def multi_transform() -> Foreign:
 
 
 def ema() -> Foreign:
-    """A step of one's own over a model, its optimizer and an average of its weights, whose loss it returns."""
+    """Return a training with its own step over a model, its optimizer and an average of its weights.
+
+    The step returns the loss of the average.
+    """
 
     def make():
         model, average = Classifier(nnx.Rngs(0)), Classifier(nnx.Rngs(0))
@@ -165,7 +174,7 @@ def ema() -> Foreign:
 
 
 def grain() -> Foreign:
-    """Shuffled batches of a loader, another one each step."""
+    """Return a training on shuffled batches of a loader, a new one each step."""
     import grain.python as loading
 
     rows = np.random.default_rng(0).standard_normal((256, 64), np.float32)
@@ -180,7 +189,7 @@ def grain() -> Foreign:
 
 
 def diffusion_transformer() -> Foreign:
-    """Patches, sines of time, adaptive norms that start at zero."""
+    """Return a diffusion transformer: patches, sines of time, and adaptive norms that start at zero."""
 
     class Block(nnx.Module):
         def __init__(self, rngs):
@@ -227,7 +236,7 @@ def diffusion_transformer() -> Foreign:
 
 
 def haiku() -> Foreign:
-    """Modules whose names have slashes, transformed into functions of a dict."""
+    """Return modules whose names have slashes, transformed into functions of a dict."""
     import haiku as hk
 
     @hk.without_apply_rng
@@ -254,7 +263,7 @@ def haiku() -> Foreign:
 
 
 def equinox() -> Foreign:
-    """A module that is its own tree, with functions among its leaves."""
+    """Return a module that is its own tree, with functions among its leaves."""
     import equinox as eqx
 
     make = lambda: eqx.nn.MLP(64, 8, 256, 2, key=jax.random.key(0))
@@ -270,7 +279,7 @@ def equinox() -> Foreign:
 
 
 def transformers() -> Foreign:
-    """GPT-2 of Hugging Face's library, with weights of its own making."""
+    """Return GPT-2 of Hugging Face's library, with weights of its own making."""
     import transformers as library
 
     config = library.GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_layer=2, n_head=4)

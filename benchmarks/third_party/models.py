@@ -1,7 +1,7 @@
-"""Ten models that meshkit does not know, as `python -m benchmarks.third_party` shards, trains, profiles and plans them.
+"""Define ten models that meshkit does not know; `python -m benchmarks.third_party` shards, trains and plans them.
 
-Seven are imported or taken out of a checkout of Flax, one is Keras's, two are written here in the idiom of a guide.
-Each function says what meshkit must know: a loss, rules, a batch.
+Seven are imported or extracted from a checkout of Flax, one is Keras's, and two are written here in the style of a
+guide. Each function returns what meshkit must know: a loss, rules and a batch.
 """
 
 # ruff: noqa: I001
@@ -29,29 +29,40 @@ FSDP = mk.ShardingRules({"act_batch": ["data", "fsdp"]}, auto={"axis": "fsdp", "
 
 
 def first_key() -> jax.Array:
-    """The key of all that is drawn; a function, since drawing it starts the devices."""
+    """Return the key of all random values; it is a function, because making it starts the devices."""
     return jax.random.key(1)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model of somebody's, its loss and batch, and the rules by which it is cut."""
+    """A model of another project, its loss and batch, and the rules that shard it."""
 
     what: str
-    make: Callable[[], Any]  # (model, optimizer), or {"params": ..., "opt_state": ...}
+    """A description for a reader."""
+    make: Callable[[], Any]
+    """A function that makes (model, optimizer), or {"params": ..., "opt_state": ...}."""
     loss: Callable[..., Any] | None
+    """The loss of the model and a batch; None if `step` has it."""
     batch: tuple[Any, ...]
-    optimizer: optax.GradientTransformation | None = None  # of one without nnx modules
-    step: Callable[..., Any] | None = None  # its own, unedited, in the place of a ready one; jitted here if it is not
+    """The arguments of the loss after the model."""
+    optimizer: optax.GradientTransformation | None = None
+    """The optimizer of a model without nnx modules."""
+    step: Callable[..., Any] | None = None
+    """The model's own step, unedited, instead of a ready-made one; it is jitted if it is not yet."""
     rules: mk.ShardingRules = FSDP
+    """The sharding rules."""
     axes: tuple[tuple[str, int], ...] = (("data", 2), ("fsdp", 4))
+    """The mesh axes and their sizes."""
     explicit: bool = False
-    placed: bool = False  # batches arrive cut, as a loader or jax.device_put leaves them
-    loader: Callable[[], Any] | None = None  # an iterator over batches, in place of the same one each step
+    """Whether the mesh has explicit axes."""
+    placed: bool = False
+    """Whether batches arrive sharded, as a loader or jax.device_put leaves them."""
+    loader: Callable[[], Any] | None = None
+    """A function that returns an iterator over batches; None repeats the same batch."""
 
 
 def _module(loss: Callable[..., Any], make: Callable[[], nnx.Module], batch: tuple[Any, ...], what: str) -> Foreign:
-    """An nnx model with Adam."""
+    """Return the training of an nnx model with Adam."""
 
     def both() -> Any:
         model = make()
@@ -61,7 +72,7 @@ def _module(loss: Callable[..., Any], make: Callable[[], nnx.Module], batch: tup
 
 
 def _tree(loss: Callable[..., Any], init: Callable[[], Any], batch: tuple[Any, ...], what: str) -> Foreign:
-    """A linen model, or any other pytree, with Adam."""
+    """Return the training of a linen model, or of any other pytree, with Adam."""
     adam = optax.adam(1e-3)
 
     def both() -> Any:
@@ -83,7 +94,7 @@ from flax import nnx
 
 
 def _taken(file: Path, *names: str) -> dict[str, Any]:
-    """Definitions of a script as they stand there, without what it imports besides or runs."""
+    """Return definitions of a script unchanged, without its other imports and without running it."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     found = [n for n in tree.body if getattr(n, "name", None) in names
              or (isinstance(n, ast.Assign) and getattr(n.targets[0], "id", None) in names)]  # fmt: skip
@@ -93,7 +104,7 @@ def _taken(file: Path, *names: str) -> dict[str, Any]:
         spec = importlib.util.spec_from_file_location("taken", module)
         assert spec is not None
         assert spec.loader is not None
-        sys.modules["taken"] = taken = importlib.util.module_from_spec(spec)  # where dataclasses look for annotations
+        sys.modules["taken"] = taken = importlib.util.module_from_spec(spec)  # Dataclasses look for annotations there.
         spec.loader.exec_module(taken)
     return vars(taken)
 
@@ -103,7 +114,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def gemma(flax: Path) -> Foreign:
-    """Flax's Gemma 3, two layers of its smallest."""
+    """Return Flax's Gemma 3, with two layers of its smallest model."""
     sys.path.insert(0, str(flax / "examples/gemma"))
     import transformer
     import transformer_cfg
@@ -125,7 +136,7 @@ def gemma(flax: Path) -> Foreign:
 
 
 def mnist(flax: Path) -> Foreign:
-    """Convolutions, batch norm and dropout whose random streams come with the call."""
+    """Return convolutions, batch norm and dropout whose random streams come with the call."""
     found = _taken(flax / "examples/mnist/train.py", "CNN", "loss_fn")
     batch = {"image": jax.random.normal(first_key(), (16, 28, 28, 1)), "label": jnp.arange(16) % 10}
 
@@ -138,7 +149,7 @@ def mnist(flax: Path) -> Foreign:
 
 
 def scan(flax: Path) -> Foreign:
-    """Layers made by nnx.vmap and run by nnx.scan."""
+    """Return layers made by nnx.vmap and run by nnx.scan."""
     found = _taken(flax / "examples/nnx_toy_examples/06_scan_over_layers.py", "Block", "ScanMLP")
 
     def loss(model, x):
@@ -150,7 +161,7 @@ def scan(flax: Path) -> Foreign:
 
 
 def own_step(flax: Path) -> Foreign:
-    """Its own nnx.jit'ed step with an optimizer of its own, which shares the model's variables."""
+    """Return a training with its own nnx.jit'ed step and optimizer, which shares the model's variables."""
     names = ("MeshRules", "mesh_rules", "MLP", "SGDState", "SGD", "train_step")
     found = _taken(flax / "examples/nnx_toy_examples/10_fsdp_and_optimizer.py", *names)
     x = jnp.linspace(-2, 2, 104)[:, None]
@@ -160,14 +171,14 @@ def own_step(flax: Path) -> Foreign:
         return model, found["SGD"](nnx.variables(model, nnx.Param), 0.01, decay=0.9)
 
     what = "own optimizer under nnx.jit (nnx), flax/examples/nnx_toy_examples/10"
-    overrides = [("**/w2", ("model", None))]  # it names a dim of one
-    rules = mk.ShardingRules({"model": "model"}, overrides=overrides)  # its names are axes of its mesh
+    overrides = [("**/w2", ("model", None))]  # The example names a dim of size 1.
+    rules = mk.ShardingRules({"model": "model"}, overrides=overrides)  # Its names are axes of its mesh.
     axes = (("data", 2), ("model", 4))
     return Foreign(what, made, None, (x, 0.8 * x**2), step=found["train_step"], rules=rules, axes=axes)
 
 
 def lm1b(flax: Path) -> Foreign:
-    """Named dims, two of them wrong: see the README."""
+    """Return a transformer with named dims, two of them wrong (README.md)."""
     sys.path.insert(0, str(flax / "examples/lm1b"))
     from models import TransformerConfig, TransformerLM
 
@@ -185,7 +196,7 @@ def lm1b(flax: Path) -> Foreign:
 
 
 def wmt(flax: Path) -> Foreign:
-    """Encoder and decoder without a name."""
+    """Return an encoder and decoder without names."""
     sys.path.insert(0, str(flax / "examples/wmt"))
     from models import Transformer, TransformerConfig
 
@@ -203,7 +214,7 @@ def wmt(flax: Path) -> Foreign:
 
 
 def imagenet(flax: Path) -> Foreign:
-    """A residual network with batch norm over a named axis, which a vmap over one row binds."""
+    """Return a residual network with batch norm over a named axis, which a vmap over one row binds."""
     sys.path.insert(0, str(flax / "examples/imagenet"))
     from functools import partial
     from models import ResNet, ResNetBlock
@@ -220,7 +231,7 @@ def imagenet(flax: Path) -> Foreign:
 
 
 def logical(flax: Path) -> Foreign:
-    """Written here as flax's guide writes it: logical names, constraints of its own, scan over remat."""
+    """Return a model as flax's guide writes it: logical names, constraints of its own, scan over remat."""
 
     class Layer(nn.Module):
         @nn.compact
@@ -247,7 +258,7 @@ def logical(flax: Path) -> Foreign:
 
 
 def explicit(flax: Path) -> Foreign:
-    """Written here: shardings in the types of arrays, as meshes of jax.make_mesh have them."""
+    """Return a model with shardings in the types of its arrays."""
     init = lambda: {
         "up": jax.random.normal(first_key(), (64, 256)) / 8,
         "down": jax.random.normal(first_key(), (256, 64)) / 16,
@@ -264,13 +275,13 @@ def explicit(flax: Path) -> Foreign:
 
 
 def _like(x: jax.Array) -> Any:
-    """The sharding of x, where its type has one."""
+    """Return the sharding of x, if its type has one."""
     mesh = jax.typeof(x).sharding.mesh
     return jax.typeof(x).sharding if mesh.axis_names and not mesh.are_all_axes_auto else None
 
 
 def keras(flax: Path) -> Foreign:
-    """Keras on jax: variables are a list, the call is stateless."""
+    """Return a Keras model on jax: variables are a list, the call is stateless."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras as library
 
