@@ -394,7 +394,7 @@ def _renderings(folder: Path) -> Callable[[int], Attack]:
 
 
 def check_script(script: str, place: Path, stubs: Path) -> None:
-    """Run a script with stubs for everything that it starts, and raise `Broken` if a name in it was run."""
+    """Run a script with stubs for everything that it starts; raise `Broken` if it is no script or runs a name in it."""
     file = place / "script.sh"
     file.write_text(script)
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "SEEN": str(place / "seen"), "HOME": str(place)}
