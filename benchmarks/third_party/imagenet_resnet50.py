@@ -1,7 +1,4 @@
-"""Shard the loss and gradients of Flax's ResNet-50 (linen, without names, batch norm) 8 ways.
-
-Run it with `python THIS_FILE FLAX_CHECKOUT`.
-"""
+"""Shard Flax's ResNet-50 (linen, unnamed dims, batch norm) 8 ways: `python THIS_FILE FLAX_CHECKOUT`."""
 
 # ruff: noqa: E401, E402, I001
 import sys, jax, meshkit as mk

@@ -1,7 +1,4 @@
-"""Shard the loss and gradients of Flax's lm1b transformer (linen, named dims) 4 x 2 ways.
-
-Run it with `python THIS_FILE FLAX_CHECKOUT`.
-"""
+"""Shard Flax's lm1b transformer (linen, named dims) 4 x 2 ways: `python THIS_FILE FLAX_CHECKOUT`."""
 
 # ruff: noqa: E401, E402, I001
 import sys, jax, meshkit as mk
