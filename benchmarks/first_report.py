@@ -157,8 +157,8 @@ def machine() -> str:
 def main() -> None:
     """Run the commands of one section and write that section of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clone", action="store_true", help="README's commands in a fresh clone")
-    parser.add_argument("--test", action="store_true", help="`make test` in the clone as well")
+    parser.add_argument("--clone", action="store_true", help="run README's commands in a fresh clone")
+    parser.add_argument("--test", action="store_true", help="run `make test` in the clone as well")
     asked = parser.parse_args()
     part, options = ("clone", " --clone" + " --test" * asked.test) if asked.clone else ("wheel", "")
     with tempfile.TemporaryDirectory() as folder:

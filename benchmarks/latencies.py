@@ -73,7 +73,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help="experiments of configs/experiments")
-    parser.add_argument("--ways", action="store_true", help="by each value of train.pgle")
+    parser.add_argument("--ways", action="store_true", help="compare the values of train.pgle instead")
     asked = parser.parse_args()
     if asked.ways:
         print("| experiment | train.pgle | collectives moved | exposed, s | step, s |\n|---|---|---|---|---|")

@@ -18,8 +18,8 @@ _DEVICES, _LAYERS, _WIDTH, _BATCH, _WARM_UP = 4, 4, 512, 256, 50
 def main() -> None:
     """Run the loop, and print its steps, its captures and their cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600, help="of the loop")
-    parser.add_argument("--every", type=int, default=500, help="steps between captures, at least")
+    parser.add_argument("--seconds", type=float, default=600, help="seconds that the loop runs")
+    parser.add_argument("--every", type=int, default=500, help="least number of steps between captures")
     asked = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={_DEVICES}"
     import jax
@@ -62,7 +62,7 @@ def main() -> None:
     cost_s = sum(slowed) - len(slowed) * usual_s
     read = len(lines - {""})
     print(f"{number} steps of {usual_s * 1e3:.1f} ms in {now - began:.0f} s, {read} of them captured and read")
-    print(f"{len(slowed)} steps took {cost_s:.2f} s more: {cost_s / (now - began):.2%} of the loop's time")
+    print(f"{len(slowed)} steps at captures took {cost_s:.2f} s longer, {cost_s / (now - began):.2%} of the loop")
     print(f"load {os.getloadavg()[0]:.1f}; the last line: {live.line}")
 
 

@@ -112,5 +112,5 @@ def table(records: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a plan")
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines, one for each plan")
     print(table(plan_all(parser.parse_args().out)))

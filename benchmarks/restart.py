@@ -69,8 +69,8 @@ def _all_wait(launch: Launch) -> bool:
 def main() -> None:
     """Run the restarts alternately and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of each")
-    parser.add_argument("--only", choices=("with", "without"), help="with or without processes on standby")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="restarts of each kind")
+    parser.add_argument("--only", choices=("with", "without"), help="only with, or without, processes on standby")
     asked = parser.parse_args()
     kinds = (asked.only,) if asked.only else ("without", "with")
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}

@@ -37,8 +37,8 @@ def main() -> None:
     """Start the two hosts and print what their first process has measured."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--pairs", type=int, default=8, help="pairs of blocks")
-    given.add_argument("--every", type=int, default=20, help="steps of a block: checkpoint.snapshot_every")
-    given.add_argument("--megabytes", type=int, default=32, help="of the state of each process")
+    given.add_argument("--every", type=int, default=20, help="steps of a block, as checkpoint.snapshot_every")
+    given.add_argument("--megabytes", type=int, default=32, help="size of the state of each process")
     given.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = given.parse_args()
     if options.worker is not None:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=1_000_000, help="kernels in the trace")
     parser.add_argument("--devices", type=int, default=8, help="GPUs in the trace")
-    parser.add_argument("--steps", type=int, default=10, help="executions of the program in it")
+    parser.add_argument("--steps", type=int, default=10, help="executions of the program in the trace")
     parser.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
     parser.add_argument("--hta", metavar="PYTHON", help="python of an environment with HolisticTraceAnalysis")
     parser.add_argument("--cli", action="store_true", help="measure the whole command")

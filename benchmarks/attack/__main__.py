@@ -25,8 +25,8 @@ _BEGIN, _END = "<!-- make attack -->\n", "<!-- end of make attack -->"
 def main() -> int:
     """Run the attacks, print those that failed and the tables, and return 1 if any failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.attack", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every attack; else a tenth, the same one every time")
-    parser.add_argument("--only", metavar="CAMPAIGN[:NUMBER]", help="one campaign, `linear`, or one attack")
+    parser.add_argument("--all", action="store_true", help="run every attack, not the same tenth every time")
+    parser.add_argument("--only", metavar="CAMPAIGN[:NUMBER]", help="run only one campaign, `linear`, or one attack")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     parser.add_argument("--child", choices=[*CAMPAIGNS, "linear"], help=argparse.SUPPRESS)
     parser.add_argument("--saver", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)

@@ -26,7 +26,7 @@ _EXPERIMENTS = ("llama_debug_cpu", "gpt_debug_cpu", "moe_debug_cpu", "llama3_8b"
 def _sound(*words: str) -> None:
     """Run a command on undamaged input, and raise unless it is read."""
     if (said := command(*words)) != "read":
-        raise RuntimeError(f"what is undamaged is {said}: {' '.join(words)}")
+        raise RuntimeError(f"undamaged input is {said}: {' '.join(words)}")
 
 
 def _experiments(folder: Path) -> Callable[[int], Attack]:

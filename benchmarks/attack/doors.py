@@ -1,4 +1,4 @@
-"""Define the campaigns on what a file may set and name, whose code runs, which files are deleted or opened.
+"""Define the campaigns on what a file may set and name, whose code runs, and which files are deleted or opened.
 
 One campaign presses Ctrl-C. Each attack is a generator that yields its name and then its outcome.
 """

@@ -46,18 +46,18 @@ _LARGEST_BYTES = 20 * MOST_BYTES  # The largest file that may be packed; reading
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, help="where results go")
+    parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--piece", type=int, choices=range(1, 7), help="only these; all in order without it")
-    parser.add_argument("--rows", action="store_true", help="the trainings of one GPU")
-    parser.add_argument("--plan", action="store_true", help="plans these trainings, and writes what they promise")
-    parser.add_argument("--gpu", default="h100_sxm", help="of --plan")
+    parser.add_argument("--piece", type=int, choices=range(1, 7), help="run only this piece; without it, run all")
+    parser.add_argument("--rows", action="store_true", help="run or score the trainings of one GPU")
+    parser.add_argument("--plan", action="store_true", help="plan these trainings and keep the predictions")
+    parser.add_argument("--gpu", default="h100_sxm", help="the GPU to plan for")
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
-    parser.add_argument("--resume", type=Path, action="append", default=[], metavar="DIR", help="earlier results")
+    parser.add_argument("--resume", type=Path, action="append", default=[], metavar="DIR", help="folder with results")
     parser.add_argument("--dry-run", action="store_true", help="print the list with expected seconds")
-    parser.add_argument("--check", action="store_true", help="what can be proven without a card")
-    parser.add_argument("--score", type=Path, metavar="DIR", help="predicted beside measured, for a folder of results")
-    parser.add_argument("--toy", action="store_true", help="at a size for CPUs")
+    parser.add_argument("--check", action="store_true", help="run the checks that need no GPU")
+    parser.add_argument("--score", type=Path, metavar="DIR", help="compare predictions with a folder of results")
+    parser.add_argument("--toy", action="store_true", help="run at a size for CPUs")
     args = parser.parse_args()
     known = ROWS if args.rows or args.plan else MEASUREMENTS
     if unknown := set(args.only) - {m.name for m in known}:

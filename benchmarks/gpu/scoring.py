@@ -182,9 +182,9 @@ def _card(folder: Path) -> Card:
     found = _result(folder, "card")
     if found is None:
         raise ConfigError(
-            "there is no result of `card`, which says which GPU the others are of.",
+            "there is no result of `card`, the measurement that names the GPU.",
             at=str(folder),
-            hint="the folder that --out named, with what came back unpacked into it",
+            hint="--score with the folder of --out, after its pieces are unpacked into it",
         )
     key = found["values"].get("gpu")
     gpu = catalog.gpu(key) if key in catalog.gpu_keys() else None

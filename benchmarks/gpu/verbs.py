@@ -126,7 +126,7 @@ def bench(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     named = load(LLAMA_1B, [cluster, f"cluster.calibration={run / 'calibration.toml'}"])
     taken = measured_rates(named.cluster).matmul_flops_per_s
     if taken != rates["matmul_flops_per_s"]:
-        raise RuntimeError(f"a plan takes {taken} from the calibration")
+        raise RuntimeError(f"a plan reads {taken} instead of the rates of the calibration")
 
 
 def resume(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:

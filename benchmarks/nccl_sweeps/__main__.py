@@ -189,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="sweeps; default: the two of tests/data")
     parser.add_argument("--out", type=Path, metavar="CSV", help="where measured beside predicted is written")
     parser.add_argument("--figure", type=Path, metavar="SVG", help="where measured and predicted times are drawn")
-    parser.add_argument("--table", action="store_true", help="print the errors, and what is fitted")
+    parser.add_argument("--table", action="store_true", help="print the errors and the fitted constants")
     arguments = parser.parse_args(words)
     if not (arguments.out or arguments.figure or arguments.table):
         parser.error("nothing to do: --out CSV, --figure SVG or --table")

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for predictions.csv and experiments/")
     parser.add_argument("--only", default="", help="rows whose id, source, model or framework holds this text")
-    parser.add_argument("--jobs", type=int, default=1, help="plans at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="number of plans at a time")
     parser.add_argument("--files", action="store_true", help="write the experiment files, and plan nothing")
     options = parser.parse_args(arguments)
     try:
@@ -235,5 +235,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("published: stopped; the same command goes on with what is compiled.", file=sys.stderr)
+        print("published: stopped; the same command resumes with the programs compiled so far.", file=sys.stderr)
         sys.exit(130)

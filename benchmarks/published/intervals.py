@@ -54,8 +54,8 @@ class Residual:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table and print its coverage; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.intervals", description=__doc__)
-    parser.add_argument("--predictions", type=Path, default=HERE / "predictions.csv", help="of the one command")
-    parser.add_argument("--rows", type=Path, default=HERE / "rows.csv", help="the rows that it is of")
+    parser.add_argument("--predictions", type=Path, default=HERE / "predictions.csv", help="the predictions to use")
+    parser.add_argument("--rows", type=Path, default=HERE / "rows.csv", help="the rows that were predicted")
     parser.add_argument("--check", action="store_true", help="print the coverage, write nothing")
     options = parser.parse_args(arguments)
     try:

@@ -23,9 +23,9 @@ def main() -> None:
     """Add the rows of a folder to the table; they replace rows of the same id and source."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.own")
     parser.add_argument("folder", type=Path, help="results of one card")
-    parser.add_argument("--blind", type=Path, required=True, help="what was planned of them before, by name")
-    parser.add_argument("--date", required=True, help="of the measurement")
-    parser.add_argument("--source", required=True, help="where both are kept")
+    parser.add_argument("--blind", type=Path, required=True, help="JSON of the plans made before, by name")
+    parser.add_argument("--date", required=True, help="date of the measurement")
+    parser.add_argument("--source", required=True, help="where the results and the plans are kept")
     args = parser.parse_args()
     found = own_rows(args.folder, json.loads(args.blind.read_text(encoding="utf-8")), args.date, args.source)
     with OUT.open(encoding="utf-8", newline="") as file:

@@ -171,7 +171,7 @@ def main() -> None:
     """Run each model in a process of its own, because several call their module `models`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("flax", nargs="?", help="a checkout of https://github.com/google/flax; without it, kinds.py")
-    parser.add_argument("--only", help="the name of one")
+    parser.add_argument("--only", help="name of the one model to run")
     given = parser.parse_args()
     checkout = [given.flax] if given.flax else []
     if given.only:
