@@ -1,4 +1,4 @@
-"""The attacks see what gets through: a script that runs a name, a traceback, an escape; and are the same every time."""
+"""Test that the attacks detect a script that runs a name, a traceback and an escape, and that they repeat exactly."""
 
 import random
 
@@ -43,8 +43,8 @@ def test_damages_are_the_same_every_time_and_differ(damage, what):
 )  # fmt: skip
 def test_the_doors_hold(tmp_path, monkeypatch, capfd, campaign, outcomes):
     for name in ("MESHKIT_CACHE", "MESHKIT_CACHE_BYTES"):
-        monkeypatch.setenv(name, "")  # to be as it was afterwards
-    with capfd.disabled():  # what a command prints, an attack reads
+        monkeypatch.setenv(name, "")  # monkeypatch restores the variables that a campaign sets.
+    with capfd.disabled():  # An attack reads what a command prints.
         assert {campaign(tmp_path)(number).run() for number in range(20)} == outcomes
 
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.first_report` runs is the guide's program; its page adds up."""
+"""Test that `python -m benchmarks.first_report` runs the guide's program and that its page adds up."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What one GPU is asked: on CPU devices at toy size, through the same code; and what a crash or a hang costs."""
+"""Test the measurements of one GPU at toy size on CPU devices, and what a crash or a hang costs."""
 
 import json
 import random
@@ -22,13 +22,13 @@ OWN = "benchmarks/gpu/experiments/llama_1b.toml"
 
 
 def found_by(name, folder):
-    """What a measurement finds at toy size."""
+    """Return the values that a measurement finds at toy size."""
     (m,) = (m for m in MEASUREMENTS if m.name == name)
     return {key: value for part in m.run(folder, toy=True) for key, value in part.items()}
 
 
 def stood_in(monkeypatch, ends):
-    """Measurements whose processes run the given code instead, for a second at most."""
+    """Replace the measurements with ones that run the given code for at most a second, and return them."""
 
     def run(m, folder, toy):
         exec(ends[m.name])
@@ -179,7 +179,7 @@ def test_kernels_are_measured_at_toy_size(name, tmp_path):
 
 
 class Library:
-    """The kernels of `hold.cu`, as a card would run them: what they were asked for, and made-up answers."""
+    """Stand in for the library compiled from `hold.cu`: record each request and return made-up answers."""
 
     def __init__(self):
         self.begun, self.running = [], False
@@ -194,7 +194,7 @@ class Library:
         assert self.running
         self.running, (_, _, channels, pace) = False, self.begun[-1]
         block_ns._obj.value = 1e9 * channels
-        return 1e9 * channels * min(pace, 40.0) or 5e9  # no block moves more than 40 bytes a ns
+        return 1e9 * channels * min(pace, 40.0) or 5e9  # No block moves more than 40 bytes a ns.
 
     def begin_copies(self, times):
         return 0
@@ -212,7 +212,8 @@ def test_what_a_collective_loses_beside_kernels_is_asked_at_the_pace_of_its_link
     monkeypatch.setattr(contention.jax.random, "normal", lambda *_: None)
     found = {key: value for part in contention.measure(tmp_path, False) for key, value in part.items()}
     assert not library.running
-    assert found["24 channels, beside copy: bytes_per_s"] == pytest.approx(24 * 40e9)  # NVLink asks each for 56
+    # NVLink asks each channel for 56 GB/s, but a block moves 40.
+    assert found["24 channels, beside copy: bytes_per_s"] == pytest.approx(24 * 40e9)
     assert found["8 channels without a link, beside nothing: bytes_per_s"] == pytest.approx(8 * 40e9)
     assert found["copies from the host, beside matmul: bytes_per_s"] == 55e9
     assert {pace for *_, channels, pace in library.begun if channels == 24} == {1350 / 24, 1e6}
@@ -280,7 +281,7 @@ def test_a_kernel_is_timed_for_the_seconds_that_are_given():
 
 
 def test_modules_of_measurements_start_no_device():
-    """They are imported before processes fork from the one that has them, and beside none that uses the GPU."""
+    """Processes fork after the modules are imported, and one process at a time uses the GPU."""
     modules = sorted({m.function.partition(":")[0] for m in (*MEASUREMENTS, *ROWS)})
     code = f"""
 import importlib

@@ -1,4 +1,4 @@
-"""The floor of Llama 1B trains as meshkit's step does, and is measured at toy size through the same code."""
+"""Test that the minimal step of Llama 1B trains as meshkit's step does, and measure both at toy size."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from meshkit.planning.planner import absent_step
 
 
 def parameters_of(model):
-    """meshkit's parameters by the names and shapes of the floor's."""
+    """Return meshkit's parameters under the names and shapes that the minimal step uses."""
     layers = model["layers"]
     both = layers["attention"] | layers["mlp"]
     norms = {name: layers[name]["scale"] for name in ("attention_norm", "mlp_norm")}
@@ -29,7 +29,7 @@ def batch():
 
 
 def losses_of_meshkit(batch, *settings):
-    """The first parameters, and five losses, of Llama 1B's experiment at toy size in fp32."""
+    """Return the first parameters and five losses of Llama 1B's experiment at toy size in fp32."""
     shape = ("train.global_batch=4", "train.sequence_length=64", "train.precision=fp32")
     toy = ("cluster={ gpu='cpu', hosts=1, gpus_per_host=1 }", "model.preset=llama_debug", "model.tied=true", *shape)
     experiment = load(LLAMA_1B, [*toy, *settings])
@@ -75,7 +75,7 @@ def test_the_floor_has_as_many_parameters_as_llama_1b():
 
 
 def test_both_are_measured_at_toy_size_and_a_case_that_fails_costs_no_other(tmp_path, monkeypatch, batch):
-    monkeypatch.setattr(floor.mk, "prepare_platform", lambda *_, **__: None)  # jax has started
+    monkeypatch.setattr(floor.mk, "prepare_platform", lambda *_, **__: None)  # jax has already started in this process.
     monkeypatch.setattr(floor, "first_batch", lambda *_: batch)
     cases = {"meshkit": (1.0, ()), "floor": (1.0, {}), "wrong": (1.0, ("train.remat=unknown",))}
     monkeypatch.setattr(floor, "CASES", cases)

@@ -1,4 +1,4 @@
-"""The ids that look-ups and scatters of a rehearsal had: where they came from, and what they take with them."""
+"""Test how a rehearsal's look-ups and scatters are priced by the ids that they had, and where the ids came from."""
 
 import json
 import tarfile
@@ -96,6 +96,6 @@ def test_every_rehearsal_of_the_first_card_holds_all_of_its_promises(tmp_path):
         kept = [line for line in table.splitlines() if "within" in line or "collectives" in line]
         assert len(kept) >= 9
         broken = [line.split("|")[1].strip() for line in kept if "| no" in line]
-        # Its step has its ragged exchanges as they were priced on that day: as plain ones, not slice by slice.
+        # That day's price had Mixtral's ragged exchanges as plain ones, not slice by slice.
         assert broken == (["step"] if "mixtral" in name else []), name
-    assert text.splitlines()[-1] == "Of 88 promises 84 hold."  # the others are of `small_trace`
+    assert text.splitlines()[-1] == "Of 88 promises 84 hold."  # The four broken promises are those of `small_trace`.

@@ -1,4 +1,4 @@
-"""Trainings of others for one GPU, as benchmarks/gpu/programs.py has them, at sizes for a CPU."""
+"""Test other people's training programs of benchmarks/gpu/programs.py at sizes that suit a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings of one GPU: every file loads, two run at toy size, and are scored."""
+"""Test that every file of a one-GPU training loads, and that two of them run at toy size and are scored."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def test_every_training_was_planned_blind_and_fits():
 
 
 def test_rows_are_measured_and_scored_against_their_plans(tmp_path, capsys, monkeypatch):
-    """By a command of its own, in whose process no device has started."""
+    """The command runs in a process of its own, because no device may have started there."""
     names = ("row_llama_8b", "row_lstm")
     chosen = [argument for name in names for argument in ("--only", name)]
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--toy", "--rows", "--minutes", "5"]

@@ -1,4 +1,4 @@
-"""From a folder of results to tables and a calibration. A GPU's values in here are made up: no GPU gave them."""
+"""Test how a folder of GPU results becomes tables and a calibration. All values here are made up."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ from tests.trace.h100 import run_folder
 
 H100 = catalog.gpu("h100_sxm")
 SQUARE = Matmul("bf16", 1, 8192, 8192, 8192)
-# what the model says an H100 sustains
+# The model says that an H100 sustains these rates.
 MATMUL = SQUARE.flops / kernel_work(Cost({"bf16": SQUARE.flops}, matmuls=(SQUARE,)), H100).alone_s
 MEMORY = memory_bytes_per_s(H100)
 MADE = {
@@ -64,7 +64,7 @@ MADE = {
 
 def report(source, step_s, compute_s, mfu_causal, peak_bytes, **kinds):
     classes = tuple(KernelClassPart(kind=kind, count=1, time_s=seconds) for kind, seconds in kinds.items())
-    gathered = [("bf16", 2.0**30), ("mixed", 2.0**20)]  # the slower first: of a trace it may be the other
+    gathered = [("bf16", 2.0**30), ("mixed", 2.0**20)]  # The slower one is first; a trace may have the other order.
     communication = tuple(
         CommunicationPart(axes=("fsdp",), collective="all-gather", dtype=dtype, count=2, payload_bytes=size)
         for dtype, size in (gathered if source == "plan" else reversed(gathered))
@@ -87,7 +87,7 @@ def write(folder, name, values, toy=False, status="done"):
 
 @pytest.fixture
 def made(tmp_path):
-    """A made folder of results, with plans and reports as if a card had run."""
+    """Write a folder of made-up results, with plans and reports, and return its path."""
     for name, values in MADE.items():
         write(tmp_path, name, values)
     for name, values in {"train_llama_1b": {"step_time_s": 0.44, "compile_s": 20.0}, "rehearse_llama3_70b": {}}.items():
@@ -100,7 +100,7 @@ def made(tmp_path):
 
 
 def lines(text, name):
-    """{what: (ratio, holds)} of the table of one measurement."""
+    """Return {what: (ratio, holds)} from the table of one measurement."""
     rows = text.split(f"(`{name}`)")[1].split("###")[0].splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
     return {what: (ratio, holds) for what, _, _, ratio, holds in cells[1:]}
@@ -110,7 +110,8 @@ def test_every_question_has_a_table_of_predicted_measured_and_ratio(made):
     text = scoring.score(made)
     assert (made / "score.md").read_text() == text + "\n"
     trained, rehearsed = lines(text, "train_llama_1b"), lines(text, "rehearse_llama3_70b")
-    assert trained["step"] == ("1.048", "yes (within 10%)")  # 0.44 without a trace, not 0.50 with one
+    # The step is 0.44 s without a trace and 0.50 s with one; the first counts.
+    assert trained["step"] == ("1.048", "yes (within 10%)")
     assert trained["its compute"] == ("1.025", "yes (within 10%)")
     assert trained["mfu_causal"] == ("0.880", "no (at least 45%)")
     assert trained["peak of memory"] == ("1.067", "no (within 5%)")
@@ -120,7 +121,8 @@ def test_every_question_has_a_table_of_predicted_measured_and_ratio(made):
     assert rehearsed["the plan's collectives"] == ("", "yes")
     matmuls = lines(text, "matmul")
     assert matmuls["bf16 8192 cubed, sustained"][0] == "1.000"
-    assert 0.9 < float(matmuls["bf16 8192 cubed, burst"][0]) < 1.1  # predicted faster than sustained, too
+    # The burst is also predicted faster than the sustained rate.
+    assert 0.9 < float(matmuls["bf16 8192 cubed, burst"][0]) < 1.1
     assert 0.45 < float(matmuls["bf16 llama3_8b up"][0]) < 0.6
     assert matmuls["bf16 power_w"] == ("", "")
     assert lines(text, "copy")["4.00 GiB"][0] == "0.900"
@@ -128,7 +130,8 @@ def test_every_question_has_a_table_of_predicted_measured_and_ratio(made):
     assert lines(text, "small_kernels")["rms norm"][0] == "2.000"
     assert lines(text, "contention")["slowdown of a matmul, 24 held"][0] == "1.000"
     assert lines(text, "contention")["slowdown of a copy, 24 blocks stream"][0] == "1.000"
-    assert lines(text, "contention")["24 channels, beside copy"][0] == "0.800"  # of what they move alone
+    # The ratio is to what the channels move alone.
+    assert lines(text, "contention")["24 channels, beside copy"][0] == "0.800"
     assert lines(text, "contention")["slowdown of a copy, 24 channels"][0] == "1.000"
     assert lines(text, "bench") == {
         "memory": ("1.000", ""),
@@ -181,7 +184,7 @@ def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted(tmp_path):
 
 def test_a_training_is_read_from_its_trace_and_its_clock(tmp_path):
     write(tmp_path, "card", MADE["card"])
-    write(tmp_path, "train_llama_1b", {"step_time_s": 0.7})  # of the steps with the trace, too
+    write(tmp_path, "train_llama_1b", {"step_time_s": 0.7})  # The mean includes the steps that were traced.
     kinds = {"matmul": 0.344, "attention": 0.0727}
     report("plan", 0.516, 0.514, 0.5, 65_000_000_000, **kinds).write(tmp_path / "train_llama_1b/plan.json")
     run = run_folder(tmp_path / "train_llama_1b", "h100_llama_1b").rename(tmp_path / "train_llama_1b/run")

@@ -1,4 +1,4 @@
-"""Every shipped model on every shipped cluster plans, and hardly anything of it is priced by its bytes alone."""
+"""Test that every shipped model plans on every shipped cluster, with hardly any operation priced by bytes alone."""
 
 import pytest
 

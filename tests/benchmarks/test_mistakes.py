@@ -1,4 +1,4 @@
-"""A mistake at every key of an experiment file is told at that key, with a remedy that helps."""
+"""Test that a mistake at any key of an experiment file is reported at that key, with a remedy that helps."""
 
 from __future__ import annotations
 

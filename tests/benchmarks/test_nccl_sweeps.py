@@ -1,4 +1,4 @@
-"""Scoring sweeps: names of systems, forced algorithms, the file that comes out, and what may be wrong with one."""
+"""Test the scoring of NCCL sweeps: names of systems, forced algorithms, the output file and faults of the input."""
 
 import csv
 
@@ -141,7 +141,7 @@ def test_what_a_row_says_of_its_algorithm(algo, forced):
 
 
 def test_a_forced_algorithm_is_priced_as_itself(sweep, tmp_path):
-    """NCCL's own choice on 8 H100 at 16 MiB is NVLS; forced ring and tree are slower."""
+    """On 8 H100 GPUs NCCL itself chooses NVLS at 16 MiB; forced ring and tree are slower."""
     algos = ["default", "Ring", "Tree", "NVLS", "NCCL_PROTO=LL128", "Ring, NVLS off"]
     rows = [f'"H100 x8, 1 node",all_reduce,"{algo}",16777216,123.0,,me' for algo in algos]
     _, found = scored(sweep(*rows), tmp_path)
@@ -179,7 +179,7 @@ def test_every_collective_of_nccl_tests(sweep, tmp_path, collective, kind, bus):
 
 
 def test_a_file_of_many_systems(tmp_path, capsys):
-    """Every row comes out, in order, priced or with its reason; what is not understood is named once."""
+    """Every row comes out in order, priced or with a reason, and each system that is not understood is named once."""
     code, found = scored(MULTINODE, tmp_path)
     with MULTINODE.open(newline="") as file:
         given = list(csv.DictReader(file))
@@ -190,7 +190,7 @@ def test_a_file_of_many_systems(tmp_path, capsys):
     ]
     blank = [row for row in found if not row["predicted_us"]]
     assert all(row["note"] for row in blank)
-    assert len(found) - len(blank) == 133 - 2  # a heading that contradicts itself
+    assert len(found) - len(blank) == 133 - 2  # The heading of two rows contradicts itself.
     assert capsys.readouterr().err.count("not priced") == 1
 
 
@@ -228,7 +228,8 @@ def test_the_tables_keep_sources_places_and_sizes_apart(sweep, capsys):
         ),
         ([GOOD.replace("123.0,238.6", "123000,")], "times what its links need: a unit is off"),
         (
-            [f'"H100 x8, 1 node",all_reduce,x,{mib},{100 + 2 * mib},,me' for mib in (1, 16, 256)],  # bytes in MiB
+            # These bytes are in MiB.
+            [f'"H100 x8, 1 node",all_reduce,x,{mib},{100 + 2 * mib},,me' for mib in (1, 16, 256)],
             "all-reduce of 256 bytes on 'H100 x8, 1 node' takes",
         ),
         ([GOOD.replace("123.0", "-123.0")], "time_us is '-123.0' of 'H100 x8, 1 node', and must be a number above 0"),
@@ -272,7 +273,7 @@ def test_files_that_cannot_be_read_or_written(sweep, tmp_path, capsys):
 
 
 def test_a_bus_bandwidth_of_other_gpus_than_the_name_says_is_not_scored(sweep, tmp_path):
-    """1.97 x bytes / time is an all-reduce of 64 GPUs."""
+    """A bus bandwidth of 1.97 x bytes / time belongs to an all-reduce of 64 GPUs."""
     _, found = scored(sweep(GOOD, GOOD.replace("238.6", "268.7")), tmp_path)
     assert found[0]["predicted_us"]
     assert not found[1]["predicted_us"]

@@ -1,4 +1,4 @@
-"""Published runs of JAX: what becomes an experiment file, what stays blank and why, and what one command writes."""
+"""Test how published runs of JAX become experiment files, why some stay blank, and what the command writes."""
 
 import csv
 import json
@@ -124,7 +124,8 @@ def test_what_a_row_leaves_unsaid_is_assumed_and_said():
 
 def test_the_number_of_parameters_decides_what_a_name_does_not():
     gated = document(model="unheard-of", params_b="5.3", vocab="32000")["model"]
-    assert gated["class"] == "models.gpt:GPT"  # 32 layers of two matrices of 11,008, where three were 6.7e9
+    # Two matrices of 11,008 in 32 layers give 5.3e9 parameters; three would give 6.7e9.
+    assert gated["class"] == "models.gpt:GPT"
     assert document(model="llama7b")["model"]["class"] == "models.llama:Llama"
     assert document(model="gpt3-5b", params_b="5", layers="24", ffn="16384", vocab="51200")["model"]["tied"]
 
@@ -189,7 +190,7 @@ def written(tmp_path, rows, *options):
 
 
 def test_a_file_never_seen_is_planned_row_by_row(tmp_path, monkeypatch, capsys):
-    """Plans are stood in for: what `meshkit plan` says is what the table has, with a line for every row."""
+    """The table repeats what `meshkit plan` says, here a fixed answer, with a line for every row."""
     step = {"time_s": 2.2, "exposed_s": 0.1, "model_flops": 1e15, "time_interval_reason": None,
             "time_interval": {"p50_s": [2.1, 2.3], "p80_s": [1.9, 2.5]}}  # fmt: skip
     planned = []
@@ -222,7 +223,7 @@ def test_a_file_never_seen_is_planned_row_by_row(tmp_path, monkeypatch, capsys):
 
 
 def test_the_plan_of_a_file_is_what_meshkit_says(tmp_path):
-    """One GPU and one layer: the smallest program there is."""
+    """One GPU and one layer make the smallest program that can be planned."""
     cells = {"n_gpus": "1", "gpus_per_node": "1", "fsdp": "1", "micro_batch": "1", "global_batch_seqs": "1",
              "layers": "1", "hidden": "256", "heads": "2", "kv_heads": "2", "ffn": "512", "vocab": "512",
              "seq_len": "256", "params_b": "", "step_time_s": "1"}  # fmt: skip

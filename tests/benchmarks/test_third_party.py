@@ -1,6 +1,6 @@
-"""Models of others, as benchmarks/third_party shards them: of the Flax repository itself, unedited, and of other kinds.
+"""Test that benchmarks/third_party shards models of the Flax repository, unedited, and models of other kinds.
 
-Those of Flax need a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
+The models of Flax need a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from benchmarks.third_party.__main__ import row_of
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "third_party"
 CHECKOUT = os.environ.get("MESHKIT_FLAX_REPO")
-# The largest difference of a gradient, of the largest entry of its leaf. lm1b: sums of at most 2048 terms (mlp), 40 of
-# them one after the other: sqrt(40 * 2048) 2^-24 = 1.7e-5. ResNet-50 divides by the deviation of batches of few pixels
-# 53 times over, which multiplies rounding errors: its bound is 200 times what was measured.
+# Each bound is the largest difference of a gradient, relative to the largest entry of its leaf. lm1b sums at most 2048
+# terms (its MLP) in 40 steps one after the other: sqrt(40 * 2048) 2^-24 = 1.7e-5. ResNet-50 divides 53 times by the
+# deviation of batches of few pixels, which multiplies rounding errors, so its bound is 200 times the measured error.
 LARGEST = {"lm1b_transformer": 1.7e-5, "imagenet_resnet50": 1e-3}
 
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -66,7 +66,8 @@ def test_a_model_of_keras_is_sharded_trained_profiled_and_planned():
     check(row_of("keras", Path("-")))
 
 
-PACKAGES = ("grain", "haiku", "equinox", "transformers")  # each a model named as what it needs
+# Each of these models is named after the package that it needs.
+PACKAGES = ("grain", "haiku", "equinox", "transformers")
 SLOW = ("unet", "lstm", "schedule_free", "multi_transform", "diffusion_transformer", *PACKAGES)
 
 
@@ -75,7 +76,7 @@ SLOW = ("unet", "lstm", "schedule_free", "multi_transform", "diffusion_transform
 def test_a_model_of_another_kind_is_cut_by_path_trained_profiled_and_planned(name):
     if name in PACKAGES:
         pytest.importorskip(name)
-    row = row_of(name)  # it stops where a weight or a moment is not cut as the rules say
+    row = row_of(name)  # row_of stops where a weight or a moment is not sharded as the rules say.
     check(row)
     check_cut(row)
 
