@@ -1,4 +1,4 @@
-"""Programs kept on disk: what makes a key, what an entry survives, what goes first, and who may read."""
+"""Test the cache of compiled programs: its keys, damaged entries, the order of eviction, and who may read it."""
 
 import os
 import stat
@@ -45,7 +45,7 @@ def test_an_entry_comes_back_as_it_was(folder):
     assert cache.load(folder, "k") is None
     cache.store(folder, "k", ENTRY)
     assert cache.load(folder, "k") == ENTRY
-    assert entries(folder) == ["k.program"]  # no temporary file stays
+    assert entries(folder) == ["k.program"]  # No temporary file stays.
 
 
 def test_only_the_owner_can_read(folder):
@@ -55,7 +55,7 @@ def test_only_the_owner_can_read(folder):
 
 
 def test_a_folder_of_the_users_is_refused_and_left_as_it_is(monkeypatch, tmp_path):
-    """MESHKIT_CACHE=$HOME, where ~/programs is the user's."""
+    """The user sets MESHKIT_CACHE=$HOME and has a folder ~/programs."""
     theirs = tmp_path / "programs"
     theirs.mkdir(mode=0o755)
     for name in ("thesis.tex", f"{'0' * 64}.program", "old-0123456789abcdef.tmp"):
@@ -71,7 +71,7 @@ def test_a_folder_of_the_users_is_refused_and_left_as_it_is(monkeypatch, tmp_pat
 
 
 def test_only_entries_are_removed(folder, monkeypatch):
-    """Somebody has put files of their own into a folder of meshkit's."""
+    """Somebody may have put files of their own into meshkit's folder."""
     for name in ("thesis.tex", "notes.tmp", "seal.key"):
         (folder / name).write_text("mine")
         os.utime(folder / name, (0, 0))
@@ -113,7 +113,7 @@ def test_the_entries_used_longest_ago_go_first(folder, monkeypatch):
         cache.store(folder, key, ENTRY)
         then = time.time() - 1000 + age
         os.utime(file_of(folder, key), times=(then, then))
-    cache.load(folder, "d")  # the oldest, but just used
+    cache.load(folder, "d")  # The oldest entry has just been used.
     size = file_of(folder, "a").stat().st_size
     monkeypatch.setenv("MESHKIT_CACHE_BYTES", str(3 * size))
     cache.store(folder, "e", ENTRY)
@@ -224,7 +224,7 @@ def test_a_second_compile_reads_what_the_first_kept(folder):
     def total(x):
         return x.sum()
 
-    # From one place: where in the source a step is planned from is part of its program, as are its own lines.
+    # All three compile from one place, because the caller's line is part of a program.
     first, second, third = (compile_and_damage(compiled, total, folder, n) for n in range(3))
     assert (first.cached, second.cached) == (False, True)
     same = ("module", "memory", "host_memory", "options", "log", "rematerializations", "partitioner")
@@ -239,7 +239,7 @@ def test_a_second_compile_reads_what_the_first_kept(folder):
 
 
 def compile_and_damage(compiled, step, folder, attempt):
-    """The attempt's program; before the third one the entry loses its end."""
+    """Compile the step; before the third attempt, cut the end of the kept entry."""
     if attempt == 2:
         (entry,) = folder.glob("*.program")
         entry.write_bytes(entry.read_bytes()[:-3])
@@ -260,7 +260,7 @@ def test_kernels_are_shared_by_schedules_and_by_nothing_else(monkeypatch):
 
 @pytest.mark.deviceless
 def test_kernels_that_were_kept_change_no_program(folder, monkeypatch):
-    """Two compiles at a time read kernels of a third, which XLA refuses or the digest does, and both write theirs."""
+    """Two compiles at once read the kernels that a third kept, whole or damaged, and both write theirs."""
     mesh, cluster, args = small()
     steps = [eval(f"lambda x: jax.nn.softmax(x * {n}) + x.sum(0) / {1 + n % 2}") for n in range(3)]
 
@@ -285,7 +285,7 @@ def test_kernels_that_were_kept_change_no_program(folder, monkeypatch):
             kept.unlink()
         entry.write_bytes(damaged)
         if damaged is other:
-            cache.store_kernels(folder, entry.stem, other)  # with its digest
+            cache.store_kernels(folder, entry.stem, other)  # Stored this way, the foreign bytes have a valid digest.
         found = both()
         assert made(found) == expected
         torn = f"kept kernels, {entry} ({len(damaged)} bytes) was damaged; they were compiled anew"
@@ -310,7 +310,7 @@ print(hashlib.sha256(export_for_cuda(step, (x,), mesh, cluster).program).hexdige
 
 
 def test_another_process_gives_the_same_program():
-    """Hash seeds differ between processes; the program, with its lines of source, does not."""
+    """Hash seeds differ between processes; the program and its source lines do not."""
 
     def run(seed):
         environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
@@ -321,7 +321,7 @@ def test_another_process_gives_the_same_program():
 
 
 def test_on_a_stack_of_its_own_a_program_does_not_depend_on_who_asks():
-    """jax puts the lines of callers into a program; two callers get the same one."""
+    """jax puts the lines of callers into a program; here two callers get the same program."""
     mesh, cluster, (x,) = small()
 
     def exported():

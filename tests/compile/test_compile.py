@@ -1,4 +1,4 @@
-"""How a program is compiled, without XLA: the compiler process is played by a function."""
+"""Test how a program is compiled, with a function in place of XLA's compiler process."""
 
 import os
 
@@ -23,7 +23,7 @@ LIMIT = Option("xla_limit", 10_000, "it fits", tight=(115, "it does not"))
 
 
 def taken(options):
-    """Bytes of the played compiler's program: 30 GiB, 60 without a limit, the costly option's 60 on top."""
+    """Return the bytes that the pretended program needs: 30 GiB, more without a limit and with the costly option."""
     return (30 + 60 * ("xla_costly" in options) + 30 * (options.get("xla_limit") == 10_000)) * GIB
 
 
@@ -33,17 +33,17 @@ def choices(derived=(), pool_bytes=75 * GIB, options=None):
 
 @pytest.fixture
 def timeouts():
-    """Seconds that each compile had."""
+    """Return the list that records how many seconds each compile was allowed."""
     return []
 
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path, timeouts):
-    """Compiles for H100s, of 80 GB."""
+    """Return a function that compiles for H100s of 80 GB with a pretended compiler."""
     asked = []
 
     class Played:
-        """In the place of the compiler process."""
+        """Stand in for the compiler process."""
 
         peak_rss_bytes = 1
 
@@ -114,11 +114,11 @@ def test_options_that_cost_no_memory_are_not_tried_without(compiled):
 @pytest.mark.parametrize(
     ("pool", "other", "limits", "kept"),
     [
-        (130, COSTLY, [10_000], True),  # 120 GiB and 2 % to spare
-        (61, CHEAP, [10_000, 115], True),  # not enough to spare
+        (130, COSTLY, [10_000], True),  # The program needs 120 GiB, so 2 % are to spare.
+        (61, CHEAP, [10_000, 115], True),  # There is not enough to spare.
         (35, CHEAP, [10_000, 115], True),
         (80, COSTLY, [10_000, 115, 115], False),
-        (20, COSTLY, [10_000, 115, 115], True),  # nothing fits: as it was wanted
+        (20, COSTLY, [10_000, 115, 115], True),  # Nothing fits, so the option stays as it was wanted.
     ],
 )
 def test_xlas_limit_is_out_of_reach_of_a_step_that_fits(compiled, pool, other, limits, kept):
@@ -151,7 +151,7 @@ def test_the_hash_is_of_the_options(compiled):
 
 
 class OnGpus:
-    """A lowered program on real GPUs, whose executable says what it needs."""
+    """Stand in for a program lowered for real GPUs, whose executable says what memory it needs."""
 
     def __init__(self):
         self.asked = []
@@ -179,7 +179,7 @@ def test_train_decides_as_plan_does():
 
 
 def test_the_compiler_process_says_what_plan_reads(monkeypatch):
-    """XLA's warnings come from its log, its buffers from a dump that jax's own cache has not got."""
+    """plan reads XLA's warnings in its log and the buffers in a dump, which jax's own cache does not keep."""
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -190,7 +190,7 @@ def test_the_compiler_process_says_what_plan_reads(monkeypatch):
 
 
 def test_xlas_last_words_are_no_note_of_its_loading():
-    """jaxlib 0.11 says on every machine without a GPU that it found no driver."""
+    """On every machine without a GPU, jaxlib 0.11 logs that it found no driver."""
     note = (
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
         "I0000 00:00:1795312420.499266   32520 cudart_stub.cc:31] Could not find cuda drivers on your machine.\n"
@@ -201,7 +201,7 @@ def test_xlas_last_words_are_no_note_of_its_loading():
 
 
 def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compiled, timeouts, monkeypatch):
-    """Of this process and those that it starts."""
+    """The limit holds for this process and for those that it starts."""
     compiled()
     monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "7200")
     compiled()
@@ -220,8 +220,8 @@ def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compi
 @pytest.mark.deviceless
 def test_a_compile_beyond_its_limit_is_stopped_and_says_how_it_gets_more(monkeypatch):
     monkeypatch.setenv("MESHKIT_CACHE", "off")
-    monkeypatch.setenv("TF_ANEW", "1")  # so that a process is started
-    monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "1")  # less than that takes to import jax and XLA
+    monkeypatch.setenv("TF_ANEW", "1")  # This variable makes COMPILER start a new process.
+    monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "1")  # Importing jax and XLA alone takes longer than a second.
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), H100S, devices=mk.describe_devices(H100S))
     x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(ProgramError, match=r"still compiling after 1 s(.|\n)*a longer --compile-timeout \(MESHKIT_"):

@@ -1,4 +1,4 @@
-"""Executables kept on disk: found by the next attempt, whole or not at all, and only in a folder that is private."""
+"""Test the cache of executables: the next attempt finds them, damage is noticed, and the folder must be private."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ X = np.arange(4.0, dtype=np.float32)
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder for the cache, named by the user; jax's own is not set."""
+    """Return a cache folder that the user names; jax's own cache is not set."""
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MESHKIT_CACHE_BYTES", raising=False)
     return tmp_path / "cache"
 
 
 def compile_once(x, scale):
-    """What a program gives, as numpy has it; a new function each time, which jax's own caches do not know."""
+    """Return the program's output as numpy; each call compiles a new function, which jax's own caches do not know."""
     return np.asarray(jax.jit(lambda v: jnp.sin(v) * scale).lower(x).compile()(x))
 
 
 def attempts(scales):
-    """Hits and misses of attempts that compile one program each. All are made from one line: it is part of the key."""
+    """Return hits and misses of attempts that compile one program each.
+
+    All compile from one line, because the line is part of the key.
+    """
     found = []
     for scale in scales:
         with compile_cache(print) as cache:
             values = compile_once(X, scale)
             found.append((cache.hits, cache.misses))
-        np.testing.assert_allclose(values, np.sin(X) * scale, rtol=1e-6)  # a few roundings of fp32
+        # The tolerance allows a few roundings of fp32.
+        np.testing.assert_allclose(values, np.sin(X) * scale, rtol=1e-6)
     return found
 
 
@@ -66,7 +70,7 @@ def test_jax_is_left_as_it_was(root):
 
 
 def test_the_function_of_jax_that_is_replaced_is_as_expected(root):
-    """Else processes beyond the first would compile again on CPUs, silently."""
+    """If jax's function changed, processes beyond the first would compile again on CPUs, silently."""
     from meshkit.compile.attached import WRITE_ARGUMENTS
 
     with compile_cache(print):
@@ -102,7 +106,7 @@ def test_entries_used_longest_ago_go_first(tmp_path):
     for i, key in enumerate("abc"):
         cache.put(key, bytes(100))
         os.utime(tmp_path / "kept" / f"{key}.executable", (i, i))
-    assert cache.get("a") == bytes(100)  # now the youngest
+    assert cache.get("a") == bytes(100)  # Now this entry is the most recently used.
     cache.put("d", bytes(100))
     assert entries(tmp_path) == ["a.executable", "c.executable", "d.executable"]
 
@@ -189,7 +193,7 @@ def test_jax_cache_of_the_users_own_must_be_private_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_second_attempt_of_two_processes_compiles_nothing(tmp_path):
-    """Every process would keep what it compiles: the second run adds no entry, and every entry was used."""
+    """Every process keeps what it compiles: the second run adds no entry, and it uses every entry."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"MESHKIT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "meshkit", "launch", "local", "--processes", "2", "--devices", "4"]
     command += [str(ROOT / "configs/experiments/llama_debug_cpu.toml"), "--set", "profile="]

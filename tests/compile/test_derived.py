@@ -1,4 +1,4 @@
-"""Options derived from a step: what it gathers in its loop, over which links, and from what size on it pays."""
+"""Test the XLA options derived from a step: what its loop gathers, over which links, and from what size on they pay."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from meshkit.sharding.mesh import build_mesh, describe_devices
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "configs" / "experiments"
 MIB = 2**20
-# Of a Llama 3 layer with hidden 4096, MLP 14336, 32 heads and 8 KV heads of 128: elements of its weights.
+# This is the number of weights in a Llama 3 8B layer: hidden 4096, MLP 14336, 32 heads and 8 KV heads of 128.
 LAYER_8B = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
 PIPELINED = {"xla_gpu_pipeline_all_gather", "xla_gpu_pipeline_reduce_scatter", "xla_gpu_pipeline_all_reduce"}
 BUFFERED = {"xla_gpu_enable_while_loop_double_buffering"}
@@ -57,7 +57,7 @@ def test_matmuls_in_fp8_are_those_of_cublas():
 
 
 def test_what_tensor_parallelism_cuts_stays_cut():
-    """Half of every matrix over tensor = 2; the two norms (2 x 4096) are whole."""
+    """tensor = 2 shards every matrix; the two norms (2 x 4096) stay whole."""
     traffic = traffic_of("model.layers=2")
     assert traffic is not None
     assert traffic.gathered_bytes == 2 * ((LAYER_8B - 2 * 4096) / 2 + 2 * 4096)
@@ -81,7 +81,7 @@ def test_no_options_where_nothing_is_gathered_or_others_would_wait(overrides, wh
 
 @pytest.mark.parametrize("tensor", [[], ['rules.preset="fsdp_tensor"', "mesh={fsdp={nvlink=4,infiniband=2},tensor=2}"]])
 def test_a_sharded_loop_is_pipelined_buffered_and_combined(tensor):
-    """Beside all-reduces of tensor parallelism too."""
+    """The options are the same beside the all-reduces of tensor parallelism."""
     options = derive_options(*made(*FSDP, *tensor))
     assert {o.name for o in options} == PIPELINED | BUFFERED | COMBINED | MEMORY
     assert all(o.why for o in options)
@@ -122,7 +122,7 @@ def test_a_reduce_scatters_limit_is_of_what_it_leaves_on_a_gpu():
 
 @pytest.mark.parametrize("fraction", [0.92, 0.8, 0.5])
 def test_xla_may_use_what_the_client_may_take(fraction):
-    """No limit for a step that fits; for any other the client's pool, of which XLA takes 0.8 of a described memory."""
+    """A step that fits has no limit; any other keeps to the client's pool, of which XLA takes 0.8 of the memory."""
     option, cluster = memory_option(fraction), mk.Cluster.load("dgx_h100")
     assert option.value == 10_000
     assert option.tight is not None
@@ -133,7 +133,7 @@ def test_xla_may_use_what_the_client_may_take(fraction):
 
 
 def test_without_a_client_xla_keeps_within_the_clients_pool():
-    """Whatever percentage of it the user says, or XLA's own; a limit out of reach leaves the GPU's memory as it is."""
+    """XLA stays within the pool at any percentage; a limit out of reach leaves the GPU's memory as it is."""
     name, cluster = memory_option(0.92).name, mk.Cluster.load("dgx_h100")
     pool = described_memory_bytes({}, cluster, 0.5)
     assert 0.8 * pool == pytest.approx(0.5 * cluster.gpu.memory_bytes, abs=1)
@@ -142,7 +142,7 @@ def test_without_a_client_xla_keeps_within_the_clients_pool():
 
 
 def test_xla_need_not_make_room_for_what_waits_in_host_memory():
-    """It counts host memory as the GPU's: its limit is beyond any machine's, 100 times what 80 % of an H100 are."""
+    """XLA counts host memory as the GPU's, so the limit is 100 times 80 % of an H100, more than any machine has."""
     option = memory_option(0.92, offloads=True)
     assert (option.value, option.tight) == (10_000, None)
     for remat in ("offload", "offload_dots", {"offload": ["gate"]}):
@@ -152,7 +152,7 @@ def test_xla_need_not_make_room_for_what_waits_in_host_memory():
 
 
 def test_copies_to_host_memory_stay_out_of_cuda_graphs():
-    """In graphs they are in line with kernels; a plan with XLA's own list prices them so."""
+    """In CUDA graphs the copies wait in line with kernels; a plan with XLA's own list prices them so."""
     found = {o.name: o.value for o in derive_options(*made("model.layers=2", "train.remat=offload"))}
     assert not assumptions_for(found).graphed_copies
     assert "xla_gpu_enable_command_buffer" not in {o.name for o in derive_options(*made("model.layers=2"))}

@@ -1,4 +1,4 @@
-"""XLA scheduled by prices: which of several programs is taken, what XLA is told, and that processes agree."""
+"""Test scheduling by predicted prices: which program is taken, what XLA is told, and that processes agree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def schedule(compute_flops):
 
 @dataclass
 class Made:
-    """A program that takes as long as its FLOP."""
+    """Stand in for a compiled program whose time is proportional to its FLOP."""
 
     flops: float
     peak_bytes: int = 0
@@ -45,7 +45,7 @@ class Made:
 
 
 def schedules(flops, peaks=(0, 0, 0), *, derived=(), pgle=PREDICTED, **keywords):
-    """What the loop takes of programs of these FLOP, one after the other; and what each was told."""
+    """Return the program that the loop takes of those with these FLOP, and the later programs with their prices."""
     each = [Made(*of) for of in zip(flops, peaks)]
     left = iter(each)
 
@@ -84,7 +84,7 @@ def test_the_fastest_is_taken(flops, taken):
     assert found.flops == flops[taken]
     assert len(rest) == ROUNDS
     assert all('name: "gather" cost_us: ' in made.told for made in rest)
-    assert rest[0].told != rest[1].told  # the second is told the prices of the first's instructions
+    assert rest[0].told != rest[1].told  # The second program is told the prices of the first one's instructions.
 
 
 def test_one_that_does_not_fit_is_not():
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_not_compiled_again():
     ids=["recomputing costs more", "exposed gathers cost more"],
 )
 def test_where_only_less_memory_fits_the_faster_way_to_it_is_taken(flops, taken, said):
-    """The first takes too much, the second keeps within a limit, and the third also leaves out what hides gathers."""
+    """The first program needs too much, the second keeps within a limit, the third also drops what hides gathers."""
     limit = Option("xla_limit", 10_000, "it fits", tight=(100, "it does not"))
     hiding = Option("xla_hiding", True, "it hides gathers", costs_memory=True)
     found, rest = schedules(flops, (101, 90, 80), derived=(limit, hiding), pgle="off")

@@ -1,4 +1,4 @@
-"""What leaves for the compiler: target descriptions, as OpenXLA's own in every field both have, and traced FLOP."""
+"""Test the compiler's input: target descriptions, which agree with OpenXLA's own, and the FLOP of a traced step."""
 
 import functools
 import re
@@ -88,11 +88,12 @@ def test_what_is_recomputed_counts_again():
     def loss(a, b):
         return jnp.sin(jax.checkpoint(lambda a: jnp.sin(jnp.dot(a, b)))(a)).sum()
 
-    assert flops(jax.grad(loss), A, B) == 3 * ONE  # forward, again, and the gradient of a
+    # Three matmuls run: the forward one, its recomputation, and the gradient of a.
+    assert flops(jax.grad(loss), A, B) == 3 * ONE
 
 
 def test_what_nobody_uses_does_not_count():
-    """Of the backward pass of a first layer, the gradient of its input."""
+    """The backward pass of a first layer does not need the gradient of its input."""
 
     @jax.custom_vjp
     def dot(a, b):
@@ -136,7 +137,7 @@ def test_a_convolution_is_its_window_times_its_outputs():
     assert found == 2.0 * (4 * 10 * 10 * 16) * (3 * 3 * 3)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])  # the last is depthwise
+@pytest.mark.parametrize("groups", [1, 2, 8])  # The last is depthwise.
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (3, 1), (1, 2)])
 def test_all_passes_of_a_convolution_multiply_as_often(stride, dilation, padding, groups):
@@ -157,7 +158,7 @@ def test_all_passes_of_a_convolution_multiply_as_often(stride, dilation, padding
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_a_transposed_convolution_multiplies_with_every_element_of_its_input(stride):
-    """As a loop does: each input element meets each kernel element once, forward and backward."""
+    """Each input element meets each kernel element once, forward and backward, as in a loop."""
     x, kernel = jnp.zeros((4, 10, 8)), jnp.zeros((3, 8, 16))
 
     def convolve(x, kernel):
@@ -181,7 +182,7 @@ def test_a_batch_in_groups_multiplies_each_with_its_own_features():
     assert flops(jax.grad(lambda *args: convolve(*args).sum(), argnums=(0, 1)), x, kernel) == 2 * once
 
 
-BAND = 64 / 256 - (64 / 256) ** 2 / 2  # of a window of 64 tokens: a band without the triangle before the first
+BAND = 64 / 256 - (64 / 256) ** 2 / 2  # A window of 64 tokens is a band without the triangle before the first token.
 
 
 @pytest.mark.parametrize(("causal", "share", "window"), [(True, 0.5, None), (False, 1.0, None), (True, BAND, (63, 0))])

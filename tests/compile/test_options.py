@@ -1,4 +1,4 @@
-"""XLA options: which are set for which GPU and jaxlib, what XLA refuses, and what the user then reads."""
+"""Test XLA's options: which are set for which GPU and jaxlib, which XLA refuses, and what the user then reads."""
 
 import pytest
 
@@ -26,7 +26,7 @@ INVALID = "INVALID_ARGUMENT: While setting option {}, 'maybe' is not a valid boo
 
 
 class Lowered:
-    """A lowered program of an XLA that refuses some options, as jax reports it."""
+    """Stand in for a lowered program of an XLA that refuses some options, with jax's messages."""
 
     def __init__(self, refused):
         self.refused, self.tried = dict(refused), []
@@ -64,7 +64,7 @@ def test_an_option_is_set_for_the_releases_that_have_it(monkeypatch, jaxlib, has
 
 @pytest.mark.parametrize(("jaxlib", "searches"), [("0.11.2", True), ("0.12.0.1", False)])
 def test_the_planner_leaves_out_the_search_for_kernels_where_xla_compiles_without(monkeypatch, jaxlib, searches):
-    """jaxlib 0.11 then finds no tiles for its matmuls: "No supported config found"."""
+    """With the search left out, jaxlib 0.11 finds no tiles for matmuls ("No supported config found")."""
     monkeypatch.setattr(options, "version_of", lambda _: jaxlib)
     assert planners_options() == ({} if searches else {"xla_gpu_autotune_level": 0})
 

@@ -1,4 +1,4 @@
-"""What compiling needs, each piece hidden in turn: one message that names it and how to install it."""
+"""Test that one message names a missing piece of the compiler's installation and the command that installs it."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ WITHOUT = {
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """A complete installation in a folder; a test takes a piece away."""
+    """Set up a complete installation in a folder, from which a test takes a piece away."""
     for file in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("")

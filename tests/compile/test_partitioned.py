@@ -1,4 +1,4 @@
-"""Operations that partition themselves, for GPUs that are not there: attention, scaled matmuls, and a user's own."""
+"""Test operations that partition themselves, on absent GPUs: attention, scaled matmuls, and a user's own."""
 
 import functools
 import threading
@@ -40,7 +40,7 @@ def planned(step, *args, name="dgx_h100"):
 
 
 def operations(plan):
-    """Count what a GPU runs: each custom call by its target and shapes, each collective by axes, type and payload."""
+    """Count what a GPU runs: each custom call by target and shape, each collective by axes, type and payload."""
     calls = Counter(
         (i.target, str(i.shape))
         for computation in plan.compiled.hlo.computations.values()
@@ -97,7 +97,7 @@ def in_eight_bits(q, k, v):
     ids=["causal", "bias", "lengths", "window", "packed", "score_mod", "fp8"],
 )
 def test_attention_is_that_of_a_shard_map_with_the_same_specs(fn, more, bounds):
-    """Where lengths are arguments, the plan says that its price is an upper bound, and of which lengths."""
+    """Where lengths are arguments, the plan says that its price is an upper bound, and for which lengths."""
     args = (*(array(SHAPE, CUT) for _ in range(3)), *more)
     specs = tuple(a.sharding.spec for a in args)
     inside = jax.shard_map(fn, mesh=mesh(), in_specs=specs, out_specs=CUT, check_vma=False)
@@ -131,7 +131,7 @@ def block_scaled(name):
 
 
 def test_scaled_matmuls_are_partitioned_and_priced_on_a_gpu_that_has_them():
-    """Forward and both gradients: 2 m n k each, in MXFP8, by cuDNN's call, whose FLOP are known."""
+    """The forward pass and both gradients are cuDNN's MXFP8 calls of 2 m n k FLOP each."""
     plan = block_scaled("dgx_b200")
     calls = [i for i, _ in plan.schedule.walk() if i.cost and "mxfp8" in i.cost.matmul_flops]
     assert [i.opcode for i in calls] == ["custom-call"] * 3
@@ -140,7 +140,7 @@ def test_scaled_matmuls_are_partitioned_and_priced_on_a_gpu_that_has_them():
 
 
 def test_scaled_matmuls_inside_a_shard_map_are_priced_too():
-    """There the call goes to XLA as it is, and none partitions itself."""
+    """Inside a shard_map the call goes to XLA as it is, and nothing partitions itself."""
     rows, f8, e8 = PartitionSpec(None, ("data", "fsdp", "tensor")), jnp.float8_e4m3fn, jnp.float8_e8m0fnu
     fn = jax.shard_map(jax.nn.scaled_matmul, mesh=mesh("dgx_b200"), in_specs=(rows,) * 4, out_specs=rows)
     shapes = ((2048, 1024), f8), ((2048, 1024), f8), ((2048, 32), e8), ((2048, 32), e8)
@@ -168,7 +168,7 @@ def test_a_scaled_dot_over_several_gpus_names_what_to_use():
 
 
 def own(scale, kept=None):
-    """Return an operation that a user cuts himself: rows stay where they are, columns are whole."""
+    """Return an operation that a user partitions himself: its rows stay sharded and its columns are whole."""
 
     @custom_partitioning
     def softmax(x):

@@ -1,4 +1,4 @@
-"""`train.pgle`: XLA has plan's prices: of every instruction, with which it is asked again, or a table."""
+"""Test `train.pgle`: XLA receives the plan's prices, per instruction for a second compile or as a table."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_the_program_is_never_slower_and_does_the_same(plans):
     assert told.step.model_flops == own.step.model_flops
     assert moved(told) == moved(own)
     said = {o.name: o.value for o in told.program.options}
-    assert said.get(PGLE_OPTION, "predicted") == "predicted"  # never where the file lay
+    assert said.get(PGLE_OPTION, "predicted") == "predicted"  # The option's value never says where the file lay.
     assert ".pbtxt" not in told.to_json()
 
 
 @pytest.mark.slow
 def test_all_to_alls_that_xla_leaves_exposed_are_hidden():
-    """Mixtral 8x7B: XLA thinks of them as short."""
+    """XLA's own estimate of Mixtral 8x7B's all-to-alls is too short."""
     own, told = (plan_experiment(load(MIXTRAL[0], (*MIXTRAL[1], *more))).report for more in ((), (PREDICTED,)))
     assert told.step.exposed_s < 0.8 * own.step.exposed_s
     assert told.step.time_s < own.step.time_s
@@ -75,7 +75,7 @@ def test_all_to_alls_that_xla_leaves_exposed_are_hidden():
 
 
 class OnGpus:
-    """A step lowered for real GPUs: executables of the module that was compiled for absent ones."""
+    """Stand in for a step lowered for real GPUs; its executables hold the module compiled for absent ones."""
 
     def __init__(self, module):
         self.module, self.asked, self.told = module, [], []
@@ -108,7 +108,7 @@ def test_train_asks_xla_again_with_the_same_prices(plans):
     collectives = {i.name for body in own.schedule.computations.values() for i in body if i.collective}
     assert collectives
     assert all(f'name: "{name}"' in gpus.told[0] for name in collectives)
-    assert made.options == plain[0]  # no program is faster than the first, which is taken then
+    assert made.options == plain[0]  # No program is faster than the first, so the first is taken.
     json.dumps(dict(made.options))
 
 
@@ -138,7 +138,7 @@ def test_the_table_has_the_models_prices(name, key):
     assert {n for collective, n in sizes if collective == "all-to-all"} == {
         n for n in range(2, gpus + 1) if gpus % n == 0
     }
-    for found_sizes in sizes.values():  # the nearest is never further than half a step of a quarter octave
+    for found_sizes in sizes.values():  # The nearest size is never further than half a step of a quarter octave.
         once = sorted(set(found_sizes))
         assert once[0] <= 4 * gpus
         assert once[-1] < 2**31
@@ -146,7 +146,7 @@ def test_the_table_has_the_models_prices(name, key):
 
 
 def test_xla_prices_collectives_by_the_table(monkeypatch, tmp_path):
-    """Its scheduler says what it takes a collective for."""
+    """XLA's scheduler logs the time that it assumes for a collective."""
     environment = compiler.child_environment
     loud = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
     monkeypatch.setattr(compiler, "child_environment", lambda: environment() | loud)

@@ -1,4 +1,4 @@
-"""Programs that are hard to compile without a GPU, compiled for GPUs that are not there."""
+"""Test programs that are hard to compile without a GPU by compiling them for absent GPUs."""
 
 import functools
 import math
@@ -22,14 +22,14 @@ GPUS = [key for key in gpu_keys() if gpu(key).compute_capability is not None]
 
 
 def host_of(key):
-    """One host of eight GPUs (four of GB200 and GB300) of a kind."""
+    """Return a cluster of one host with eight GPUs of a kind (four of GB200 and GB300)."""
     scale_up = "nvlink" if gpu(key).nvlink_links else "pcie"
     per_host = 4 if key.startswith("g") else 8
     return Cluster.load({"gpu": key, "hosts": 1, "gpus_per_host": per_host, "scale_up": scale_up})
 
 
 def compiled(step, shapes, *, cluster="dgx_h100", hosts=1, mesh=None, wants_mesh=False, xla=None):
-    """A program, its text and its schedule. Arrays are cut over the first mesh axis by their first dim."""
+    """Return a program, its text and its schedule; arrays are sharded by their first dim over the first mesh axis."""
     cluster = mk.Cluster.load(cluster, hosts=hosts) if isinstance(cluster, str) else cluster
     mesh = mk.build_mesh(mk.MeshSpec.parse(mesh or {"data": "fill"}), cluster, devices=mk.describe_devices(cluster))
     spec = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
@@ -40,7 +40,7 @@ def compiled(step, shapes, *, cluster="dgx_h100", hosts=1, mesh=None, wants_mesh
 
 
 def on_each_gpu(function):
-    """Mesh -> a function of the parts on each GPU."""
+    """Return a function from a mesh to a shard_map of the function over the GPUs."""
     spec = PartitionSpec("data")
     return lambda mesh: jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
@@ -49,7 +49,7 @@ def on_each_gpu(function):
     "key", [pytest.param(k, marks=() if k in ("a100_80gb", "rtx_pro_6000") else pytest.mark.slow) for k in GPUS]
 )
 def test_every_gpu_of_the_catalog_compiles(key):
-    """A matmul, an exponential (libdevice) and a sum over all GPUs."""
+    """The program has a matmul, an exponential (libdevice) and a sum over all GPUs."""
     cluster = host_of(key)
     program, _, schedule = compiled(lambda x: jnp.exp(x @ x.T).sum(), [((1024, 256), jnp.float32)], cluster=cluster)
     assert program.peak_bytes < cluster.gpu.memory_bytes
@@ -60,7 +60,7 @@ def test_every_gpu_of_the_catalog_compiles(key):
 
 
 def test_a_sort_that_asks_the_driver_for_scratch_space_compiles():
-    """CUB's radix sort would: 65536 elements are enough for XLA to choose it."""
+    """XLA chooses CUB's radix sort from 65536 elements on, and CUB asks the driver for scratch space."""
     _, text, _ = compiled(lambda x: jnp.sort(x, axis=1), [((8, 65536), jnp.float32)])
     assert "cub" not in text.lower()
     assert "sort(" in text
@@ -71,7 +71,8 @@ def test_an_a100_hides_its_collectives_because_it_is_told_to(told):
     """By default XLA issues every collective of an A100 synchronously."""
 
     def step(x, w):
-        return x.T @ x, jnp.tanh(x @ w) @ w  # a sum over the GPUs, and matmuls that do not wait for it
+        # The first output is a sum over the GPUs; the matmuls of the second do not wait for it.
+        return x.T @ x, jnp.tanh(x @ w) @ w
 
     shapes = [((4096, 4096), jnp.bfloat16), ((4096, 4096), jnp.bfloat16)]
     xla = None if told else {"xla_gpu_enable_latency_hiding_scheduler": False}
@@ -92,7 +93,8 @@ def test_cudnn_attention_needs_no_cudnn(window):
     shapes = [((8, 512, 4, 64), jnp.bfloat16)] * 3
     _, text, schedule = compiled(on_each_gpu(attention), shapes, wants_mesh=True)
     assert "__cudnn$fmhaSoftmaxBackward" in text
-    # causal: half of 4 b h s^2 d forward, and 2.5 times that backward; of a window its band without the corner
+    # Causal attention has half of 4 b h s^2 d FLOP forward and 2.5 times that backward; a window has its band without
+    # the corner.
     seen = 512 * window - window**2 / 2 if window else 512**2 / 2
     forward = 4 * 1 * 4 * seen * 64
     assert {i.cost.attention_window for i, _ in schedule.walk() if i.cost and i.cost.attention_flops} == {window or 0}
@@ -145,7 +147,7 @@ BUFFERED = {"xla_gpu_enable_while_loop_double_buffering": True}
     ],
 )
 def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
-    """Pipelining peels an iteration off, double buffering halves the trips; the work stays that of the layers.
+    """Pipelining peels off an iteration and double buffering halves the trips, but the work stays that of the layers.
 
     Each layer gathers a weight of 1024 x 1024 bf16 over 8 GPUs, and multiplies 256 / 8 rows by it.
     """
@@ -175,7 +177,7 @@ def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
 
 @pytest.mark.skipif(BEFORE_0_12, reason="jaxlib 0.11 has another option")
 def test_symmetric_memory_of_collectives_is_counted_apart():
-    """The gathered array, 4 MiB, and what XLA packs beside it, lie in collective memory."""
+    """Collective memory holds the gathered array, 4 MiB, and what XLA packs beside it."""
     on = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
     step, shapes = (lambda x: jnp.tanh(x @ x)), [((1024, 1024), jnp.float32)]
     plain, symmetric = (compiled(step, shapes, xla=xla)[0] for xla in (None, on))
@@ -186,7 +188,7 @@ def test_symmetric_memory_of_collectives_is_counted_apart():
 
 @pytest.mark.skipif(BEFORE_0_12, reason="jaxlib 0.11 does not die of it")
 def test_an_abort_of_xla_kills_its_own_process_and_says_what_to_try(monkeypatch):
-    """Without meshkit's option jaxlib 0.12 aborts on a scalar all-reduce over 64 GPUs that NVLink joins."""
+    """Without meshkit's option, jaxlib 0.12 aborts on a scalar all-reduce over 64 GPUs that NVLink joins."""
     monkeypatch.setattr(options, "OPTIONS", ())
     with pytest.raises(mk.ProgramError, match=r"XLA's compiler died \(.*size mismatch.*\n  try .*collective_kernels"):
         compiled(
@@ -199,7 +201,7 @@ def test_an_abort_of_xla_kills_its_own_process_and_says_what_to_try(monkeypatch)
 
 @pytest.mark.skipif(not BEFORE_0_12, reason="jaxlib 0.12 does not die of it")
 def test_a_crash_of_xla_kills_its_own_process_and_says_what_to_try():
-    """An argument without elements, cut over an axis, is one too many for jaxlib 0.11."""
+    """jaxlib 0.11 fails on an argument without elements that is sharded over an axis."""
 
     def step(mesh):
         spec = PartitionSpec("data")
