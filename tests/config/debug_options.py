@@ -1,4 +1,4 @@
-"""The options of XLA that this jaxlib has, by its own descriptor; for tests and for `benchmarks.attack`."""
+"""Read which XLA options this jaxlib has from its own descriptor, for tests and for `benchmarks.attack`."""
 
 import mmap
 from pathlib import Path
@@ -9,7 +9,7 @@ from meshkit.hlo.proto import messages, read_fields
 
 
 def fields_of_debug_options() -> dict[str, int]:
-    """Name -> type of each field, from the descriptor of xla/xla.proto that the library carries."""
+    """Return the type of each option by name, from the descriptor of xla/xla.proto that the library carries."""
     library = Path(jaxlib.__file__).with_name("libjax_common.so")
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start, last = content.find(b"\n\rxla/xla.proto\x12\x03xla"), b"b\x06proto3"

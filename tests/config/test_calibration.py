@@ -1,4 +1,4 @@
-"""The calibration file: what is written is read back, what is wrong is named, and the nearest group is found."""
+"""Test that a calibration file is read back as written, that faults are named, and that the nearest group is found."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""The catalog: whole, sourced, consistent, and equal to what vendors print once that is read the way the catalog says.
+"""Test that the catalog is complete, sourced and consistent, and that its figures equal those that vendors print.
 
-Vendors print bandwidth as the sum of both directions and peaks with 2:4 sparsity; the figures below are theirs.
+Vendors print bandwidth as the sum of both directions and peaks with 2:4 sparsity. The figures in this file are theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_the_catalog_has_the_keys_of_the_contract():
 
 
 def numbers(row, prefix=""):
-    """Dotted keys of every number of a catalog row."""
+    """Yield the dotted key of every number of a catalog row."""
     for key, value in row.items():
         if key == "sources":
             continue
@@ -70,7 +70,7 @@ def test_every_number_has_one_source(name, row):
 def test_every_source_is_used_and_dated():
     sources = catalog.catalog()["sources"]
     assert {source for _, row in rows() for source in row["sources"]} == set(sources)
-    timeless = {"vendor_rate", "pcie"}  # standards
+    timeless = {"vendor_rate", "pcie"}  # Standards have no date.
     assert all(name in timeless or "20" in text for name, text in sources.items())
 
 
@@ -99,7 +99,7 @@ def test_the_numbers_of_a_gpu_agree_with_each_other(key):
     gpu = catalog.gpu(key)
     peaks = gpu.peak_flops
     assert all(0 < share <= 1 for share in gpu.achieved.values())
-    if "fp8" in peaks:  # each halving of the width doubles the dense rate; data sheets round to 3 digits
+    if "fp8" in peaks:  # Each halving of the width doubles the dense rate; data sheets round to three digits.
         assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=2e-3)
     if "tf32" in peaks:
         assert peaks["bf16"] == pytest.approx(2 * peaks["tf32"], rel=2e-3)
@@ -157,11 +157,11 @@ def test_a_switch_is_its_ports(nvswitch, nvlink_generation, printed_tb_per_s, mu
 
 
 def test_the_switches_of_a_rack_of_72_are_full():
-    """18 chips (9 trays of 2) carry 72 GPUs x 18 links, 130 TB/s in both directions as NVIDIA prints it."""
+    """18 chips (9 trays of 2) carry 72 GPUs x 18 links; NVIDIA prints 130 TB/s, the sum of both directions."""
     gpu, ports = catalog.gpu("gb200"), catalog.nvswitch(5)["ports"]
     assert 72 * gpu.nvlink_links == 18 * ports
     assert 72 * 2 * gpu.nvlink_bytes_per_s == pytest.approx(130e12, rel=0.01)
-    assert catalog.nvswitch(1) is None  # P100 came before the first switch
+    assert catalog.nvswitch(1) is None  # P100 is older than the first switch.
 
 
 @pytest.mark.parametrize(("generation", "gpu"), [(1, "p100"), (2, "v100")])
@@ -190,7 +190,7 @@ def test_a_cube_mesh_uses_every_link_once(generation, gpu):
     ],
 )
 def test_peaks_are_half_of_the_sparse_figure(key, gpus, printed_pflops):
-    """Printed for so many GPUs, with sparsity, to 3 or 4 digits."""
+    """The vendor prints the figure for this number of GPUs, with sparsity, to 3 or 4 digits."""
     peaks = catalog.gpu(key).peak_flops
     for precision, printed in printed_pflops.items():
         assert 2 * gpus * peaks[precision] == pytest.approx(printed * 1e15, rel=2e-3), precision
@@ -250,7 +250,7 @@ def test_a_port_is_its_gigabits(key, gigabits):
     [("c2c_gh200", 1), ("c2c_gb200", 2)],
 )
 def test_c2c_is_half_of_the_bidirectional_figure(key, superchip_gpus):
-    """900 GB/s, both directions, of a superchip."""
+    """A superchip has 900 GB/s, the sum of both directions."""
     link = catalog.cpu_link(key, pcie_generation=5, gpus_per_host=4)
     assert 2 * superchip_gpus * link.bytes_per_s == 900e9
     assert link.nvlinks == 0
@@ -261,7 +261,7 @@ def test_c2c_is_half_of_the_bidirectional_figure(key, superchip_gpus):
     [("power8_nvlink1", "p100", 80), ("power9_nvlink2", "v100", 150), ("power9_nvlink2_6gpu", "v100", 100)],
 )
 def test_nvlink_to_a_power_cpu_is_its_links(key, gpu, printed_gb_per_s):
-    """IBM prints both directions between the CPU and one GPU."""
+    """IBM prints the sum of both directions between the CPU and one GPU."""
     link = catalog.cpu_link(key, pcie_generation=3, gpus_per_host=4)
     assert 2 * link.bytes_per_s == printed_gb_per_s * 1e9
     assert link.bytes_per_s == link.nvlinks * catalog.nvlink_bytes_per_s(catalog.gpu(gpu).nvlink_generation)

@@ -1,4 +1,4 @@
-"""Clusters: the shipped ones, files, tables, numbering of GPUs, links, and what is refused."""
+"""Test clusters: the shipped ones, files, tables, the numbering of GPUs, links, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_overrides():
 def test_gpu_numbering_when_a_domain_spans_hosts():
     cluster = Cluster.load("gb200_nvl72", hosts=36, gpus_used_per_domain=64)
     assert (cluster.num_nvlink_domains, cluster.num_gpus) == (2, 128)
-    # 64 of 72: the first 16 hosts of each rack of 18
+    # A rack has 18 hosts; 64 of its 72 GPUs are those of the first 16.
     assert [cluster.host_of(i) for i in (0, 3, 4, 63, 64, 127)] == [0, 0, 1, 15, 18, 33]
     assert [cluster.domain_of(i) for i in (0, 63, 64, 127)] == [0, 0, 1, 1]
 

@@ -1,4 +1,4 @@
-"""Links of a cluster: which fabric they are, and that a path is as fast as the slowest thing on it."""
+"""Test the links of a cluster: which fabric they are, and that a path is as fast as its slowest part."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_links_of_shipped_clusters_are_usable(name):
 @pytest.mark.parametrize(
     ("name", "gpus", "gb_per_s"),
     [
-        ("superpod_h100_nvlink256", 8, 450),  # one host
-        ("superpod_h100_nvlink256", 16, 225),  # 72 of a host's 144 links lead out of it
+        ("superpod_h100_nvlink256", 8, 450),  # The group is inside one host.
+        ("superpod_h100_nvlink256", 16, 225),  # Of a host's 144 links, 72 leave it.
         ("superpod_h100_nvlink256", 256, 225),
-        ("gb200_nvl72", 72, 900),  # no taper
+        ("gb200_nvl72", 72, 900),  # This cluster has no taper.
         ("dgx1_p100", 8, 80),
-        ("dgx1_p100", 4, 60),  # three links to the rest of the quad
+        ("dgx1_p100", 4, 60),  # Three links lead to the rest of the quad.
         ("dgx1_p100", 2, 20),
-        ("dgx1_v100", 4, 100),  # GPU 0: one, one and two links
-        ("dgx1_v100", 2, 25),  # GPUs 0 and 1 have a single one
+        ("dgx1_v100", 4, 100),  # GPU 0 has one, one and two links to the others.
+        ("dgx1_v100", 2, 25),  # GPUs 0 and 1 share a single link.
     ],
 )
 def test_nvlink_of_a_group(name, gpus, gb_per_s):
@@ -80,26 +80,26 @@ def test_nvlink_of_a_group(name, gpus, gb_per_s):
 
 def test_half_of_a_cube_has_the_links_of_that_half():
     assert Cluster.load("dgx1_p100", nvlink_domain_size=4).link("nvlink").bytes_per_s == pytest.approx(60e9)
-    four = {"gpu": "v100", "gpus_per_host": 4}  # wired to each other with two links a pair
+    four = {"gpu": "v100", "gpus_per_host": 4}  # Each pair of the four GPUs is wired with two links.
     assert Cluster.load(four).link("nvlink").bytes_per_s == 150e9
     assert Cluster.load(four).link("nvlink", gpus=2).bytes_per_s == 50e9
 
 
 def test_the_taper_of_256_gpus_is_the_vendors_all_to_all_figure():
-    """57.6 TB/s: half of the GPUs send to the other half, in both directions, and all of it leaves a host."""
+    """Half of the GPUs send to the other half in both directions and all of it leaves a host: 57.6 TB/s."""
     beyond = Cluster.load("superpod_h100_nvlink256").link("nvlink", gpus=256).bytes_per_s
     assert 2 * 128 * beyond == pytest.approx(57.6e12)
 
 
 @pytest.mark.parametrize("gpus", range(2, 9))
 def test_eight_gpus_without_a_switch_split_900_gb_per_s_in_seven(gpus):
-    """Each pair has 128.6 GB/s of both directions; a group of g has g - 1 such links at each GPU."""
+    """Each pair has 128.6 GB/s, both directions together; a group of g has g - 1 such links at each GPU."""
     cluster = Cluster.load("dgx_h100", nvlink_switch=False)
     assert 2 * cluster.link("nvlink", gpus=gpus).bytes_per_s == pytest.approx((gpus - 1) * 900e9 / 7)
 
 
 def test_nvlinks_that_lead_to_the_cpu_lead_to_no_gpu():
-    """AC922 with four V100: three links to the CPU, three to the other GPU of the socket."""
+    """An AC922 with four V100 has three links to the CPU and three to the other GPU of the socket."""
     table = {"gpu": "v100", "gpus_per_host": 4, "nvlink_domain_size": 2, "cpu_link": "power9_nvlink2"}
     cluster = Cluster.load(table)
     assert cluster.link("nvlink").bytes_per_s == 75e9
@@ -109,13 +109,15 @@ def test_nvlinks_that_lead_to_the_cpu_lead_to_no_gpu():
 @pytest.mark.parametrize(
     ("overrides", "bytes_per_s", "achieved"),
     [
-        ({"gpu": "h100_sxm", "nic": "ib_ndr"}, 50e9, 0.92),  # the NIC
-        ({"gpu": "a100_80gb", "nic": "ib_ndr"}, 31.508e9, 0.8),  # a Gen5 NIC in a Gen4 slot
-        ({"gpu": "v100", "nic": "ib_hdr"}, 15.754e9, 0.8),  # Gen3 slots
+        ({"gpu": "h100_sxm", "nic": "ib_ndr"}, 50e9, 0.92),  # The NIC is the slowest part.
+        ({"gpu": "a100_80gb", "nic": "ib_ndr"}, 31.508e9, 0.8),  # The slot is Gen4 and the NIC Gen5.
+        ({"gpu": "v100", "nic": "ib_hdr"}, 15.754e9, 0.8),  # The slots are Gen3.
         ({"gpu": "v100", "nic": "ib_edr"}, 12.5e9, 0.94),
-        ({"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 16}, 63.015e9, 0.8),  # two NICs a GPU: the GPU's slot
-        ({"gpu": "h100_sxm", "nic": "ib_xdr"}, 63.015e9, 0.8),  # a Gen6 NIC in a Gen5 slot
-        ({"gpu": "gb300", "nic": "ib_xdr"}, 100e9, 0.92),  # not the GPU's slot: it reaches the NIC through its CPU
+        # With two NICs a GPU, the GPU's own slot is the slowest part.
+        ({"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 16}, 63.015e9, 0.8),
+        ({"gpu": "h100_sxm", "nic": "ib_xdr"}, 63.015e9, 0.8),  # The slot is Gen5 and the NIC Gen6.
+        # The GPU reaches the NIC through its CPU, not through a slot of its own.
+        ({"gpu": "gb300", "nic": "ib_xdr"}, 100e9, 0.92),
         ({"gpu": "h100_sxm", "nic": "tcp_10"}, 1.25e9, 0.64),
     ],
 )
@@ -132,23 +134,25 @@ def test_without_gpudirect_no_path_is_faster(name):
 
 
 def test_without_gpudirect_a_switch_carries_each_byte_twice():
-    """A 100 Gb/s NIC and a GPU below a Gen3 switch: 6 GB/s was measured (NVIDIA/nccl#465), 0.8 x 15.75 / 2 = 6.3."""
+    """A 100 Gb/s NIC and a GPU below a Gen3 switch reached 6 GB/s (NVIDIA/nccl#465); 0.8 x 15.75 / 2 is 6.3."""
     table = {"gpu": "v100", "gpus_per_host": 1, "hosts": 4, "nic": "ib_edr", "gpudirect_rdma": False}
     assert sustained(Cluster.load(table).link("infiniband")) == pytest.approx(6e9, rel=0.06)
 
 
 def test_without_gpudirect_host_memory_is_shared_by_the_gpus_of_a_host():
-    """Each byte sent and each byte received is written and read once: four passes over 614 GB/s for eight GPUs."""
+    """Each byte sent or received is written once and read once: four passes over 614 GB/s for eight GPUs."""
     link = Cluster.load("dgx_h100", gpudirect_rdma=False).link("infiniband")
     assert link.bytes_per_s == pytest.approx(614.4e9 / 8 / 4)
     fewer = Cluster.load("dgx_h100", gpudirect_rdma=False, gpus_per_host=2).link("infiniband")
-    assert fewer.bytes_per_s == pytest.approx(63.015e9 / 2)  # now the way from switch to CPU is slower
+    # With two GPUs the path from switch to CPU is the slower part.
+    assert fewer.bytes_per_s == pytest.approx(63.015e9 / 2)
 
 
 def test_a_grace_without_gpudirect_is_bound_by_its_memory():
-    """GH200 with four 200 Gb/s ports: all-reduce 96 GB/s with GPUDirect, 80 without (NVIDIA/nccl#1579, 2025).
+    """A GH200 with four 200 Gb/s ports reached 96 GB/s with GPUDirect and 80 without (NVIDIA/nccl#1579, 2025).
 
-    The model says 92 twice: Grace's memory, 512 x 0.8 / 4 = 102 GB/s, is just above the ports. Within 20 % of both.
+    The model says 92 in both cases, within 20 % of each: Grace's memory, 512 x 0.8 / 4 = 102 GB/s, is just above the
+    ports.
     """
     table = {"gpu": "gh200", "gpus_per_host": 1, "hosts": 2, "nic": "ib_ndr200", "nics_per_host": 4}
     for gpudirect, measured in ((True, 96e9), (False, 80e9)):
@@ -157,9 +161,9 @@ def test_a_grace_without_gpudirect_is_bound_by_its_memory():
 
 
 def test_no_peer_access_is_near_the_measured_ring():
-    """4 x RTX PRO 6000 on one socket: 37.6 GB/s through host memory, 46.7 with peer access (nccl-tests, 128 MiB).
+    """Four RTX PRO 6000 reached 37.6 GB/s through host memory and 46.7 with peer access (nccl-tests, 128 MiB).
 
-    0.8 x 63 = 50.4 of the catalog is SimAI's share for PCIe switches; 46.7 is 8 % below.
+    The catalog's 0.8 x 63 = 50.4 GB/s uses SimAI's share for PCIe switches; 46.7 is 8 % below it.
     """
     table = {"gpu": "rtx_pro_6000", "gpus_per_host": 4}
     assert sustained(Cluster.load(table | {"scale_up": "shared_memory"}).link("nvlink")) == pytest.approx(
@@ -179,7 +183,7 @@ def test_a_port_in_its_other_mode_has_that_modes_numbers():
     ("name", "overrides", "fabric", "bytes_per_s"),
     [
         ("dgx_h100", {}, "pcie5", 63.015e9),
-        ("dgx2", {}, "pcie3", 153.6e9 / 16),  # 16 GPUs share what two sockets of that time read
+        ("dgx2", {}, "pcie3", 153.6e9 / 16),  # 16 GPUs share the host memory bandwidth of two sockets of that time.
         ("gb200_nvl72", {}, "nvlink_c2c", 225e9),
         ("dgx1_p100", {"cpu_link": "power8_nvlink1", "gpus_per_host": 4}, "nvlink1_cpu", 40e9),
     ],
@@ -195,7 +199,7 @@ def test_a_checkpoint_is_as_fast_as_storage_or_the_way_to_it():
     direct = Cluster.load("dgx_h100", storage_bytes_per_s=1e12)
     assert direct.checkpoint_bytes_per_s == pytest.approx(8 * 63.015e9 * 0.8)
     staged = Cluster.load("dgx_h100", storage_bytes_per_s=1e12, gpudirect_rdma=False)
-    assert staged.checkpoint_bytes_per_s == pytest.approx(614.4e9 / 2 * 0.8)  # written and read
+    assert staged.checkpoint_bytes_per_s == pytest.approx(614.4e9 / 2 * 0.8)  # Host memory is written and read.
 
 
 CLUSTERS = st.fixed_dictionaries(

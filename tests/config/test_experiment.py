@@ -1,4 +1,4 @@
-"""Experiments: the shipped files, overrides, paths, round trips, errors that point, and the cost of loading."""
+"""Test experiments: shipped files, overrides, paths, round trips, errors that point, and the cost of loading."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ sequence_length = 4096
 
 @pytest.fixture
 def path(tmp_path):
-    """The experiment above, in a folder of its own."""
+    """Return the path of a file with the experiment above, in a folder of its own."""
     path = tmp_path / "experiment.toml"
     path.write_text(TEXT)
     return path
 
 
 def again(experiment, folder):
-    """The experiment that the resolved file of `experiment` describes."""
+    """Return the experiment that the resolved file of `experiment` describes."""
     path = folder / "again.toml"
     path.write_text(experiment.to_toml())
     return load(path)
@@ -216,7 +216,7 @@ def test_a_byte_order_mark_and_windows_lines_are_fine(path):
 
 
 def mistake(path, overrides=()):
-    """The ConfigError that loading raises, or None; any other exception fails the test."""
+    """Return the ConfigError that loading raises, or None; any other exception fails the test."""
     try:
         load(path, overrides)
     except ConfigError as error:

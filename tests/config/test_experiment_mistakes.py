@@ -1,6 +1,6 @@
-"""Mistakes in an experiment: each gives exit code 2, one message with file, line, key and a way out, no traceback."""
+"""Test that a mistake in an experiment ends with exit code 2 and one message with file, line, key and a remedy."""
 
-# ruff: noqa: E501 - a row of the table is one mistake; cut lines would hide that
+# ruff: noqa: E501 - Each row of the table is one mistake, and breaking lines would hide that.
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ steps = 10
 
 
 def change(old, new):
-    """The good file with one thing changed."""
+    """Return the good file with one thing changed."""
     assert old in GOOD
     return GOOD.replace(old, new)
 
 
 def add(text):
-    """The good file with something at its end."""
     return GOOD + text
 
 
-# (name, file, message, where it points, what to try)
+# Each row holds a name, the file, the message, the place that it names, and what it says to try.
 MISTAKES = [
     ("unknown_key", change("steps = 10", "stepz = 10"), "unknown key 'stepz' in [train]", ":20: train.stepz = 10", "'steps'"),
     ("unknown_table", add("[trian]\nsteps = 1\n"), "unknown key 'trian'", ":21: [trian]", "'train'"),
@@ -126,7 +125,7 @@ MISTAKES = [
 
 
 def explain(path, capsys, *arguments):
-    """Exit code and standard error of `meshkit explain`, whose one message is checked for its form."""
+    """Return exit code and standard error of `meshkit explain`, after checking the form of its one message."""
     code = cli.main(["explain", str(path), *arguments])
     shown = capsys.readouterr()
     assert shown.out == ""

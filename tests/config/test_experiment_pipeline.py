@@ -1,4 +1,4 @@
-"""`[pipeline]` as rules, and what is refused about it before there is a model."""
+"""Test which rules a `[pipeline]` section adds, and what is refused about it before there is a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_section_cuts_layers_and_the_vocabulary(path):
     assert rules["vocab"] == ("pipeline", "tensor")
     replicated = load(path, ['pipeline.head="replicated"']).rules.mapping("parameters")
     assert replicated["layers"] == ("pipeline",)
-    assert "vocab" not in replicated  # the mesh has no tensor axis
+    assert "vocab" not in replicated  # The mesh has no tensor axis.
     assert "layers" not in load(path, ["pipeline="]).rules.mapping("parameters")
 
 

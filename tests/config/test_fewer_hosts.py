@@ -1,4 +1,4 @@
-"""`launch.hosts`: the cluster, the mesh and the accumulation of an experiment fit the hosts that are left."""
+"""Test `launch.hosts`: cluster, mesh and accumulation of an experiment are adapted to the hosts that are left."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def on(tmp_path, hosts, mesh, *, cluster=CLUSTER, rest='[rules]\npreset = "fsdp"
         (4, "fsdp = { nvlink = 8, infiniband = 8 }", {"fsdp": 32}, 2),
         (3, "fsdp = { nvlink = 8, infiniband = 8 }", {"fsdp": 24}, 4),
         (4, 'fsdp = { nvlink = 8, infiniband = "fill" }', {"fsdp": 32}, 2),
-        # An axis that shards no parameters becomes smaller before one that does.
+        # An axis that shards no parameters shrinks before one that does.
         (4, "data = { infiniband = 4 }\nfsdp = { nvlink = 8, infiniband = 2 }", {"data": 2, "fsdp": 16}, 2),
         (6, "data = { infiniband = 4 }\nfsdp = { nvlink = 8, infiniband = 2 }", {"data": 3, "fsdp": 16}, 2),
         (2, "data = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }", {"data": 2, "fsdp": 8}, 4),
@@ -39,7 +39,7 @@ def test_one_axis_becomes_smaller_and_the_global_batch_is_accumulated_in_more_pi
     assert found.mesh.sizes == sizes
     assert found.train.global_batch == 192
     assert found.train.accumulate == accumulate
-    # No device has more examples at once than on all hosts.
+    # No device has more examples at once than it had with all hosts.
     assert 192 / found.mesh.size / accumulate <= 192 / 64
 
 

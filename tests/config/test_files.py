@@ -1,4 +1,4 @@
-"""What somebody else made: gzip that would fill the memory, names that lead out of their folder."""
+"""Test reading files of unknown origin: gzip that would fill the memory, and names that lead out of their folder."""
 
 import gzip
 import lzma
@@ -47,7 +47,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(pack, unpack):
         unpack(bomb, 8 * 2**20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 32 * 2**20  # the 8 MiB, and pieces on their way
+    assert peak < 32 * 2**20  # The limit of 8 MiB is exceeded only by the pieces that are being copied.
 
 
 def test_a_bomb_far_below_the_bound_is_refused_too():

@@ -1,4 +1,4 @@
-"""The mesh grammar: parsing, `fill`, the order of GPUs against its closed form, and what is refused."""
+"""Test the mesh grammar: parsing, `fill`, the closed form of the order of GPUs, and errors of invalid meshes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshkit.errors import ConfigError
 
 
 def closed_form(spec, cluster, coordinates):
-    """The GPU at mesh coordinates, one axis at a time, as the grammar says it.
+    """Return the GPU at mesh coordinates, computed one axis at a time as the grammar says.
 
     An axis index is `ib_index * nvlink + nvlink_index`; domain and place inside it are row-major, outermost axis first.
     """
@@ -50,7 +50,7 @@ def test_device_order_is_the_closed_form(name, hosts, mesh):
 
 @st.composite
 def factored(draw, n, axes):
-    """Factors of n, one per axis."""
+    """Draw factors of n, one per axis."""
     factors = [1] * axes
     while n > 1:
         prime = next(p for p in itertools.count(2) if n % p == 0)
@@ -61,7 +61,7 @@ def factored(draw, n, axes):
 
 @st.composite
 def shipped_cluster_and_mesh(draw, name):
-    """A shipped cluster with any number of domains and of GPUs used of each, and any mesh that fits it."""
+    """Draw a shipped cluster with any number of domains and of GPUs used of each, and any mesh that fits it."""
     one = Cluster.load(name)
     hosts_per_domain = max(1, one.nvlink_domain_size // one.gpus_per_host)
     domains = draw(st.integers(1, 64)) if one.nic or one.is_cpu else 1
@@ -74,9 +74,10 @@ def shipped_cluster_and_mesh(draw, name):
 
 
 def groups(placement, spec, link):
-    """[groups, members] partitions that differ in the factors of one link alone, for every set of axes at once.
+    """Return [groups, members] partitions that differ only in the factors of one link, for all sets of axes at once.
 
-    Splitting each axis in its InfiniBand and its NVLink factor leaves two sets of dims; a group runs over one set.
+    Each axis is split into its InfiniBand and its NVLink factor, which gives two sets of dims; a group runs over one
+    set.
     """
     split = [factor for axis in spec.axes for factor in (axis.infiniband, axis.nvlink)]
     ids = np.arange(placement.num_partitions).reshape(split)
@@ -97,17 +98,18 @@ def test_every_group_is_on_the_link_that_the_spec_says(name, data):
         domains = placement.domains[ids]
         nvlink, infiniband = spec.axes[axis].nvlink, spec.axes[axis].infiniband
         by_domain = domains.reshape(-1, infiniband, nvlink)
-        assert (by_domain == by_domain[:, :, :1]).all()  # each NVLink group lies inside one domain
+        assert (by_domain == by_domain[:, :, :1]).all()  # Each NVLink group lies inside one domain.
         distinct = np.sort(by_domain[:, :, 0], axis=1)
-        assert (np.diff(distinct, axis=1) > 0).all()  # each group spans exactly the declared number of domains
+        assert (np.diff(distinct, axis=1) > 0).all()  # Each group spans exactly the declared number of domains.
     inside = placement.domains[groups(placement, spec, "nvlink")]
     assert (inside == inside[:, :1]).all()
     across = groups(placement, spec, "infiniband")
     assert (np.sort(placement.domains[across], axis=1) == np.arange(cluster.num_nvlink_domains)).all()
-    some = range(0, placement.num_partitions, 1 + placement.num_partitions // 8)  # arrays say what each GPU says
+    # The arrays agree with the answer for each single GPU.
+    some = range(0, placement.num_partitions, 1 + placement.num_partitions // 8)
     assert [placement.domains[i] for i in some] == [cluster.domain_of(int(placement.gpus[i])) for i in some]
     assert [placement.hosts[i] for i in some] == [cluster.host_of(int(placement.gpus[i])) for i in some]
-    if cluster.nic:  # GPUs that talk across domains sit on the same rail: the same place in their hosts
+    if cluster.nic:  # GPUs that talk across domains sit on the same rail, which is the same place in their hosts.
         rails = placement.rails[across]
         assert (rails == rails[:, :1]).all()
         assert rails.max() < cluster.nics_per_host
@@ -117,7 +119,7 @@ def test_every_group_is_on_the_link_that_the_spec_says(name, data):
 
 
 def lines(placement, spec):
-    """For each axis, the partitions of each of its groups, in order along the axis."""
+    """Yield the size of each axis and the partitions of each of its groups, in order along the axis."""
     ids = np.arange(placement.num_partitions).reshape(spec.shape)
     for i, size in enumerate(spec.shape):
         yield size, np.moveaxis(ids, i, -1).reshape(-1, size)
@@ -139,7 +141,8 @@ def test_rails_are_the_ports_of_a_host(overrides, rails):
 
 
 def test_rails_when_part_of_a_domain_is_used():
-    cluster = Cluster.load("gb200_nvl72", hosts=36, gpus_used_per_domain=66)  # 16 hosts and a half, twice
+    # 66 GPUs are 16 hosts and a half, in each of two domains.
+    cluster = Cluster.load("gb200_nvl72", hosts=36, gpus_used_per_domain=66)
     placement = MeshSpec.parse({"a": {"infiniband": 2}, "b": 66}).placement(cluster)
     assert placement.rails.reshape(2, 66).tolist() == [[i % 4 for i in range(66)]] * 2
     assert placement.hosts.max() == 18 + 16
@@ -178,7 +181,7 @@ def test_device_order_of_65536_gpus():
 
 @st.composite
 def cluster_and_mesh(draw):
-    """A mesh of up to 4 axes, and the cluster it fits."""
+    """Draw a mesh of up to 4 axes and the cluster that it fits."""
     factors = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4))
     per_domain, domains = math.prod(a for a, _ in factors), math.prod(b for _, b in factors)
     cluster = Cluster.load({"gpu": "h100_sxm", "gpus_per_host": per_domain, "hosts": domains, "nic": "ib_ndr"})

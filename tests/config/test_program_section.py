@@ -1,4 +1,4 @@
-"""`[program]`: what a file with a training step of the user's own may say."""
+"""Test `[program]`: what a file may say that names a user's own training step."""
 
 import re
 

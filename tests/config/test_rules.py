@@ -1,4 +1,4 @@
-"""Rules: kinds, overrides by path, presets, and what is refused."""
+"""Test sharding rules: kinds of state, overrides by path, presets, and the errors of invalid rules."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_rules_as_flax_has_them_are_a_list_of_pairs(tmp_path):
 
 
 def test_many_wildcards_take_no_time():
-    """A regular expression tries all ways to cut the path: 60 wildcards would take longer than anybody waits."""
+    """A regular expression tries all ways to split the path, so 60 wildcards would never finish."""
     path = "a/" * 100 + "b"
     for piece in ("**/a*", "**a", "*a*", "**/", "a**"):
         path_matches(piece * 60 + "x", path)

@@ -1,4 +1,4 @@
-"""The key locator agrees with tomllib: the same keys, and at each position the text of the same value."""
+"""Test that the key locator finds the same keys as tomllib, and at each position the text of the same value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ lines = st.sampled_from(["\n", "\n\n", '  # a = 1 [x] "\n', "\n# [comment]\n\t"]
 
 @st.composite
 def spelled(draw, value):
-    """A value in one of the forms that TOML has for it."""
+    """Draw one of the spellings that TOML has for a value."""
     if isinstance(value, str):
         forms = [string_text(value)]
         if "'" not in value and value.isprintable():
@@ -58,7 +58,7 @@ def spelled(draw, value):
 
 @st.composite
 def documents(draw):
-    """A TOML text, with headers, dotted and quoted keys, arrays of tables, comments and every kind of string."""
+    """Draw a TOML text with headers, dotted and quoted keys, arrays of tables, comments and every kind of string."""
     out = [draw(lines)]
     for key, value in draw(st.dictionaries(keys, values, max_size=3)).items():
         out += [key_text(key), draw(spaces), "=", draw(spaces), draw(spelled(value)), draw(lines)]
@@ -78,7 +78,7 @@ def documents(draw):
 
 
 def paths_of(value, path=()):
-    """Every path of a parsed document, and the value there."""
+    """Return every path of a parsed document with its value."""
     found = {path: value} if path else {}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -87,7 +87,7 @@ def paths_of(value, path=()):
 
 
 def parsed(text):
-    """What tomllib makes of the text, or None (two tables may have drawn the same name)."""
+    """Return the document that tomllib parses, or None where two tables have drawn the same name."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""What the emitter writes, tomllib reads back, in the same order."""
+"""Test that tomllib reads back what the emitter writes, in the same order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ values = st.recursive(
 
 
 def ordered(value):
-    """The value with the order of its tables made visible to `==`."""
+    """Return the value with the order of its tables made visible to `==`."""
     if isinstance(value, dict):
         return [(key, ordered(item)) for key, item in value.items()]
     return [ordered(item) for item in value] if isinstance(value, list) else (type(value), value)

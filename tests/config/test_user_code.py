@@ -1,4 +1,4 @@
-"""What is wrong in the user's own model, loss or data is one ConfigError at its key, with the user's line."""
+"""Test that a fault of the user's model, loss or data is one ConfigError at its key, with the user's line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rows:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes `own.py`, importable as long as the test runs."""
+    """Yield a function that writes `own.py`, which can be imported as long as the test runs."""
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("own", None)
 
@@ -64,7 +64,7 @@ def data_of(spec):
 
 
 def trace(spec):
-    """The step traced; nothing is compiled."""
+    """Trace the step without compiling it."""
     program = make_train_step(spec, build_mesh(spec.mesh, spec.cluster))
     return jax.eval_shape(program.step, program.abstract_state, program.abstract_batch)
 

@@ -1,4 +1,4 @@
-"""What an experiment file may name as code, and whose code runs for it: attacks that must come to nothing."""
+"""Test which code an experiment file may name and whose code runs for it, by attacks that must fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason=
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
-    """What is loaded here is forgotten."""
+    """Forget the modules that a test has loaded."""
     monkeypatch.delenv("MESHKIT_MODEL_ROOTS", raising=False)
     before, served = set(sys.modules), dict(user_code.FINDER.served)
     yield
@@ -46,7 +46,7 @@ def forget(monkeypatch):
 
 
 def files(folder, **texts):
-    """Files by name, with `__` for `/`."""
+    """Write files by name, with `__` in place of `/`, and return their folder."""
     for name, text in texts.items():
         parts = name.replace("____init__", "__INIT").split("__")
         path = folder.joinpath(*parts[:-1], parts[-1].replace("INIT", "__init__")).with_suffix(".py")
@@ -86,7 +86,7 @@ def test_python_is_refused_wherever_code_is_named(capfd, tmp_path, name):
     assert one_message(err)
     assert "'this:s' belongs to Python itself" in err
     assert name in err
-    assert "this" not in sys.modules  # which prints a poem when it is imported
+    assert "this" not in sys.modules  # The module `this` would have printed a poem when imported.
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_nothing_of_python_is_loaded(name):
 
 
 def plant(folder):
-    """A folder with what jax, and Python, look for; each makes a file if it runs."""
+    """Write what jax and Python look for into a folder; each piece makes a file if it runs. Return that file's path."""
     ran = folder / "ran"
     code = f"open({str(ran)!r}, 'a').write(__name__)\n"
     files(folder, jax_plugins__evil____init__=code, oc_evil=code, flax__linen=code, absl__logging=code)
@@ -112,7 +112,7 @@ def plant(folder):
 
 @pytest.mark.parametrize(("model", "inside"), [("models.llama:Llama", False), ("oc_mine:Mine", True)])
 def test_a_plugin_beside_an_experiment_does_not_run(tmp_path, model, inside):
-    """Neither beside the file and its model, nor in the working directory."""
+    """A plugin runs neither beside the experiment and its model nor in the working directory."""
     shared = tmp_path / "shared"
     ran = plant(files(shared, oc_mine=OWN))
     (shared / "e.toml").write_text(EXPERIMENT.read_text())
@@ -148,7 +148,7 @@ def test_imports_inside_the_users_code_work_and_nobody_elses(tmp_path, regular):
     assert late() == (3, 1, 1, 2)
     assert sys.path == before
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("oc_other")  # lies beside, and is asked for by somebody else
+        importlib.import_module("oc_other")  # The module lies beside the user's code, but somebody else asks for it.
 
 
 def test_the_folder_that_holds_the_module_is_the_one(tmp_path):
@@ -176,14 +176,14 @@ def test_code_that_everybody_may_write_is_not_run(tmp_path, monkeypatch, what):
     with pytest.raises(ConfigError, match=r"everybody may write .*code.* \(mode 0777\)") as caught:
         load_object("oc_pkg.net:value", [tmp_path / "code"], at="e.toml:3: model.class")
     assert caught.value.at == "e.toml:3: model.class"
-    monkeypatch.syspath_prepend(tmp_path / "code")  # nor where Python finds it
+    monkeypatch.syspath_prepend(tmp_path / "code")  # The code is refused as well where Python itself finds it.
     with pytest.raises(ConfigError, match="everybody may write"):
         load_object("oc_pkg.net:value")
     assert not (tmp_path / "ran").exists()
 
 
 def spoiled(folder, **spoil):
-    """The package of above in a folder, with modes of paths in it."""
+    """Write PACKAGE into a folder and set the modes of the given paths in it."""
     code = files(folder, **PACKAGE, oc_pkg____init__="", oc_pkg__sub____init__="")
     for name, mode in spoil.items():
         code.joinpath(*name.split("__")).with_suffix(".py" if mode < 0o700 else "").chmod(mode)
@@ -191,7 +191,7 @@ def spoiled(folder, **spoil):
 
 
 def refused(code, message, name="oc_pkg.net:late"):
-    """Names, and calls, what a folder holds; at the key, with the path and what to try."""
+    """Check that naming and calling the folder's code is refused at the key, with a hint."""
     with pytest.raises(ConfigError, match=message) as caught:
         load_object(name, [code], at="e.toml:3: model.class")()
     assert caught.value.at == "e.toml:3: model.class"
@@ -222,7 +222,7 @@ def test_code_of_another_user_is_not_run(tmp_path, monkeypatch, path):
     os.chown(code / path, 12345, -1)
     refused(code, r"belongs to another user \(uid 12345\)")
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(code))
-    if path != ".":  # the owner of a declared root is trusted, and nobody else
+    if path != ".":  # Only the owner of a declared root is trusted.
         refused(code, r"belongs to another user \(uid 12345\)")
 
 
@@ -231,7 +231,7 @@ def test_the_owner_of_a_declared_root_is_trusted(tmp_path, monkeypatch):
     code = spoiled(tmp_path / "open" / "code")
     for path in (code, *code.rglob("*")):
         os.chown(path, 12345, -1)
-    (tmp_path / "open").chmod(0o777)  # what is above a declared root is the site's business
+    (tmp_path / "open").chmod(0o777)  # The site is responsible for what is above a declared root.
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(code))
     assert load_object("oc_pkg.net:late", [code])() == (3, 1, 1, 2)
 
@@ -257,7 +257,7 @@ def test_a_folder_on_the_way_to_a_module_is_not_one_that_everybody_may_write(tmp
 
 @posix
 def test_byte_code_is_not_read(tmp_path):
-    """A `.pyc` with the source's time and size, in a folder that everybody may write."""
+    """A `.pyc` with the source's time and size lies in a folder that everybody may write."""
     ran = tmp_path / "ran"
     code = files(tmp_path / "code", oc_byte="value = 1\n", oc_clean="value = 2\n")
     source = code / "oc_byte.py"
@@ -295,7 +295,7 @@ def test_code_that_a_group_may_write_is_warned_of_once(tmp_path, monkeypatch, ca
 
 
 def test_a_process_that_plans_finds_the_code_beside_the_experiment(tmp_path, monkeypatch):
-    """And runs nothing else that lies there; the process has no folder of an experiment on its path."""
+    """The worker runs nothing else that lies there, and no folder of an experiment is on its path."""
     shared, log = tmp_path / "shared", tmp_path / "log"
     ran = plant(files(shared, oc_mine=OWN))
     (shared / "e.toml").write_text(EXPERIMENT.read_text())
@@ -307,7 +307,7 @@ def test_a_process_that_plans_finds_the_code_beside_the_experiment(tmp_path, mon
     assert "has no 'Missing'" in (first.error or "")
     assert second.error is None
     assert second.time_s
-    assert str(shared) not in map(os.path.abspath, sys.path)  # which the process gets
+    assert str(shared) not in map(os.path.abspath, sys.path)  # The worker inherits this path.
     assert not ran.exists()
 
 
@@ -341,12 +341,12 @@ def test_an_export_runs_no_code_that_a_run_folder_names(tmp_path, capfd):
     assert "--trust" in err
     assert main([*words, "--trust", "--experiment", str(EXPERIMENT)]) == 2
     assert "both --experiment and --trust" in capfd.readouterr().err
-    assert main([*words, "--experiment", str(EXPERIMENT)]) == 2  # this checkpoint is damaged
+    assert main([*words, "--experiment", str(EXPERIMENT)]) == 2  # This checkpoint is damaged.
     assert not (tmp_path / "ran").exists()
 
 
 def naming(folder, key, name):
-    """An experiment's file that names code at a key."""
+    """Write an experiment's file that names code at a key, and return its path."""
     table, last = key.split(".")
     document = tomlkit.parse(EXPERIMENT.read_text())
     document.setdefault(table, tomlkit.table())[last] = name
@@ -365,7 +365,7 @@ def named(file, key, *overrides):
 @pytest.mark.parametrize(
     ("key", "name", "may"),
     [
-        ("data.tokenizer", "yaml:unsafe_load", ""),  # which runs what a text tells it
+        ("data.tokenizer", "yaml:unsafe_load", ""),  # This function runs what a text tells it to.
         ("data.tokenizer", "optax:sgd", ""),
         ("data.tokenizer", "meshkit.cli:main", ""),
         ("train.metrics", "pytest:main", ""),
@@ -379,7 +379,7 @@ def test_a_function_of_an_installed_package_is_not_merely_named(tmp_path, key, n
     file = naming(tmp_path, key, name)
     with pytest.raises(ConfigError) as caught:
         named(file, key)
-    if may is None:  # no package of a name that begins like a listed one
+    if may is None:  # No listed package has this name; one has a name that is its beginning.
         assert "no module 'optaxes'" in caught.value.message
         return
     package = name.partition(":")[0].partition(".")[0]
@@ -402,7 +402,7 @@ def test_a_hook_is_not_merely_named(tmp_path):
 
 
 def test_a_corpus_is_no_code(tmp_path):
-    """A tokenizer that runs a text is refused before any text is read, at the door that every run passes."""
+    """A tokenizer that runs a text is refused before any text is read, in the function that every run calls."""
     file = naming(tmp_path, "data.tokenizer", "yaml:unsafe_load")
     with pytest.raises(ConfigError, match="yaml:unsafe_load' belongs to the installed package"):
         find_tokenizer(load(file))
@@ -415,7 +415,7 @@ def test_a_corpus_is_no_code(tmp_path):
      ("data.tokenizer", "oc_own:encode")],
 )  # fmt: skip
 def test_what_a_file_may_name(tmp_path, monkeypatch, key, name):
-    monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path))  # neither is it widened by the site's roots
+    monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path))  # The site's roots do not widen what a file may name.
     files(tmp_path, oc_own="import yaml\ndef encode(text):\n    return yaml.safe_load(text)\n")
     assert named(naming(tmp_path, key, name), key).found.__name__ == name.split(":")[1]
 

@@ -1,4 +1,4 @@
-"""What a site allows experiments to name: roots of models and files, which an experiment file cannot widen."""
+"""Test what a site allows experiments to name: roots of models and files, which an experiment file cannot widen."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ EXPERIMENT = ROOT / "configs" / "experiments" / "llama_debug_cpu.toml"
 
 @pytest.fixture(autouse=True)
 def own_site(tmp_path, monkeypatch):
-    """No site file but the test's, no variables, and what is imported here is forgotten."""
+    """Use the test's site file alone, without variables, and forget what the test imports."""
     monkeypatch.setattr(site, "SITE_FILE", tmp_path / "site.toml")
     monkeypatch.delenv("MESHKIT_MODEL_ROOTS", raising=False)
     monkeypatch.delenv("MESHKIT_FILE_ROOTS", raising=False)
@@ -52,14 +52,14 @@ def module(folder, name, text="value = 1\n"):
 def test_a_model_comes_from_a_declared_root(tmp_path, monkeypatch):
     inside = module(tmp_path / "models", "site_inside")
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(inside))
-    assert load_object("site_inside:value") == 1  # found there although nothing else names the folder
+    assert load_object("site_inside:value") == 1  # The module is found although nothing else names its folder.
 
 
 def test_the_shipped_models_stay_allowed(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path))
     assert load_object("models.options:suggest")("lama", ["llama"]) == " Did you mean 'llama'?"
     with pytest.raises(ConfigError, match="outside of the folders"):
-        load_object("benchmarks.surface:main")  # of the clone, and no model
+        load_object("benchmarks.surface:main")  # This function belongs to the clone, but it is no model.
 
 
 def test_a_model_beside_the_experiment_is_refused_and_never_run(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_a_model_beside_the_experiment_is_refused_and_never_run(tmp_path, monkey
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path / "models"))
     with pytest.raises(ConfigError, match="no module 'site_outside'"):
         load_object("site_outside:value", [outside])
-    monkeypatch.syspath_prepend(outside)  # nor where Python finds it anyway
+    monkeypatch.syspath_prepend(outside)  # The module is refused as well where Python itself finds it.
     with pytest.raises(
         ConfigError, match=r"module 'site_outside' is at .*/mail/site_outside\.py, outside of the folders"
     ):
@@ -96,7 +96,7 @@ def test_a_link_inside_a_root_does_not_lead_out(tmp_path, monkeypatch):
 
 
 def test_a_package_is_checked_on_every_level(tmp_path, monkeypatch):
-    """A package whose `__path__` leads elsewhere does not bring a module from there."""
+    """A package whose `__path__` leads elsewhere brings no module from there."""
     outside = module(tmp_path / "mail", "site_deep", f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     inside = tmp_path / "models"
     module(inside / "sitepkg", "__init__", f"__path__.append({str(outside)!r})\n")
@@ -129,7 +129,7 @@ def test_the_site_lists_packages_whose_functions_may_be_named(own_site, tmp_path
     declare(own_site, 'functions = ["site_text"]\n')
     assert load_object("site_text:own", key="data.tokenizer").__name__ == "own"
     with pytest.raises(ConfigError, match="'site_text:unsafe_load' belongs to the installed package 'yaml'"):
-        load_object("site_text:unsafe_load", key="data.tokenizer")  # which the listed one merely imports
+        load_object("site_text:unsafe_load", key="data.tokenizer")  # The listed package merely imports this function.
 
 
 @needs_root
@@ -170,7 +170,7 @@ def test_an_experiment_names_files_in_declared_roots_only(tmp_path, monkeypatch)
     (tmp_path / "other").mkdir()
     (data / "link").symlink_to(tmp_path / "other")
     monkeypatch.setenv("MESHKIT_FILE_ROOTS", str(data))
-    load(EXPERIMENT)  # names, and the standard library, are no paths
+    load(EXPERIMENT)  # Names and the standard library are not paths.
     load(EXPERIMENT, [f"data.source={data}/x"])
     load(EXPERIMENT, ["data.source=models.mlp:random_examples"])
     cluster = tmp_path / "other" / "own.toml"

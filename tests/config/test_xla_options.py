@@ -1,4 +1,4 @@
-"""`[xla]` of a file sets flags, numbers and names; what could name a file or a program comes by the command line."""
+"""Test that `[xla]` in a file sets flags, numbers and names only; a file or a program needs the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshkit.errors import ConfigError
 from tests.config.debug_options import fields_of_debug_options
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
-STRING, ENUM = 9, 14  # google.protobuf.FieldDescriptorProto.Type
+STRING, ENUM = 9, 14  # These numbers are of google.protobuf.FieldDescriptorProto.Type.
 
 
 def experiment(folder: Path, option: str) -> Path:
@@ -25,7 +25,7 @@ def experiment(folder: Path, option: str) -> Path:
 
 
 REFUSED = (
-    'xla_gpu_cuda_data_dir = "./tools"',  # its bin/ptxas is run
+    'xla_gpu_cuda_data_dir = "./tools"',  # XLA would run bin/ptxas of this folder.
     'xla_dump_to = "out"',
     'xla_gpu_kernel_cache_file = "kernels"',
     'xla_gpu_pgle_profile_file_or_directory_path = "pgle.pbtxt"',
