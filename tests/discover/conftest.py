@@ -1,4 +1,4 @@
-"""Machines as NVML, sysfs and nvidia-smi would describe them, laid out as the vendors' data sheets say."""
+"""Provide machines as NVML, sysfs and nvidia-smi would describe them, laid out as the vendors' data sheets say."""
 
 import copy
 
@@ -49,7 +49,7 @@ def _nic(files, name, bus, numa, *, state="4: ACTIVE", rate="400 Gb/sec (4X NDR)
 
 
 def _matrix(num_gpus, num_nics, cell):
-    """As the tool prints it: tabs, an underlined header, two tabs before the last N/A, a legend of NICs."""
+    """Return a matrix as the tool prints it: tabs, underlined header, two tabs before the last N/A, legend of NICs."""
     names = [f"GPU{i}" for i in range(num_gpus)] + [f"NIC{i}" for i in range(num_nics)]
     half = num_gpus // 2
     lines = ["\t\x1b[4m" + "\t".join([*names, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
@@ -74,9 +74,9 @@ def _matrix(num_gpus, num_nics, cell):
 
 
 def _hgx():
-    """Eight H100 behind NVSwitch, a 400 Gb/s port beside each, and one port for storage that is not cabled."""
+    """Return eight H100 behind NVSwitch, each with a 400 Gb/s port beside it."""
     files = {"/sys/devices/system/node/node0/cpulist": "0-51\n", "/sys/devices/system/node/node1/cpulist": "52-103\n"}
-    files["/sys/devices/system/node/node2/cpulist"] = "\n"  # memory only
+    files["/sys/devices/system/node/node2/cpulist"] = "\n"  # This NUMA node has memory only.
     for i in range(8):
         files[f"/sys/bus/pci/devices/{_bus(i)}/numa_node"] = f"{i // 4}\n"
         _nic(files, f"mlx5_{i}", f"0000:{0x18 + 16 * i:02x}:00.0", i // 4)
@@ -93,7 +93,7 @@ def _hgx():
 
 
 def _rack_host():
-    """One host of an NVL72: four GB200 of a domain that spans hosts."""
+    """Return one host of an NVL72: four GB200 of a domain that spans hosts."""
     files = {"/sys/devices/system/node/node0/cpulist": "0-71\n", "/sys/devices/system/node/node1/cpulist": "72-143\n"}
     for i in range(4):
         files[f"/sys/bus/pci/devices/{_bus(i)}/numa_node"] = f"{i // 2}\n"
@@ -103,7 +103,7 @@ def _rack_host():
 
 
 def _cards(peer_access=True):
-    """Two cards without NVLink, and a plain 100 Gb/s RoCE port."""
+    """Return two cards without NVLink, and a plain 100 Gb/s RoCE port."""
     files = {"/sys/devices/system/node/node0/cpulist": "0-23\n"}
     _nic(files, "mlx5_0", "0000:c1:00.0", 0, rate="100 Gb/sec (4X EDR)", layer="Ethernet")
     gpus = [_gpu(i, 2, "NVIDIA RTX PRO 6000 Blackwell Server Edition", 0, version=0) for i in range(2)]
@@ -115,7 +115,7 @@ def _cards(peer_access=True):
 
 
 class Machine:
-    """A machine that a test may break before it is asked."""
+    """Hold a machine that a test may break before it is asked."""
 
     def __init__(self, files, commands, nvml):
         self.files, self.commands, self.nvml = files, commands, copy.deepcopy(nvml)

@@ -1,4 +1,4 @@
-"""Damaged samples: one clear error each; random damage: never another exception than ours."""
+"""Test that a damaged sample gives one clear error, and that random damage never raises another kind of exception."""
 
 import contextlib
 import gzip
@@ -35,7 +35,7 @@ def changed(text, old, new, count=-1):
     return text.replace(old, new, count)
 
 
-# what is wrong -> (the damaged text, what the one message says)
+# Each row says what is wrong, and holds the damaged text and a part of the one message.
 XML = {
     "cut in the middle": (P4D[: len(P4D) // 2], "not XML"),
     "empty": ("", "not XML: no element found"),
@@ -204,7 +204,7 @@ SPECIAL = ["-1", "99999999999999999999", "NV99", "\t", "\n", "<", '"', "&#0;", "
 
 
 def damaged(data, text):
-    """One to three random edits: a piece cut, doubled, or replaced."""
+    """Return the text after one to three random edits: a piece cut, doubled, or replaced."""
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, max(0, len(text) - 1)))
         end = min(len(text), start + data.draw(st.integers(0, 60)))
@@ -221,7 +221,7 @@ def damaged(data, text):
 
 
 def survives(read):
-    """Reading, and all that follows from it, ends well or in one of our errors."""
+    """Check that reading, and all that follows from it, succeeds or raises a MeshkitError."""
     with contextlib.suppress(MeshkitError):
         for found in read():
             check(found, Cluster.load("dgx_h100"))

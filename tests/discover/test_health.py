@@ -1,4 +1,4 @@
-"""Counters of errors, from files as the kernel writes them and answers as NVML gives them."""
+"""Test error counters, read from files as the kernel writes them and from answers as NVML gives them."""
 
 import pynvml
 import pytest
@@ -42,10 +42,10 @@ def test_gpus_are_asked_by_their_number(monkeypatch):
 @pytest.mark.parametrize(
     ("counts", "lines"),
     [
-        ([7, 7, 7], [0, 0, 0]),  # those of before the training
+        ([7, 7, 7], [0, 0, 0]),  # These errors happened before the training.
         ([0, 1, 1, 1], [0, 1, 0, 0]),
-        ([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 1, 0]),  # once it has doubled
-        ([5, 0, 0], [0, 0, 0]),  # a driver that was loaded again
+        ([0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 1, 0]),  # The count is reported again when it has doubled.
+        ([5, 0, 0], [0, 0, 0]),  # The driver was loaded again.
     ],
 )
 def test_growth_is_said_and_said_again_when_it_has_doubled(counts, lines):

@@ -1,4 +1,4 @@
-"""A whole machine through a Probe: what it is, the cluster it makes, what is found wrong with it, and its ports."""
+"""Test what a Probe finds on a whole machine: its kind, the cluster that it makes, its faults and its ports."""
 
 import re
 import subprocess
@@ -279,7 +279,7 @@ def test_the_rate_and_layer_of_a_port_name_its_catalog_entry(rate, layer, key):
         ("4: ACTIVE", "5: LinkUp", True, "ACTIVE"),
         ("1: DOWN", "3: Disabled", False, "DOWN (Disabled)"),
         ("1: DOWN", "2: Polling", False, "DOWN (Polling)"),
-        ("2: INIT", "5: LinkUp", False, "INIT"),  # no subnet manager
+        ("2: INIT", "5: LinkUp", False, "INIT"),  # There is no subnet manager.
         ("", "", None, None),
     ],
 )

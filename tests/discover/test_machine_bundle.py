@@ -1,4 +1,4 @@
-"""A bundle: replays to the same machine, from a folder or a tar, and holds no names of anybody."""
+"""Test that a bundle replays to the same machine from a folder or a tar, and that it holds no identities."""
 
 import re
 import socket
@@ -31,7 +31,7 @@ def test_a_bundle_holds_no_identities(rack_host, hgx, tmp_path):
     assert "0c42:a103" not in text
     assert "1234567" not in text
     assert socket.gethostname() not in text
-    assert "0000:10:00.0" in text  # a PCI address says nothing of whose it is
+    assert "0000:10:00.0" in text  # A PCI address identifies nobody.
 
 
 def test_pseudonyms_are_the_same_on_every_host(rack_host, tmp_path):

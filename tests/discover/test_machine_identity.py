@@ -1,4 +1,4 @@
-"""Identities of NVLink domains: read on each host, exchanged, and turned into the cluster's order of devices."""
+"""Test how identities of NVLink domains are read on each host, exchanged, and turned into the order of devices."""
 
 import os
 import socket
@@ -37,7 +37,7 @@ def test_visible_devices_choose_and_order(hgx, rack_host):
     all_four = local_identities(rack_host.probe(), host="a")
     assert local_identities(rack_host.probe(), host="a", visible="3,0") == (all_four[3], all_four[0])
     assert local_identities(rack_host.probe(), host="a", visible="GPU-00000003") == (all_four[3],)
-    assert local_identities(rack_host.probe(), host="a", visible="1,-1,2") == (all_four[1],)  # CUDA stops there too
+    assert local_identities(rack_host.probe(), host="a", visible="1,-1,2") == (all_four[1],)  # CUDA stops at -1 too.
     with pytest.raises(ConfigError, match="MIG"):
         local_identities(rack_host.probe(), host="a", visible="MIG-1")
     hgx.nvml["gpus"] = []
@@ -46,11 +46,11 @@ def test_visible_devices_choose_and_order(hgx, rack_host):
 
 
 def test_recorded_identities_order_the_devices_of_a_rack(rack_host):
-    """Two racks of two hosts each, hosts listed in turn, one process per GPU: the domain is not the host."""
+    """In two racks of two hosts, listed in turn with one process per GPU, the domain is not the host."""
     here = local_identities(rack_host.probe(), host="x")
     rack_host.gpus[:] = [gpu | {"fabric": gpu["fabric"] | {"cluster_uuid": "ab" * 16}} for gpu in rack_host.gpus]
     other = local_identities(rack_host.probe(), host="x")
-    identities = [*here, *other, *here, *other]  # host 0 and 2 are one rack, 1 and 3 the other
+    identities = [*here, *other, *here, *other]  # Hosts 0 and 2 are one rack, 1 and 3 the other.
     records = [identity_record({device: identity}) for device, identity in enumerate(identities)]
     devices = [Device(i, i) for i in range(16)]
     cluster = Cluster.load("gb200_nvl72", hosts=4, nvlink_domain_size=8)

@@ -1,4 +1,4 @@
-"""Reading NVML through its binding: a stand-in for the module answers as the real one does."""
+"""Test reading NVML through its binding, with a stand-in for the module that answers as the real one does."""
 
 import ctypes
 import sys
@@ -50,7 +50,7 @@ def not_supported(*arguments):
 
 @pytest.fixture
 def pynvml(monkeypatch):
-    """Two GPUs behind a switch, each in a fabric of its own, link 17 down."""
+    """Return a module that has two GPUs behind a switch, each in a fabric of its own, with link 17 down."""
     module = SimpleNamespace(
         NVMLError=NVMLError,
         NVML_NVLINK_MAX_LINKS=36,

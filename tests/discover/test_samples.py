@@ -1,4 +1,4 @@
-"""Every recorded sample (tests/data/topo, sources beside them) becomes the machine that it was recorded on."""
+"""Test that every recorded sample (tests/data/topo, with sources) becomes the machine on which it was recorded."""
 
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from meshkit.verbs.topo.topo import examine
 DATA = Path(__file__).parents[1] / "data/topo"
 NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": "nvlink"}
 
-# Sample -> cluster -> evidence: a part of a warning where the GPU, or how GPUs are connected, is told by more than the
-# file's own devices; None where the file says it all. NIC keys where the file, or the machine that it names, has them.
+# Each sample maps to a cluster and to evidence: a part of a warning where more than the file's own devices tells the
+# GPU or how GPUs are connected, and None where the file says it all. NIC keys stand where the file, or the machine that
+# it names, has them.
 XML = {
     "aws-ofi-nccl/topology_g5.48xl-topo.xml": (
         {"gpu": "a10g", "gpus_per_host": 8, "scale_up": "pcie", "nvlink_domain_size": 8},
@@ -22,7 +23,8 @@ XML = {
     ),
     "aws-ofi-nccl/topology_p4d-24xl-topo.xml": (
         NVLINK8 | {"gpu": "a100_40gb", "nic": "efa_100", "nics_per_host": 4},
-        "does not say scale_up = nvlink; these are known for AWS p4d.24xlarge",  # GPUs and ports by their PCI ids
+        # GPUs and ports are known by their PCI ids.
+        "does not say scale_up = nvlink; these are known for AWS p4d.24xlarge",
     ),
     "aws-ofi-nccl/topology_p4de-24xl-topo.xml": (
         NVLINK8 | {"gpu": "a100_80gb", "nic": "efa_100", "nics_per_host": 4},
@@ -49,14 +51,14 @@ XML = {
             "nics_per_host": 1,
             "gpudirect_rdma": False,
         },
-        "NVIDIA A100 80GB PCIe is the PCIe card",  # by their PCI ids
+        "NVIDIA A100 80GB PCIe is the PCIe card",  # The cards are known by their PCI ids.
     ),
     "azhpc-images/topology_ncv4-graph.xml": (
         {"gpu": "a100_80gb", "gpus_per_host": 4, "scale_up": "pcie"},
         "does not say gpu = a100_80gb; these are known for Azure NC A100 v4",
     ),
 }
-# file, line of the matrix -> the same
+# Each file and line of its matrix maps to the same pair.
 TEXT = {
     ("ml-engineering_network_topo.txt", 21): (
         {"gpu": "rtx_pro_6000", "gpus_per_host": 2, "scale_up": "pcie"},
@@ -109,7 +111,7 @@ def test_matrix(name, line):
     }
     (found,) = [t for at, t in found.items() if at in (line, 0)]
     assert_cluster(found, expected)
-    assert any(evidence in warning for warning in found.warnings)  # an assumption is told
+    assert any(evidence in warning for warning in found.warnings)  # The assumption is reported.
 
 
 @pytest.mark.parametrize("name", [f"text/{name}" for name, _ in TEXT] + list(XML))
@@ -134,7 +136,7 @@ def test_every_sample_is_read():
 
 
 def test_two_cards_with_two_bridged_links_need_a_name():
-    """Two links are a bridge of Turing cards, or a part of a V100's six: nothing is guessed."""
+    """Two links may be a bridge of Turing cards or a part of a V100's six, so nothing is guessed."""
     found = read_recorded(DATA / "text/ml-engineering_network_topo.txt", "matrix")[0]
     assert (found.scale_up, found.domains[0].gpus) == ("nvlink", ("gpu0", "gpu1"))
     with pytest.raises(ConfigError, match="the kind of the GPUs is unknown") as error:
@@ -159,7 +161,8 @@ MATRIX2 = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-9\t0\nGP
         (MATRIX2 + "\n Device 0: NVIDIA RTX 6000 Ada Generation\n", "rtx_6000_ada", "NVIDIA RTX 6000 Ada Generation"),
         (MATRIX2 + "\nGPU 0: NVIDIA L40S (UUID: GPU-1)\nGPU 1: NVIDIA L40S (UUID: GPU-2)\n", "l40s", "NVIDIA L40S"),
         (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", "rtx_pro_6000", None),
-        ("Two H100 as they come\n" + MATRIX2, "rtx_pro_6000", None),  # H100 of the catalog have NVLink: prose loses
+        # The catalog's H100 have NVLink, so the prose is not believed.
+        ("Two H100 as they come\n" + MATRIX2, "rtx_pro_6000", None),
     ],
 )
 def test_names_in_the_text_around_a_matrix(text, gpu, name, tmp_path):
@@ -248,14 +251,14 @@ def test_a_dump_of_nccl_itself(tmp_path):
 @pytest.mark.parametrize(
     ("affinity", "numa"),
     [
-        ("\t0-51,104-155\t0\t\tN/A", 0),  # as the tool prints it: two tabs before the last N/A
-        ("\t0,2-17\t1\t\tN/A", 1),  # cores taken out by a control group
-        ("\t\t1\t\tN/A", 1),  # all of them
+        ("\t0-51,104-155\t0\t\tN/A", 0),  # The tool prints two tabs before the last N/A.
+        ("\t0,2-17\t1\t\tN/A", 1),  # A control group has taken cores out.
+        ("\t\t1\t\tN/A", 1),  # A control group has taken out all cores.
         ("\t\t\t\tN/A", None),
         ("\t0-51\t", None),
         ("\t0-51\tN/A\t\tN/A", None),
         ("\t0-51\t0-1\t\tN/A", 0),
-        ("\t0-71\t0\t\t4", 0),  # the memory of a Grace GPU is a node of its own
+        ("\t0-71\t0\t\t4", 0),  # The memory of a Grace GPU is a NUMA node of its own.
     ],
 )
 def test_affinity_columns(affinity, numa):
