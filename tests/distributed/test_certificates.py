@@ -1,4 +1,4 @@
-"""Certificates made for one run: who can read them, what is said of those that do not fit, and how they travel."""
+"""Test the certificates made for one run: who can read them, which errors unfit ones cause, and how they travel."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ SITE = Kubernetes("image", "team-a", claims={"runs": "/runs"}, mtls=True)
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """Certificates of a job."""
+    """Return the folder of a job's certificates."""
     folder = tmp_path_factory.mktemp("mtls") / "ours"
     write_certificates(folder, make_certificates(["127.0.0.1", "gpu7"]))
     return folder
@@ -49,7 +49,8 @@ def test_only_this_user_can_read_them(ours):
     assert stat.S_IMODE(ours.stat().st_mode) == 0o700
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in ours.iterdir()}
     assert modes == dict.fromkeys((*FILES, MARK), 0o600)
-    assert [p.name for p in ours.iterdir() if b"PRIVATE KEY" in p.read_bytes()] == ["key.pem"]  # none of the authority
+    # No file holds the authority's key.
+    assert [p.name for p in ours.iterdir() if b"PRIVATE KEY" in p.read_bytes()] == ["key.pem"]
 
 
 def test_they_are_new_each_time_and_gone_afterwards(tmp_path):
@@ -57,7 +58,8 @@ def test_they_are_new_each_time_and_gone_afterwards(tmp_path):
     for _ in range(2):
         with certificates_for(tmp_path / "run/mtls", ["127.0.0.1"]) as folder:
             kept.append((folder / "key.pem").read_bytes())
-            write_certificates(folder, make_certificates(["127.0.0.1"]))  # as after a start that was killed
+            # This is the state after a start that was killed.
+            write_certificates(folder, make_certificates(["127.0.0.1"]))
             kept.append((folder / "key.pem").read_bytes())
         assert list((tmp_path / "run").iterdir()) == []
     assert len(set(kept)) == 4
@@ -123,7 +125,7 @@ def test_the_environment_says_where_they_are():
 
 @pytest.mark.parametrize(("own", "folder"), [(None, "/etc/meshkit/mtls"), ("/run/mtls", "/run/mtls")])
 def test_processes_that_are_started_here_inherit_them(own, folder):
-    """Those of a pod, which `launch local` starts inside it; unless it was told of others."""
+    """`launch local` inside a pod passes on the pod's certificates, unless it was given others."""
     part = LocalPart(2, 1, hosts=2, host_index=1, coordinator="gpu7:61000", mtls=own, virtual=True)
     environments = part.environments(0, base={"MESHKIT_MTLS": "/etc/meshkit/mtls"})
     assert [read_gang(environment).mtls for environment in environments] == [folder] * 2
@@ -191,7 +193,7 @@ print(json.dumps({{"metadata": {{"uid": "1234-5678"}}}}) if "json" in sys.argv e
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A folder with a kubectl that notes what it is asked."""
+    """Return a function that reads the requests to a stand-in for kubectl, in a folder of its own."""
     (tmp_path / "kubectl").write_text(KUBECTL.format(python=sys.executable))
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.chdir(tmp_path)
@@ -233,7 +235,7 @@ def test_the_secret_goes_with_the_jobset(cluster, tmp_path):
     (first, made), (second, text) = cluster()
     assert first == ["create", "-f", "-", "-o", "json"]
     assert yaml.safe_load(made) == jobset(JOB, SITE)
-    assert second == ["create", "-f", "-"]  # nothing of it on a command line
+    assert second == ["create", "-f", "-"]  # The command line holds nothing of the secret.
     secret = yaml.safe_load(text)
     assert secret["metadata"]["namespace"] == "team-a"
     assert secret["metadata"]["ownerReferences"] == [

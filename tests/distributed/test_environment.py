@@ -1,4 +1,4 @@
-"""The environment contract: what is emitted is read back, and other launchers' variables complete it or stop."""
+"""Test the environment contract: what is emitted is read back, and other launchers' variables complete it or stop."""
 
 import os
 import subprocess
@@ -71,20 +71,22 @@ def test_launchers_that_agree_change_nothing(more):
         (SLURM, Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3, (1,))),
         (SLURM | {"SLURM_RESTART_COUNT": "2"}, Gang(f"gpu003:{derived_port('77', '0', '2')}", 8, 3, (1,), 2)),
         (SLURM | {"SLURM_GPUS_ON_NODE": "8"}, Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3, (4, 5, 6, 7))),
-        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3)),  # bound already
+        # The process is already bound to its GPU.
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3)),
         (
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"},
-            Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3),  # one process a host has all its GPUs
+            Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3),  # The only process of a host has all its GPUs.
         ),
         (SLURM | {"PMIX_RANK": "3"}, Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3, (1,))),
         (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, Gang(f"gpu003:{derived_port('77', '0', '')}", 8, 3, (1,))),
         (TORCHRUN, Gang("gpu003:29500", 8, 3)),
         (
             TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"},
-            Gang("gpu003:29501", 8, 3, None, 1),  # torchrun's own store has the port itself
+            Gang("gpu003:29501", 8, 3, None, 1),  # torchrun's own store already uses the port.
         ),
         (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, Gang("[fd00::1]:29500", 8, 3)),
-        (TORCHRUN | SLURM | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, Gang("gpu003:29500", 8, 3)),  # the inner one
+        # The inner launcher counts.
+        (TORCHRUN | SLURM | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, Gang("gpu003:29500", 8, 3)),
         (OPEN_MPI | COORDINATOR, Gang("10.0.0.1:1234", 8, 3, (3,))),
         (OPEN_MPI | SLURM | {"SLURM_NTASKS": "2"} | COORDINATOR, Gang("10.0.0.1:1234", 8, 3, (3,))),
         (POD | COORDINATOR | {"MESHKIT_NUM_PROCESSES": "8"}, Gang("10.0.0.1:1234", 8, 3)),
@@ -99,9 +101,9 @@ def test_other_launchers_complete_the_contract(environment, gang):
 @pytest.mark.parametrize(
     "environment",
     [
-        POD,  # an Indexed Job may be one run in each pod
-        {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # an interactive shell
-        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},  # a batch script
+        POD,  # Each pod of an Indexed Job may run alone.
+        {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # This is an interactive shell.
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},  # This is a batch script.
         {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},
         {"RANK": "3"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
@@ -182,7 +184,7 @@ def test_a_new_gang_inherits_nothing_of_an_old_one():
 
 @pytest.mark.parametrize("hangs", ["atexit.register(waits)", "threading.Thread(target=waits).start()"])
 def test_an_end_that_hangs_is_ended_with_its_stacks(hangs):
-    """As in jax's barrier, which runs at exit, or for storage; a main thread that goes on is no end."""
+    """The end may hang in jax's exit barrier or for storage; the limit starts when the main thread has ended."""
     code = f"""
 import atexit, threading, time
 from meshkit.distributed import environment

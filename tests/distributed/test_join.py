@@ -1,4 +1,4 @@
-"""The environment of a job of several processes: what it may say, and two processes that join by it."""
+"""Test what the environment may say to a job of several processes, and let two processes join by it."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_jax_that_runs_already_cannot_join():
     [
         ("127.0.0.1:4321", "127.0.0.1:4321"),
         ("localhost:4321", "127.0.0.1:4321"),
-        ("192.0.2.1:4321", None),  # of nobody: a proxy or a NAT in front of this machine
+        ("192.0.2.1:4321", None),  # Nobody has this address: a proxy or a NAT is in front of this machine.
         ("no-such-host.invalid:4321", None),
     ],
 )
@@ -107,7 +107,7 @@ def test_the_coordinator_listens_on_one_interface(coordinator, address, monkeypa
 
 
 def test_a_name_that_is_a_loopback_address_here_is_not_what_the_others_mean(monkeypatch):
-    """Debian's /etc/hosts has the machine's own name at 127.0.1.1."""
+    """Debian's /etc/hosts gives the machine's own name the address 127.0.1.1."""
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 4321))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     assert bind_address("this-machine:4321") is None
@@ -129,9 +129,9 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environment", "process", "size", "devices"),
     [
-        (GOOD, 1, 2, None),  # one process a host drives all its GPUs
+        (GOOD, 1, 2, None),  # The only process of a host drives all its GPUs.
         (GOOD | {"MESHKIT_LOCAL_DEVICE_IDS": "4,5"}, 1, 2, (4, 5)),
-        (SLURM, 9, 16, (1,)),  # one for each GPU
+        (SLURM, 9, 16, (1,)),  # Each GPU has a process.
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"}, 9, 16, None),
         ({"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
          | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "MESHKIT_COORDINATOR": "10.0.0.1:1234"}, 9, 16, (1,)),
@@ -141,7 +141,7 @@ SLURM = {
     ],
 )  # fmt: skip
 def test_jax_is_told_everything(environment, process, size, devices, monkeypatch):
-    """So it detects nothing by itself, and asks no proxy for the way."""
+    """jax then detects nothing by itself and reaches the coordinator without a proxy."""
     import jax
     from jax._src import xla_bridge
 
@@ -165,17 +165,18 @@ def test_jax_is_told_everything(environment, process, size, devices, monkeypatch
         jax.config.update("jax_cpu_collectives_implementation", before)
     assert (told["process_id"], told["num_processes"], told["local_device_ids"]) == (process, size, devices)
     assert told["cluster_detection_method"] == "deactivate"
-    assert told["coordinator_bind_address"] is None  # of the others; process 0 binds its own interface
+    assert told["coordinator_bind_address"] is None  # Only process 0 binds an interface.
     assert told["initialization_timeout"] == 300
     assert not any(name.startswith("mtls") for name in told)
     assert proxies == []
-    assert os.environ["https_proxy"] == "http://proxy:3128"  # for everything else
+    assert os.environ["https_proxy"] == "http://proxy:3128"  # Everything else still uses the proxy.
     assert dict(os.environ)["no_grpc_proxy"] == f"login1,{told['coordinator_address'].rsplit(':', 1)[0]}"
 
 
 def start(port, process, *arguments):
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
-    mine |= {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nothing listens there
+    # Nothing listens at this address.
+    mine |= {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     mine |= {"MESHKIT_COORDINATOR": f"127.0.0.1:{port}", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_PROCESS_ID": process}
     return subprocess.Popen(
         [sys.executable, "-m", "meshkit", *arguments, *(word for text in SETS for word in ("--set", text))],
@@ -187,7 +188,7 @@ def start(port, process, *arguments):
     )
 
 
-@pytest.mark.slow  # tests/verbs/bench/test_bench.py has two processes of its own
+@pytest.mark.slow  # tests/verbs/bench/test_bench.py covers two processes by default.
 @pytest.mark.multiprocess
 def test_bench_over_two_processes_that_the_environment_names(tmp_path):
     with socket.socket() as free:
@@ -209,7 +210,7 @@ def test_bench_over_two_processes_that_the_environment_names(tmp_path):
         for p in started:
             p.kill()
     assert [p.returncode for p in started] == [0, 0], "\n".join(text for pair in outputs for text in pair)
-    printed = BenchReport.model_validate(json.loads(outputs[0][0]))  # and nothing else on standard output
+    printed = BenchReport.model_validate(json.loads(outputs[0][0]))  # Standard output holds nothing else.
     assert outputs[1][0] == ""
     assert printed == BenchReport.model_validate_json((tmp_path / "bench.json").read_text())
     assert (printed.devices.processes, printed.devices.count, printed.wrong) == (2, 8, 0)

@@ -1,6 +1,6 @@
-"""Processes that agree: the same answer on all, the missing named in time, an error of process 0 on all.
+"""Test that processes agree: all get one answer, the missing are named in time, and process 0's error reaches all.
 
-Also where somebody else writes to jax's coordination service, who needs nothing for it but to reach its port.
+This also holds where a stranger, who only has to reach the port, writes to jax's coordination service.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshkit.errors import ConfigError, MeshkitError
 
 
 class Service:
-    """jax's coordination service, for threads that stand for processes."""
+    """Stand in for jax's coordination service, with threads in place of processes."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -48,7 +48,7 @@ class Service:
 
 @pytest.fixture
 def reach(monkeypatch):
-    """Runs one round on processes of the given numbers, of a job of so many; rank -> the answer, or the error."""
+    """Yield a function that runs one round on the given ranks of a job and returns each rank's answer or error."""
     service = Service()
     monkeypatch.setattr(
         agreement, "jax_runtime", lambda: SimpleNamespace(client=service, process_id=0, num_processes=1)
@@ -86,13 +86,13 @@ def test_all_get_what_process_0_decides_from_all(reach, key):
     agreement.sign_with(key)
     answers = reach(range(3), 3, lambda every: [each["rank"] for each in every])
     assert answers == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
-    assert len(reach.service.values) == 1  # the answer: nothing else piles up over a long run
+    assert len(reach.service.values) == 1  # Only the answer stays, so that nothing piles up over a long run.
 
 
 def test_the_missing_are_named_on_all_within_the_limit(reach):
     began = time.monotonic()
     answers = reach([0, 2], 4, lambda every: "never", timeout_s=0.5)
-    assert time.monotonic() - began < 30  # the limit, and what a loaded machine takes
+    assert time.monotonic() - began < 30  # This is the limit plus what a loaded machine takes.
     for rank in (0, 2):
         assert str(answers[rank]).startswith("processes 1, 3 of 4 did not answer within")
 
@@ -138,7 +138,7 @@ GUESSES = ("meshkit/test/t/answer", "meshkit/test/t/answer/0", "meshkit/test/t/s
 
 
 def test_what_a_stranger_writes_before_is_not_believed(reach):
-    """Under every name that can be known beforehand, what a process would have said there."""
+    """Every name that can be known beforehand already holds what a process would have said there."""
     agreement.sign_with(b"key")
     for name in GUESSES:
         reach.service.values[name] = '{"answer": "forged"}'
@@ -147,7 +147,7 @@ def test_what_a_stranger_writes_before_is_not_believed(reach):
 
 
 class Vandal(Service):
-    """Where a stranger writes over what a process has just said, and over nothing that process 0 says."""
+    """Stand in for a service in which a stranger overwrites what a process, except process 0, has just said."""
 
     def __init__(self, forged):
         super().__init__()
@@ -168,7 +168,7 @@ class Vandal(Service):
     ],
 )
 def test_what_a_stranger_writes_over_it_ends_the_wait_at_once(reach, monkeypatch, forged):
-    """Not after the hour that storage has: process 0 says it, and all go on."""
+    """Process 0 reports it at once, not after the hour that storage has, and all go on."""
     service = Vandal(forged)
     agreement.sign_with(b"key")
     monkeypatch.setattr(
@@ -185,7 +185,7 @@ def test_what_a_stranger_writes_over_it_ends_the_wait_at_once(reach, monkeypatch
 
 @pytest.mark.parametrize("garbage", ["", "{", "[" * 100_000, "5", '"answer"', '{"wrong": [1]}'])
 def test_garbage_in_the_open_ends_the_wait_at_once(reach, garbage):
-    """What was there before, process 0 and the others write over; what comes in between is an error of that round."""
+    """Processes overwrite what was there before; what comes in between is an error of that round."""
     reach.service.values["meshkit/test/t/answer/0"] = garbage
     began = time.monotonic()
     answers = reach([1], 2, lambda every: None, timeout_s=3600.0)
@@ -194,7 +194,7 @@ def test_garbage_in_the_open_ends_the_wait_at_once(reach, garbage):
 
 
 def test_a_word_of_another_attempt_or_topic_is_none(reach):
-    """Signed by a process of the job, but not for this."""
+    """A process of the job has signed the word, but for another attempt or topic."""
     agreement.sign_with(b"key")
     reach(range(2), 2, lambda every: 1, topic="a")
     (said,) = reach.service.values.values()
@@ -207,7 +207,7 @@ def test_a_word_of_another_attempt_or_topic_is_none(reach):
 
 
 class Remover(Service):
-    """Where a stranger removes the first words that stand under some name."""
+    """Stand in for a service in which a stranger removes the first words of one process."""
 
     def __init__(self, times, whose):
         super().__init__()

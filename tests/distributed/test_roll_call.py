@@ -1,4 +1,4 @@
-"""The roll call over loopback: who is missing, who comes twice, who belongs to another job, and strangers."""
+"""Test the rendezvous over loopback: missing and duplicate processes, those of another job, and strangers."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ SECRET = "a secret of thirty-two characters"
 
 
 def roll(members, timeout_s=20.0, before=lambda port: None, secret=None):
-    """What each (process id, job size, and perhaps another secret) of `members` finds out."""
+    """Return what each (process id, job size, and perhaps another secret) of `members` finds out."""
     port, found = free_port(), {}
 
     def one(index, number, size, secret=secret):
@@ -50,7 +50,8 @@ def test_all_are_there(secret):
     assert all(r == results[0] for r in results)
     assert results[0].problem is None
     assert set(results[0].hosts) == set(range(5))
-    assert max(map(abs, results[0].clocks_s.values())) < 20  # one machine, one clock; a message under load
+    # One machine has one clock; the bound is for a message under load.
+    assert max(map(abs, results[0].clocks_s.values())) < 20
 
 
 def test_the_missing_are_named():
@@ -119,7 +120,7 @@ def claim(number, size, token="t"):
 
 
 def say(port, *lines):
-    """A stranger's connection, once something listens, on which each line has been answered or refused."""
+    """Connect as a stranger once something listens; return the connection and the answer to the last line."""
     deadline = time.monotonic() + 20
     while True:
         try:
@@ -143,7 +144,7 @@ CLAIMS = [(1, 2), (0, 2), (1, 3), (7, 2), (-1, 2)]
 
 @pytest.mark.parametrize("said", CLAIMS)
 def test_one_wrong_line_of_a_stranger_decides_nothing(said):
-    """In the open: who says it and goes is not counted."""
+    """Without a secret, whoever says it and leaves is not counted."""
     found = roll([(0, 2), (1, 2)], before=lambda port: say(port, claim(*said))[0].close())
     assert [f.problem for f in found] == [None, None]
     assert "evil" not in found[0].hosts.values()
@@ -152,7 +153,7 @@ def test_one_wrong_line_of_a_stranger_decides_nothing(said):
 @pytest.mark.parametrize("proof", [None, b"", b"0" * 64, b"\xff" * 64])
 @pytest.mark.parametrize("said", CLAIMS)
 def test_strangers_without_the_secret_are_not_heard(said, proof):
-    """Although they stay."""
+    """Strangers are not heard even while they stay connected."""
     kept = []
     lines = [claim(*said)] if proof is None else [claim(*said), proof + b"\n"]
     found = roll([(0, 2), (1, 2)], before=lambda port: kept.append(say(port, *lines)), secret=SECRET)
@@ -162,7 +163,7 @@ def test_strangers_without_the_secret_are_not_heard(said, proof):
 
 
 def test_a_proof_that_was_overheard_serves_nobody_else():
-    """A line with its proof, of a process of this job, said again to its next attempt."""
+    """A stranger repeats an overheard line with its proof to the next attempt of the same process."""
     line, kept = claim(1, 2), []
     gang = Gang("127.0.0.1:1", 2, 1, secret=SECRET)
     heard = []
@@ -175,7 +176,7 @@ def test_a_proof_that_was_overheard_serves_nobody_else():
         kept.append(connection)
 
     first = roll([(0, 2)], before=overhear, secret=SECRET)[0]
-    assert first.hosts[1] == "evil"  # whoever knows the secret is of the job
+    assert first.hosts[1] == "evil"  # Whoever knows the secret belongs to the job.
     found = roll(
         [(0, 2), (1, 2)],
         before=lambda port: kept.append(say(port, line, heard[0][1] + b"\n")[0]),
@@ -199,7 +200,7 @@ def test_processes_of_which_one_has_another_secret_are_told():
 
 
 def test_who_listens_on_the_port_without_the_secret_is_not_believed():
-    """Another user's process, which has it before process 0: it greets as one, and says that two came."""
+    """Another user's process listens before process 0 does, greets like it, and says that two came."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)
         answer = json.dumps(asdict(Attendance(2, {0: "evil"}, {0: 0.0}, {1: ["a", "b"]}, {}))).encode()
@@ -210,7 +211,7 @@ def test_who_listens_on_the_port_without_the_secret_is_not_believed():
             connection.sendall(greeting)
             connection.recv(1000)
             connection.sendall(answer + b" " + b"0" * 64 + b"\n")
-            server.settimeout(0)  # the next ones wait for ever
+            server.settimeout(0)  # The next ones wait forever.
             kept.append(connection)
 
         kept = []
@@ -230,7 +231,7 @@ def test_two_that_both_say_they_are_number_0():
 
 
 def test_two_on_different_machines_that_both_say_they_are_number_0(monkeypatch):
-    """The second cannot listen on the coordinator's address, which is not of its machine."""
+    """The second cannot listen on the coordinator's address, which belongs to another machine."""
     port, found, whole = free_port(), [], roll_call.open_server
     elsewhere = lambda gang, bind: whole(gang, bind or f"127.0.0.1:{free_port()}")
     monkeypatch.setattr(roll_call, "open_server", elsewhere)
@@ -244,7 +245,7 @@ def test_two_on_different_machines_that_both_say_they_are_number_0(monkeypatch):
 
 
 def test_a_name_that_leads_back_to_process_0_is_no_second_one():
-    """As that of a proxy does: it listens on all interfaces, and asks itself who is there."""
+    """Process 0 listens on all interfaces and reaches itself, as behind a proxy."""
     port, found = free_port(), []
     gang = lambda number: Gang(f"127.0.0.1:{port}", 2, number)
     first = threading.Thread(target=lambda: found.append(call_roll(gang(0), 30)))
@@ -276,7 +277,7 @@ def test_a_connection_that_breaks_is_no_second_process():
     assert call_roll(gang(2), 20).problem is None
     first.join(timeout=60)
     assert found[0].problem is None
-    assert b'"expected": 3' in connections[1].recv(10_000)  # the second connection has the answer
+    assert b'"expected": 3' in connections[1].recv(10_000)  # The second connection has the answer.
     connections[1].close()
 
 
@@ -332,4 +333,4 @@ def test_whom_it_waits_for_is_said(monkeypatch):
     found = call_roll(Gang(f"127.0.0.1:{port}", 3, 0), 2.5, bind=f"127.0.0.1:{port}", log=said.append)
     assert found.missing == [1, 2]
     assert said[0].startswith("waiting for 2 of 3 processes: 1, 2 (")
-    assert 1 <= len(said) <= 4  # after 0.3, 0.6, 1.2 and 2.4 s, at the most
+    assert 1 <= len(said) <= 4  # It says so after 0.3, 0.6, 1.2 and 2.4 s at most.
