@@ -1,4 +1,4 @@
-"""What each strategy moves: the program compiled for 2 hosts x 8 absent H100s against the closed form, byte for byte.
+"""Test what each strategy moves on 2 hosts x 8 absent H100s against the closed form, byte for byte.
 
 Payloads are as in the report: bytes of one instance on one GPU (operand; result of an all-gather), times how often it
 runs. Instances of up to 4 KiB (sums of the loss, of the gradient's norm, gradients of a lone norm scale) are left out
@@ -21,11 +21,11 @@ SMALL = 4096
 BATCH, LENGTH, LAYERS, EMBED, MLP, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 64, 256, 2, 256, 768, 2048, 16, 8, 16
 
 KERNELS = LAYERS * EMBED * (HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * MLP)
-TABLE = VOCAB * EMBED  # the look-up, and the head once more
+TABLE = VOCAB * EMBED  # The look-up and the head each have a table.
 NORMS = (2 * LAYERS + 1) * EMBED
 PARAMETERS = KERNELS + 2 * TABLE + NORMS
 BF16, FP32 = 2, 4
-SUMS = 2 * FP32  # loss_sum and weight, where XLA reduces them along with the gradients
+SUMS = 2 * FP32  # XLA may reduce loss_sum and weight along with the gradients.
 
 SIZES = [
     "cluster={name='dgx_h100',hosts=2}",
@@ -40,7 +40,7 @@ BOTH = "{infiniband=2,nvlink=8}"
 
 
 def moved(*overrides: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """(collective, axes) -> (payload bytes, instances) of a step, without the small ones."""
+    """Return (collective, axes) -> (payload bytes, instances) of a step, without the small instances."""
     report = plan_experiment(load(DEBUG, [*SIZES, *overrides])).report
     total: dict[tuple[str, str], tuple[int, int]] = {}
     for row in report.communication:
@@ -54,26 +54,29 @@ def moved(*overrides: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def tokens(ways: int) -> int:
-    """int32 tokens of one GPU, gathered as a scattered look-up gradient needs them: the batch over `ways` pieces."""
+    """Return the bytes of int32 tokens, which the scattered look-up gradient gathers, with the batch over `ways`."""
     return 4 * BATCH * LENGTH // ways
 
 
 def activation(ways: int) -> int:
-    """bf16 [batch, length, embed] with the batch over `ways`."""
+    """Return the bytes of a bf16 [batch, length, embed] array with the batch over `ways`."""
     return BF16 * BATCH * LENGTH * EMBED // ways
 
 
 @pytest.mark.slow
 def test_data():
-    """One all-reduce of every gradient in fp32: the layers' one by one, and the rest with the sums of the loss."""
+    """Every gradient is all-reduced once in fp32: the layers' one by one, the rest with the sums of the loss."""
     got = moved(f"mesh.data={BOTH}", 'rules.preset="data"')
     assert got == {("all-reduce", "data"): (FP32 * PARAMETERS + SUMS, LAYERS + 1)}
 
 
 @pytest.mark.slow
 def test_zero1():
-    """Weights gathered once in bf16, gradients scattered in fp32. The look-up's gradient is not reduced but scattered
-    after its rows went to the GPUs that own their columns (and the tokens to all)."""
+    """Weights are gathered once in bf16 and gradients are scattered in fp32.
+
+    The look-up's gradient is not reduced: its rows go to the GPUs that own their columns, the tokens go to all, and
+    then it is scattered.
+    """
     got = moved(f"mesh.data={BOTH}", 'rules.preset="zero1"')
     assert got == {
         ("all-gather", "data"): (BF16 * PARAMETERS + tokens(1), 1),
@@ -111,14 +114,17 @@ def test_zero2_accumulated_reduces_every_micro_batch():
     }
 
 
-# The scale of each norm is gathered in fp32: once forward, and backward for the recomputed norm and for its gradient.
-# The last norm's is gathered once.
+# The scale of each norm is gathered in fp32: once forward, and twice backward, for the recomputed norm and for its
+# gradient. The last norm's scale is gathered once.
 FSDP_GATHERS = 2 * BF16 * KERNELS + 2 * BF16 * TABLE + FP32 * ((NORMS - EMBED) * 3 + EMBED)
 
 
 def test_fsdp_gathers_twice_and_scatters_once():
-    """One gather a layer and pass, one reduction a layer and one of the table: with collectives pipelined over the
-    layers (the options that the plan derives), the first layer's weights travel with the table's."""
+    """Each layer is gathered once a pass and reduced once, and so is the table.
+
+    With collectives pipelined over the layers (the options that the plan derives), the first layer's weights travel
+    with the table's.
+    """
     got = moved(f"mesh.fsdp={BOTH}", 'rules.preset="fsdp"')
     assert got == {
         ("all-gather", "fsdp"): (FSDP_GATHERS + tokens(1), 2 * LAYERS),
@@ -150,25 +156,25 @@ def test_hsdp_reduces_shards_across_hosts():
         ("all-gather", "fsdp"): (FSDP_GATHERS + tokens(2), 2 * LAYERS),
         ("reduce-scatter", "fsdp"): (FP32 * (PARAMETERS - TABLE - EMBED), LAYERS + 1),
         ("all-to-all", "fsdp"): (activation(16), 1),
-        # the last norm's scale is reduced whole over both axes, with the sums of the loss: small
+        # The last norm's scale is reduced whole over both axes, with the sums of the loss, which is small.
         ("all-reduce", "data"): (FP32 * (PARAMETERS - EMBED) // 8, LAYERS + 1),
     }
 
 
-# Row-parallel outputs forward: attention and feed-forward of each layer, and the masked look-up; of them full remat
-# repeats the attention's. Backward: the inputs of attention and feed-forward, and of the head.
+# Row-parallel outputs forward are those of attention and feed-forward of each layer and of the masked look-up; full
+# remat repeats the attention's. Backward they are the input gradients of attention, feed-forward and head.
 ROW_PARALLEL = 5 * LAYERS + 2
-# Column-parallel inputs under sequence parallelism: two a layer, forward and recomputed, and the head's; backward, what
-# comes out of attention and feed-forward, and of the look-up.
+# Column-parallel inputs under sequence parallelism are two a layer, forward and recomputed, and the head's. Backward
+# they are the output gradients of attention, feed-forward and look-up.
 COLUMN_PARALLEL = 6 * LAYERS + 2
 
 
 def logsumexp(ways: int) -> int:
-    """fp32 [batch, length] three times: the largest logit, the sum of exponentials, the target's logit."""
+    """Return the bytes of three fp32 [batch, length] arrays: largest logit, sum of exponentials, target's logit."""
     return 3 * FP32 * BATCH * LENGTH // ways
 
 
-@pytest.mark.slow  # by default of a perceptron: tests/planning/test_plan.py
+@pytest.mark.slow  # tests/planning/test_plan.py covers a perceptron by default.
 def test_tensor():
     got = moved("mesh.data={infiniband=2}", "mesh.tensor=8", 'rules.preset="tensor"')
     assert got == {
@@ -180,7 +186,7 @@ def test_tensor():
 def test_tensor_with_sequence_parallelism():
     got = moved("mesh.data={infiniband=2}", "mesh.tensor=8", 'rules.preset="tensor_sequence"')
     assert got == {
-        # the gathers of the recomputed input and of the gradient of a feed-forward are combined
+        # XLA combines the gathers of a feed-forward's recomputed input and of its gradient.
         ("all-gather", "tensor"): (COLUMN_PARALLEL * activation(2), COLUMN_PARALLEL - LAYERS),
         ("reduce-scatter", "tensor"): (ROW_PARALLEL * activation(2), ROW_PARALLEL),
         ("all-reduce", "tensor"): (logsumexp(2), 3),
@@ -194,7 +200,7 @@ def test_fsdp_with_tensor():
     got = moved("mesh.fsdp={infiniband=2,nvlink=2}", "mesh.tensor=4", 'rules.preset="fsdp_tensor"')
     norms = FP32 * ((NORMS - EMBED) * 3 + EMBED)
     assert got == {
-        # XLA combines the gather of the tables with a layer's, and two of the reductions over tensor
+        # XLA combines the gather of the tables with a layer's, and two of the reductions over tensor.
         ("all-gather", "fsdp"): ((FSDP_GATHERS - norms) // 4 + norms + tokens(1), 2 * LAYERS),
         ("reduce-scatter", "fsdp"): (FP32 * ((PARAMETERS - NORMS - TABLE) // 4 + NORMS), LAYERS + 1),
         ("all-to-all", "fsdp"): (activation(4), 1),

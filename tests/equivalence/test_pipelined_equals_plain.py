@@ -1,7 +1,7 @@
-"""A step in stages computes what the step without a pipeline computes, on one device: loss and every gradient.
+"""Test that a pipelined step computes the loss and every gradient of the plain step on one device.
 
-Through the experiment file and `make_train_step` alone. Both sum the same fp32 terms in another order: the bound is
-that of test_sharded_equals_single.py, for sums of 512 terms through 48 of them (6 layers).
+The test uses only the experiment file and `make_train_step`. Both steps sum the same fp32 terms in another order: the
+bound is that of test_sharded_equals_single.py, for sums of 512 terms through 48 of them (6 layers).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_pipeline_cpu.toml"
-TOLERANCE = np.sqrt(48) * np.sqrt(512) * 2.0**-24  # 9.3e-6
+TOLERANCE = np.sqrt(48) * np.sqrt(512) * 2.0**-24  # This is 9.3e-6.
 VOCAB, LENGTH = 64, 16
 # LLVM's optimizations would take most of the time.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -33,7 +33,7 @@ MOE = [
     *("model.class=models.moe:Moe", "model.preset=moe_debug", "model.experts=4", "model.z_loss_weight=0.01"),
     *("model.load_balance_weight=0.1", "train.loss=models.moe:next_token_loss"),
 ]
-# mesh beside the pipeline, and what else it asks for
+# Each row holds the mesh axes beside the pipeline and the overrides that they need.
 MESHES = {
     "pipeline": ({}, []),
     "data": ({"data": 2}, []),
@@ -48,18 +48,18 @@ MESHES = {
 }
 
 
-jax.devices()  # all eight, before an experiment on fewer asks for as many as it needs
+jax.devices()  # jax must start with all eight devices before an experiment asks for fewer.
 
 
 def mesh(**axes: int) -> list[str]:
-    """Overrides that make the mesh these axes, outermost first, on as many devices."""
+    """Return overrides that make the mesh these axes, outermost first, on as many devices."""
     gone = [f"mesh.{name}=" for name in ("pipeline", "fsdp", "tensor")]
     count = f"cluster.gpus_per_host={int(np.prod(list(axes.values())))}"
     return [*gone, *(f"mesh.{name}={size}" for name, size in axes.items()), count]
 
 
 def pipelined(stages, schedule="1f1b", chunks=1, times=1, kind="pipeline", *overrides):
-    """An experiment with a pipeline."""
+    """Return an experiment with a pipeline."""
     sizes, more = MESHES[kind]
     microbatches = times * stages
     spec = [f"pipeline.schedule={schedule}", f"pipeline.virtual_stages={chunks}", "pipeline.layout="]
@@ -70,7 +70,7 @@ def pipelined(stages, schedule="1f1b", chunks=1, times=1, kind="pipeline", *over
 
 @functools.cache
 def plain(*overrides: str):
-    """The experiment without a pipeline."""
+    """Return the experiment without a pipeline."""
     return load(EXPERIMENT, [*SMALL, "pipeline=", *overrides])
 
 
@@ -78,13 +78,13 @@ def batch_for(program):
     random = np.random.default_rng(0)
     rows = program.abstract_batch["tokens"].shape[0]
     tokens = random.integers(0, VOCAB, (rows, LENGTH + 1), np.int32)
-    weights = random.random((rows, LENGTH), np.float32)  # unequal, so that a mean of means would show
+    weights = random.random((rows, LENGTH), np.float32)  # The weights are unequal, so that a mean of means would show.
     values = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
     return {name: jax.device_put(v, program.abstract_batch[name].sharding) for name, v in values.items()}
 
 
 def random_state(program):
-    """A state of the model's own order, in numpy: parameters as a model starts with, everything else zero."""
+    """Return a numpy state in the model's own order: parameters as a model starts with, everything else zero."""
     abstract = program.arrangement.saved if program.arrangement else program.abstract_state
     random = np.random.default_rng(1)
 
@@ -128,7 +128,7 @@ def assert_close(got, wanted) -> None:
 
 
 def check(spec, *overrides: str) -> None:
-    """A pipeline against the same model without one."""
+    """Check the pipeline's loss and gradients against those of the same model without one."""
     wanted = reference(
         *(f"train.global_batch={spec.train.global_batch}", f"model.layers={spec.model.options['layers']}"),
         *mesh(data=1),
@@ -138,13 +138,13 @@ def check(spec, *overrides: str) -> None:
 
 
 def test_stages_of_unequal_layers_with_a_tied_table_on_every_axis():
-    """The hard case of all: chunks, padding, a table that is both ends, over the pipeline, fsdp and tensor."""
+    """This case combines chunks, padding, and a table at both ends over the axes pipeline, fsdp and tensor."""
     tied = ["model.tied=true", "model.layers=5"]
     check(pipelined(2, "interleaved_1f1b", 2, 1, "fsdp + sequence", *tied, 'pipeline.layout="1|2|1|1"'), *tied)
 
 
-# Each mesh with each kind of schedule; stages, chunks and microbatches go round. The toy of tests/parallel/pipeline has
-# the whole product.
+# Each mesh has each kind of schedule, while stages, chunks and microbatches take turns. The toy of
+# tests/parallel/pipeline has the whole product.
 MATRIX = [
     (kind, schedule, stages if kind == "pipeline" else min(stages, 8 // math.prod(MESHES[kind][0].values())),
      1 if schedule == "1f1b" else chunks, times)
@@ -212,7 +212,7 @@ def test_experts_over_an_axis_of_their_own(schedule):
 
 @pytest.mark.slow
 def test_pairs_of_layers_with_and_without_a_window_over_the_axis_of_experts():
-    """GPT-OSS, whose pairs of layers are a pipeline's layers."""
+    """The pairs of layers of GPT-OSS are a pipeline's layers."""
     on = [*MOE, "model.class=models.gpt_oss:GptOss", "model.preset=gpt_oss_debug"]
     on += ["model.layers=4", "model.mlp=32", "train.global_batch=8"]
     spec = pipelined(2, "1f1b", 1, 1, "experts", *on)
@@ -223,7 +223,7 @@ def test_pairs_of_layers_with_and_without_a_window_over_the_axis_of_experts():
 
 @pytest.mark.slow
 def test_latent_attention_and_balanced_experts_behind_a_dense_layer():
-    """DeepSeek-V3, whose dense layers run on every stage; the step of the balancing bias goes by the same loads."""
+    """DeepSeek-V3's dense layers run on every stage; the balancing bias moves by the same loads."""
     on = [*MOE, "model.class=models.deepseek:DeepSeek", "model.preset=deepseek_debug", "model.kv_heads="]
     on += ["model.experts=8", "model.layers=2", "model.mlp=32", "train.global_batch=8"]
     spec = pipelined(2, "1f1b", 1, 1, "experts", *on)
@@ -234,10 +234,10 @@ def test_latent_attention_and_balanced_experts_behind_a_dense_layer():
 
 @pytest.mark.slow
 def test_three_steps_of_adamw_and_an_evaluation():
-    """Parameters, moments and metrics after three steps.
+    """Parameters, moments and metrics agree after three steps.
 
     eps is of the size of the gradients, so that an entry whose gradient is rounding error alone does not make a step of
-    its sign (see test_sharded_equals_single.py); clipping is on.
+    its sign (see test_sharded_equals_single.py). Clipping is on.
     """
     optimizer = ["optimizer.eps=1e-2", "optimizer.warmup_steps=0", "optimizer.clip=0.5", "model.layers=5"]
     spec = pipelined(2, "interleaved_1f1b", 2, 1, "fsdp + sequence", *optimizer)

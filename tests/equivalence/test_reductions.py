@@ -1,4 +1,4 @@
-"""What the compiled step reduces, in which dtype and how often; and that its state is born in pieces."""
+"""Test what the compiled step reduces, in which dtype and how often, and that each device makes only its shard."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def test_every_device_holds_only_its_shard():
         for shard in made.addressable_shards:
             assert shard.data.shape == described.sharding.shard_shape(made.shape)
     kernel = state.params["layers"]["mlp"]["up"]["kernel"]
-    assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # embed over fsdp = 2, mlp over tensor = 2
+    # embed is sharded over fsdp = 2 and mlp over tensor = 2.
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size
 
 
 def test_init_makes_no_whole_copy_on_a_device():
-    """The largest array of the compiled init is a shard: 8 devices and embed over 8, so an eighth."""
+    """The largest array of the compiled init is a shard, an eighth of the whole: embed is sharded over 8 devices."""
     program = program_for("mesh.data=1", "mesh.fsdp=8", "mesh.tensor=1")
     text = program.init.lower().compile().as_text()
     sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
@@ -43,7 +44,7 @@ def test_init_makes_no_whole_copy_on_a_device():
 
 
 def all_reduces_in_loops(text: str) -> list[str]:
-    """All-reduce instructions of arrays inside while bodies of a compiled module."""
+    """Return the all-reduce instructions inside the while bodies of a compiled module."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
     found, inside = [], False
     for line in text.splitlines():
@@ -56,7 +57,7 @@ def all_reduces_in_loops(text: str) -> list[str]:
 
 
 def test_data_parallel_gradients_are_reduced_once_a_step():
-    """Replicated gradients (plain data parallelism) are not reduced in the loop over micro-batches, but after it."""
+    """Replicated gradients (plain data parallelism) are reduced after the loop over micro-batches, not in it."""
     pure = ["mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1", 'rules.preset="data"', "train.accumulate=2"]
     program = program_for(*pure)
     text = program.step.lower(program.abstract_state, program.abstract_batch).compile().as_text()
@@ -67,10 +68,10 @@ def test_data_parallel_gradients_are_reduced_once_a_step():
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("reduce_precision", "dtype", "accumulate"),
-    [pytest.param("fp32", "f32", 1, marks=pytest.mark.slow), ("bf16", "bf16", 2)],  # fp32 also by bytes: test_bytes.py
+    [pytest.param("fp32", "f32", 1, marks=pytest.mark.slow), ("bf16", "bf16", 2)],  # test_bytes.py covers fp32 as well.
 )
 def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtype, accumulate):
-    """In the module compiled for H100s (XLA:CPU widens every bf16 collective): kernels over fsdp and over data."""
+    """The program is compiled for H100s, because XLA:CPU widens every bf16 collective."""
     pytest.importorskip("jax_cuda12_plugin", reason="the `plan` extra is not installed")
     from meshkit.compile.program import compile_absent
     from meshkit.hlo.module import read_program
@@ -84,11 +85,12 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
         program.step, (program.abstract_state, program.abstract_batch), mesh=mesh, cluster=spec.cluster
     )
     found = read_program(compiled.hlo, compiled.placement).collectives
-    smallest = 128 * 384 * 2 // 4  # a mlp kernel of one layer in bf16, cut by fsdp; below are norms and scalars
+    # This is one layer's MLP kernel in bf16, sharded by fsdp; norms and scalars are below it.
+    smallest = 128 * 384 * 2 // 4
     reductions = [c for c in found.values() if c.collective in ("all-reduce", "reduce-scatter")]
     reductions = [c for c in reductions if c.payload_bytes >= smallest]
     assert {axis for c in reductions for axis in c.axes} == {"data", "fsdp"}
-    embedding = 256 * 128 * 4  # scattered in fp32 always: see models.embedding.lookup
+    embedding = 256 * 128 * 4  # It is always scattered in fp32: see models.embedding.lookup.
     dtypes = {c.dtype for c in reductions if c.payload_bytes not in (embedding, embedding // 4)}
     assert dtypes == {dtype}
 
@@ -99,6 +101,6 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
     ids=["zero1", "zero2"],
 )
 def test_zero1_and_zero2_differ_by_their_accumulators(rules, share):
-    """Whole on every device, or cut as the optimizer's state is."""
+    """The accumulators are whole on every device, or sharded as the optimizer's state is."""
     program = program_for("mesh.fsdp=", "mesh.tensor=", "mesh.data=8", "train.accumulate=2", *rules)
     assert program.facts.gradients_bytes == 4 * program.facts.parameters // share

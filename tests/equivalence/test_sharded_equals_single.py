@@ -1,4 +1,4 @@
-"""The heart: a sharded step computes what one device computes, loss and every gradient, however it is sharded."""
+"""Test that a sharded step computes the loss and every gradient of one device, however it is sharded."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from meshkit.sharding import build_mesh
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 BATCH, LENGTH = 16, 32
 
-# fp32 summation. A sum of K terms taken in another order differs by rounding errors that add up like a random walk:
-# about sqrt(K) u max|partial sum|, u = 2^-24. The longest sums of this model run over K = BATCH * LENGTH = 512 terms
-# (a weight's gradient) and K = 384 (mlp). A gradient passes through at most D = 32 such sums one after the other (8
-# matmuls a layer, 2 layers, forward and backward), whose errors are independent, so sqrt(D) more. Errors are measured
-# against the largest entry of their leaf, since small entries are differences of large ones.
+# A sum of K fp32 terms taken in another order differs by rounding errors that add up like a random walk: about sqrt(K)
+# u max|partial sum|, u = 2^-24. The longest sums of this model run over K = BATCH * LENGTH = 512 terms (a weight's
+# gradient) and K = 384 (mlp). A gradient passes through at most D = 32 such sums one after the other (8 matmuls a
+# layer, 2 layers, forward and backward). Their errors are independent, which gives another factor sqrt(D). Errors are
+# measured against the largest entry of their leaf, since small entries are differences of large ones.
 UNIT_ROUNDOFF = 2.0**-24
-TOLERANCE = np.sqrt(32) * np.sqrt(BATCH * LENGTH) * UNIT_ROUNDOFF  # 7.6e-6
+TOLERANCE = np.sqrt(32) * np.sqrt(BATCH * LENGTH) * UNIT_ROUNDOFF  # This is 7.6e-6.
 
 
 def mesh(**axes: int) -> list[str]:
-    """Overrides that make the mesh these axes, outermost first."""
+    """Return overrides that make the mesh these axes, outermost first."""
     gone = [f"mesh.{name}=" for name in ("data", "fsdp", "tensor")]
     return [*gone, *(f"mesh.{name}={size}" for name, size in axes.items())]
 
@@ -41,7 +41,8 @@ STRATEGIES = {
     "zero2": [*mesh(data=8), preset("zero2")],
     "fsdp": [*mesh(fsdp=8), preset("fsdp")],
     "hsdp": [*mesh(data=2, fsdp=4), preset("hsdp")],
-    # Eight pieces of four key heads: the kernels stay whole, and each GPU gets the key heads that its query heads read.
+    # Eight GPUs share four key heads: the kernels stay whole, and each GPU gets the key heads that its query heads
+    # read.
     "tensor": [*mesh(tensor=8), preset("tensor"), 'rules.logical.kv_heads="replicated"'],
     "tensor + sequence": [*mesh(tensor=4, data=2), preset("tensor_sequence")],
     "zero1 + tensor": [*mesh(data=2, tensor=4), preset("zero1_tensor")],
@@ -52,7 +53,8 @@ STRATEGIES = {
     "data + context + tensor + sequence": [*mesh(data=2, context=2, tensor=2), preset("all")],
     "weights gathered once": [*mesh(data=2, fsdp=2, tensor=2), 'rules.compute.embed="replicated"'],
     "optimizer cut": ['rules.logical.embed="replicated"', 'rules.optimizer.embed="fsdp"'],
-    # Accumulation: whole accumulators, reduced once; cut ones, reduced with every micro-batch; one axis of each.
+    # With accumulation, accumulators are whole and reduced once, or sharded and reduced with every micro-batch, or have
+    # one axis of each.
     "data, accumulated": [*mesh(data=8), preset("data"), "train.accumulate=2"],
     "zero1, accumulated": [*mesh(data=4), "cluster.gpus_per_host=4", preset("zero1"), "train.accumulate=4"],
     "zero2, accumulated": [*mesh(data=8), preset("zero2"), "train.accumulate=2"],
@@ -78,7 +80,7 @@ def one_device(spec) -> Mesh:
 def batch_for(program) -> dict[str, jax.Array]:
     random = np.random.default_rng(0)
     tokens = random.integers(0, 256, (BATCH, LENGTH + 1), np.int32)
-    weights = random.random((BATCH, LENGTH), np.float32)  # unequal, so that a mean of means would show
+    weights = random.random((BATCH, LENGTH), np.float32)  # The weights are unequal, so that a mean of means would show.
     values = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
     return {name: jax.device_put(v, program.abstract_batch[name].sharding) for name, v in values.items()}
 
@@ -92,7 +94,7 @@ def loss_and_gradients(spec, mesh, state):
 
 @pytest.fixture(scope="module")
 def state():
-    """The initial state, on one device."""
+    """Return the initial state on one device."""
     spec = experiment()
     return jax.tree.map(np.asarray, make_train_step(spec, one_device(spec)).init())
 
@@ -110,7 +112,7 @@ def assert_close(got, wanted, tolerance: float) -> None:
         assert worst < tolerance, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
 
 
-# Not in the default suite: axes that another strategy there has too; zero2, zero1's program without accumulation.
+# These are slow tests: another strategy has their axes, or (zero2) the same program without accumulation.
 COVERED = ("zero2", "hsdp", "tensor + sequence", "zero1 + tensor", "hsdp + tensor", "fsdp, accumulated",
            "hsdp + tensor + sequence", "zero1, accumulated")  # fmt: skip
 
@@ -126,7 +128,7 @@ def test_loss_and_all_gradients_equal_one_device(overrides, reference, state):
 
 
 def test_normalized_heads_and_layers_that_are_no_loop_equal_one_device():
-    """Qwen3's norms on every axis, unrolled and recomputed, against a scan on one device."""
+    """Qwen3's norms on every axis, unrolled and recomputed, agree with a scan on one device."""
     spec = experiment("model.qk_norm=true")
     state = jax.tree.map(np.asarray, make_train_step(spec, one_device(spec)).init())
     wanted = loss_and_gradients(spec, one_device(spec), state)
@@ -135,9 +137,9 @@ def test_normalized_heads_and_layers_that_are_no_loop_equal_one_device():
     assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), wanted, TOLERANCE)
 
 
-# AdamW divides by sqrt(v) + eps. With its usual eps the update of an entry whose gradient is all rounding error is the
-# sign of that error; so here eps is of the size of the gradients, and an error d in a gradient moves the update by at
-# most 2 d / eps a step (numerator and denominator), 3 steps of a learning rate of at most 1e-2.
+# AdamW divides by sqrt(v) + eps. With its usual eps, an entry whose gradient is rounding error moves by the sign of
+# that error. So eps is of the size of the gradients here, and an error d in a gradient moves the update by at most 2 d
+# / eps a step (numerator and denominator), for 3 steps of a learning rate of at most 1e-2.
 EPS, RATE, STEPS = 1e-2, 1e-2, 3
 
 
@@ -161,7 +163,8 @@ def three_steps(state):
     return parameters_after_three_steps(spec, one_device(spec), state)
 
 
-# The update is of each shard by itself: the default suite has moments that lie as their parameters do, and others.
+# Each shard is updated by itself: the default suite has one layout whose moments lie as their parameters do, and one of
+# the others.
 LAYOUTS = ("zero1", "fsdp")
 
 
@@ -178,7 +181,7 @@ def test_three_steps_of_adamw_equal_one_device(overrides, three_steps, reference
     for start, got, wanted, g in zip(*map(jax.tree.leaves, (state.params, params, three_steps[1])), gradients):
         error = TOLERANCE * np.abs(g).max()
         assert np.abs(got - wanted).max() < STEPS * RATE * 2 * error / EPS + np.abs(wanted).max() * UNIT_ROUNDOFF * 4
-        assert np.abs(wanted - start).max() > 100 * STEPS * RATE * error / EPS  # it has moved
+        assert np.abs(wanted - start).max() > 100 * STEPS * RATE * error / EPS  # The parameters have moved.
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
@@ -188,7 +191,7 @@ def test_recomputation_changes_nothing(policy, reference, state):
 
 
 def test_dropout_draws_the_same_masks_on_any_mesh(state):
-    """Accumulators in pieces: reduced once a step, each replica would draw masks of its own."""
+    """The accumulators stay sharded; if they were reduced once a step, each replica would draw masks of its own."""
     drawn = ["model.dropout=0.2", "train.accumulate=2"]
     spec = experiment(*drawn, *STRATEGIES["fsdp, accumulated in pieces"])
     alone = loss_and_gradients(experiment(*drawn), one_device(experiment()), state)
@@ -196,7 +199,7 @@ def test_dropout_draws_the_same_masks_on_any_mesh(state):
 
 
 def test_a_model_of_ones_own_shards_the_same():
-    """The perceptron with its own loss and examples; K = 1024 terms (mlp) through D = 6 sums."""
+    """The perceptron has its own loss and examples; K = 1024 terms (mlp) pass through D = 6 sums."""
     sizes = ["model.embed=256", "model.mlp=1024", "train.global_batch=64", 'train.precision="fp32"']
     spec = load(EXPERIMENT.with_name("mlp.toml"), sizes)
     x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
