@@ -1,4 +1,4 @@
-"""What single instructions cost, counted by hand."""
+"""Test the costs of single instructions against values counted by hand."""
 
 import math
 from pathlib import Path
@@ -30,10 +30,11 @@ def costs(schedule):
     ("length", "bits", "passes", "steps", "tile"),
     [
         (1, 32, 1, 0, 1),
-        (4096, 32, 1, 78, 4096),  # all of it is one tile: 1 + 2 + ... + 12 steps
-        (4097, 32, 3, 90, 4096),  # one wide comparison, the rest of the stage, after the tiles
-        (65536, 32, 15, 126, 4096),  # 4 stages beyond the tile: (1 + 1) + (2 + 1) + (3 + 1) + (4 + 1), after the tiles
-        (65536, 128, 21, 121, 2048),  # 48 KiB hold 3072 of 16 bytes, so a tile is 2048: 5 stages beyond it
+        (4096, 32, 1, 78, 4096),  # One tile holds all of it: 1 + 2 + ... + 12 steps.
+        (4097, 32, 3, 90, 4096),  # After the tiles, one comparison is wide; then comes the rest of the stage.
+        (65536, 32, 15, 126, 4096),  # After the tiles come 4 stages: (1 + 1) + (2 + 1) + (3 + 1) + (4 + 1).
+        # 48 KiB hold 3072 elements of 16 bytes, so a tile is 2048 and 5 stages are beyond it.
+        (65536, 128, 21, 121, 2048),
     ],
 )
 def test_a_sort_passes_over_its_arrays_for_each_comparison_that_no_tile_holds(length, bits, passes, steps, tile):
@@ -42,7 +43,7 @@ def test_a_sort_passes_over_its_arrays_for_each_comparison_that_no_tile_holds(le
 
 
 def test_each_pass_of_a_sort_is_a_launch_and_reads_and_writes_everything(costs):
-    """Keys and values of 4 bytes: 48 KiB hold 6144 pairs, so a tile is 4096, and 65536 pairs take 15 passes."""
+    """Of keys with values, 4 bytes each, 48 KiB hold 6144 pairs: a tile is 4096, and 65536 pairs take 15 passes."""
     both = 65536 * 8
     for name in ("sorted", "plain"):
         assert costs[name].launches == 15
@@ -60,7 +61,7 @@ def test_what_is_opaque_is_so_inside_a_fusion_too(costs, schedule):
     ("rows", "dtype", "unique", "noted"),
     [
         (32, jnp.bfloat16, False, "additions in bf16 to each element)"),
-        (32, jnp.float32, False, None),  # an atomic addition of the GPU
+        (32, jnp.float32, False, None),  # The GPU has an atomic addition for it.
         (8192, jnp.bfloat16, False, None),
         (32, jnp.bfloat16, True, None),
     ],
@@ -92,7 +93,8 @@ def test_a_complex_multiply_add_is_four_of_its_parts(costs):
 def test_a_look_up_reads_its_rows_or_a_sector_an_element_where_memory_lies_along_the_table(costs):
     rows, indices = 64 * 128 * 2, 64 * 4
     assert costs["looked_up"].bytes_accessed == 2 * rows + indices
-    table, met = 4096 * 128 * 2, 32 * 64 * 128  # a quarter of the table's sectors, of which some are met twice
+    # The look-up meets a quarter of the table's sectors, some of them twice.
+    table, met = 4096 * 128 * 2, 32 * 64 * 128
     assert costs["picked_out"].bytes_accessed == pytest.approx(table * (1 - math.exp(-met / table)) + rows + indices)
     assert (costs["picked_out"].sectors, costs["looked_up"].sectors) == (64 * 128, 0)
 
@@ -155,14 +157,14 @@ ENTRY main (a: u32[64], b: u32[64]) -> u32[64] {
 
 
 def test_integers_of_a_hash_count_and_those_of_indices_do_not():
-    """One part adds, rotates and mixes, the other adds and multiplies in 64 bits (2): each adds on its own."""
+    """One part adds, rotates and mixes (3), the other adds and multiplies in 64 bits (1 + 2)."""
     schedule = read_schedule(parse_hlo(HASH), Placement.from_shape(("data",), (1,)))
     costs = {i.name: i.cost for i in schedule.computations[schedule.entry] if i.cost}
     assert (costs["hashed"].integers, costs["indexed"].integers) == (64 * (3 + 3), 0)
 
 
 def test_an_array_that_is_updated_in_place_and_read_on_is_read(costs):
-    """The sum of squares of a stack of gradients, into which the last ones are put on the way."""
+    """The last gradients are put into a stack on the way to the sum of its squares."""
     assert costs["normed"].bytes_accessed == (32 + 1) * 128 * 4 + 4 + 4
     assert costs["stacked"].bytes_accessed == 2 * 128 * 4 + 4
 

@@ -1,6 +1,6 @@
-"""Schedules read from HLO written by hand, a file for each form; expectations computed by hand.
+"""Test schedules read from handwritten HLO, one file for each form, against results worked out by hand.
 
-The mesh is data 2 over InfiniBand x tensor 4 on NVLink; arrays are fp32 unless a name says otherwise.
+The mesh is data 2 over InfiniBand x tensor 4 on NVLink. Arrays are fp32 unless a name says otherwise.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ def read(name):
 
 
 def counted(schedule):
-    """Instruction name -> (kind, how often it runs), without those that take no time."""
+    """Return instruction name -> (kind, how often it runs), without those that take no time."""
     return {i.name: (i.kind, times) for i, times in schedule.walk() if i.kind != "free"}
 
 
 def communication(schedule):
-    """Instruction name -> (kind, collective, axes, link, payload bytes)."""
+    """Return instruction name -> (kind, collective, axes, link, payload bytes)."""
     return {
         i.name: (i.kind, c.collective, c.axes, c.link, c.payload_bytes)
         for i, _ in schedule.walk()
@@ -39,7 +39,7 @@ def communication(schedule):
 
 
 def test_loops_multiply_and_what_is_peeled_off_counts_once():
-    """5 iterations inside 3: the all-reduce of 1024 elements runs 15 times in the loop and once, peeled, before it."""
+    """With 5 iterations inside 3, the all-reduce runs 15 times in the loop and once, peeled, before it."""
     schedule = read("loops")
     runs = counted(schedule)
     assert {n: runs[n] for n in ("sum", "peeled", "outer", "inner", "next", "next.1")} == {
@@ -50,7 +50,7 @@ def test_loops_multiply_and_what_is_peeled_off_counts_once():
         "next": ("kernel", 15),
         "next.1": ("kernel", 3),
     }
-    assert "lt" not in runs  # XLA runs a loop of known length without its condition
+    assert "lt" not in runs  # XLA runs a loop of known length without its condition.
 
 
 def test_a_loop_of_unknown_length_runs_once_and_is_named():
@@ -65,28 +65,28 @@ def test_branches_and_calls():
     assert (main["chosen"].kind, main["chosen"].bodies) == ("conditional", ("short", "long"))
     assert (main["called"].kind, main["called"].bodies) == ("call", ("callee",))
     assert schedule.notes == {"conditional": ["chosen"]}
-    # a sum reads two arrays of 4 KiB and writes one
+    # A sum reads two arrays of 4 KiB and writes one.
     assert {i.cost.bytes_accessed for i in schedule.computations["long"] if i.cost} == {3 * 4096}
 
 
 def test_every_asynchronous_form_is_a_start_and_its_done():
     schedule = read("asynchronous")
     assert communication(schedule) == {
-        "gather": ("start", "all-gather", BOTH, "infiniband", 8 * 4096),  # the result
-        "scatter_start": ("start", "reduce-scatter", BOTH, "infiniband", 4096),  # the operand
+        "gather": ("start", "all-gather", BOTH, "infiniband", 8 * 4096),  # The payload is the result.
+        "scatter_start": ("start", "reduce-scatter", BOTH, "infiniband", 4096),  # The payload is the operand.
         "exchange_start": ("start", "all-to-all", TENSOR, "nvlink", 4096),
         "permute": ("start", "collective-permute", TENSOR, "nvlink", 4096),
     }
     main = schedule.computations[schedule.entry]
     assert {i.name: i.starts for i in main if i.kind == "done"} == {
         "gathered": "gather",
-        "scattered": "scatter_start",  # through the update between
+        "scattered": "scatter_start",  # The update between the two is passed through.
         "exchanged": "exchange_start",
         "permuted": "permute",
         "sliced": "slice_start",
     }
     (slices,) = [i for i in main if i.name == "slice_start"]
-    # one of 80 rows of 4 KiB is read and written, and the index read: not the stack
+    # One of 80 rows of 4 KiB is read and written, and the index is read, but not the stack.
     assert (slices.kind, slices.cost.bytes_accessed) == ("start", 2 * 4096 + 4)
 
 
@@ -97,7 +97,7 @@ def test_the_source_is_the_models_path():
 
 
 def test_blocking_and_combined_collectives():
-    """One that XLA marks synchronous blocks though it is a start; a combined one is one, of both arrays."""
+    """A start that XLA marks synchronous blocks; a combined collective is one collective of both arrays."""
     schedule = read("blocking")
     assert communication(schedule) == {
         "plain": ("collective", "all-reduce", DATA, "infiniband", 4096),
@@ -113,13 +113,14 @@ def test_collectives_inside_fusions_and_several_in_one_start():
     schedule = read("fused")
     assert communication(schedule) == {
         "triton_start": ("start", "all-reduce", BOTH, "infiniband", 1024),
-        "in_place": ("collective", "reduce-scatter", BOTH, "infiniband", 4096),  # of the slice, not of the stack
+        # The payload is the slice, not the stack.
+        "in_place": ("collective", "reduce-scatter", BOTH, "infiniband", 4096),
         "group_start/gather": ("start", "all-gather", BOTH, "infiniband", 8 * 4096),
         "group_start": ("start", "all-reduce", TENSOR, "nvlink", 1024),
     }
     dones = [i.starts for i, _ in schedule.walk() if i.kind == "done"]
-    assert dones == ["triton_start", "group_start"]  # the stream is in order: the last is done when all are
-    # a trace names the start, or what it wraps
+    assert dones == ["triton_start", "group_start"]  # A stream runs in order, so the last one is done when all are.
+    # A trace names the start, or what it wraps.
     inside = {"reduce", "scatter", "gather", "reduce_in_group"}
     found = read_program(parse_hlo((FILES / "fused.hlo").read_text()), PLACEMENT).collectives
     assert set(found) == {"triton_start", "in_place", "group_start"} | inside
@@ -129,7 +130,7 @@ def test_transfers_between_gpus_and_to_the_host():
     schedule = read("transfers")
     main = {i.name: i for i in schedule.computations[schedule.entry]}
     assert communication(schedule) == {"send": ("start", "collective-permute", DATA, "infiniband", 4096)}
-    assert main["recv"].kind == "free"  # its time is the send's
+    assert main["recv"].kind == "free"  # Its time is that of the send.
     assert (main["received"].starts, main["sent"].starts) == ("send", "send")
     assert {n: main[n].cost.host_bytes for n in ("to_host", "fetched", "out")} == {
         "to_host": 4096,
@@ -171,7 +172,7 @@ def test_the_fingerprint_is_of_the_program_and_not_of_where_it_was_written():
 
 
 def test_the_order_is_the_schedules():
-    """The module lists `late` first; its schedule, which XLA keeps beside it, runs `early` first."""
+    """The module lists `late` first, but its schedule, which XLA keeps beside it, runs `early` first."""
     text = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[4]) -> (f32[4], f32[4]) {
   %x = f32[4] parameter(0)
@@ -202,7 +203,7 @@ def test_a_damaged_module_is_read_or_is_an_error(file):
 
 @pytest.mark.parametrize("operand", [1, 2, 3])
 def test_an_instruction_takes_what_stands_before_it(operand):
-    """So that nothing goes round in circles. `b` (id 2) takes `a` (1), itself, or what no instruction is."""
+    """Instructions cannot form a cycle: `b` (id 2) takes `a` (1), itself, or an unknown instruction."""
     a, b = b"\x0a\x01a\x98\x02\x01", b"\x0a\x01b\x98\x02\x02\xa0\x02" + bytes([operand])
     computation = b"\x0a\x01c\x12\x06" + a + b"\x12\x09" + b + b"\x28\x01\x30\x02"
     module = b"\x12\x01c\x1a" + bytes([len(computation)]) + computation
@@ -214,7 +215,7 @@ def test_an_instruction_takes_what_stands_before_it(operand):
 
 
 def test_fields_of_the_wire_format():
-    """Field 1 varint 300, field 2 bytes, field 3 of 4 and field 4 of 8 bytes, field 1 again."""
+    """The message has field 1 as varint 300, field 2 bytes, field 3 of 4 and field 4 of 8 bytes, and field 1 again."""
     message = b"\x08\xac\x02" + b"\x12\x02hi" + b"\x1d\x01\x00\x00\x00" + b"\x21" + bytes(8) + b"\x08\x05"
     assert read_fields(message) == {1: [300, 5], 2: [b"hi"], 3: [b"\x01\x00\x00\x00"], 4: [bytes(8)]}
 

@@ -1,4 +1,4 @@
-"""Instructions by name: kind of work, key, and the line of the user's source."""
+"""Test what is known of an instruction by name: its kind of work, its key, and its line in the user's source."""
 
 import inspect
 from pathlib import Path
@@ -20,12 +20,12 @@ FILES = (
     "/home/me/meshkit/models/layers.py",
     "/venv/lib/python3.12/site-packages/meshkit/compile/child.py",
 )
-LOCATIONS = ((1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (5, 60), (6, 70))  # file, line
+LOCATIONS = ((1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (5, 60), (6, 70))  # Each pair is a file and a line.
 PARENTS = (0, 1, 2, 1, 3, 5, 1)
 
 
 def lines(parents=PARENTS, locations=range(1, 8), files=FILES):
-    """The message of these frames: tables of files (1), locations (3: file 1, line 3) and frames (4: location 1, 2)."""
+    """Return the source lines of tables of files (1), locations (3: file 1, line 3) and frames (4: location 1, 2)."""
     index: Fields = {
         1: [name.encode() for name in files],
         3: [bytes((8, file, 24, line)) for file, line in LOCATIONS],
@@ -38,9 +38,9 @@ def lines(parents=PARENTS, locations=range(1, 8), files=FILES):
     ("metadata", "line"),
     [
         ({15: [2]}, "models/llama.py:20"),
-        ({15: [3]}, "models/llama.py:20"),  # called by the user's line
-        ({15: [4]}, "_src/update.py:40"),  # nobody's line: a library's innermost
-        ({15: [7]}, None),  # meshkit's own is no cause
+        ({15: [3]}, "models/llama.py:20"),  # The user's line calls it.
+        ({15: [4]}, "_src/update.py:40"),  # No user's line is among the frames, so a library's innermost line stands.
+        ({15: [7]}, None),  # A line of meshkit itself is no cause.
         ({3: [b"/x/meshkit/compile/child.py"], 4: [3]}, None),
         ({15: [6]}, "models/layers.py:60 from models/llama.py:20"),
         ({15: [9]}, None),
@@ -80,7 +80,7 @@ def test_the_users_own_file_led_to_an_installed_layer():
 
 
 def test_a_line_that_everything_comes_through_is_a_wrappers():
-    """Two layers of a trainer, called by one line of the user's: `parents` makes two chains of it."""
+    """Two layers of a trainer come from one line of the user's: `parents` makes two chains of it."""
     files = (TRAINER[0], TRAINER[2], TRAINER[4], TRAINER[2].replace("llama2", "gemma"))
     found = lines((0, 1, 2, 1), (1, 2, 3, 4), files)
     assert [found.find({15: [n]}) for n in (3, 4)] == [
@@ -116,7 +116,7 @@ def test_kinds_of_a_real_program(found):
 
 
 def test_what_has_no_line_names_that_of_its_user():
-    """The gather of a parameter is XLA's: the call that brought the parameter is in its frames, if anything is."""
+    """XLA adds the gather of a parameter; its line is that of the call that used the parameter, if any."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     cut, whole = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (("fsdp",), ()))
     step = jax.jit(model, in_shardings=(whole, cut), out_shardings=whole)
@@ -150,13 +150,15 @@ def test_a_combined_collective_has_the_causes_of_its_arrays():
     reduced, gather = found["reduced"], found["gather"]
     assert (reduced.arrays, gather.arrays, found["dq"].arrays) == (3, 2, 1)
     assert reduced.causes == {
-        "attention models/llama.py:88": 4096 * 4,  # of what makes each operand
+        "attention models/llama.py:88": 4096 * 4,  # The causes are those that make each operand.
         "params['up']": 4096 * 4,
         "mlp models/llama.py:116": 64 * 4,
     }
     used = "layers/mlp models/llama.py:119"
-    assert gather.causes == {"embed models/llama.py:20": 256, used: 256}  # of what takes each, in the loop too
-    assert found["ahead"].causes == {used: 256, "layers/attention models/llama.py:104": 256}  # in the loop's next turn
+    # The causes are those that take each array, also in the loop.
+    assert gather.causes == {"embed models/llama.py:20": 256, used: 256}
+    # The causes take it in the loop's next iteration.
+    assert found["ahead"].causes == {used: 256, "layers/attention models/llama.py:104": 256}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +167,9 @@ def test_a_combined_collective_has_the_causes_of_its_arrays():
         ("jit(f)/transpose(jvp(Net))/while/body/checkpoint/rematted_computation/mlp/dot_general", "Net/mlp"),
         ("jit(f)/jvp(Net)/(head/transpose:while/body/closed_call/mlp/dot_general)", "Net/head, Net/mlp"),
         ("jit(step)/jvp(layers)/mlp/jit(silu)/add_any", "layers/mlp"),
-        ("jit(step)/attention/shard_map/bqhd,bkhd->bhqk/dot_general", "attention"),  # an einsum's scope is no module
-        ("jit(step)/jit(train)/transpose(jvp())/while/body/closed_call/dot_general", ""),  # of nnx
+        ("jit(step)/attention/shard_map/bqhd,bkhd->bhqk/dot_general", "attention"),  # An einsum's scope is no module.
+        # This is the scope of an nnx program.
+        ("jit(step)/jit(train)/transpose(jvp())/while/body/closed_call/dot_general", ""),
         ("params['up']", ""),
     ],
 )
@@ -177,8 +180,9 @@ def test_a_layer_is_the_scopes_of_modules(source, layer):
 @pytest.mark.parametrize(
     ("line", "short"),
     [
-        ("models/layers.py:9 from models/llama.py:12", "models/llama.py:12"),  # which layer it is of
-        ("llama3/model.py:481 from sft/peft_trainer.py:842", "llama3/model.py:481"),  # the trainer says nothing
+        ("models/layers.py:9 from models/llama.py:12", "models/llama.py:12"),  # The second line says which layer it is.
+        # The trainer's line says nothing about the layer.
+        ("llama3/model.py:481 from sft/peft_trainer.py:842", "llama3/model.py:481"),
         ("train.py:3", "train.py:3"),
         ("", ""),
     ],

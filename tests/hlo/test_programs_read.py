@@ -1,7 +1,7 @@
-"""What is read of stored programs is what was read of them before, to the last digit.
+"""Test that reading the stored programs gives the stored results, to the last digit.
 
-`tests/data/hlo/programs` has them as XLA left them, and as JSON what was read; see `tests/data/SOURCES.md`. After a
-change that is meant, `python -m tests.hlo.test_programs_read` writes the JSON anew.
+`tests/data/hlo/programs` has the programs as XLA left them, and the results as JSON; see `tests/data/SOURCES.md`. After
+an intended change, `python -m tests.hlo.test_programs_read` writes the JSON anew.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from meshkit.trace.captured import traced_program
 DATA = Path(__file__).parent.parent / "data"
 PROGRAMS = DATA / "hlo" / "programs"
 EIGHT = {"data": 8}
-MESHES = {  # axes of each program, four GPUs to a domain
+MESHES = {  # These are the axes of each program, with four GPUs in a domain.
     "attention": EIGHT,
     "branches": EIGHT,
     "convolutions": EIGHT,
@@ -39,14 +39,14 @@ MESHES = {  # axes of each program, four GPUs to a domain
 
 
 def serialized(name):
-    """The program's `HloModuleProto`."""
+    """Return the program's `HloModuleProto` as bytes."""
     if name.startswith("h100"):
         return gzip.decompress((DATA / "traces" / name / "program-p0.hlo.pb.gz").read_bytes())
     return lzma.decompress((PROGRAMS / f"{name}.pb.xz").read_bytes())
 
 
 def plain(value):
-    """As JSON has it; of a dataclass what is not its default."""
+    """Return the value as JSON has it; of a dataclass only the fields that differ from their defaults."""
     if dataclasses.is_dataclass(value):
         kept = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         defaults = {f.name: f.default for f in dataclasses.fields(value)}
@@ -61,13 +61,13 @@ def plain(value):
 
 
 def read(name):
-    """Everything that is read of a program but its fingerprint, as JSON has it."""
+    """Return everything that is read of a program, except its fingerprint, as JSON has it."""
     mesh = MESHES[name]
     placement = Placement.from_shape(tuple(mesh), tuple(mesh.values()), gpus_per_domain=4)
     module = Module(serialized(name))
     program = read_program(module, placement)
     traced = traced_program(module, program, range(placement.num_partitions))
-    works: dict = {}  # equal ones have the same number
+    works: dict = {}  # Equal works get the same number.
     nodes = [dataclasses.replace(n, work=(works.setdefault(n.work, len(works)),)) for n in traced.graph_nodes]
     found = {
         "computations": program.schedule.computations,
@@ -99,7 +99,7 @@ def test_a_program_is_read_as_before(name):
 
 
 def main():
-    """Writes what is read."""
+    """Write the JSON of every program."""
     for name in MESHES:
         content = json.dumps(read(name), separators=(",", ":")).encode()
         (PROGRAMS / f"{name}.json.xz").write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))

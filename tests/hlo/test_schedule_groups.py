@@ -1,4 +1,4 @@
-"""Replica groups in every form XLA keeps, mapped to axes and links by ids alone."""
+"""Test replica groups in every form that XLA keeps, and how their ids map to axes and links."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from meshkit.hlo.proto import HloInstruction
 from meshkit.hlo.schedule import group_shape, read_groups
 from tests.hlo_text import parse_hlo
 
-# One meaning, five spellings: groups along the second axis of a 2 x 4 mesh.
+# These spellings mean the same: groups along the second axis of a 2 x 4 mesh.
 ROWS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 COLUMNS = [[0, 4], [1, 5], [2, 6], [3, 7]]
 EVERYONE = [list(range(8))]
@@ -27,7 +27,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {{
 
 
 def groups_of(text, partitions=8):
-    """Groups of a collective, through the message in which a compiled program keeps them."""
+    """Return the groups of a collective, through the message in which a compiled program keeps them."""
     if "pairs" in text:
         op = f"collective-permute(%x), channel_id=1, {text}"
     else:
@@ -48,7 +48,7 @@ def groups_of(text, partitions=8):
         ("replica_groups=mesh['data'=2,'tensor'=4] {'data','tensor'}", EVERYONE),
         ("replica_groups=mesh['data'=2,'tensor'=4] {'tensor':(1)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("replica_groups=mesh['data'=2,'tensor'=4] {'tensor':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        # ids in the mesh's order: 0 2 4 6 along the first row, 1 3 5 7 along the second
+        # The ids in the mesh's order are 0 2 4 6 along the first row and 1 3 5 7 along the second.
         (
             "replica_groups=mesh['data'=2,'tensor'=4], device_ids=([4,2]T(1,0)) {'data'}",
             [[0, 1], [2, 3], [4, 5], [6, 7]],
@@ -92,7 +92,7 @@ def test_groups_of_unequal_size_are_an_error():
 
 
 def placement():
-    """data 2 over InfiniBand x fsdp 4 = 2 on NVLink x 2 over InfiniBand: 4 domains of 2."""
+    """Return data 2 over InfiniBand x fsdp 4 (2 on NVLink x 2 over InfiniBand): 4 domains of 2 GPUs."""
     return Placement.from_shape(("data", "fsdp"), (2, 4), gpus_per_domain=2)
 
 

@@ -1,4 +1,4 @@
-"""Shapes of a module, and what they count."""
+"""Test how shapes of a module are read, and their sizes in bytes."""
 
 import pytest
 
