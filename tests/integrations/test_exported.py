@@ -1,4 +1,4 @@
-"""A program from a file plans as the step that made it does; what cannot be planned is refused with what to do."""
+"""Test that an exported program plans as the step that made it, and that errors of unplannable ones say what to do."""
 
 import contextlib
 import random
@@ -128,5 +128,5 @@ def test_a_damaged_file_is_refused_or_read(files, tmp_path, name):
             data[seeded.randrange(len(data))] = seeded.randrange(256)
         path = tmp_path / name
         path.write_bytes(bytes(data[: seeded.randrange(1, len(data))] if seeded.random() < 0.5 else data))
-        with contextlib.suppress(mk.ConfigError):  # anything else is a traceback
+        with contextlib.suppress(mk.ConfigError):  # Any other error would be a traceback.
             exported.make(mesh, str(path))

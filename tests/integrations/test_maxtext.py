@@ -1,4 +1,4 @@
-"""MaxText's own training step, unedited, for absent GPUs: `make check-maxtext` installs it and runs this."""
+"""Test MaxText's own training step, unedited, on absent GPUs; `make check-maxtext` installs it and runs this."""
 
 import json
 import math
@@ -37,7 +37,7 @@ CASES = {
 
 
 def held(leaves):
-    """Return the bytes of one GPU, by the closed form: elements over shards, times bytes of each."""
+    """Return the bytes of one GPU by the closed form: elements over shards, times the bytes of each."""
     total = 0
     for array in map(array_of, leaves):
         if not isinstance(array.sharding, NamedSharding) or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
@@ -77,7 +77,7 @@ TINY = {"model_name": "default", "base_emb_dim": 64, "base_num_query_heads": 4, 
 
 
 def test_its_step_runs_and_is_captured_as_a_rehearsal_does(tmp_path):
-    """On eight virtual devices instead of one GPU of many."""
+    """The rehearsal runs on eight virtual devices instead of one GPU of many."""
     options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY.items())
     cluster = 'cluster = { name = "x", gpu = "cpu", hosts = 1, gpus_per_host = 8 }\nmesh = { data = 2, fsdp = 4 }\n'
     program = f'[program]\nmake = "meshkit.integrations.maxtext:make"\noptions = {{ {options} }}\n'
@@ -88,7 +88,7 @@ def test_its_step_runs_and_is_captured_as_a_rehearsal_does(tmp_path):
 
 
 def test_the_function_of_the_guide_is_planned_with_its_lines_in_maxtext(tmp_path):
-    """At most thirty lines, MaxText's own mesh, nothing of the integration."""
+    """The guide's function has at most thirty lines, MaxText's own mesh, and nothing of the integration."""
     source = PAGE.split("# my_maxtext.py\n")[1].split("```")[0]
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     (tmp_path / "my_maxtext.py").write_text(source)

@@ -1,4 +1,4 @@
-"""`meshkit new --from-maxtext`: a mesh from MaxText's integers, without MaxText."""
+"""Test `meshkit new --from-maxtext`, which makes a mesh from MaxText's integers without MaxText."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The guide's commands for MaxText by an installed meshkit in an empty folder, timed: `make check-maxtext`."""
+"""Run and time the guide's commands for MaxText with an installed meshkit in an empty folder: `make check-maxtext`."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def test_the_commands_of_the_guide_work_as_they_stand(tmp_path):
         start = time.perf_counter()
         with (tmp_path / "said").open("w") as said:
             running = subprocess.Popen(shlex.split(command), cwd=tmp_path, env=environment, stdout=said, stderr=said)
-            # Of this command alone: the compilers that other tests have left running count for this process.
+            # wait4 gives the CPU time of this command alone; other tests may have left compilers running.
             _, status, used = os.wait4(running.pid, 0)
         running.returncode = os.waitstatus_to_exitcode(status)
         assert running.returncode == 0, (tmp_path / "said").read_text()
