@@ -1,4 +1,4 @@
-"""The communication contract: what a strategy explains, what it does not, and how much is too much."""
+"""Test the communication contract: which collectives a strategy explains, and how much is too much."""
 
 import math
 from dataclasses import replace
@@ -71,7 +71,7 @@ def strategy(logical=None, *, tables=None, **options):
 
 
 def moved(kind, axes, shapes, source="jit(train_step)/layers/mlp"):
-    """A collective of operands such as `bf16[64,16]`."""
+    """Return a collective over the axes, with operands such as `bf16[64,16]`."""
     size = 1
     for axis in axes:
         size *= SIZES[axis]
@@ -101,14 +101,14 @@ def moved(kind, axes, shapes, source="jit(train_step)/layers/mlp"):
 
 
 def schedule(*collectives, times=1):
-    """A step that runs the collectives in a loop."""
+    """Return a step that runs the collectives in a loop."""
     body = tuple(Instruction(f"c{i}", c.collective, "collective", collective=c) for i, c in enumerate(collectives))
     loop = Instruction("loop", "while", "while", bodies=("body",), trip_count=times)
     return Schedule("step", {"entry": (loop,), "body": body}, "entry", "0")
 
 
 def with_kernel(shape):
-    """The plain strategy for a model of one stacked kernel, embed over fsdp."""
+    """Return the plain strategy of a model with one stacked kernel, embed over fsdp."""
     declared = strategy()
     placed = [Placed("up", shape, "float32", ("layers", "embed", "mlp"), ((), ("fsdp",), ()), "logical")]
     weights = make_weights(dict.fromkeys(("parameters", "compute", "gradients", "optimizer"), placed), declared.roles)
@@ -119,7 +119,7 @@ def reasons(strategy, *collectives, times=1):
     return [row.explanation for row in explain_collectives(schedule(*collectives, times=times), strategy)]
 
 
-# One GPU's shards: of a layer's `up`, embed over fsdp (64 / 4 = 16) and mlp over tensor (256 / 2 = 128).
+# One GPU holds shards: of a layer's `up`, embed over fsdp (64 / 4 = 16) and mlp over tensor (256 / 2 = 128).
 EXPLAINED = [
     ("gathers of a layer", {}, {}, ("all-gather", ["fsdp"], "bf16[16,256]"), "weights, gathered over fsdp in the"),
     ("of the whole stack", {}, {}, ("all-gather", ["fsdp"], "bf16[3,16,256]"), "weights, gathered over fsdp in the"),
@@ -197,7 +197,7 @@ EXPLAINED = [
         "compressed gradients over data",
     ),
     ("scalars", {}, {}, ("all-reduce", ["data", "tensor"], "f32[7]"), SCALARS),
-    ("a permute that stays", {}, {}, ("collective-permute", [], "bf16[64,2560]"), WITHIN),  # every pair is (i, i)
+    ("a permute that stays", {}, {}, ("collective-permute", [], "bf16[64,2560]"), WITHIN),  # Every pair is (i, i).
 ]
 
 
@@ -228,7 +228,7 @@ def test_an_optimizer_in_shards_gathers_what_it_updated():
     assert reason == "updated weights, gathered over data after the optimizer"
 
 
-# name: rules, collective, what the message guesses
+# Each row holds the rules, the collective, and the cause that the message guesses.
 UNEXPLAINED = {
     "an activation over the batch": (
         {},
@@ -278,7 +278,7 @@ def test_a_gradient_reduced_whole_though_it_is_kept_in_shards():
 
 
 def test_more_than_the_closed_form_is_a_finding():
-    """A layer of 4096 x 4096 bf16, whole: 32 MiB; three layers may be gathered three times, 288 MiB; here 20 times."""
+    """A layer of 4096 x 4096 bf16 is 32 MiB; three layers may be gathered three times (288 MiB), here 20 times."""
     declared = with_kernel((LAYERS, 4096, 4096))
     gather = moved("all-gather", ["fsdp"], "bf16[1024,4096]")
     assert collective_findings(explain_collectives(schedule(gather, times=3 * LAYERS), declared)) == []
@@ -298,7 +298,7 @@ def test_micro_batches_raise_the_bound_and_deferred_axes_do_not():
 
 
 def test_a_round_of_local_sgd_is_counted_by_the_step():
-    """Four steps and one outer step: of one step a fourth, and of the outer step's 4 P bytes too."""
+    """A round is four steps and one outer step: a step counts a fourth of both, of the outer step's 4 P bytes too."""
     declared = strategy(local_sgd="data", steps_per_call=4)
     inner, outer = moved("all-gather", ["fsdp"], "bf16[16,256]"), moved("all-reduce", ["data"], "f32[16,256]")
     body = Instruction("gather", inner.collective, "collective", collective=inner)
@@ -337,8 +337,8 @@ def test_xlas_warning_becomes_a_finding_once_and_its_trials_do_not():
 
 @pytest.mark.deviceless
 def test_a_scatter_over_two_orders_of_axes_is_rematerialized(monkeypatch):
-    """XLA knows no way from [fsdp, data] to [data, fsdp] order of a batch that it scatters into a table."""
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # a user's choice, which must not hide it
+    """XLA cannot reshard a batch from [fsdp, data] to [data, fsdp] order where it scatters it into a table."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # The user's choice must not hide the warning.
     cluster = mk.Cluster.load("dgx_h100", hosts=1)
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 4, "fsdp": 2}), cluster, devices=mk.describe_devices(cluster))
 

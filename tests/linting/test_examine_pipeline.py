@@ -1,4 +1,4 @@
-"""The communication contract of a pipeline: what stages exchange is explained, and bounded by the schedule."""
+"""Test the communication contract of a pipeline: what stages exchange is explained, and the schedule bounds it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshkit.linting.examine import collective_findings, explain_collectives
 from meshkit.sharding.strategy import StageRuns
 from tests.linting import test_examine as contract
 
-TICKS, STAGES, MICROBATCHES = 10, 3, 8  # M + S - 1; a layer each
-ROWS = "bf16[2,960,64]"  # of a microbatch on one GPU: 16 sequences over data 2 x fsdp 4
+TICKS, STAGES, MICROBATCHES = 10, 3, 8  # There are M + S - 1 ticks, and each stage has one layer.
+ROWS = "bf16[2,960,64]"  # These are a microbatch's rows on one GPU: 16 sequences over data 2 x fsdp 4.
 LAYERS = {"layers": "pipeline", "vocab": "pipeline"}
 
 

@@ -1,4 +1,4 @@
-"""Each class of the lint has a test that makes it; what is meant is silent; the allow list says what is meant."""
+"""Test that each class of lint finding can be produced, that intended placements are silent, and the allow list."""
 
 import tomllib
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_a_parameter_without_names_or_rules_is_unmatched_and_the_hint_is_toml_th
     assert (found.severity, found.path) == ("warning", "adapter/w")
     assert "96.0 KiB" in found.message
     (override,) = tomllib.loads(found.hint.split("] below")[0] + "]")["override"]
-    assert override == {"path": "adapter/w", "spec": ["replicated", "fsdp"]}  # 4 divides 4096, not 6
+    assert override == {"path": "adapter/w", "spec": ["replicated", "fsdp"]}  # 4 divides 4096, but not 6.
 
 
 def test_many_parameters_without_rules_are_one_sum():
@@ -85,7 +85,7 @@ def test_an_unmatched_parameter_is_a_note_where_nothing_is_cut():
         ({"logical": {**LOGICAL, "heads": "tensor"}}, "heads"),
         ({"overrides": [("**/router", ("fsdp",))]}, "**/router"),
         ({"compute": {"embd": "replicated"}}, "embd"),
-        ({"optimizer": {"act_mlp": "replicated"}}, "act_mlp"),  # an activation has no optimizer state
+        ({"optimizer": {"act_mlp": "replicated"}}, "act_mlp"),  # An activation has no optimizer state.
         ({"auto": {"axis": "fsdp"}}, "auto"),
     ],
 )
@@ -125,8 +125,11 @@ def test_gradients_may_repeat_a_rule_since_that_says_when_to_reduce():
 
 
 def test_a_dim_that_does_not_divide_states_what_padding_costs():
-    """6 heads over 4: each GPU holds all 6; padded to 8 it would hold 2, of which 2/8 of the array is padding: with
-    16 x 128 x 6 x 64 bf16 = 1.5 MiB over 2 (data), a head is 128 KiB, and 2 more heads over 4 GPUs cost 64 KiB."""
+    """A dim that does not divide stays whole, and the finding says what padding would cost.
+
+    With 6 heads over 4, each GPU holds all 6; padded to 8 it would hold 2, and 2/8 of the array would be padding. Of 16
+    x 128 x 6 x 64 bf16 = 1.5 MiB over 2 (data), a head is 128 KiB, so 2 more heads over 4 GPUs cost 64 KiB.
+    """
     logical = {"act_batch": "data", "embed": "fsdp", "mlp": "tensor", "act_mlp": "tensor", "act_heads": "fsdp"}
     uneven = activation(
         "act_batch", None, "act_heads", None, shape=(16, 128, 6, 64), spec=(("data",), (), (), ()), dropped=("fsdp",)
@@ -170,7 +173,7 @@ def test_an_fsdp_axis_may_cross_domains_and_cut_mlp():
 
 
 def test_a_large_parameter_left_whole_names_the_bytes_and_an_axis_that_divides():
-    """[1024, 4096] fp32 = 16 MiB; a quarter would do."""
+    """[1024, 4096] fp32 is 16 MiB, and a quarter would do."""
     whole = kernel("head", names=(None, None), spec=((), ()))
     found = only(lint(subject(parameters=[whole])), "replicated_parameter")
     assert found.message == (
@@ -190,7 +193,7 @@ def test_a_parameter_that_misses_the_axis_of_the_batch_is_found_though_another_c
 
 
 def test_norms_and_plain_data_parallelism_are_meant():
-    norm = kernel("norm", (128, 1024), (None, None), ((), ()))  # 512 KiB
+    norm = kernel("norm", (128, 1024), (None, None), ((), ()))  # The norm is 512 KiB.
     assert lint(subject(parameters=[norm])) == []
     data = mk.MeshSpec.parse({"data": 8})
     rules = mk.ShardingRules({"act_batch": "data"})
@@ -261,7 +264,8 @@ def test_the_trap_is_a_note_where_parameters_are_whole():
 
 
 def test_axes_that_the_step_cuts_itself_are_not_the_models_to_constrain():
-    inside = activation(spec=((), (), ("tensor",)))  # as one replica of the deferred axes sees it
+    # This is the activation as one replica of the deferred axes sees it.
+    inside = activation(spec=((), (), ("tensor",)))
     assert lint(subject(activations=[inside], deferred=frozenset({"data", "fsdp"}))) == []
 
 
