@@ -1,4 +1,4 @@
-"""models.deepseek: published sizes, routing re-stated in numpy, the balancing bias; sharded steps equal one device."""
+"""Test models.deepseek: published sizes, routing against numpy, the balancing bias, and sharded steps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def abstract(preset: str, **options) -> DeepSeek:
 
 
 def test_parameter_counts_are_the_published_ones():
-    """671B and 37B active (DeepSeek-AI, 2024); 671,026,419,200 is what DeepseekV3ForCausalLM of the public config has,
-    its buffers of 58 x 256 biases included."""
+    """The published sizes are 671B and 37B active (DeepSeek-AI, 2024).
+
+    DeepseekV3ForCausalLM of the public config has 671,026,419,200 numbers, including buffers of 58 x 256 biases.
+    """
     model = abstract("deepseek_v3")
     c = model.config
     assert count(model) == 671_026_419_200
@@ -45,7 +47,7 @@ def test_parameter_counts_are_the_published_ones():
 
 
 def test_the_published_checkpoint_has_one_module_for_multi_token_prediction():
-    """As https://huggingface.co/api/models/deepseek-ai/DeepSeek-V3?expand[]=safetensors counts its numbers by dtype.
+    """The Hugging Face API counts the numbers of deepseek-ai/DeepSeek-V3 by dtype (`?expand[]=safetensors`).
 
     Embedding and head are there twice. Numbers in FP32 are the biases, and a scale for each block of 128 x 128 in FP8:
     all matrices of layers but the routers', of which `kv_a_proj_with_mqa` alone has half a block more.
@@ -96,7 +98,7 @@ def test_slow_frequencies_are_divided_and_fast_ones_are_not():
 
 
 def test_a_token_goes_to_the_best_experts_of_its_best_groups():
-    """By scores with the bias; weighted by scores without it."""
+    """Experts are chosen by scores with the bias and weighted by scores without it."""
     c = abstract("deepseek_debug", layers=1).config
     layer = BalancedMlp(c, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
@@ -133,7 +135,7 @@ def swiglu(x, gate, up, down):
 
 
 def turned(x, positions, theta):
-    """Neighbouring dims as complex numbers, turned; as their real and imaginary parts."""
+    """Return the rotated array: neighbouring dims are a complex number, and the result is real and imaginary parts."""
     pairs = (x[..., 0::2] + 1j * x[..., 1::2]).T
     half = len(pairs)
     turns = np.exp(1j * np.outer(theta ** (-np.arange(half) / half), positions))
@@ -142,7 +144,7 @@ def turned(x, positions, theta):
 
 
 def layer_in_numpy(c, p, x):
-    """A layer of DeepSeek-V3 on one sequence [length, embed], from equations 1 to 16 of the report."""
+    """Return a layer of DeepSeek-V3 on one sequence [length, embed], from equations 1 to 16 of the report."""
     at, a = np.arange(len(x)), p["attention"]
     h = rms(x, p["attention_norm"]["scale"])
     q = np.einsum("lr,rhd->lhd", rms(h @ a["query_down"]["kernel"], a["query_norm"]["scale"]), a["query_up"]["kernel"])
@@ -170,7 +172,7 @@ def layer_in_numpy(c, p, x):
 
 
 def test_the_loss_of_multi_token_prediction_is_that_of_the_report():
-    """Equations 21 to 25, in numpy, of two modules behind what leaves our layers; position by position."""
+    """Equations 21 to 25 in numpy, for two modules behind our layers' output, agree position by position."""
     sizes = {"layers": 1, "mtp_depth": 2, "load_balance_weight": 0}
     model = DeepSeek("deepseek_debug", rngs=nnx.Rngs(0), dtype=jnp.float32, **sizes)
     random = np.random.default_rng(0)
@@ -194,7 +196,7 @@ def test_the_loss_of_multi_token_prediction_is_that_of_the_report():
     for h, ids, weights in zip(rms(np.float64(x), p["norm"]["scale"]), tokens, np.float64(batch["weights"])):
         for k in (1, 2):
             module = jax.tree.map(lambda leaf, k=k: leaf[k - 1], p["mtp"])
-            after = np.append(ids[k:], np.zeros(k, int))[:16]  # no position that counts sees the zeros
+            after = np.append(ids[k:], np.zeros(k, int))[:16]  # No position that counts sees the zeros.
             embedded = rms(p["embedding"][after], module["embedding_norm"]["scale"])
             joined = np.concatenate([embedded, rms(h, module["hidden_norm"]["scale"])], axis=-1)
             h = layer_in_numpy(c, module["block"], joined @ module["join"]["kernel"])
@@ -249,7 +251,7 @@ def one_device(spec) -> Mesh:
 
 
 def test_a_step_moves_the_bias_against_the_load_and_nothing_else_does():
-    """By the load of the whole batch, though it is accumulated; neither decay, clipping nor the learning rate count."""
+    """The bias moves by the load of the whole accumulated batch; decay, clipping and learning rate do not count."""
     spec = experiment("mesh.fsdp=8", "mesh.expert=1", "train.accumulate=2", "model.layers=1", "model.dense_layers=0")
     program = make_train_step(spec, build_mesh(spec.mesh, spec.cluster))
     state = program.init()
@@ -299,7 +301,7 @@ def test_sharded_steps_equal_one_device(overrides, alone):
 
 @pytest.mark.slow
 def test_sharded_multi_token_prediction_equals_one_device():
-    """Tokens are shifted over a cut length, and a module's experts over an axis of their own."""
+    """Tokens are shifted over a sharded length, and a module's experts have an axis of their own."""
     on = ["model.mtp_depth=1", "model.layers=1"]
     cut = ["mesh.fsdp=2", "mesh.context=2", "mesh.expert=2", 'rules.preset="all"', 'train.remat="full"']
     spec = experiment(*on)
@@ -309,14 +311,16 @@ def test_sharded_multi_token_prediction_equals_one_device():
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_replicas_that_reduce_once_a_step_attend_by_cudnn():
-    """`jax.vmap` over the replicas of deferred reductions: the FLOP of unmapped kernels, and one all-reduce."""
+    """`jax.vmap` over the replicas of deferred reductions keeps the FLOP of unmapped kernels, and one all-reduce."""
     sizes = ["model.head_dim=128", "model.rope_dim=64", "model.value_dim=128", "train.sequence_length=256"]
     mesh = ["cluster={name='dgx_h100',hosts=1}", "mesh.fsdp=", "mesh.expert=", "mesh.data=8", 'rules.preset="data"']
     spec = load(DEBUG, [*KEYED, *sizes, *mesh, "train.global_batch=32", "train.accumulate=2"])
     plan = plan_experiment(spec)
     costs = [(i.cost, times) for i, times in plan.schedule.walk() if i.cost]
-    square = 3 * (32 // 8) * 4 * 256**2  # layers, sequences of a GPU, heads, pairs of tokens: half of them causal
-    sizes = (192 + 128) + (3 * 192 + 2 * 128)  # of the forward kernel's matmuls and of the backward kernel's
+    # The factors are layers, sequences of a GPU, heads and pairs of tokens, half of which are causal.
+    square = 3 * (32 // 8) * 4 * 256**2
+    # These are the sizes of the forward kernel's matmuls and of the backward kernel's.
+    sizes = (192 + 128) + (3 * 192 + 2 * 128)
     assert sum(cost.attention_flops * times for cost, times in costs) == square * sizes
     (row,) = plan.report.communication
     assert (row.collective, row.axes, row.count) == ("all-reduce", ("data",), 1)

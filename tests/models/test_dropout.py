@@ -1,4 +1,4 @@
-"""Dropout of GPT and Llama: the share and the mean, one mask on every mesh and in every recomputation, no cost at 0."""
+"""Test dropout of GPT and Llama: its share and mean, equal masks on every mesh and recomputation, and no cost at 0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compiled(model):
 
 
 def test_a_share_is_dropped_and_the_mean_stays():
-    """Of 2^20 numbers a share of 0.1 +- 0.0003 (one standard deviation), in bf16 as in fp32."""
+    """Of 2^20 numbers, a share of 0.1 +- 0.0003 (one standard deviation) is dropped, in bf16 as in fp32."""
     x = jnp.full((4, 512, 512), 3.0)
     for dtype in (jnp.float32, jnp.bfloat16):
         y = dropout(x.astype(dtype), 0.1, KEY)
@@ -45,7 +45,7 @@ def test_a_share_is_dropped_and_the_mean_stays():
         np.testing.assert_allclose(np.unique(np.asarray(y, np.float32)), [0, 3 / 0.9], rtol=2**-8)
     np.testing.assert_allclose(y.astype(jnp.float32).mean(), 3, rtol=2**-8)
     places = [dropout(x, 0.1, KEY, place) == 0 for place in (0, 1)]
-    assert abs(float((places[0] & places[1]).mean()) - 0.01) < 0.0004  # independent of each other
+    assert abs(float((places[0] & places[1]).mean()) - 0.01) < 0.0004  # The masks are independent of each other.
     assert abs(float((places[0][:, 1:] & places[0][:, :-1]).mean()) - 0.01) < 0.0004
 
 
@@ -79,10 +79,10 @@ def test_without_dropout_a_key_changes_nothing_of_the_program(kind):
     assert "random" not in plain
 
 
-# Of Llama: tests/equivalence/test_sharded_equals_single.py.
+# tests/equivalence/test_sharded_equals_single.py covers Llama.
 @pytest.mark.parametrize("kind", ["gpt", "gpt, inputs", pytest.param("llama", marks=pytest.mark.slow)])
 def test_sharded_equals_one_device(kind):
-    """Over batch, length and heads; sums of 128 products in another order, through four layers of order 1."""
+    """Batch, length and heads are sharded; sums of 128 products in another order pass four layers of order 1."""
     mesh = Mesh(
         np.array(jax.devices()).reshape(2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3
     )

@@ -1,4 +1,4 @@
-"""models.gpt: published sizes, both attentions alike, and sharded equal to one device."""
+"""Test models.gpt: published sizes, equal results of both attentions, and sharded results equal to one device's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parameters(preset: str, **options: Any) -> int:
 
 
 def test_parameter_counts_are_the_published_ones():
-    """GPT-2 has 124.4M with its biases, 9 embed a layer without the two norms' own; its table is padded to 50304."""
+    """GPT-2 has 124.4M parameters with biases: 9 embed a layer beside the norms'. Its table is padded to 50304."""
     biases = 12 * 9 * 768
     padding = (50_304 - 50_257) * 768
     assert parameters("gpt2") == 124_439_808 - biases + padding
@@ -57,7 +57,7 @@ def test_materialized_attention_is_the_fused_one():
 
 
 def test_so_are_its_gradients_which_come_from_the_probabilities():
-    """The same sums over 32 positions, forward and backward; gradients of order 1."""
+    """Forward and backward have the same sums over 32 positions, and gradients are of order 1."""
 
     def gradients(attention: str) -> jax.Array:
         return jax.jit(jax.grad(lambda x: (attend(x, attention) ** 2).sum()))(
@@ -91,7 +91,7 @@ def test_sharded_equals_one_device():
         with sharding_scope(mesh, rules):
             return model(tokens)
 
-    # Partial sums of 128 products in another order: 128 x 2^-24 of outputs of order 1, through four layers.
+    # Partial sums of 128 products in another order differ by 128 x 2^-24 of outputs of order 1, through four layers.
     np.testing.assert_allclose(sharded(TOKENS), jax.jit(lambda tokens: model(tokens))(TOKENS), atol=1e-4)
 
 
@@ -106,12 +106,12 @@ def test_sharded_gradients_of_materialized_attention_equal_one_device():
         with sharding_scope(mesh, rules):
             return gradients(q, k, v)
 
-    for cut, whole in zip(sharded(q, k, v), jax.jit(gradients)(q, k, v)):  # sums over 32 positions of order 1
+    for cut, whole in zip(sharded(q, k, v), jax.jit(gradients)(q, k, v)):  # The sums run over 32 positions of order 1.
         np.testing.assert_allclose(cut, whole, atol=1e-4)
 
 
 def test_the_gradient_of_a_bias_is_summed_in_its_own_dtype():
-    """bf16 has no 4,099, which is how many tokens there are."""
+    """There are 4,099 tokens, a number that bf16 does not have."""
     graph, state = nnx.split(Projection("up", {"embed": 8}, {"mlp": 8}, bias=True, rngs=nnx.Rngs(0)))
     x = jnp.ones((4099, 8), jnp.bfloat16)
     gradient = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(x).astype(jnp.float32)))(state)

@@ -1,4 +1,4 @@
-"""models.gpt_oss: published sizes, attention and experts against a plain re-statement, sharded steps against one."""
+"""Test models.gpt_oss: published sizes, attention and experts against a plain restatement, and sharded steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.models.test_moe import check_sharded, count, experiment, loss_and_gra
     [("gpt_oss_20b", 20.91e9, 3.61e9, 19.12e9, 0.64e9), ("gpt_oss_120b", 116.83e9, 5.13e9, 114.71e9, 0.96e9)],
 )
 def test_parameter_counts_are_the_published_ones(preset, total, active, mlp, attention):
-    """Table 1 of the model card (arXiv 2508.10925), to the digits that it has; active without the look-up."""
+    """The sizes are table 1 of the model card (arXiv 2508.10925), to its digits; active ones exclude the look-up."""
     model = nnx.eval_shape(lambda: GptOss(preset, rngs=nnx.Rngs(0)))
     digit = 0.005e9
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -44,7 +44,7 @@ def test_an_odd_number_of_layers_is_refused():
         GptOss(rngs=nnx.Rngs(0), qk_norm=True)
 
 
-BATCH, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 4, 2, 16  # two blocks of queries and of keys
+BATCH, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 4, 2, 16  # There are two blocks of queries and two of keys.
 
 
 def plain_attention(q, k, v, sinks, window):
@@ -57,13 +57,13 @@ def plain_attention(q, k, v, sinks, window):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-# fp32 sums of at most 1024 products (2 heads of a group in the gradient of keys), eight in series, as in
-# tests/parallel/test_context.py; against the largest entry.
+# fp32 sums have at most 1024 products (2 heads of a group in the gradient of keys), eight in series, as in
+# tests/parallel/test_context.py; errors are relative to the largest entry.
 ATTENTION_TOLERANCE = math.sqrt(8 * 2 * TOKENS) * 2.0**-24
 
 
 def check_attention(ours, window):
-    """Output and gradients are those of whole rows of scores."""
+    """Check that output and gradients are those of whole rows of scores."""
     random = np.random.default_rng(0)
     shapes = [(BATCH, TOKENS, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS)] + [(HEADS,)]
     arrays = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
@@ -95,7 +95,7 @@ def test_attention_with_sinks_and_its_gradients(window, sharded):
     [(None, "all_gather"), (None, "ring"), (100, "all_gather"), (257, "all_gather"), (1, "ring")],
 )
 def test_attention_with_sinks_over_a_cut_length(window, context):
-    """Four chunks of 256 tokens over two GPUs: whole rows, and windows that begin in the chunk before."""
+    """Four chunks of 256 tokens lie on two GPUs; there are whole rows, and windows that begin in the chunk before."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = ShardingRules({"act_length": "context", "act_heads": "tensor", "act_kv_heads": "tensor"})
 
@@ -114,7 +114,7 @@ def cut_length(context: str, window: int):
 
 
 def test_a_window_of_one_token_needs_no_other_gpus_keys():
-    """From two tokens on, the ends of both chunks are exchanged, of keys and of values."""
+    """From two tokens on, both chunks exchange their ends, of keys and of values."""
     one, two = (str(jax.make_jaxpr(functools.partial(cut_length, "ring", w))()).count("ppermute[") for w in (1, 2))
     assert two - one == 4
 
@@ -128,7 +128,7 @@ def test_a_cut_length_refuses_what_it_does_not_do():
 
 @pytest.mark.parametrize("capacity", [{}, {"capacity_factor": 8.0}])
 def test_a_layer_is_a_weighted_sum_of_its_experts(capacity):
-    """Every expert on every token, in plain jnp; its biases, the clamps, and gradients of all parameters."""
+    """Every expert runs on every token in plain jnp, with biases and clamps; gradients of all parameters agree."""
     c = GptOss.make_config("gpt_oss_debug", layers=2, swiglu_limit=0.5, **capacity)
     graph, state = nnx.split(GptOssMlp(c, rngs=nnx.Rngs(0)))
     state = jax.tree.map(lambda p: p[0] + 0.3 * jax.random.normal(jax.random.key(p.size), p.shape[1:]), state)
@@ -189,7 +189,7 @@ def test_sharded_steps_equal_one_device(overrides, on_one_device):
 
 @pytest.mark.deviceless
 def test_on_gpus_cudnn_attends_with_sinks_and_windows_and_no_scores_are_kept():
-    """Two forward and two backward kernels, with a window and without; what they keep is linear in the length."""
+    """Two forward and two backward kernels run, with and without a window; what they keep is linear in the length."""
     cluster = mk.Cluster.load("dgx_h100")
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 4, "tensor": 2}), cluster, devices=mk.describe_devices(cluster))
     rules = ShardingRules({"act_batch": "data", "act_heads": "tensor", "act_kv_heads": "tensor"})
@@ -213,13 +213,14 @@ def test_on_gpus_cudnn_attends_with_sinks_and_windows_and_no_scores_are_kept():
     ]  # fmt: skip
     pairs = length * window - window**2 / 2 + length**2 / 2
     assert sum(c.attention_flops for c in costs) == pytest.approx(3.5 * 4 * 64 * (heads / 2) * pairs)
-    assert max(i.cost.bytes_accessed for i, _ in schedule.walk() if i.cost) < length**2  # of scores there are two a GPU
+    # An array of scores would have two numbers a pair of tokens on each GPU.
+    assert max(i.cost.bytes_accessed for i, _ in schedule.walk() if i.cost) < length**2
 
 
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_on_gpus_a_window_over_a_cut_length_takes_the_neighbours_keys_alone():
-    """One kernel of cuDNN forward and one backward, of chunks behind 128 tokens; nothing is gathered."""
+    """cuDNN runs one forward and one backward kernel on chunks behind 128 tokens, and nothing is gathered."""
     cluster = mk.Cluster.load("dgx_h100")
     mesh = mk.build_mesh(mk.MeshSpec.parse({"context": 8}), cluster, devices=mk.describe_devices(cluster))
     rules = ShardingRules({"act_length": "context"})

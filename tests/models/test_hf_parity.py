@@ -1,4 +1,4 @@
-"""Logits of our models against those of transformers, on tiny random models: theirs read by us, ours read by them."""
+"""Test our models' logits against transformers' on tiny random models, with weights read in both directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from models.gpt_oss import GptOss
 from models.llama import Llama
 from models.moe import Moe
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # every model is made here
+os.environ["HF_HUB_OFFLINE"] = "1"  # Every model is made here, so nothing is downloaded.
 try:
     import torch
     import transformers
@@ -33,7 +33,7 @@ pytestmark = [
     ),
 ]
 
-# Of logits of size 1 to 10, fp32 on both sides. Each is a chain of sums of at most 128 products, six a layer: rounding
+# Logits are of size 1 to 10, fp32 on both sides. Each is a chain of sums of at most 128 products, six a layer: rounding
 # alone leaves about sqrt(128 x 12) x 2^-24 x 10 = 2e-5. The smallest mistake that no shape shows is a norm epsilon of
 # 1e-6 for 1e-5, which moves these logits by 3e-3; another rotary base or convention moves them by more than 1.
 TOLERANCE = 2e-4
@@ -44,7 +44,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "initializer_range": 0.15,  # logits of size 1 and more, and attention that is not uniform
+    "initializer_range": 0.15,  # This gives logits of size 1 and more, and attention that is not uniform.
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
@@ -64,8 +64,9 @@ YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 GPT_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 GPT_OSS = {
     "head_dim": 16,
-    "sliding_window": 6,  # of 24 tokens
-    "rope_parameters": GPT_YARN | {"rope_theta": 150.0, "original_max_position_embeddings": 100},  # 3 of 8 mixed
+    "sliding_window": 6,  # There are 24 tokens.
+    # 3 of 8 frequencies are mixed.
+    "rope_parameters": GPT_YARN | {"rope_theta": 150.0, "original_max_position_embeddings": 100},
     "max_position_embeddings": 400,
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
@@ -89,7 +90,7 @@ OURS = {"Llama": Llama, "Mixtral": Moe, "Qwen3": Llama, "Qwen3Moe": Moe, "Deepse
 
 
 def make(kind, options):
-    """A random model of transformers, norms included: their scales start at 1, which would hide a mix-up."""
+    """Return a random model of transformers; norms are random too, because scales of 1 would hide a mix-up."""
     config = getattr(transformers, f"{kind}Config")(**SIZES | options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -101,12 +102,12 @@ def make(kind, options):
                 parameter.normal_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.3, 0.3)  # scores are 0 to 1: it changes what is chosen
+                buffer.uniform_(-0.3, 0.3)  # Scores are 0 to 1, so the bias changes which experts are chosen.
     return model
 
 
 def read(kind, folder):
-    """Our model with the weights of a folder, cut over 8 devices."""
+    """Return our model with the weights of a folder, sharded over 8 devices."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
     model = nnx.eval_shape(lambda: OURS[kind](rngs=nnx.Rngs(0), dtype=jnp.float32, **hf.read_options(folder)))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -158,7 +159,7 @@ def test_a_model_of_ours_is_read_by_transformers(tmp_path, dtype):
     hf.export(model, tmp_path / "ours", dtype=dtype)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert theirs.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    rounded = read("Llama", tmp_path / "ours")  # bf16 weights as the fp32 they stand for
+    rounded = read("Llama", tmp_path / "ours")  # This model has the rounded bf16 weights in fp32.
     np.testing.assert_allclose(our_logits(rounded), their_logits(theirs.float()), rtol=0, atol=TOLERANCE)
 
 
@@ -200,7 +201,7 @@ def test_mixtures_of_qwen_that_ours_is_not_are_refused(tmp_path, options, messag
 
 
 def test_files_of_an_older_version_are_read(tmp_path):
-    """transformers 4 wrote `rope_theta` itself, and left head_dim out."""
+    """transformers 4 wrote `rope_theta` itself and left head_dim out."""
     theirs = make("Llama", CASES["llama"][1])
     theirs.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""linen modules in an experiment: names, batch statistics, dropout, train and eval, and what is said of mistakes."""
+"""Test linen modules in an experiment: names, batch statistics, dropout, train and eval, and errors of mistakes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ source = "own_linen:rows"
 
 @pytest.fixture
 def own(tmp_path):
-    """An experiment of models that know nothing of meshkit."""
+    """Yield a function that loads an experiment of models that know nothing of meshkit."""
     sys.modules.pop("own_linen", None)
     (tmp_path / "own_linen.py").write_text(textwrap.dedent(OWN))
     (tmp_path / "own.toml").write_text(FILE)
@@ -134,7 +134,7 @@ def placed(spec, part="params"):
 
 
 def take_steps(spec, mesh, count=2):
-    """State after some steps on one batch, and the losses."""
+    """Return the state after some steps on one batch, the losses, the program and the batch."""
     program = make_train_step(spec, mesh)
     state, random, losses = program.init(), np.random.default_rng(0), []
     tokens = {k: random.integers(0, 256, x.shape) for k, x in program.abstract_batch.items()}
@@ -156,7 +156,7 @@ def test_names_that_linen_gives_are_sharded_by_the_rules():
     assert all(p.rule == "logical" for p in found.values())
 
 
-# K = 8 rows * 16 tokens = 128 terms at most, D = 28 sums in a row (7 matmuls a layer, 2 layers, forward and backward).
+# Sums have K = 8 rows * 16 tokens = 128 terms at most, D = 28 in a row (7 matmuls a layer, 2 layers, both passes).
 TOLERANCE = np.sqrt(28 * 128) * 2.0**-24
 
 
@@ -202,23 +202,23 @@ def test_training_resumes_bit_for_bit_with_statistics_and_random_streams(own, tm
 def test_unnamed_parameters_are_cut_by_the_automatic_rule_and_overrides(own):
     found = placed(own())
     assert (found["Dense_0/kernel"].spec, found["Dense_0/kernel"].rule) == (((), ("fsdp",)), "auto")
-    assert found["Dense_1/kernel"].spec == (("fsdp",), ())  # 64 x 8: the longer dim
-    assert found["Dense_0/bias"].spec == ((),)  # 256 bytes: not worth a gather
+    assert found["Dense_1/kernel"].spec == (("fsdp",), ())  # Of 64 x 8, the longer dim is sharded.
+    assert found["Dense_0/bias"].spec == ((),)  # 256 bytes are not worth a gather.
 
 
 def test_batch_statistics_are_carried_and_equal_those_of_one_device(own):
     spec = own()
     state, losses, program, batch = take_steps(spec, mesh_of(spec), 1)
     alone, expected, *_ = take_steps(spec, one_device(spec), 1)
-    # fp32: 4 sums one after the other (two layers, mean, variance), at most 64 terms: sqrt(4 * 64) u = 1e-6
+    # In fp32, 4 sums one after the other (two layers, mean, variance) have at most 64 terms: sqrt(4 * 64) u = 1e-6.
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     statistics = state.variables["BatchNorm_0"]
     assert set(statistics) == {"mean", "var"}
     assert np.abs(statistics["mean"]).max() > 0
     for got, want in zip(jax.tree.leaves(statistics), jax.tree.leaves(alone.variables)):
         assert np.abs(np.asarray(got) - np.asarray(want)).max() <= 1e-6 * np.abs(want).max()
-    assert len(jax.tree.leaves(state.variables)) == 2  # no dropout, so no random streams
-    # Evaluation reads the statistics instead of the batch's: another loss, and the same one twice.
+    assert len(jax.tree.leaves(state.variables)) == 2  # There is no dropout, so there are no random streams.
+    # Evaluation reads the statistics instead of the batch's, which gives another loss, the same one twice.
     first, second = (float(program.evaluate(state, batch)["loss_sum"]) for _ in range(2))
     assert first == second
     assert first / 32 != pytest.approx(losses[-1], rel=1e-3)

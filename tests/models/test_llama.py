@@ -1,4 +1,4 @@
-"""models.llama and its building blocks: published sizes, and the mathematics against a plain re-statement."""
+"""Test models.llama and its building blocks: published sizes, and the mathematics against a plain restatement."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_parameter_names_every_dim():
 
 
 def test_matmul_parameters_leave_out_norms_and_the_lookup():
-    """llama3_8b: all parameters less the input table and 2 L + 1 norms; a tied table stays, as the head."""
+    """llama3_8b counts all parameters but the input table and 2 L + 1 norms; a tied table counts as the head."""
     c, d = PRESETS["llama3_8b"], PRESETS["llama_1b"]
     norms = (2 * c.layers + 1) * c.embed
     assert abstract("llama3_8b").matmul_parameters() == PUBLISHED["llama3_8b"] - c.vocab * c.embed - norms
@@ -97,7 +97,7 @@ def test_project_has_the_gradient_of_a_plain_einsum():
 
 @pytest.mark.parametrize("weight_dtype", [jnp.float32, jnp.bfloat16])
 def test_a_weights_gradient_is_produced_in_the_dtype_of_the_weight(weight_dtype):
-    """The precision rule: bf16 activations, and the matmul that makes the gradient writes the weight's dtype."""
+    """Activations are bf16, and the matmul that makes a gradient writes the weight's dtype."""
     x, w = jnp.ones((2, 8, 4), jnp.bfloat16), jnp.ones((4, 6), weight_dtype)
     jaxpr = jax.make_jaxpr(jax.grad(lambda w: jnp.sum(project(x, w, 1, jnp.bfloat16).astype(jnp.float32))))(w)
     dots = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general"]
@@ -107,7 +107,7 @@ def test_a_weights_gradient_is_produced_in_the_dtype_of_the_weight(weight_dtype)
 
 @pytest.mark.parametrize(("policy", "kept"), [("full", 0), ("nothing_saveable", 0), ("dots", 6), ("dots_saveable", 8)])
 def test_policies_keep_what_they_say(policy, kept):
-    """A layer keeps its input and: nothing; six projections (nothing reads down again); attention's 2 matmuls too."""
+    """A layer keeps its input alone, or six projections too (nothing reads down again), or attention's 2 matmuls."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(rngs=nnx.Rngs(0), remat=policy)))
     tokens = jax.ShapeDtypeStruct((3, 32), jnp.int32)
     jaxpr = jax.make_jaxpr(jax.grad(lambda s, t: jnp.sum(nnx.merge(graph, s)(t))))(state, tokens)
@@ -118,7 +118,7 @@ def test_policies_keep_what_they_say(policy, kept):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_lookup_by_one_hot_ids_is_the_look_up(dtype):
-    """The same bits: each row is a sum with one term. The gradient of 24 tokens of 7 kinds is summed in fp32."""
+    """Both give the same bits, because a row is a sum with one term; gradients of 24 tokens of 7 kinds sum in fp32."""
     table, tokens = jax.random.normal(jax.random.key(0), (7, 4)), jax.random.randint(jax.random.key(1), (2, 12), 0, 7)
     weights = jax.random.normal(jax.random.key(2), (2, 12, 4))
 
@@ -132,7 +132,7 @@ def test_a_lookup_by_one_hot_ids_is_the_look_up(dtype):
 
 
 def test_a_head_in_fp32_multiplies_in_fp32_and_keeps_to_the_precision_of_gradients():
-    """Of bf16 weights, as the step hands them over where gradients travel in bf16, and of bf16 activations."""
+    """The step hands over bf16 weights where gradients travel in bf16; activations are bf16 too."""
     model = Llama("llama_debug", rngs=nnx.Rngs(0), fp32_head=True)
     graph, state = nnx.split(model)
     state = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state)

@@ -1,4 +1,4 @@
-"""models.moe: published sizes, the mathematics against a plain re-statement, and sharded steps against one device."""
+"""Test models.moe: published sizes, the mathematics against a plain restatement, and sharded steps."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ def count(model) -> int:
     [
         ("mixtral_8x7b", 46.7e9, 12.9e9, 0.005),
         ("mixtral_8x22b", 141e9, 39e9, 0.005),
-        ("qwen3_30b_a3b", 30.5e9, 3.3e9, 0.1 / 3.3),  # cut after the last digit, not rounded
+        ("qwen3_30b_a3b", 30.5e9, 3.3e9, 0.1 / 3.3),  # The published number is cut after its last digit, not rounded.
         ("qwen3_235b_a22b", 235e9, 22e9, 0.5 / 22),
     ],
 )
 def test_parameter_counts_are_the_published_ones(preset, total, active, rel):
-    """As published, to three digits (Jiang et al., 2024) and to two (Mistral AI, 2024: 39B active of 141B); of Qwen3 by
-    its model cards, to two or three."""
+    """The published sizes have two or three digits.
+
+    They are of Jiang et al. (2024), of Mistral AI (2024: 39B active of 141B), and of the model cards of Qwen3.
+    """
     model = abstract(preset)
     c = model.config
     assert count(model) == pytest.approx(total, rel=0.005)
@@ -87,7 +89,7 @@ def test_wrong_options_say_what_is_right(options, message):
 
 
 def test_a_layer_is_a_weighted_sum_of_its_experts():
-    """Mixtral: softmax over the chosen scores; every expert on every token, in plain jnp."""
+    """Mixtral takes the softmax of the chosen scores; here every expert runs on every token, in plain jnp."""
     c = make_config("moe_debug", layers=1, shared_experts=1)
     layer = MoeMlp(c, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
@@ -106,11 +108,11 @@ def test_a_layer_is_a_weighted_sum_of_its_experts():
     assert values["dropped_fraction"] == 0
 
 
-@pytest.mark.parametrize("batch", [8, 3])  # 3 sequences over 4 GPUs: not by shards
+@pytest.mark.parametrize("batch", [8, 3])  # 4 GPUs cannot shard 3 sequences.
 def test_experts_are_chosen_as_on_one_device_without_gathering_scores(batch):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     rules = ShardingRules({"act_batch": "data", "act_length": "context"})
-    scores = jax.random.randint(jax.random.key(0), (batch, 16, 8), 0, 4).astype(jnp.float32)  # with ties
+    scores = jax.random.randint(jax.random.key(0), (batch, 16, 8), 0, 4).astype(jnp.float32)  # Some scores are equal.
 
     def choices(scores):
         with sharding_scope(mesh, rules):
@@ -123,7 +125,7 @@ def test_experts_are_chosen_as_on_one_device_without_gathering_scores(batch):
 
 
 def test_routing_values_of_an_even_and_of_a_collapsed_router():
-    even = jnp.eye(4)[None, :, :]  # four tokens, each to its own expert of four
+    even = jnp.eye(4)[None, :, :]  # Each of four tokens goes to its own expert of four.
     kept = jnp.array([True, True, True, False]).reshape(1, 4, 1)
     values = routing_values(jnp.zeros((1, 4, 4)), even[:, :, None], kept)
     assert {name: float(v) for name, v in values.items()} == pytest.approx(
@@ -153,7 +155,7 @@ def test_auxiliary_losses_are_for_training_only():
     assert float(next_token_loss(model, batch, jax.random.key(0))[0]) == pytest.approx(float(plain), rel=1e-6)
 
 
-# As in tests/equivalence: sqrt(D N) u, with N = 512 tokens and D = 32 sums one after the other.
+# The tolerance is sqrt(D N) u, as in tests/equivalence, with N = 512 tokens and D = 32 sums one after the other.
 SEQUENCES, LENGTH = 16, 32
 TOLERANCE = math.sqrt(32 * SEQUENCES * LENGTH) * 2.0**-24
 MESHES = {
@@ -172,7 +174,7 @@ MESHES = {
 
 
 def experiment(*overrides: str):
-    """Without the load-balance loss where the batch is accumulated: it is one of each micro-batch."""
+    """Return an experiment, without the load-balance loss where batches are accumulated: it is of each micro-batch."""
     weight = 0.0 if "train.accumulate=2" in overrides else 0.05
     sizes = [f"train.global_batch={SEQUENCES}", f"train.sequence_length={LENGTH}", 'train.precision="fp32"']
     return load(DEBUG, [*sizes, f"model.load_balance_weight={weight}", "model.shared_experts=1", *overrides])
@@ -197,7 +199,7 @@ def on_one_device(load_balance_weight):
 
 
 def check_sharded(spec, on_one_device):
-    """Loss and gradients on the spec's mesh are those of one device, as `loss_and_gradients` gave them there."""
+    """Check that loss and gradients on the spec's mesh are those of `loss_and_gradients` on one device."""
     state, loss, gradients = on_one_device
     _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
     assert got_loss == pytest.approx(loss, rel=TOLERANCE)

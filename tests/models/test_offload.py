@@ -1,4 +1,4 @@
-"""A scan whose offloaded values move under the next layer: the same numbers, and where the values wait."""
+"""Test a scan whose offloaded values move under the next layer: equal results, and where the values wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIXES = [
 
 @cache
 def gradients(model, remat: str):
-    module = model(dtype=jnp.float32, remat=eval(remat), rngs=nnx.Rngs(0))  # of a literal above
+    module = model(dtype=jnp.float32, remat=eval(remat), rngs=nnx.Rngs(0))  # The text comes from a literal above.
     graph, params = nnx.split(module, nnx.Param)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256)
 
@@ -39,7 +39,7 @@ def gradients(model, remat: str):
     "remat", [MIXES[0], *(pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES[1:])], ids=str
 )
 def test_gradients_are_those_without_recomputation(remat):
-    """Bit by bit: the same operations, with other copies between them."""
+    """The bits agree, because the operations are the same with other copies between them."""
     for a, b in zip(jax.tree.leaves(gradients(Llama, repr(remat))), jax.tree.leaves(gradients(Llama, "'none'"))):
         np.testing.assert_array_equal(a, b)
 
@@ -47,13 +47,13 @@ def test_gradients_are_those_without_recomputation(remat):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "remat"), [(GPT, {"offload": ["up"]}), (Moe, {"offload": ["query", "layer_input"]})])
 def test_other_models_offload_too(model, remat):
-    """Fused differently: a few fp32 roundings of the largest entry."""
+    """Operations are fused differently, which costs a few fp32 roundings of the largest entry."""
     for a, b in zip(jax.tree.leaves(gradients(model, repr(remat))), jax.tree.leaves(gradients(model, "'none'"))):
         np.testing.assert_allclose(a, b, rtol=0, atol=32 * 2.0**-24 * float(np.abs(b).max()))
 
 
 def mlp(x, parameters):
-    """A layer with one value of the name `up`: of layers without a bias it is the only residual of its width."""
+    """Return a layer whose value `up` is the only residual of its width, since it has no bias."""
     first, second = parameters
     up = jax.ad_checkpoint.checkpoint_name(x @ first, "up")
     return x + jnp.tanh(up) @ second, jnp.sum(x)
@@ -70,7 +70,7 @@ def traced(remat):
 
 
 def test_copies_are_of_the_layer_beside():
-    """Forward, an iteration sends what it was given in its carry; backward, what it fetches goes into its carry."""
+    """Forward, an iteration sends what its carry brought; backward, what it fetches goes into its carry."""
     scans = [e for e in traced({"offload": ["up"]}).jaxpr.eqns if e.primitive.name == "scan"]
     assert len(scans) == 2
     for scan, towards in zip(scans, (jax.memory.Space.Host, jax.memory.Space.Device)):
@@ -80,14 +80,14 @@ def test_copies_are_of_the_layer_beside():
         assert to.aval.memory_space == towards
         assert to.aval.shape == (4, 32)
         if towards == jax.memory.Space.Host:
-            assert copy.invars[0] in body.invars  # nothing that this iteration makes
+            assert copy.invars[0] in body.invars  # The iteration itself makes none of it.
         else:
-            assert to in body.outvars  # and nothing that it uses
+            assert to in body.outvars  # The iteration itself uses none of it.
             assert not any(to in e.invars for e in body.eqns)
 
 
 def test_what_cannot_be_carried_is_left_to_jax():
-    """A layer whose value is an integer has no gradient to scan over: the plain scan, with the same result."""
+    """A layer whose value is an integer has no gradient to scan over, so the plain scan runs with the same result."""
 
     def layer(x, parameters):
         x, _ = mlp(x, parameters)

@@ -1,5 +1,4 @@
-"""fp8 and MXFP8: errors within what their mantissas allow, training beside bf16, and real matmuls in 8 bits in the
-compiled program."""
+"""Test fp8, MXFP8 and NVFP4: errors within their mantissas' bounds, training beside bf16, and real 8-bit matmuls."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ ROWS, INPUTS, OUTPUTS = 512, 256, 192
 # Rounding to m mantissa bits is off by at most 2^-(m+1) of the value. Over a binade of evenly spread significands the
 # mean square of that is 2^-2(m+1) / 3 / mean(significand^2) = 2^-2(m+1) / 7. Matmul errors of independent roundings add
 # up as those of the operands do: relative Frobenius error of a product = sqrt(sum of the operands' mean squares).
-# Values below fp8's smallest normal number have fewer bits; with per-tensor scales and normal data that is a share of
-# 2^-6 x 448 / 4.5 sigma ... too small to see. A factor of 1.15 covers the spread of finite samples.
-E4M3, E5M2 = 2.0**-4 / np.sqrt(7), 2.0**-3 / np.sqrt(7)  # 0.024, 0.047
+# Values below fp8's smallest normal number have fewer bits, but with per-tensor scales and normal data they are too few
+# to matter. A factor of 1.15 covers the spread of finite samples.
+E4M3, E5M2 = 2.0**-4 / np.sqrt(7), 2.0**-3 / np.sqrt(7)  # These are 0.024 and 0.047.
 MARGIN = 1.15
-# The scale of a block is a power of two that puts its largest number above 224: significands up there end at 1.75, and
+# The scale of a block is a power of two that puts its largest number above 224. Significands up there end at 1.75, and
 # their mean square is (1.75^3 - 1) / (3 x 0.75) = 1.94, where that of all is 7 / 3.
-IN_BLOCKS = 2.0**-4 / np.sqrt(3 * (1.75**3 - 1) / (3 * 0.75))  # 0.026
+IN_BLOCKS = 2.0**-4 / np.sqrt(3 * (1.75**3 - 1) / (3 * 0.75))  # This is 0.026.
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -43,7 +42,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def project_in(eight_bit):
-    """The projection by one kernel, with the arguments of `models.layers.project`."""
+    """Return the projection by one kernel, with the arguments of `models.layers.project`."""
     return lambda x, kernel, *more: eight_bit.project_each(x, [kernel], *more)[0]
 
 
@@ -55,7 +54,7 @@ def relative(found, expected):
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize(("dtype", "bits"), [(fp8.FORWARD, 3), (fp8.BACKWARD, 2)])
 def test_a_tensor_is_off_by_half_a_unit_in_the_last_place(dtype, bits, scale):
-    """Of each normal number; subnormal ones, below 2^-(2^(exponent bits - 1) - 2) of scale, by half of the smallest."""
+    """Normal numbers are off by half a unit in the last place, subnormal ones by half of the smallest number."""
     x = normal(0, 1000) * scale
     found = fp8.quantize(x, dtype)
     smallest = float(jnp.finfo(dtype).smallest_subnormal) * float(found.scale)
@@ -66,9 +65,9 @@ def test_a_tensor_is_off_by_half_a_unit_in_the_last_place(dtype, bits, scale):
 
 
 def test_a_projection_and_its_gradients_are_within_the_bound():
-    """Forward: two e4m3 operands. Backward: one of e4m3, and the incoming gradient in e5m2. Against exact fp32."""
+    """The forward pass has two e4m3 operands, the backward pass one and the incoming gradient in e5m2."""
     x, kernel = normal(0, ROWS, INPUTS), normal(1, INPUTS, OUTPUTS)
-    weights = normal(2, ROWS, OUTPUTS)  # the gradient that comes in
+    weights = normal(2, ROWS, OUTPUTS)  # This is the incoming gradient.
 
     def loss(fn, x, kernel):
         return jnp.sum(fn(x, kernel, 1, jnp.float32) * weights)
@@ -82,7 +81,7 @@ def test_a_projection_and_its_gradients_are_within_the_bound():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_blocks_are_jaxs(dtype):
-    """In rows of widely differing sizes; the scale of 448 x 2^n is 2^n, of a little more the next one."""
+    """Rows differ widely in size; the scale of 448 x 2^n is 2^n, and that of a little more is the next power of two."""
     x = (normal(0, 64, 256) * jnp.exp2(jnp.arange(-32.0, 32.0))[:, None]).astype(dtype)
     x = x.at[:2, :64].set(jnp.array([448.0, 450.0])[:, None].astype(dtype))
     found = mxfp8.quantize(x)
@@ -98,7 +97,7 @@ def bits(x):
 
 @pytest.mark.parametrize("shape", [(ROWS, INPUTS), (4, 50, 40)], ids=["whole blocks", "filled up"])
 def test_a_projection_in_blocks_and_its_gradients_are_within_the_bound(shape):
-    """Two operands in e4m3 in all three, of which each has a scale of its own along the dim that is summed over."""
+    """All three products have two e4m3 operands, each with scales of its own along the dim that is summed over."""
     x, kernel, weights = normal(0, *shape), normal(1, shape[-1], OUTPUTS), normal(2, *shape[:-1], OUTPUTS)
 
     def loss(fn, x, kernel):
@@ -125,7 +124,7 @@ def test_the_gradient_of_a_weight_is_of_the_weights_dtype(dtype, eight_bit):
 @EIGHT_BIT
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_number_that_is_none_shows(bad, eight_bit):
-    """Clipped to 448 it would hide that a run has diverged; a tensor with one scale is lost, of blocks the row."""
+    """Clipping to 448 would hide that a run diverged; one scale spoils the tensor, scales of blocks spoil the row."""
     x = normal(0, 4, 8).at[1, 1].set(bad)
     found = np.isnan(project_in(eight_bit)(x, normal(1, 8, 4), 1, jnp.float32))
     assert np.all(found if eight_bit is fp8 else found[1])
@@ -145,7 +144,7 @@ def test_it_goes_for_the_layers_and_not_for_the_head(eight_bit):
 
 
 def test_a_delayed_scale_is_of_the_steps_before_and_clips_what_is_larger():
-    """The gradient of a history is the next one: the newest row of three, then the others but for the last."""
+    """The gradient of a history is the next history: the newest row, then the others except the last."""
     x, kernel, weights = normal(0, ROWS, INPUTS), normal(1, INPUTS, OUTPUTS), normal(2, ROWS, OUTPUTS)
     known = jnp.stack([jnp.max(jnp.abs(a)) for a in (x, kernel, weights)])
 
@@ -175,7 +174,7 @@ def test_two_ways_of_multiplying_do_not_go_together(options):
 
 
 def test_four_bits_go_forward_and_gradients_are_those_of_bf16():
-    """Blocks are those of jax under the scale of the tensor; e2m1 has half a unit of 1/4 of a number at most."""
+    """Blocks are those of jax under the tensor's scale; e2m1 is off by at most half a unit of 1/4 of a number."""
     x, kernel, weights = (normal(i, *shape) for i, shape in enumerate([(64, 256), (256, 64), (64, 64)]))
     found, scale = nvfp4.quantize(x)
     config = jax.nn.get_scaled_dot_general_config("nvfp4", scale[None])
@@ -205,9 +204,12 @@ STEPS, VOCAB_SEEN, FOLLOWERS = 200, 256, 4
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp8", "fp8 delayed", "mxfp8"])
 def test_two_hundred_steps_stay_beside_bf16(precision):
-    """The loss falls from 6.1 to 1.3 nats, close to the chain's own entropy. Rounding perturbs each gradient by at most
-    a tenth (the bound above, through a handful of layers), unbiased: each loss is within 1 % of bf16's, and the mean of
-    the last twenty, where the noise of a step averages out, within a tenth of that."""
+    """The losses stay close to those of bf16 while they fall from 6.1 to 1.3 nats, near the chain's own entropy.
+
+    Rounding perturbs each gradient by at most a tenth (the bound above, through a handful of layers), without bias. So
+    each loss is within 1 % of bf16's, and the mean of the last twenty, where the noise of a step averages out, within a
+    tenth of that.
+    """
     expected, found = losses_of("bf16"), losses_of(precision)
     assert expected[0] - expected[-1] > 4
     np.testing.assert_allclose(found, expected, rtol=0.01)
@@ -248,9 +250,9 @@ LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB, BATCH, LENGTH, FSDP, TENSOR = 2, 512
 
 @cache
 def planned(precision: str, gpus: str = "dgx_h100", *more: str) -> Plan:
-    """2 x 8 GPUs: tensor and sequence parallelism inside of a host, FSDP across them, full recomputation."""
+    """Return the plan for 2 x 8 GPUs: tensor and sequence parallelism in a host, FSDP across, full recomputation."""
     cluster = [f"cluster={{name='{gpus}',hosts=2}}", "mesh.data=", "mesh.fsdp={infiniband=2}", f"mesh.tensor={TENSOR}"]
-    # Large enough that XLA makes real matmul kernels of all of them.
+    # The sizes are large enough that XLA makes real matmul kernels of all of them.
     sizes = [f"model.embed={EMBED}", f"model.mlp={MLP}", f"model.head_dim={HEAD_DIM}", f"model.kv_heads={HEADS}"]
     train = [f"train.sequence_length={LENGTH}", f"train.global_batch={BATCH}", 'train.remat="full"']
     rules = ['rules.preset="fsdp_tensor_sequence"', f'train.precision="{precision}"']
@@ -278,8 +280,11 @@ def matmul_flops(plan: Plan) -> dict[str, float]:
 
 @pytest.mark.deviceless
 def test_the_program_for_absent_gpus_multiplies_in_fp8():
-    """All of the layers' projections: forward, backward twice that, and forward again but for the last projection of a
-    layer, whose output no gradient needs. The head and nothing else stays in bf16 (or fp32)."""
+    """All projections of the layers run in fp8, and the head stays in bf16 (or fp32).
+
+    They run forward, twice as much backward, and forward again, except a layer's last projection, whose output no
+    gradient needs.
+    """
     down = EMBED * MLP
     layer = 4 * EMBED * HEADS * HEAD_DIM + 3 * down
     tokens, gpus = BATCH * LENGTH, FSDP * TENSOR
@@ -291,7 +296,7 @@ def test_the_program_for_absent_gpus_multiplies_in_fp8():
 
 @pytest.mark.deviceless
 def test_gradients_alone_are_summed_with_promotion():
-    """As flax, Transformer Engine and torchao: a matmul with an operand in e5m2 is one of the backward pass."""
+    """As in flax, Transformer Engine and torchao, a matmul with an operand in e5m2 belongs to the backward pass."""
     down = EMBED * MLP
     layer = 4 * EMBED * HEADS * HEAD_DIM + 3 * down
     flops = {True: 0.0, False: 0.0}
@@ -304,7 +309,7 @@ def test_gradients_alone_are_summed_with_promotion():
 
 
 def large(precision: str) -> dict[tuple, int]:
-    """Bytes over 4 KiB an instance by collective and axes."""
+    """Return bytes of instances over 4 KiB by collective and axes."""
     moved: dict[tuple, int] = {}
     for row in planned(precision).report.communication:
         for op in row.ops:
@@ -316,8 +321,10 @@ def large(precision: str) -> dict[tuple, int]:
 
 @pytest.mark.deviceless
 def test_scales_cost_the_mesh_scalars_only():
-    """What fp8 adds to bf16's collectives are all-reduces of one number (of several numbers where XLA combines them):
-    nothing over 4 KiB of a new kind, and of no kind more bytes."""
+    """fp8 adds to bf16's collectives only all-reduces of one number, or of several where XLA combines them.
+
+    Nothing over 4 KiB is of a new kind, and no kind has more bytes.
+    """
     rows = {p: planned(p).report.communication for p in ("bf16", "fp8")}
     assert set(large("fp8")) == set(large("bf16"))
     assert all(large("fp8")[key] <= size for key, size in large("bf16").items())
@@ -325,24 +332,29 @@ def test_scales_cost_the_mesh_scalars_only():
         p: sum(op.payload_bytes for r in found for op in r.ops if op.payload_bytes <= 4096 * op.count)
         for p, found in rows.items()
     }
-    # Per layer: an amax for each input and gradient of the four calls of projections (one of them recomputed), and one
-    # for the kernels of each call, 4 bytes each over either axis at most.
+    # Per layer there is an amax for each input and gradient of the four calls of projections (one of them recomputed),
+    # and one for the kernels of each call, 4 bytes each over either axis at most.
     assert small["fp8"] - small["bf16"] <= LAYERS * 4 * 4 * 4 * 2
 
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 2), ("fp8", 1)])
 def test_activations_are_gathered_in_the_precision_they_are_multiplied_in(precision, bytes_each):
-    """Per layer the inputs of attention and of the feed-forward: forward, recomputed, and their outputs' gradients. In
-    bf16 in either: the input of the head, and the gradient of the look-up. Nothing in fp32."""
+    """Each layer gathers the inputs of attention and feed-forward forward, recomputed, and as their outputs' gradients.
+
+    The input of the head and the gradient of the look-up are in bf16 in either case. Nothing is in fp32.
+    """
     activation = BATCH * LENGTH * EMBED // FSDP
     assert large(precision)["all-gather", ("tensor",)] == (6 * LAYERS * bytes_each + 2 * 2) * activation
 
 
 @pytest.mark.deviceless
 def test_a_program_for_blackwell_multiplies_in_blocks():
-    """All of the layers' projections, as often as in fp8, by the one call that XLA has for them. It fills up columns to
-    128, which heads of 128 have on each of 8 GPUs. No collective is unexplained, and everything has a price."""
+    """All projections of the layers run as often as in fp8, by XLA's one call for block-scaled matmuls.
+
+    The call fills up columns to 128, which heads of 128 have on each of 8 GPUs. No collective is unexplained, and
+    everything has a price.
+    """
     plan = planned("mxfp8", "dgx_b200", "model.head_dim=128")
     down = EMBED * MLP
     layer = 4 * EMBED * HEADS * 128 + 3 * down

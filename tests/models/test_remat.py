@@ -1,4 +1,4 @@
-"""Recomputation policies: the same gradients by each, and what each trades memory and FLOP for."""
+"""Test recomputation policies: each gives the same gradients, and each trades memory for FLOP as it says."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def gradients(policy):
 
 
 @pytest.mark.parametrize(
-    "policy",  # "full" and "dots" also in tests/equivalence
+    "policy",  # tests/equivalence covers "full" and "dots" as well.
     [pytest.param(p, marks=[pytest.mark.slow] * (p in ("full", "dots"))) for p in POLICIES[1:]],
 )
 def test_gradients_do_not_depend_on_the_policy(policy):
-    """The same operations on the same numbers, fused differently: a few fp32 roundings of the largest entry."""
+    """The same operations on the same numbers are fused differently, for a few fp32 roundings of the largest entry."""
     for a, b in zip(jax.tree.leaves(gradients(policy)), jax.tree.leaves(cached_gradients()), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=32 * 2.0**-24 * float(np.abs(b).max()))
 
@@ -84,7 +84,7 @@ def test_an_experiment_lists_what_is_kept(config):
     ("context", "collective"), [("ring", "ppermute"), ("ulysses", "all_to_all"), ("all_gather", "all_gather")]
 )
 def test_attention_over_a_cut_length_that_is_kept_moves_nothing_again(context, collective):
-    """Its output and log-sum-exp by name: the backward pass exchanges no more than it does with `none`."""
+    """Its output and log-sum-exp are kept by name, so the backward pass exchanges no more than with `none`."""
     exchanges = {}
     for policy in ('"none"', '["attention"]', '"dots"', '["projection"]', '"full"'):
         mesh = ["mesh.fsdp=", "mesh.tensor=", "mesh.context=4", "rules.preset=data", "rules.logical.act_length=context"]
@@ -132,14 +132,17 @@ FUSED = '"dots"'
 NONE, FULL, DOTS, SOME = '"none"', '"full"', '["projection"]', '["gate", "up"]'
 MIX = '{ keep = ["gate"], offload = ["up", "layer_input"] }'
 OFFLOAD, OFFLOAD_DOTS = '"offload"', '"offload_dots"'
-LAYER_INPUTS = 4 * 4 * 1024 * 512 * 2  # bytes: layers, sequences of a GPU, tokens, embed, bf16
+# The factors are layers, sequences of a GPU, tokens, embed, and the bytes of bf16.
+LAYER_INPUTS = 4 * 4 * 1024 * 512 * 2
 
 
 @pytest.mark.deviceless
 @pytest.mark.slow
 def test_the_inputs_of_layers_wait_in_host_memory():
-    """The FLOP of full recomputation, less GPU memory, and each input goes over the host link and comes back. The scan
-    moves one layer's more each way, which is nothing yet or no longer needed; XLA may drop either."""
+    """Offloading has the FLOP of full recomputation in less GPU memory, and each input crosses the host link both ways.
+
+    The scan moves one layer's more each way, which is not yet or no longer needed. XLA may drop either.
+    """
     offload, full = planned(OFFLOAD), planned(FULL)
     assert matmul_flops(offload) == pytest.approx(matmul_flops(full), rel=1e-6)
     assert offload.compiled.memory["temp"] < full.compiled.memory["temp"]
@@ -148,15 +151,18 @@ def test_the_inputs_of_layers_wait_in_host_memory():
     (message,) = said_of_host_memory(offload)
     assert message.startswith("16.0 MiB per GPU are in host memory, 128 MiB of 1.82 TiB a host; ")
     (each,) = re.findall(r"; (\d+\.\d) MiB a step cross pcie5", message)
-    assert 24 <= float(each) <= 32  # of 4 layers, 4 MiB each: three or four each way
+    assert 24 <= float(each) <= 32  # There are 4 layers of 4 MiB each, of which three or four cross each way.
     assert not said_of_host_memory(full)
 
 
 @pytest.mark.deviceless
 @pytest.mark.slow
 def test_a_mix_recomputes_less_and_what_it_offloads_waits_in_pinned_host_memory():
-    """Kept or offloaded, no matmul of `gate` or `up` runs again: the FLOP of the list. In the compiled module (memory
-    space 5 is pinned host memory) wait the inputs of 4 layers and `up`, which is four times as wide."""
+    """No matmul of `gate` or `up` runs again, since they are kept or offloaded: the FLOP are those of the list.
+
+    In the compiled module (memory space 5 is pinned host memory) wait the inputs of 4 layers and `up`, which is four
+    times as wide.
+    """
     mix, some = planned(MIX), planned(SOME)
     assert matmul_flops(mix) == pytest.approx(matmul_flops(some), rel=1e-6)
     assert mix.compiled.memory["temp"] < some.compiled.memory["temp"]
@@ -168,8 +174,11 @@ def test_a_mix_recomputes_less_and_what_it_offloads_waits_in_pinned_host_memory(
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_what_is_kept_is_not_recomputed():
-    """FLOP: where projections are kept only attention runs twice, with full recomputation all; two of seven kept is in
-    between; with attention kept beside them nothing does. Memory goes the other way."""
+    """Policies that keep more recompute less and need more memory.
+
+    With projections kept, only attention runs twice; with full recomputation everything does; two of seven kept are in
+    between. With attention kept as well, nothing runs twice.
+    """
     flops = {p: matmul_flops(planned(p)) for p in (NONE, DOTS, SOME, FULL, FUSED)}
     assert flops[NONE] < flops[DOTS] < flops[SOME] < flops[FULL]
     assert flops[FUSED] == pytest.approx(flops[NONE], rel=1e-6)
@@ -180,8 +189,10 @@ def test_what_is_kept_is_not_recomputed():
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_projections_wait_in_host_memory():
-    """The last layer's values need not come back, so XLA sees that its attention is there already and runs it once: of
-    4 sequences and 8 heads two matmuls of 1024 x 1024 x 64, half of each under the causal mask."""
+    """The last layer's values need not come back, so XLA sees that its attention is there already and runs it once.
+
+    Its share is two matmuls of 1024 x 1024 x 64 for 4 sequences and 8 heads, half of each under the causal mask.
+    """
     offload, dots = planned(OFFLOAD_DOTS), planned(DOTS)
     attention = 4 * 8 * 2 * (2 * 1024 * 1024 * 64) / 2
     peak = catalog.gpu("h100_sxm").peak_flops["bf16"]

@@ -1,4 +1,4 @@
-"""models.vit: published sizes, the mathematics re-stated plainly, and sharded equal to one device."""
+"""Test models.vit: published sizes, the mathematics against a plain restatement, and sharded steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshkit.step.data import open_data
 from models.vit import PRESETS, ViT, classification_loss
 
 EXPERIMENTS = Path(__file__).parents[2] / "configs" / "experiments"
-# Dosovitskiy et al. 2021, table 1: 86M and 307M; exact counts are those of the released models with 1000 classes.
+# Dosovitskiy et al. 2021, table 1, say 86M and 307M; these exact counts are of the released models with 1000 classes.
 PUBLISHED = {"vit_b16": 86_567_656, "vit_l16": 304_326_632}
 UNIT_ROUNDOFF = 2.0**-24
 
@@ -33,14 +33,14 @@ def test_parameter_counts_are_the_published_ones(preset, parameters):
 
 
 def test_matmul_parameters_count_what_runs_on_every_token():
-    """B/16: 12 (4 + 2 * 4) 768^2 in the layers, and 196 patches and one head over 197 tokens."""
+    """B/16 has 12 (4 + 2 * 4) 768^2 in the layers, and 196 patches and one head over 197 tokens."""
     model = nnx.eval_shape(lambda: ViT("vit_b16", rngs=nnx.Rngs(0)))
     assert model.matmul_parameters() == 12 * 12 * 768**2 + round((196 * 768 * 768 + 768 * 1000) / 197)
     assert model.attention_shape() == (12, 12, 64)
 
 
 def plain_vit(p: dict, images: np.ndarray, c) -> np.ndarray:
-    """The whole model in numpy, float64, a loop over everything."""
+    """Return the logits of the whole model, computed in numpy with float64 and loops."""
 
     def norm(x, n):
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + c.norm_eps)
@@ -96,13 +96,14 @@ def test_logits_are_those_of_a_plain_restatement(pool):
     images = np.random.default_rng(0).standard_normal((2, 32, 32, 3), np.float32)
     plain = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(state))
     expected = plain_vit(plain, images.astype(np.float64), model.config)
-    # D = 14 sums one after the other (6 matmuls a layer, patches, head) of K = 256 terms at most, errors a random walk
+    # D = 14 sums one after the other (6 matmuls a layer, patches, head) have K = 256 terms at most; errors add up like
+    # a random walk.
     tolerance = np.sqrt(14 * 256) * UNIT_ROUNDOFF * np.abs(expected).max()
     found = jax.jit(lambda state, images: nnx.merge(graph, state)(images))(state, images)
     assert np.abs(np.asarray(found) - expected).max() < tolerance
 
 
-# fp32 sums in another order, as in tests/equivalence: the longest run over K = 16 images * 17 tokens (a weight's
+# fp32 sums are in another order, as in tests/equivalence: the longest run over K = 16 images * 17 tokens (a weight's
 # gradient), through D = 30 of them one after the other (7 matmuls a layer, 2 layers, forward and backward, 2 ends).
 IMAGES = 16
 TOLERANCE = np.sqrt(30) * np.sqrt(IMAGES * 17) * UNIT_ROUNDOFF
@@ -149,7 +150,7 @@ def test_loss_and_all_gradients_equal_one_device(overrides, alone):
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     largest = max(np.abs(w).max() for w in jax.tree.leaves(wanted))
     for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(gradients)[0], jax.tree.leaves(wanted)):
-        # Softmax does not feel the bias of the keys: that gradient is zero but for rounding.
+        # Softmax does not feel the bias of the keys, so that gradient is zero but for rounding.
         scale = largest if "key" in jax.tree_util.keystr(path) else np.abs(w).max()
         assert np.abs(g - w).max() < TOLERANCE * scale, jax.tree_util.keystr(path)
 
@@ -159,7 +160,8 @@ def test_the_loss_is_the_cross_entropy_of_the_label_and_counts_hits():
     batch = {"images": None, "labels": jnp.array([0, 1])}
     loss_sum, weight, metrics = classification_loss(cast(ViT, lambda _: logits), batch, jax.random.key(0))
     expected = np.log(np.exp(logits).sum(-1)) - np.array([2.0, 1.0])
-    assert float(loss_sum) == pytest.approx(expected.sum(), rel=1e-6)  # a handful of fp32 operations
+    # The tolerance allows a handful of fp32 operations.
+    assert float(loss_sum) == pytest.approx(expected.sum(), rel=1e-6)
     assert (float(weight), float(metrics["accuracy"])) == (2.0, 0.5)
 
 
