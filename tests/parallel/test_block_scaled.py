@@ -1,4 +1,4 @@
-"""Block-scaled matmuls over a mesh: equal to one device's, and moving what a hand-written one would."""
+"""Test that block-scaled matmuls over a mesh equal one device's, and move no more than handwritten ones would."""
 
 import math
 import re
@@ -21,7 +21,7 @@ def mesh():
 
 
 def blocks(seed, *shape):
-    """Values in e4m3 and scales 2^-3 to 2^3, one for 32 along the last dim."""
+    """Return values in e4m3 and their scales 2^-3 to 2^3, one for 32 along the last dim."""
     values = jax.random.normal(jax.random.key(seed), shape).astype(jnp.float8_e4m3fn)
     powers = jax.random.randint(jax.random.key(seed + 1), (*shape[:-1], shape[-1] // 32), -3, 4)
     return values, jnp.exp2(powers.astype(jnp.float32)).astype(jnp.float8_e8m0fnu)
@@ -32,8 +32,8 @@ def dequantized(part):
     return values * np.repeat(scales, 32, axis=-1)
 
 
-# (shapes of both operands and how many dims are summed over; their cuts, and the result's; what is moved: collective
-# and elements of its result on one device; on CPUs 8 bits travel as 16 or 32)
+# Each case holds the shapes of both operands and how many dims are summed over, their shardings and the result's, and
+# what is moved: each collective with the elements of its result on one device. On CPUs 8 bits travel as 16 or 32.
 CASES = {
     "the input of a layer and a kernel under FSDP": (
         ((BATCH, LENGTH, INPUTS), (OUTPUTS, INPUTS), 1),
@@ -60,7 +60,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_is_one_devices_and_moves_no_more_than_it_must(case):
-    """Products of a few thousand terms of either sign, in fp32 on both sides, in another order."""
+    """Both sides are fp32 sums of a few thousand products of either sign, in another order."""
     (left, right, summed), cuts, moved = case
     first, second, result = (NamedSharding(mesh(), cut) for cut in cuts)
     a, b = blocks(0, *left), blocks(2, *right)
@@ -78,7 +78,7 @@ def test_it_is_one_devices_and_moves_no_more_than_it_must(case):
 
 
 def collectives(hlo):
-    """Collective and elements of every array that one makes."""
+    """Yield the collective and the number of elements of every array that a collective makes."""
     pattern = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
     for made, name in re.findall(pattern, hlo):
         for dims in re.findall(r"\w+\[([\d,]*)\]", made):

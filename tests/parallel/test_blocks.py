@@ -1,4 +1,4 @@
-"""Attention by blocks under `jax.vmap`, which a step with deferred reductions maps over replicas: as a larger batch."""
+"""Test that attention by blocks under `jax.vmap`, used by deferred reductions, runs as a larger batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH, HEADS, HEAD_DIM, VALUE_DIM = 256, 2, 192, 128
 
 
 def test_a_mapped_kernel_computes_what_it_does_for_each_element():
-    """Over two dims at once, the values of each the same; the kernel of CPUs, whose results have the same shapes."""
+    """Two dims are mapped at once with the same values in each; the CPU's kernel has results of the same shapes."""
     random = np.random.default_rng(0)
     batches = (3, 2, 4), (3, 4), (4,)
     q, k, v = (jnp.asarray(random.standard_normal((*dims, 64, 2, 8)), jnp.float32) for dims in batches)
@@ -32,7 +32,7 @@ def test_a_mapped_kernel_computes_what_it_does_for_each_element():
 
 @pytest.mark.deviceless
 def test_a_mapped_call_of_cudnn_is_one_forward_and_one_backward_kernel_of_a_larger_batch():
-    """Of heads of 192 with values of 128; the calls of both programs read the same shapes and write the same."""
+    """Heads are 192 with values of 128; the calls of both programs read and write the same shapes."""
     cluster = mk.Cluster.load("dgx_h100")
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
 

@@ -1,4 +1,4 @@
-"""Collective matmul: exact, of closed-form bytes, and overlapped."""
+"""Test that collective matmul is exact, moves the bytes of its closed form, and overlaps them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh, sharding_scope
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM, MLP = 4, 16, 24, 8, 6, 32
-# fp32 sums in another order, the longest over the 48 + 32 columns of both kernels: sqrt(80) u of the largest entry.
+# fp32 sums are in another order, the longest over the 48 + 32 columns of both kernels: sqrt(80) u of the largest entry.
 # The loss is linear in the outputs, so that their errors do not come back through its derivative.
 TOLERANCE = np.sqrt(80) * 2.0**-24
 
@@ -79,7 +79,7 @@ def test_outputs_and_gradients_are_those_of_plain_matmuls(cut, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_collective_it_replaces(cut, case):
-    """Forward: the whole activation [batch/data, length, embed] in PIECES, of which (n-1)/n come from elsewhere."""
+    """Forward, PIECES move the whole activation [batch/data, length, embed], of which (n-1)/n come from elsewhere."""
     fn, _, args = CASES[case]
     text = jax.jit(partial(fn, cut)).lower(*args).compile().as_text()
     found = re.findall(r"= f32\[([\d,]+)\]\S* (all-gather|reduce-scatter|all-reduce|collective-permute)\(", text)
@@ -121,8 +121,11 @@ SEQUENCE_PARALLEL = ["train.sequence_length=32", 'rules.preset="fsdp_tensor_sequ
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_a_llama_has_the_same_gradients_with_and_without(remat):
-    """Two data, two fsdp and two tensor devices, fp32. As in tests/equivalence: at most 32 sums one after the other,
-    the longest over 512 terms, of the largest entry of each leaf."""
+    """Two data, two fsdp and two tensor devices compute in fp32.
+
+    As in tests/equivalence, at most 32 sums follow each other, the longest over 512 terms, with errors of the largest
+    entry of each leaf.
+    """
     found = []
     for option in ("false", "true"):
         overrides = [*SEQUENCE_PARALLEL, 'train.precision="fp32"', f'train.remat="{remat}"']
@@ -140,8 +143,11 @@ def test_a_llama_has_the_same_gradients_with_and_without(remat):
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_the_same_bytes_hide_better():
-    """Llama 3 8B, two layers on one DGX H100, tensor 8: over tensor, all-gathers and reduce-scatters of
-    the same bytes, the layers' in pieces, and more of their time behind matmuls than the plain program hides."""
+    """Two layers of Llama 3 8B on one DGX H100, tensor 8, move the same bytes over tensor with and without.
+
+    The layers' all-gathers and reduce-scatters are in pieces, and more of their time is behind matmuls than in the
+    plain program.
+    """
     cluster = ['cluster={name="dgx_h100",hosts=1}', "mesh.fsdp=", "mesh.tensor=8", 'rules.preset="tensor_sequence"']
     sizes = ["model.layers=2", "train.global_batch=2"]
     rows = {}

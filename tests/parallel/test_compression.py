@@ -1,4 +1,4 @@
-"""Compressed sums: their error is bounded, error feedback loses nothing, and the wire carries the bytes promised."""
+"""Test compressed sums: their error is bounded, error feedback loses nothing, and the wire has the promised bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from meshkit.parallel.compression import BLOCK, SMALLEST_BYTES, WIRES, Exchange,
 from meshkit.step.loss import MicroBatches, reduce_replicas
 
 SPECS = {"kernel": PartitionSpec("fsdp", None), "scale": PartitionSpec(None)}
-SHAPES = {"kernel": (24, 70), "scale": (6,)}  # 24 / 2 x 70 = 840 elements a shard: no multiple of 2 or 4 blocks
+# A shard has 24 / 2 x 70 = 840 elements, which is no multiple of 2 or 4 blocks.
+SHAPES = {"kernel": (24, 70), "scale": (6,)}
 REPLICAS = 4
 UNIT_ROUNDOFF = 2.0**-24
 
@@ -27,7 +28,7 @@ def mesh():
 
 
 def gradients(seed: int, scale: float = 1.0, replicas: int = REPLICAS) -> dict[str, np.ndarray]:
-    """Entries over six decades: what a block's largest element does to its smallest is in there."""
+    """Return gradients over six decades, so that a block's largest element affects its smallest."""
     random = np.random.default_rng(seed)
 
     def one(shape):
@@ -38,7 +39,7 @@ def gradients(seed: int, scale: float = 1.0, replicas: int = REPLICAS) -> dict[s
 
 
 def compressed_sum(given, residuals, *, mesh, dtype, specs=SPECS, also_over=(), smallest_bytes=SMALLEST_BYTES):
-    """Sums over axis `data`, as a training step makes them, and the new residuals."""
+    """Return the sums over axis `data`, as a training step makes them, and the new residuals."""
     exchange = Exchange("data", mesh.shape["data"], WIRES[dtype], smallest_bytes)
     micro = MicroBatches(1, mesh, (*also_over, "data"), deferred=(*also_over, "data"))
     shards = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -54,7 +55,7 @@ def start(replicas: int = REPLICAS):
 
 
 def largest_of_block(shards: np.ndarray, replicas: int) -> np.ndarray:
-    """max|x| of each element's block, for [..., n] shards cut into chunks and blocks as they are exchanged."""
+    """Return max|x| of each element's block, for [..., n] shards cut into chunks and blocks as they are exchanged."""
     n = shards.shape[-1]
     padded = np.zeros((*shards.shape[:-1], wire_elements(n, replicas)), shards.dtype)
     padded[..., :n] = np.abs(shards)
@@ -64,16 +65,16 @@ def largest_of_block(shards: np.ndarray, replicas: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", WIRES)
 def test_the_error_of_every_element_is_bounded_by_its_blocks(mesh, dtype):
-    """|error| <= e (sum over replicas of max|block of gradient| + max|block of the sum that was exchanged|).
+    """|error| <= e (sum over replicas of max|block of gradient| + max|block of the exchanged sum|).
 
-    e is the relative rounding error of the dtype; bf16 needs no blocks, but is bounded by them as well. The sum
-    exchanged differs from the true one by the first quantization, so its block may be larger by that much. fp32
-    arithmetic adds R + 3 roundings.
+    e is the relative rounding error of the dtype; bf16 needs no blocks, but is bounded by them as well. The exchanged
+    sum differs from the true one by the first quantization, so its block may be larger by that much. fp32 arithmetic
+    adds R + 3 roundings.
     """
     given = gradients(0)
     total, nothing = summed(mesh, dtype)(given, None)
     assert nothing is None
-    shards = given["kernel"].reshape(REPLICAS, 2, -1)  # fsdp cuts the first dim in two
+    shards = given["kernel"].reshape(REPLICAS, 2, -1)  # fsdp cuts the first dim in two.
     error = WIRES[dtype].error
     of_replicas = largest_of_block(shards, REPLICAS)
     first = error * of_replicas.sum(0)
@@ -81,7 +82,8 @@ def test_the_error_of_every_element_is_bounded_by_its_blocks(mesh, dtype):
     bound = first + error * of_sum + (REPLICAS + 3) * UNIT_ROUNDOFF * of_replicas.sum(0)
     found = np.abs(np.asarray(total["kernel"]).reshape(2, -1) - shards.astype(np.float64).sum(0))
     assert np.all(found <= bound)
-    assert found.max() > UNIT_ROUNDOFF * np.abs(shards).max() * REPLICAS  # it did travel in few bits
+    # The error shows that the sum traveled in few bits.
+    assert found.max() > UNIT_ROUNDOFF * np.abs(shards).max() * REPLICAS
 
 
 @pytest.mark.parametrize("dtype", WIRES)
@@ -96,7 +98,7 @@ def test_small_arrays_are_summed_in_fp32(mesh, dtype):
 
 @pytest.mark.parametrize("dtype", WIRES)
 def test_nothing_is_lost_with_error_feedback(mesh, dtype):
-    """Compressed sum + residuals after = gradients + residuals before, for every element, at every step.
+    """For every element and step, compressed sum + residuals after = gradients + residuals before.
 
     In fp32 each of about 2 R + 4 additions of numbers up to R max|x| rounds once, relative to that size.
     """
@@ -114,10 +116,10 @@ def test_nothing_is_lost_with_error_feedback(mesh, dtype):
 @pytest.mark.parametrize("kind", ["constant", "random"])
 @pytest.mark.parametrize("dtype", WIRES)
 def test_the_mean_error_vanishes_as_one_over_t_with_error_feedback_and_stays_without(mesh, dtype, kind):
-    """After T steps the error of the mean is |sum of residuals| / T, and residuals stay below twice a step's bound:
-    e (R max|g| + max|sum|) <= 2 e R max|g|, times 1 + e + e^2 ... since a residual is itself part of the next sum.
+    """After T steps the error of the mean is |sum of residuals| / T, and residuals stay below twice a step's bound.
 
-    Without feedback a constant gradient errs the same way at every step.
+    That bound is e (R max|g| + max|sum|) <= 2 e R max|g|, times 1 + e + e^2 ... since a residual is itself part of the
+    next sum. Without feedback, a constant gradient errs the same way at every step.
     """
     steps = 64
     with_feedback, without = summed(mesh, dtype), summed(mesh, dtype)
@@ -132,7 +134,7 @@ def test_the_mean_error_vanishes_as_one_over_t_with_error_feedback_and_stays_wit
         largest = max(largest, np.abs(given["kernel"]).max())
     error = WIRES[dtype].error
     bound = 2 * error * REPLICAS * largest / (1 - 2 * error) / steps
-    # fp32: each step rounds its sums, independently; the mean of them errs no more than one step does.
+    # In fp32 each step rounds its sums independently; the mean of them errs no more than one step does.
     bound += (2 * REPLICAS + 4) * UNIT_ROUNDOFF * REPLICAS * largest
     assert np.abs(corrected - true).max() / steps <= bound
     if kind == "constant":
@@ -161,7 +163,7 @@ def test_further_axes_are_summed_in_fp32_before():
     left = {k: jax.device_put(r, NamedSharding(mesh, specs[k])) for k, r in start(2).items()}
     total, left = summed(mesh, "int8", also_over=("host",))(given, left)
     after = np.asarray(total["kernel"], np.float64) + np.asarray(left["kernel"]).sum(0)
-    # Every sum up to 4 max|x|, a dozen roundings.
+    # Every sum is up to 4 max|x|, with a dozen roundings.
     np.testing.assert_allclose(
         after, given["kernel"].sum(0), rtol=0, atol=12 * UNIT_ROUNDOFF * 4 * np.abs(given["kernel"]).max()
     )
@@ -171,9 +173,10 @@ def test_further_axes_are_summed_in_fp32_before():
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("dtype", "element"), [("bf16", "bf16"), ("int8", "s8"), ("fp8", "f8e4m3fn")])
 def test_the_bytes_across_infiniband_are_the_closed_form(dtype, element):
-    """2 (R-1)/R bytes of the dtype per element of a GPU's shard (padded), and of fp32 per block; small arrays in fp32.
+    """Each element of a GPU's shard (padded) moves 2 (R-1)/R bytes of the dtype, and each block as much in fp32.
 
-    Two hosts of 8 H100: R = 2 over InfiniBand, one GPU per domain in each group, so all wire bytes cross it.
+    Small arrays are summed in fp32. On two hosts of 8 H100, R = 2 over InfiniBand with one GPU per domain in each
+    group, so all wire bytes cross it.
     """
     pytest.importorskip("jax_cuda12_plugin", reason="the `plan` extra is not installed")
     from meshkit.planning.planner import make_plan
@@ -193,7 +196,7 @@ def test_the_bytes_across_infiniband_are_the_closed_form(dtype, element):
     made = make_plan(step, (given, given), mesh=mesh, cluster=cluster)
     rows = made.report.communication
     elements = wire_elements(1024 * 4096 // 8, 2) + wire_elements(100 * 4000, 2)
-    assert elements == 1024 * 4096 // 8 + 400384  # 400 000 padded to 2 x 782 blocks
+    assert elements == 1024 * 4096 // 8 + 400384  # 400 000 elements are padded to 2 x 782 blocks.
     scales = 0 if dtype == "bf16" else 4 * elements // BLOCK
     itemsize = 2 if dtype == "bf16" else 1
     payloads: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Context parallel attention on 8 devices: what one device computes, forward and backward, in every arrangement."""
+"""Test context parallel attention on 8 devices against one device, forward and backward, in every arrangement."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from meshkit.parallel.layout import ContextLayout, balance, balanced_positions, 
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 64, 8, 16
 
-# fp32 summation in another order: sqrt(K) u of the largest sum, as in tests/equivalence. The longest sums here run over
-# K = LENGTH * 4 (a key head's gradient: all queries of its group of 4), D = 8 of them in series: scores, softmax,
-# output, merged output; and backward d(weights), delta, d(scores), the gradient. Errors against the largest entry.
-TOLERANCE = np.sqrt(8 * LENGTH * 4) * 2.0**-24  # 2.7e-6
+# fp32 sums in another order differ by sqrt(K) u of the largest sum, as in tests/equivalence. The longest sums here run
+# over K = LENGTH * 4 (a key head's gradient: all queries of its group of 4). D = 8 of them are in series: scores,
+# softmax, output, merged output; and backward d(weights), delta, d(scores), the gradient. Errors are relative to the
+# largest entry.
+TOLERANCE = np.sqrt(8 * LENGTH * 4) * 2.0**-24  # This is 2.7e-6.
 
 MODES = {"all_gather": gathered_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 MESHES = {
@@ -38,7 +39,7 @@ def mesh_of(sizes) -> Mesh:
 
 
 def arrays(kv_heads: int, dtype=jnp.float32) -> list[jax.Array]:
-    """q, k, v and a gradient of the output."""
+    """Return q, k, v and a gradient of the output."""
     random = np.random.default_rng(0)
     shapes = [(BATCH, LENGTH, n, HEAD_DIM) for n in (HEADS, kv_heads, kv_heads, HEADS)]
     return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
@@ -84,7 +85,7 @@ def test_attention_and_its_gradients_are_exact(mode, arrangement, kv_heads, caus
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_blocks_add_up(monkeypatch, causal, kv_heads):
-    """The plain implementation with 4 x 4 blocks of scores, of which a causal mask skips 6."""
+    """The plain implementation has 4 x 4 blocks of scores, of which a causal mask skips 6."""
     monkeypatch.setattr(blocks, "BLOCK", LENGTH // 4)
     q, k, v, g = arrays(kv_heads)
     out, lse = blocks.attend(q, k, v, causal=causal, implementation="xla")
@@ -95,7 +96,7 @@ def test_blocks_add_up(monkeypatch, causal, kv_heads):
 
 
 def test_bf16_is_as_good_as_bf16_on_one_device():
-    """Against fp32: the rounding of inputs, weights and output costs both the same; ring may lose one merge more."""
+    """Rounding inputs, weights and output costs both the same against fp32; ring may lose one merge more."""
     mesh = mesh_of({"context": 8})
     exact = reference(True, 2)
     whole = with_gradients(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="xla"))
@@ -130,7 +131,7 @@ def test_it_works_in_a_scan_of_recomputed_layers(mode):
     ("mode", "collective"), [("ring", "ppermute"), ("all_gather", "all_gather"), ("ulysses", "all_to_all")]
 )
 def test_a_policy_that_keeps_attention_does_not_communicate_again(mode, collective):
-    """By name: what is traced of the forward pass under `full` recomputation appears once less."""
+    """The exchange in the forward pass is traced once less than with `full` recomputation, because names are kept."""
     mesh = mesh_of({"context": 8})
 
     def count(policy):
@@ -172,7 +173,7 @@ def test_balance_and_restore_are_inverse_and_each_others_gradient(ways):
 
 
 def ring_program(local: int):
-    """The compiled loss and gradients of ring attention over 8 devices, `local` tokens on each."""
+    """Return the compiled loss and gradients of ring attention over 8 devices, `local` tokens on each."""
     mesh = mesh_of({"context": 8})
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
     x = jax.ShapeDtypeStruct((1, 8 * local, 1, 8), jnp.float32, sharding=sharding)
@@ -181,8 +182,10 @@ def ring_program(local: int):
 
 
 def test_temporary_memory_is_linear_in_the_local_length():
-    """4 times the tokens on each device, at most 4 times the bytes: blocks of scores have one size (past 2 * BLOCK).
-    `benchmarks/ring_memory.md` has the same from 2k to 32k."""
+    """With 4 times the tokens on each device, memory is at most 4 times as large.
+
+    Blocks of scores have one size (past 2 * BLOCK). `benchmarks/ring_memory.md` has the same from 2k to 32k.
+    """
     small, large = (ring_program(n).memory_analysis().temp_size_in_bytes for n in (2048, 8192))
     assert large <= 4 * small
 
@@ -205,7 +208,7 @@ def test_sizes_that_do_not_fit_say_so(mode, shape, options, message):
 
 
 def test_arrays_that_do_not_go_together_say_so(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, whom no hook checks before
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # Users have no hook that checks shapes before.
     q, k = jnp.zeros((2, 64, 8, 16)), jnp.zeros((2, 64, 3, 16))
     mesh = mesh_of({"context": 8})
     with pytest.raises(ConfigError, match="8 heads are not a multiple of 3 kv_heads"):
@@ -217,7 +220,7 @@ def test_arrays_that_do_not_go_together_say_so(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_cudnn_and_the_plain_implementation_agree(causal):
-    """Blocks of bf16, log-sum-exp included; both round weights to bf16, so to 2^-8 of the largest entry."""
+    """Blocks are bf16, log-sum-exp included; both sides round weights to bf16, so to 2^-8 of the largest entry."""
     if not any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("needs a GPU with cuDNN")
     random = np.random.default_rng(0)
@@ -227,7 +230,7 @@ def test_cudnn_and_the_plain_implementation_agree(causal):
     def run(implementation):
         how = {"causal": causal, "implementation": implementation}
         out, lse = blocks.attend(q, k, v, **how)
-        # with half of the weight elsewhere: what a block of several gets
+        # Half of the weight is elsewhere, as for one block of several.
         return [out, lse, *blocks.attend_gradients(q, k, v, out, lse + np.log(2), g, **how)]
 
     assert worst([x.astype(jnp.float32) for x in run("cudnn")], run("xla")) < 2.0**-6

@@ -1,4 +1,4 @@
-"""A whole Llama with its sequence cut over GPUs: loss and every gradient equal one device's."""
+"""Test that a whole Llama with its sequence sharded over GPUs has the loss and every gradient of one device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from models.llama import Llama
 
 BATCH, LENGTH = 4, 32
 
-# As in tests/equivalence: K = 384 (mlp) terms are the longest sums, D = 32 of them in series.
-TOLERANCE = np.sqrt(32 * 384) * 2.0**-24  # 6.6e-6
+# As in tests/equivalence, K = 384 (mlp) terms are the longest sums, and D = 32 of them are in series.
+TOLERANCE = np.sqrt(32 * 384) * 2.0**-24  # This is 6.6e-6.
 
 RULES = ShardingRules(
     {
@@ -34,7 +34,7 @@ RULES = ShardingRules(
 
 
 def loss_and_gradients(mesh, length=LENGTH, what=jax.value_and_grad, **options):
-    """Of random next tokens, weighed unequally over the sequence, so that a token out of order would show."""
+    """Return loss and gradients of random tokens, weighed unequally so that a token out of order would show."""
     graph, state = nnx.split(Llama(rngs=nnx.Rngs(0), dtype=jnp.float32, **options))
     random = np.random.default_rng(0)
     tokens, targets = jnp.asarray(random.integers(0, 256, (2, BATCH, length), np.int32))
@@ -73,7 +73,7 @@ def test_loss_and_all_gradients_equal_one_device(options, mesh, reference):
 
 
 def test_a_length_that_does_not_divide_is_left_whole_or_refused(mesh):
-    """30 tokens on 2 GPUs: ring wants two chunks for each; all_gather is right without a cut."""
+    """For 30 tokens on 2 GPUs, ring needs two chunks for each; all_gather is right without sharding."""
     loss_alone = partial(loss_and_gradients, length=30, what=lambda loss: loss)
     assert float(loss_alone(mesh, context="all_gather")) == pytest.approx(float(loss_alone(None)), rel=TOLERANCE)
     with pytest.raises(ConfigError, match="length = 30 does not divide into the 4 chunks"):

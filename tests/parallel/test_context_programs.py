@@ -1,4 +1,4 @@
-"""What context parallelism moves: the programs compiled for 2 x 8 H100, each collective against the closed form."""
+"""Test what context parallelism moves in programs compiled for 2 x 8 H100, each collective against its closed form."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ pytestmark = pytest.mark.deviceless
 LAYERS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 3, 16_384, 32, 4, 128
 WAYS, TENSOR, BF16, FP32 = 8, 2, 2, 4
 LOCAL = LENGTH // WAYS
-PIECE = 2 * LOCAL * KV_HEADS // TENSOR * HEAD_DIM * BF16  # P: keys and values of one GPU, one sequence
+# P is the size of the keys and values of one GPU for one sequence.
+PIECE = 2 * LOCAL * KV_HEADS // TENSOR * HEAD_DIM * BF16
 GRADIENT = PIECE * FP32 // BF16
 QUERIES = LOCAL * HEADS // TENSOR * HEAD_DIM * BF16
-# 16 heads and 2 key heads on each tensor GPU; 8 ways need 8 key heads: 4 copies of each
+# Each tensor GPU has 16 heads and 2 key heads; 8 ways need 8 key heads, so each has 4 copies.
 ULYSSES = QUERIES + 2 * LOCAL * 8 * HEAD_DIM * BF16
 
-# Per layer, forward and backward: (collective, dtype) -> bytes, and how many.
+# Each row holds, per layer, forward and backward: (collective, dtype) -> bytes, and the number of collectives.
 CLOSED_FORM = {
     "ring": (
         ring_attention,
         {
-            ("collective-permute", "bf16"): (WAYS - 1 + 1) * PIECE,  # forward, and the first hop of backward
+            ("collective-permute", "bf16"): (WAYS - 1 + 1) * PIECE,  # These are forward, and the first hop of backward.
             ("collective-permute", "u16"): (WAYS - 2) * (PIECE + GRADIENT),
             ("collective-permute", "f32"): 2 * GRADIENT,
         },
@@ -54,7 +55,7 @@ def spec():
 
 
 def schedule_of(attention, spec, cluster, **options):
-    """A scan of layers x -> x + attention(x, keys and values cut out of x), and its gradient."""
+    """Return the schedule of a scan of layers x -> x + attention(x, keys and values taken from x), and its gradient."""
     from meshkit.compile.program import compile_absent
 
     mesh = mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))
@@ -75,7 +76,7 @@ def schedule_of(attention, spec, cluster, **options):
 
 
 def executed(schedule):
-    """Instructions with how often they run."""
+    """Return instructions with how often they run."""
 
     def walk(name, times):
         for i in schedule.computations[name]:
@@ -99,6 +100,6 @@ def test_bytes_and_flops_are_the_closed_form(mode, spec, cluster):
     assert moved == {key: LAYERS * size for key, size in wanted.items()}
     assert sum(times for _, times in collectives) == LAYERS * count
 
-    # Every GPU computes the same: its share of the visible half of the scores, to cuDNN's account of a causal block.
+    # Every GPU computes its share of the visible half of the scores, as cuDNN counts a causal block.
     forward = 4 * HEADS / TENSOR * LENGTH**2 * HEAD_DIM / 2 / WAYS
     assert sum(i.cost.attention_flops * times for i, times in found if i.cost) == LAYERS * 3.5 * forward

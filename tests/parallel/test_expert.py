@@ -1,4 +1,4 @@
-"""Expert parallelism: equal to a dense mixture, drops by the rule written down, and moves the bytes it should."""
+"""Test that expert parallelism equals a dense mixture, drops by the documented rule, and moves the bytes it should."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from meshkit.sharding import sharding_scope
 
 BATCH, LENGTH, EMBED, MLP, EXPERTS, K = 8, 8, 16, 24, 8, 2
 
-# fp32 summation, see tests/equivalence: sqrt(D) sqrt(N) u for sums of N terms through at most D of them. Longest sums:
-# BATCH * LENGTH = 64 tokens of a kernel's gradient. D = 16: gate, up, down, choices, forward and backward, in both the
-# layer and the reference.
+# fp32 sums differ as in tests/equivalence: sqrt(D) sqrt(N) u for sums of N terms through at most D of them. The longest
+# sums run over BATCH * LENGTH = 64 tokens of a kernel's gradient. D = 16: gate, up, down, choices, forward and
+# backward, in both the layer and the reference.
 TOLERANCE = math.sqrt(16 * BATCH * LENGTH) * 2.0**-24
 
 MESHES = {
@@ -61,7 +61,7 @@ def scope(sizes: dict[str, int], **changes):
 
 @pytest.fixture(scope="module")
 def inputs():
-    """(x, weights, kernels) and choices; uneven: low experts are chosen far more often."""
+    """Return (x, weights, kernels) and uneven choices: low experts are chosen far more often."""
     keys = jax.random.split(jax.random.key(0), 6)
     x = jax.random.normal(keys[0], (BATCH, LENGTH, EMBED))
     weights = jax.nn.softmax(jax.random.normal(keys[1], (BATCH, LENGTH, K)))
@@ -72,7 +72,7 @@ def inputs():
 
 
 def dense(x, weights, kernels, choices, kept: np.ndarray | bool = True):
-    """Every expert on every token, weighted: E / k times the work, and nothing moves."""
+    """Return every expert on every token, weighted, which is E / k times the work and moves nothing."""
     gate, up, down = kernels
     with jax.default_matmul_precision("highest"):
         hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
@@ -81,7 +81,7 @@ def dense(x, weights, kernels, choices, kept: np.ndarray | bool = True):
 
 
 def value_and_gradients(layer, arguments):
-    """(loss, gradients) of a loss that weighs every output differently; and the choices that were kept."""
+    """Return (loss, gradients) of a loss that weighs every output differently, and the choices that were kept."""
     r = jax.random.normal(jax.random.key(9), (BATCH, LENGTH, EMBED))
 
     def loss(arguments):
@@ -94,7 +94,7 @@ def value_and_gradients(layer, arguments):
 
 def assert_equal(got, wanted, tolerance=TOLERANCE):
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        scale = np.abs(w).max() if w.ndim else BATCH * LENGTH  # the loss is a sum of terms near 1
+        scale = np.abs(w).max() if w.ndim else BATCH * LENGTH  # The loss is a sum of terms near 1.
         assert np.abs(g - w).max() / scale < tolerance
 
 
@@ -106,7 +106,7 @@ def reference(inputs):
 
 @pytest.mark.parametrize(("mesh", "options"), CASES, ids=str)
 def test_equals_a_dense_mixture(mesh, options, inputs, reference):
-    """Loss and every gradient; a capacity of EXPERTS / K = 4 times an even load always has room."""
+    """Loss and every gradient agree; a capacity of EXPERTS / K = 4 times an even load always has room."""
     arguments, choices = inputs
     with scope(MESHES[mesh]):
         got, kept = value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
@@ -120,7 +120,7 @@ def test_one_device_needs_no_mesh(inputs, reference):
 
 
 def test_replicas_of_a_deferred_axis_keep_their_gradients_apart(inputs):
-    """Accumulation maps the layer over a mesh axis that its rules do not name: nothing may be added up over it."""
+    """Accumulation maps the layer over a mesh axis that its rules do not name, over which nothing may be added up."""
     (x, weights, kernels), choices = inputs
 
     def gradient(layer):
@@ -140,7 +140,7 @@ def test_replicas_of_a_deferred_axis_keep_their_gradients_apart(inputs):
 
 
 def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all` as its documentation defines it, of collectives that XLA:CPU has."""
+    """Return `lax.ragged_all_to_all` as its documentation defines it, from collectives that XLA:CPU has."""
     del recv_sizes
     me, ways = lax.axis_index(axis_name), lax.axis_size(axis_name)
     operands, begins, sizes, places = (
@@ -161,7 +161,7 @@ def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offse
     ("sizes", "buffer_factor"), [({"expert": 4}, None), ({"fsdp": 2, "expert": 2, "tensor": 2}, 1.0)], ids=str
 )
 def test_the_ragged_exchange_moves_what_the_dense_one_does(sizes, buffer_factor, inputs, monkeypatch):
-    """Offsets and sizes that GPUs are given, run by the definition: bit for bit what the padded exchange gives."""
+    """The offsets and sizes for GPUs, run by the definition, give bit for bit what the padded exchange gives."""
     arguments, choices = inputs
 
     def run():
@@ -171,14 +171,14 @@ def test_the_ragged_exchange_moves_what_the_dense_one_does(sizes, buffer_factor,
 
     padded = run()
     monkeypatch.setattr(expert.ExchangeLayout, "ragged", True)
-    monkeypatch.setattr(expert, "SLICES", 4)  # each is a loop of its own in the definition, which is compiled
+    monkeypatch.setattr(expert, "SLICES", 4)  # In the definition, each slice is a compiled loop of its own.
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_by_gathering)
     for ragged, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(padded), strict=True):
         np.testing.assert_array_equal(ragged, wanted)
 
 
 def kept_by_hand(choices, ways: int, group_of, limit: int):
-    """Each sender on its own: first choices of all its tokens, then second ones, until a group has its limit."""
+    """Return the kept choices: each sender takes all first choices, then second ones, until a group has its limit."""
     kept = np.zeros(choices.shape, bool)
     for source in np.split(np.arange(BATCH), ways):
         taken: dict[int, int] = {}
@@ -194,8 +194,8 @@ def kept_by_hand(choices, ways: int, group_of, limit: int):
 @pytest.mark.parametrize(
     ("options", "group_of", "limit"),
     [
-        ({"capacity_factor": 0.6}, lambda e: e, 3),  # ceil(0.6 x 16 tokens x 2 / 8 experts) slots of an expert
-        ({"buffer_factor": 1.0}, lambda e: e // 2, 8),  # ceil(1.0 x 16 tokens x 2 / 4 GPUs) rows for a GPU
+        ({"capacity_factor": 0.6}, lambda e: e, 3),  # An expert has ceil(0.6 x 16 tokens x 2 / 8 experts) slots.
+        ({"buffer_factor": 1.0}, lambda e: e // 2, 8),  # A GPU has ceil(1.0 x 16 tokens x 2 / 4 GPUs) rows.
     ],
     ids=["capacity", "buffer"],
 )
@@ -224,7 +224,8 @@ def test_experts_that_the_axes_do_not_divide_are_refused(inputs):
         expert_layer(x, weights, choices % 6, kernels)
 
 
-MIXTRAL = Path(__file__).parents[2] / "configs/experiments/mixtral_8x7b.toml"  # on 2 x 8 H100s; fsdp 2 x expert 8
+# The experiment has 2 x 8 H100s; fsdp 2 x expert 8.
+MIXTRAL = Path(__file__).parents[2] / "configs/experiments/mixtral_8x7b.toml"
 SIZES = {"layers": 2, "experts": 8, "embed": 4096, "k": 2, "sequences": 16, "length": 4096}
 DROPLESS = "model.buffer_factor="
 
@@ -233,7 +234,7 @@ DROPLESS = "model.buffer_factor="
 @pytest.mark.parametrize(
     ("options", "exchanges"),
     [
-        ((), 5),  # a program of tests/verbs/explain too
+        ((), 5),  # tests/verbs/explain uses the same program.
         pytest.param((DROPLESS,), 5, marks=pytest.mark.slow),
         pytest.param((DROPLESS, "train.remat=none"), 4, marks=pytest.mark.slow),
         pytest.param((DROPLESS, "model.capacity_factor=1.5"), 5, marks=pytest.mark.slow),
@@ -241,10 +242,10 @@ DROPLESS = "model.buffer_factor="
     ids=["full, buffer", "full", "none", "full, capacity"],
 )
 def test_exchanges_of_the_compiled_step(options, exchanges):
-    """Per GPU and layer: 2 exchanges forward, 2 backward, 1 more when the forward pass is recomputed.
+    """Per GPU and layer there are 2 exchanges forward, 2 backward, and 1 more with a recomputed forward pass.
 
-    Each moves tokens x k rows of the bf16 embedding at most, with a capacity all the slots; and one fp32 a row takes
-    the gradients of the routing weights back.
+    Each moves tokens x k rows of the bf16 embedding at most, with a capacity all the slots. One exchange of an fp32 a
+    row takes the gradients of the routing weights back.
     """
     from meshkit.planning.planner import plan_experiment
 
@@ -259,7 +260,7 @@ def test_exchanges_of_the_compiled_step(options, exchanges):
     told = [w for w in plan.report.warnings if w.code == "ragged_way"]
     assert ["XLA's one-shot kernel, 32 slices to each" in w.message for w in told] == [True] * (not capacity_factor)
     rows = [r for r in plan.report.communication if r.collective == kind]
-    found = {r.dtype: r for r in rows if r.axes != ("fsdp",)}  # the embedding's gradient has one over fsdp
+    found = {r.dtype: r for r in rows if r.axes != ("fsdp",)}  # The embedding's gradient has an exchange over fsdp.
     assert set(found) == {"bf16", "f32"}
     for dtype, count, row_bytes in (("bf16", exchanges * layers, 2 * SIZES["embed"]), ("f32", layers, 4)):
         row = found[dtype]
@@ -270,9 +271,9 @@ def test_exchanges_of_the_compiled_step(options, exchanges):
 @pytest.mark.deviceless
 @pytest.mark.slow
 def test_a_ragged_exchange_over_hosts_is_taken_apart_into_parts_of_known_size():
-    """Of S bytes a GPU and 2 hosts: 3 dispatches gather 2 S each, 2 combines exchange 2 S and copy S; all explained.
+    """Of S bytes a GPU on 2 hosts, 3 dispatches gather 2 S each, and 2 combines exchange 2 S and copy S.
 
-    Inside a host a part has the received rows' buffer, 1.5 S, for payload.
+    Inside a host a part has the received rows' buffer, 1.5 S, for payload. Everything is explained.
     """
     from meshkit.planning.planner import plan_experiment
 

@@ -1,7 +1,7 @@
-"""Real models in a pipeline on every other axis: gradients equal those of the same model on one device.
+"""Test that real models in a pipeline on every other axis have the gradients of the same model on one device.
 
 Stages are the blocks of `models.llama` and `models.moe` as they are, with their own attention, vocabulary loss and
-token exchange. The terms summed are the same, in another order: a few ulp (1.2e-7) of the largest gradient; the bound
+token exchange. The terms summed are the same, in another order: a few ulp (1.2e-7) of the largest gradient. The bound
 is 1e-5 of it.
 """
 
@@ -30,7 +30,7 @@ TOLERANCE, Z_LOSS = 1e-5, 0.01
 SIZES = {"vocab": VOCAB, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
 TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 TENSOR |= {f"act_{name}": axis for name, axis in TENSOR.items()}
-# mesh beside the pipeline's axis, rules, and the axes that cut a batch's [batch, length]
+# Each row holds the mesh beside the pipeline's axis, rules, and the axes that shard a batch's [batch, length].
 KINDS = {
     "pipeline": ({}, {}, ()),
     "data": ({"data": 2}, {"act_batch": "data"}, ("data",)),
@@ -63,7 +63,7 @@ KINDS = {
 
 @functools.cache
 def parts(kind, context, layers):
-    """(model, its layers, everything else), as nnx States of fp32 arrays."""
+    """Return the graph of a model of so many layers and its fp32 state."""
     make, sizes = (Moe, {"mlp": 32, "experts": 4, "experts_per_token": 2}) if "expert" in kind else (Llama, {})
     preset = "moe_debug" if make is Moe else "llama_debug"
     config = {"dtype": jnp.float32, "context": context, "layers": layers, **SIZES, **sizes}
@@ -85,7 +85,7 @@ def batch_of(microbatches):
 
 
 def make_functions(graph, state):
-    """The functions of a pipeline of a model, from its own pieces."""
+    """Return the functions of a pipeline of a model, made from its own pieces."""
 
     def whole(outer):
         return nnx.merge(graph, nnx.State({**state, **outer}))
@@ -172,7 +172,7 @@ def check(kind, schedule="1f1b", chunks=1, context="all_gather", *, stages=2, mi
         assert np.abs(g - w).max() < TOLERANCE * np.abs(w).max(), jax.tree_util.keystr(path)
 
 
-# One of each kind of axis that stages communicate over by hand; `slow` has the rest.
+# These have one of each kind of axis over which stages communicate themselves; `slow` has the rest.
 DEFAULT = {("context", "1f1b", 1, "ring"), ("expert_alone", "1f1b", 1, "all_gather")}
 CASES = [
     *((kind, "1f1b", 1, "all_gather") for kind in KINDS),
@@ -197,7 +197,7 @@ def test_stashed_residuals_of_what_a_stage_exchanges(kind):
     check(kind, residuals="stash")
 
 
-# As in test_gradients, where the meshes without such axes are.
+# test_gradients covers the meshes without such axes.
 MATRIX = [
     (kind, schedule, stages, chunks, times)
     for kind, stages, times in itertools.product(("context", "expert_alone"), (2, 4), (1, 2, 4))

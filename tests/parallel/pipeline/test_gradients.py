@@ -1,4 +1,4 @@
-"""Gradients of a pipeline equal those of the same layers one after the other, on one device and without microbatches.
+"""Test that a pipeline's gradients equal those of the same layers in series on one device, without microbatches.
 
 Both sum the same fp32 terms in another order: a few ulp (1.2e-7) of the largest gradient. The bound is 1e-5 of it; a
 microbatch too many or too few, or one masked wrongly, is off by more than 1e-2.
@@ -36,7 +36,7 @@ def expected(layers, microbatches, shards=1, rate=0.0, aux=False, tied=False):
 
 
 def check(mesh, layers, microbatches, *, rate=0.0, aux=False, tied=False, **options):
-    """The toy, pipelined on a mesh, against the toy."""
+    """Check the toy model pipelined on a mesh against the toy model alone, and return the pipeline."""
     made = toy.build(mesh, layers, rate=rate, aux=aux, tied=tied, **options)
     params, batch = toy.make_params(layers, tied=tied), toy.make_batch(microbatches)
     params = {**params, "stages": made.stack.arrange(params["stages"])}
@@ -47,7 +47,7 @@ def check(mesh, layers, microbatches, *, rate=0.0, aux=False, tied=False, **opti
         assert g.sharding.is_equivalent_to(p.sharding, g.ndim)
     loss, metrics = jax.device_get((loss, metrics))
     gradients = jax.device_get({**gradients, "stages": made.stack.restore(gradients["stages"])})
-    shards = made.axes.shards if rate or aux else 1  # what each draws and adds of its own
+    shards = made.axes.shards if rate or aux else 1  # Each shard draws masks and adds losses of its own.
     wanted = expected(layers, microbatches, shards, rate, aux, tied)
     assert loss == pytest.approx(wanted[0], rel=TOLERANCE)
     assert set(metrics) == set(wanted[1])
@@ -63,8 +63,8 @@ def mesh_of(kind, stages):
     return toy.make_mesh(**({"pipeline": stages} if kind == "pipeline" else {"pipeline": stages, kind: 2}))
 
 
-# Each schedule, number of stages, of chunks and of microbatches, and each mesh, at least once, of 4 or 8 layers and 8
-# microbatches, which are two programs to compare with; `slow` has all pairs.
+# Each schedule, number of stages, of chunks and of microbatches, and each mesh, is tested at least once. There are 4 or
+# 8 layers and 8 microbatches, so that two programs suffice to compare with; `slow` has all pairs.
 PRUNED = [
     ("1f1b", "pipeline", 8, 1, 1),
     ("1f1b", "fsdp", 4, 1, 2),
@@ -93,7 +93,7 @@ def test_gradients_of_the_whole_matrix(schedule, kind, stages, chunks, times):
     check(mesh_of(kind, stages), layers, times * stages, schedule=schedule, virtual_stages=chunks, **MESHES[kind])
 
 
-HARD = {"rate": 0.2, "aux": True}  # dropout, and a loss and a metric of each layer
+HARD = {"rate": 0.2, "aux": True}  # This adds dropout, and a loss and a metric of each layer.
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_dropout_losses_of_layers_tied_tables_and_uneven_layers(schedule, chunks
 
 
 def test_a_head_over_the_pipeline_with_fsdp_and_tensor():
-    """Every axis at once: the table is cut over the pipeline along vocab and over fsdp along embed; uneven layers."""
+    """All axes are used: the table is sharded over the pipeline along vocab and over fsdp along embed."""
     mesh = toy.make_mesh(pipeline=2, fsdp=2, tensor=2)
     axes = {"data": ("fsdp",), "fsdp": "fsdp", "tensor": "tensor"}
     check(mesh, 7, 4, schedule="interleaved_1f1b", virtual_stages=2, head="vocab_parallel", tied=True, **HARD, **axes)
@@ -142,7 +142,7 @@ def test_the_loss_alone_is_the_loss(chunks):
 
 @pytest.mark.slow
 def test_accumulators_keep_what_bf16_would_lose():
-    """128 equal gradients in a row: a bf16 sum stops growing at 2^8 times an addend's ulp, an fp32 one does not."""
+    """Of 128 equal gradients, a bf16 sum stops growing at 2^8 times an addend's ulp; an fp32 sum does not."""
     mesh, layers = toy.make_mesh(pipeline=2), 2
     params = toy.make_params(layers, dtype=jnp.bfloat16)
     batch = jax.tree.map(lambda a: np.repeat(a, 128, axis=0), toy.make_batch(1))

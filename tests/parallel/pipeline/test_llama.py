@@ -1,4 +1,4 @@
-"""The FLOP of a pipelined Llama, as its training step traces them, against the formula of its schedule."""
+"""Test the FLOP of a pipelined Llama, as its training step traces them, against the formula of its schedule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from meshkit.sharding import build_mesh
 CONFIG = Path(__file__).parents[3] / "configs/experiments/llama_debug_cpu.toml"
 SETS = ["mesh.fsdp=", "mesh.tensor=", "rules={preset='data'}", "model.layers=8", "train.global_batch=256"]
 BATCH, LENGTH, EMBED, VOCAB, STAGES = 256, 128, 128, 256, 4
-HEAD = 3 * 2 * BATCH * LENGTH * EMBED * VOCAB / 8  # forward and two backward, of a GPU: all share the vocabulary
+# The head runs once forward and twice backward; these are one GPU's FLOP, as all share the vocabulary.
+HEAD = 3 * 2 * BATCH * LENGTH * EMBED * VOCAB / 8
 
 
 def flops(*sets):
-    """(step, matmul FLOP of one GPU)."""
+    """Return the training program and the matmul FLOP of one GPU."""
     experiment = load(CONFIG, [*SETS, *sets])
     program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
     jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state, program.abstract_step_batch)
@@ -35,7 +36,7 @@ def flops(*sets):
     ],
 )
 def test_executed_over_useful_flops_are_the_formula(schedule, chunks, microbatches):
-    """Useful: what a pipeline of one stage executes, which waits for nobody; its layers are recomputed alike."""
+    """A pipeline of one stage, which recomputes its layers alike, executes only the useful FLOP."""
     keys = f"axis='pipeline', microbatches={microbatches}"
     _, useful = flops("mesh.data=8", "mesh.pipeline=1", f"pipeline={{{keys}, schedule='1f1b'}}")
     keys += f", schedule='{schedule}', virtual_stages={chunks}"

@@ -1,4 +1,4 @@
-"""Sums of bf16 over manual axes beside automatic ones: on CPU devices XLA aborts on them as they are."""
+"""Test sums of bf16 over manual axes beside automatic ones, on which XLA aborts on CPU devices otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mk.pipeline` as users call it, what it refuses, and the FLOP of a schedule against its formula."""
+"""Test `mk.pipeline` as users call it, what it refuses, and the FLOP of a schedule against its formula."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_layers_go_in_and_gradients_come_out_in_the_model_s_order(options):
     loss, gradients = run(params, batch)
     wanted, wanted_gradients = jax.value_and_grad(plain)(params, batch)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
-    # fp32 sums in another order: see test_gradients
+    # fp32 sums are in another order: see test_gradients.
     jax.tree.map(
         lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), gradients, wanted_gradients
     )
@@ -87,7 +87,7 @@ def test_metrics_come_with_the_loss():
     assert jax.device_get(metrics) == {
         "stages_passed": 2.0,
         "microbatch": 1.5,
-    }  # summed over stages, averaged over microbatches
+    }  # Metrics are summed over stages and averaged over microbatches.
 
 
 def test_garbage_of_the_bubble_does_no_harm():
@@ -164,7 +164,7 @@ def test_a_pipeline_needs_a_mesh():
     ],
 )
 def test_executed_over_useful_flops_are_the_formula(schedule, stages, chunks, microbatches):
-    """Of every matmul that the traced program executes; there are none outside of the layers."""
+    """The matmuls of the traced program are counted; there are none outside of the layers."""
     made = make_pipeline(
         FUNCTIONS,
         mesh=toy.make_mesh(pipeline=stages),
@@ -173,7 +173,8 @@ def test_executed_over_useful_flops_are_the_formula(schedule, stages, chunks, mi
         virtual_stages=chunks,
     )
     executed = traced_flops(jax.make_jaxpr(made.value_and_gradients)(*problem(stages * chunks, microbatches)))
-    one = 2 * 2 * EMBED * EMBED  # one layer's matmul of one microbatch; forward, recomputed, two backward
+    # This is one layer's matmul of one microbatch; it runs forward, recomputed, and twice backward.
+    one = 2 * 2 * EMBED * EMBED
     useful = 4 * one * chunks * microbatches
     report = made.report(microbatches)
     assert report.executed_over_useful == pytest.approx((microbatches + (stages - 1) / chunks) / microbatches)
@@ -195,7 +196,7 @@ def test_stash_recomputes_nothing():
 
 
 def test_padding_counts_as_bubble():
-    """5 layers on 2 stages: each computes 3."""
+    """Of 5 layers on 2 stages, each stage computes 3."""
     made = make_pipeline(FUNCTIONS, mesh=toy.make_mesh(pipeline=2), layers=5)
     report = made.report(6)
     assert report.padding_layers == 1

@@ -1,4 +1,4 @@
-"""Schedules as tables: sizes, slots and bubbles in closed form, and a checker that notices every damage."""
+"""Test schedules as tables: sizes, slots and bubbles in closed form, and a checker that notices every damage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_ticks_slots_and_bubble_are_the_closed_forms(stages, chunks, microbatche
 
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), SIZES)
 def test_the_loss_runs_once_for_each_microbatch(stages, chunks, microbatches):
-    """The output head costs as much as a layer or ten: interleaving must not run it v times as often."""
+    """The output head costs as much as one to ten layers, so interleaving must not run it v times as often."""
     tables = make_tables(name(chunks), stages, chunks, microbatches)
     assert sum(p.ticks for p in tables.phases if p.outer and p.forward and p.backward) == microbatches
     found, which = tables.scored

@@ -1,4 +1,4 @@
-"""Layers in the order of a pipeline and back: nothing lost, nothing twice, whatever the layout."""
+"""Test arranging layers in a pipeline's order and back, which loses and repeats none in any layout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_chunk_and_even_layers_leave_arrays_alone():
 
 
 def test_the_ends_of_the_model_are_the_short_ones():
-    """126 layers on 16 stages: Llama 3 405B's own cut, one layer less on the first and on the last stage."""
+    """Llama 3 405B itself puts one layer less on the first and on the last stage: 126 layers on 16 stages."""
     assert Stack.of(126, 16).counts == (7, *[8] * 14, 7)
 
 
@@ -55,7 +55,7 @@ def test_arrays_of_jax_under_jit_and_abstract_ones():
 
 
 def test_another_number_of_stages_reads_what_one_has_written():
-    """The order on disk is the model's: two pipelines agree through it."""
+    """The order on disk is the model's, so two pipelines agree through it."""
     x = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
     on_disk = Stack.of(12, 4, 3).restore(Stack.of(12, 4, 3).arrange(x))
     there = Stack.of(12, 2, 2).arrange(on_disk)

@@ -1,4 +1,4 @@
-"""A toy model for pipelines: embedding, gated residual layers with dropout and a load loss, tied or own head."""
+"""Build a toy model for pipelines: embedding, gated residual layers with dropout and a load loss, tied or own head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_mesh(**sizes):
 
 
 def compiled(fn, *args):
-    """fn(*args); LLVM's optimizations would take most of the time."""
+    """Return fn(*args), compiled without LLVM's optimizations, which would take most of the time."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(fn).lower(*args).compile(options)(*args)
 
@@ -45,7 +45,7 @@ def make_params(layers, *, tied=False, dtype=np.float32):
 def make_batch(microbatches, batch=BATCH):
     random = np.random.default_rng(0)
     shape = (microbatches, batch, LENGTH)
-    # weights that differ between microbatches and shards: a mean of means would be wrong
+    # The weights differ between microbatches and shards, so that a mean of means would be wrong.
     mask = (random.random(shape) < np.linspace(0.3, 1, microbatches * batch).reshape(microbatches, batch, 1)) * 1.0
     return {
         "mask": mask.astype(np.float32),
@@ -67,7 +67,10 @@ def layer(params, x, key, rate=0.0, aux=False, hidden=lambda h: h):
 
 
 def _kept(key, shape, rate):
-    """A dropout mask that compiles faster than `jax.random.bernoulli`: a hash (murmur3's last mix) of key and place."""
+    """Return a dropout mask from a hash (murmur3's last mix) of key and place.
+
+    It compiles faster than `jax.random.bernoulli`.
+    """
     bits = jnp.arange(np.prod(shape), dtype=jnp.uint32).reshape(shape) ^ jax.random.key_data(key)[1]
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ (bits >> 15)) * jnp.uint32(factor)
@@ -87,7 +90,7 @@ def plain_logits(n, head, targets):
 
 
 def reference(params, batch, rng=None, *, layers, rate=0.0, aux=False, shards=1):
-    """Unpipelined: every layer of every shard of every microbatch, one after the other."""
+    """Return loss and metrics without a pipeline: every layer of every shard of every microbatch in series."""
     pieces = jax.tree.map(lambda a: jnp.reshape(a, (a.shape[0] * shards, -1, *a.shape[2:])), batch)
 
     def one(inputs):
@@ -114,7 +117,7 @@ def reference(params, batch, rng=None, *, layers, rate=0.0, aux=False, shards=1)
 def build(
     mesh, layers, *, head="replicated", rate=0.0, aux=False, data=(), tensor=None, fsdp=None, tied=False, **options
 ):
-    """The toy as a Pipeline on a mesh with axis `pipeline`."""
+    """Return the toy model as a Pipeline on a mesh with axis `pipeline`."""
     hidden = lambda h: h
     if tensor:
         hidden = lambda h: lax.with_sharding_constraint(
