@@ -1,4 +1,4 @@
-"""`plan --failures`: what it takes from the plan, the cluster and `[failures]`, and what it says of them."""
+"""Test `plan --failures`: what it takes from the plan, the cluster and `[failures]`, and what it reports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_default_that_nobody_gives_is_the_catalogs():
     assert part.per_host_day == pytest.approx(419 / 2048 / 54)
     assert part.storage_bytes_per_s == 16 * row["storage_bytes_per_gpu_s"]
     assert (part.detection_s, part.restart_s, part.repair_hours) == (100, 660, 24)
-    assert row["detection_s"] == join.HEARTBEAT_S  # a process that is lost without a word
+    assert row["detection_s"] == join.HEARTBEAT_S  # A process that is lost without a word is detected after this time.
 
 
 def test_a_published_rate_is_that_of_its_study():
@@ -71,7 +71,7 @@ def test_a_host_of_four_gpus_fails_half_as_often_as_one_of_eight():
     _, half = planned(*smaller, "mesh={ fsdp = 4, data = { infiniband = 4 } }")
     assert half.per_host_day == pytest.approx(whole.per_host_day / 2)
     assert half.between_s == pytest.approx(whole.between_s)
-    cut = [f"cluster.{key}=4" for key in ("nvlink_domain_size", "gpus_used_per_domain")]  # two domains in each host
+    cut = [f"cluster.{key}=4" for key in ("nvlink_domain_size", "gpus_used_per_domain")]  # Each host has two domains.
     _, same = planned(*cut, "mesh={ fsdp = 4, data = { infiniband = 4 } }")
     assert (same.hosts, same.between_s) == (whole.hosts, whole.between_s)
 
@@ -98,7 +98,7 @@ def test_the_spare_gpus_of_a_rack_serve_that_rack():
     mesh = ("mesh={ fsdp = 64, data = { infiniband = 4 } }", "train.global_batch=256")
     _, part = planned("cluster=gb200_nvl72", "cluster.hosts=72", "cluster.gpus_used_per_domain=64", *mesh)
     row = next(row for row in part.spares if row.hosts == 2)
-    assert (row.pools, row.gpus) == (4, 4 * 8)  # 8 of 72 in each of 4 racks
+    assert (row.pools, row.gpus) == (4, 4 * 8)  # 8 of 72 GPUs are spare in each of 4 racks.
     assert row.goodput_of_all == pytest.approx(row.goodput * 64 / 72)
     assert part.hosts == 4 * 16
 

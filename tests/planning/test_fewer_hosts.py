@@ -1,4 +1,4 @@
-"""Numbers of hosts with which a job can go on: those that divide the mesh, the batch and every sharded parameter."""
+"""Test with how many hosts a job can go on: they must divide the mesh, the batch and every sharded parameter."""
 
 from meshkit.config.experiment import load
 from meshkit.planning.planner import experiments_with_fewer_hosts
@@ -12,9 +12,9 @@ def hosts(*overrides):
 
 
 def test_a_number_that_divides_no_parameter_is_passed_over():
-    assert hosts(*SIX) == [4, 3, 2, 1]  # 5 divides the batch of 60, and not the 12 of `embed`
+    assert hosts(*SIX) == [4, 3, 2, 1]  # 5 divides the batch of 60, but not the 12 of `embed`.
     assert hosts(*SIX, "train.global_batch=12") == [4, 3, 2, 1]
-    assert hosts(*SIX, "train.global_batch=6", "train.accumulate=1") == [3, 2, 1]  # 4 does not divide it
+    assert hosts(*SIX, "train.global_batch=6", "train.accumulate=1") == [3, 2, 1]  # 4 does not divide the batch.
 
 
 def test_no_number_below_min_hosts_is_tried_and_none_without_it():

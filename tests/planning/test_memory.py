@@ -1,4 +1,4 @@
-"""Memory: what the compiler does not count, what the peak is made of, the verdict, and what makes a step fit."""
+"""Test predicted memory: what the compiler does not count, the parts of the peak, the verdict, and the remedies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.hlo_text import parse_hlo
 from tests.search.made_up import MadeUpWorkers
 
 MIB, GIB = 2**20, 2**30
-CONNECTION = 12 * MIB  # 10 MiB to receive, 2 MiB to send: NCCL_DEBUG_SUBSYS=ALLOC, nccl#1685
+CONNECTION = 12 * MIB  # 10 MiB are to receive and 2 MiB to send: NCCL_DEBUG_SUBSYS=ALLOC, nccl#1685.
 HOST = Cluster.load("dgx_h100")
 TWO_HOSTS = Cluster.load("dgx_h100", hosts=2)
 
@@ -55,21 +55,22 @@ def schedule(*collectives):
     return Schedule("m", {"main": instructions}, "main", "f")
 
 
-NO_MODULE = parse_hlo("HloModule m\n\nENTRY e {\n  ROOT x = f32[] parameter(0)\n}\n")  # nothing of cuDNN in it
+# This program uses nothing of cuDNN.
+NO_MODULE = parse_hlo("HloModule m\n\nENTRY e {\n  ROOT x = f32[] parameter(0)\n}\n")
 
 
 @pytest.mark.parametrize(
     ("members", "cluster", "expected"),
     [
-        # a ring of 24 channels, and the switch's buffers for 8 GPUs
+        # There are a ring of 24 channels, and the switch's buffers for 8 GPUs.
         ([collective("all-gather")], HOST, 24 * CONNECTION + 8 * 32 * MIB),
-        # with the two trees of an all-reduce
+        # An all-reduce adds two trees.
         ([collective("all-gather"), collective("all-reduce")], HOST, 3 * 24 * CONNECTION + 8 * 32 * MIB),
-        # across domains 16 channels; one GPU in each domain has nothing for its switch to reduce
+        # There are 16 channels across domains; with one GPU in each, its switch has nothing to reduce.
         ([collective("reduce-scatter", per_domain=1, group_size=2)], TWO_HOSTS, 16 * CONNECTION),
-        # 32 channels to each of 7 peers
+        # There are 32 channels to each of 7 peers.
         ([collective("all-to-all")], HOST, 7 * 32 * CONNECTION),
-        # one neighbour, and across domains the network's shared buffers
+        # There is one neighbour, and across domains the network has shared buffers.
         ([collective("collective-permute")], HOST, 32 * CONNECTION),
         ([collective("collective-permute", per_domain=1, group_size=2)], TWO_HOSTS, 512 * MIB),
     ],
@@ -79,20 +80,20 @@ def test_buffers_of_a_communicator_are_counted_by_connection(members, cluster, e
 
 
 def test_an_all_to_all_of_8_h100_takes_what_was_measured():
-    """4.34 - 1.06 GB on each GPU (nccl#1685); the count leaves out what NCCL has beside connections, a seventh."""
+    """Each GPU took 4.34 - 1.06 GB (nccl#1685); the count leaves out a seventh, which NCCL has beside connections."""
     assert nccl_bytes([collective("all-to-all")], HOST) == pytest.approx(4.34e9 - 1.06e9, rel=0.15)
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "workspace"),
-    [  # of programs that XLA compiled on an H100 (jaxlib 0.11.2, cuDNN 9.19): dQ, dK and the workspace beside them
+    [  # XLA compiled these programs on an H100 (jaxlib 0.11.2, cuDNN 9.19): dQ, dK and the workspace beside them.
         ((16, 8, 128, 16), (16, 4, 128, 16), 2_162_944),
         ((8, 32, 4096, 64), (8, 8, 4096, 64), 541_065_472),
         ((1, 32, 8192, 128), (1, 8, 8192, 128), 269_484_288),
         ((4, 8, 8192, 128), (4, 2, 8192, 128), 269_484_288),
         ((1, 64, 8192, 128), (1, 8, 8192, 128), 538_968_320),
         ((1, 4, 131072, 128), (1, 1, 131072, 128), 538_968_320),
-        ((1, 8, 1024, 128), (1, 8, 1024, 128), 256 + 8 * 1024 * (4 * 128 + 4)),  # nobody shares keys
+        ((1, 8, 1024, 128), (1, 8, 1024, 128), 256 + 8 * 1024 * (4 * 128 + 4)),  # Each head has keys of its own.
     ],
 )
 def test_attentions_workspace_is_what_cudnn_asked_for(queries, keys, workspace):
@@ -126,7 +127,7 @@ def test_the_margin_is_what_is_left_in_the_pool():
 
 
 def test_a_pool_that_leaves_no_room_for_nccl_is_judged_by_what_is_left():
-    """0.99 of 79.1 GiB leaves 0.8 GiB, and NCCL alone wants more: the pool cannot be had whole."""
+    """0.99 of 79.1 GiB leaves 0.8 GiB, and NCCL alone wants more, so the whole pool cannot be had."""
     m = verdict(compiled(5 * GIB), fraction=0.99, used=[collective("all-to-all")])
     outside = m.context_bytes + m.nccl_bytes
     assert m.capacity_bytes - m.pool_bytes < outside
@@ -134,7 +135,7 @@ def test_a_pool_that_leaves_no_room_for_nccl_is_judged_by_what_is_left():
 
 
 def test_symmetric_memory_lies_beside_the_pool():
-    """XLA counts it among the temporaries; the client takes it from what memory_fraction leaves."""
+    """XLA counts it among the temporaries, but the client takes it from what memory_fraction leaves."""
     plain = verdict(compiled(5 * GIB))
     m = verdict(replace(compiled(5 * GIB), symmetric_bytes=GIB))
     assert m.peak_bytes == plain.peak_bytes - GIB
@@ -149,7 +150,7 @@ def test_symmetric_memory_lies_beside_the_pool():
 @pytest.mark.parametrize("symmetric", [0, GIB])
 @pytest.mark.parametrize("fraction", [0.92, 0.99])
 def test_what_lies_outside_of_the_pool_is_said(used, symmetric, fraction):
-    """And the memory_fraction that a plan counts with is one with which the step fits as it says."""
+    """With the memory_fraction that a warning names, the step fits as the plan says."""
     program = replace(compiled(5 * GIB), symmetric_bytes=symmetric)
     m = verdict(program, fraction=fraction, used=used)
     found = [w.message for w in outside_warning(symmetric, m)]
@@ -180,11 +181,11 @@ def test_the_parts_of_the_peak_add_up():
     m = verdict(
         compiled(8 * GIB, live=live), parameters_bytes=4 * GIB, optimizer_bytes=6 * GIB, gradients_bytes=2 * GIB
     )
-    assert (m.activations_bytes, m.gradients_bytes) == (3 * GIB, GIB)  # no more gradients than loops carry
+    assert (m.activations_bytes, m.gradients_bytes) == (3 * GIB, GIB)  # There are no more gradients than loops carry.
     parts = (m.parameters_bytes, m.optimizer_bytes, m.gradients_bytes, m.activations_bytes, m.temporary_bytes)
     assert sum(parts) == m.peak_bytes
     batch = verdict(compiled(8 * GIB, argument=11 * GIB), parameters_bytes=4 * GIB, optimizer_bytes=6 * GIB)
-    assert batch.temporary_bytes == 9 * GIB  # with what else is an argument
+    assert batch.temporary_bytes == 9 * GIB  # This includes the other argument.
     unknown = verdict(compiled(8 * GIB), gradients_bytes=2 * GIB)
     assert (unknown.activations_bytes, unknown.temporary_bytes) == (None, 6 * GIB)
 
@@ -238,7 +239,7 @@ LIVE = """HloLiveRange (max 113):
 
 
 def test_live_ranges_are_told_apart_by_what_made_them(tmp_path):
-    """Also what an asynchronous start wraps, as the copies of activations that a loop of layers keeps."""
+    """What an asynchronous start wraps counts as well, as the copies of activations that a loop of layers keeps."""
     module = parse_hlo(MODULE)
     assert live_bytes(tmp_path, module) is None
     (tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations-live-range.txt").write_text(LIVE)
@@ -279,8 +280,8 @@ def test_the_mildest_of_each_kind_comes_first():
 
 @pytest.mark.parametrize("fitting", [("remat", "tensor", "fsdp", "micro-batches"), ("host",), ()])
 def test_three_that_fit_are_kept_the_fastest_first(monkeypatch, fitting):
-    """Plans are made up: a change fits if it is of one of these kinds; the longer its settings, the faster its step."""
-    overrides = (*TIGHT, 'train.remat="full"')  # so that closed forms leave every kind of change
+    """The plans are made up: a change of one of these kinds fits, and longer settings give faster steps."""
+    overrides = (*TIGHT, 'train.remat="full"')  # With full recomputation, closed forms leave every kind of change.
     experiment = load(LLAMA_8B, overrides)
     group_of = {c.settings: c.group for c in changes(experiment, Bounds(experiment))}
 
@@ -319,7 +320,7 @@ _MICRO = ("train.accumulate=2", 'rules.gradients.embed="fsdp"')
 
 
 def test_changes_that_cannot_be_enough_are_not_compiled(monkeypatch):
-    """Of a GPU with 2 GiB the state of 8B parameters takes more, whatever else is done."""
+    """The state of 8B parameters takes more than a GPU of 2 GiB has, whatever else changes."""
     monkeypatch.setattr(bounds, "pool_bytes", lambda _: 2 * GIB)
     monkeypatch.setattr(remedies, "open_workers", lambda *_: pytest.fail("a change that cannot be enough is compiled"))
     assert find_remedies(LLAMA_8B, TIGHT, jobs=1) == ()

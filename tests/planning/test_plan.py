@@ -1,4 +1,4 @@
-"""plan: real programs compiled for GPUs that are not there; their collectives equal the closed form."""
+"""Test plans of real programs, compiled for absent GPUs, whose collectives equal the closed form."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ BF16, F32 = 2, 4
 
 
 def mlp_step(mesh, weights, hidden, output):
-    """One step of y = relu(x w1) w2 with the given layouts of gathered weights, hidden and output activations."""
+    """Return one step of y = relu(x w1) w2 with given layouts of gathered weights, hidden and output activations."""
 
     def constrain(x, spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -55,11 +55,12 @@ def under_fsdp():
 
 
 def test_mlp_under_fsdp_moves_the_closed_form(under_fsdp):
-    """FSDP over n = 16 GPUs. Per step and GPU:
+    """Under FSDP over n = 16 GPUs, a step moves this on each GPU.
 
-    - each weight is gathered once (forward and backward share it): 2 all-gathers of EMBED x MLP bf16;
-    - each gradient is reduced and scattered once, in bf16: EMBED x MLP bf16 twice;
-    - the scalar loss is summed once: 1 all-reduce of one f32.
+
+    - Each weight is gathered once (forward and backward share it): 2 all-gathers of EMBED x MLP bf16.
+    - Each gradient is reduced and scattered once, in bf16: EMBED x MLP bf16 twice.
+    - The scalar loss is summed once: 1 all-reduce of one f32.
 
     XLA combines collectives until their results reach 30 MiB. Two gathers have results of 32 MiB each and stay two; two
     reduce-scatters have results of 2 MiB each and become one.
@@ -79,13 +80,14 @@ def test_mlp_under_fsdp_moves_the_closed_form(under_fsdp):
 
 
 def test_mlp_under_tensor_parallelism_moves_the_closed_form():
-    """Megatron's column- then row-parallel MLP over 8 GPUs on NVLink, 2 replicas over InfiniBand. Per step and GPU:
+    """Megatron's MLP over 8 GPUs on NVLink, with 2 replicas over InfiniBand, moves this in a step on each GPU.
 
-    - forward: the partial outputs of the row-parallel matmul are summed over `tensor`: 1 all-reduce of
-      ROWS/2 x EMBED bf16 (x needs no gradient, so the backward sum of the column-parallel matmul does not exist);
-    - data parallelism: both gradients' shards, 2 x EMBED x MLP / 8 bf16, are summed over `data`. Each is 4 MiB, so XLA
-      combines the two into 1 all-reduce;
-    - the scalar loss over `data`: 1 all-reduce of one f32 (replicas along `tensor` already agree).
+
+    - Forward, the partial outputs of the row-parallel matmul are summed over `tensor`: 1 all-reduce of ROWS/2 x EMBED
+      bf16 (x needs no gradient, so the backward sum of the column-parallel matmul does not exist).
+    - For data parallelism, both gradients' shards, 2 x EMBED x MLP / 8 bf16, are summed over `data`. Each is 4 MiB, so
+      XLA combines the two into 1 all-reduce.
+    - The scalar loss is summed over `data`: 1 all-reduce of one f32 (replicas along `tensor` already agree).
     """
     cluster = mk.Cluster.load("dgx_h100", hosts=2)
     mesh = mk.build_mesh(
@@ -102,14 +104,14 @@ def test_mlp_under_tensor_parallelism_moves_the_closed_form():
 
 
 def test_matmul_flops_equal_the_closed_form(under_fsdp):
-    """Five matmuls (forward 2; backward dW1, dW2, dH) of 2 x ROWS x EMBED x MLP FLOP, over 16 GPUs."""
+    """There are five matmuls (forward 2; backward dW1, dW2, dH) of 2 x ROWS x EMBED x MLP FLOP, over 16 GPUs."""
     peak = mk.Cluster.load("dgx_h100").gpu.peak_flops["bf16"]
     executed = under_fsdp.step.hfu * under_fsdp.step.time_s * peak
     assert executed == pytest.approx(5 * 2 * ROWS * EMBED * MLP / 16, rel=1e-9)
 
 
 def test_scan_counts_every_iteration():
-    """A loop of 5 row-parallel layers, each of which needs only its own columns of the sum: 5 reduce-scatters."""
+    """A loop has 5 row-parallel layers, each of which needs only its own columns of the sum: 5 reduce-scatters."""
     cluster = mk.Cluster.load("dgx_h100", hosts=1)
     mesh = mk.build_mesh(mk.MeshSpec.parse({"tensor": 8}), cluster, devices=mk.describe_devices(cluster))
 

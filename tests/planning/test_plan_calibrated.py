@@ -1,4 +1,4 @@
-"""plan with a cluster that names a calibration: kernels and collectives take its numbers, and the plan says so."""
+"""Test plan with a cluster that names a calibration: kernels and collectives take its rates, and the plan says so."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ GATHER = Fit(
 
 
 def planned(cluster):
-    """Weights gathered over 8 GPUs, then one matmul that is bound by compute."""
+    """Return the plan of weights gathered over 8 GPUs, then one matmul that is bound by compute."""
     mesh = mk.build_mesh(mk.MeshSpec.parse({"fsdp": GPUS}), cluster, devices=mk.describe_devices(cluster))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
 
@@ -55,7 +55,7 @@ def test_the_calibration_file_goes_round_into_plan(tmp_path):
         tmp_path / "calibration.toml", Calibration((GATHER,), MACHINE, Rates(matmul_flops_per_s={"bf16": rate}))
     )
     before, after = planned(plain), planned(mk.Cluster.load("dgx_h100", calibration=str(path)))
-    # twice as long but for what else is compute, which no rate changes: less than the gap before a kernel
+    # It takes twice as long, but for other compute, which no rate changes: less than the gap before a kernel.
     assert after.step.compute_s == pytest.approx(2 * before.step.compute_s, abs=model_constant("kernel_gap_s"))
     (row,) = after.communication
     assert row.busy_s == pytest.approx(GATHER.latency_s + row.wire_bytes / GATHER.bytes_per_s)
@@ -69,9 +69,9 @@ def test_the_calibration_file_goes_round_into_plan(tmp_path):
     ("keys", "seconds"),
     [
         ({"storage_bytes_per_s": 20e9}, 112e9 / 20e9),
-        # eight slots of generation 5 at 0.8 of 63 GB/s carry 403 GB/s
+        # Eight slots of generation 5 at 0.8 of 63 GB/s carry 403 GB/s.
         ({"storage_bytes_per_s": 1e12}, 112e9 / (8 * 0.8 * 63.015e9)),
-        # without GPUDirect Storage a byte is written to host memory and read again: 0.8 x 614.4 GB/s / 2
+        # Without GPUDirect Storage a byte is written to host memory and read again: 0.8 x 614.4 GB/s / 2.
         ({"storage_bytes_per_s": 1e12, "gpudirect_rdma": False}, 112e9 / (0.8 * 614.4e9 / 2)),
         ({}, None),
     ],

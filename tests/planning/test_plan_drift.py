@@ -1,4 +1,4 @@
-"""A step whose state does not lie where it did after a call is told of, and `mk.keep_shardings` keeps it there."""
+"""Test that plan reports a step whose state changes its sharding, and that `mk.keep_shardings` prevents the change."""
 
 import functools
 
@@ -99,7 +99,8 @@ def test_a_step_of_arrays_that_drifts_is_told_of_and_gradients_are_none(target):
     assert "bias (f32[32] a GPU before, f32[8] after)" in message
     layout = jax.tree.map(lambda array: array.sharding, args[:2])
     assert drifts(mk.plan(of_arrays(target["mesh"], out_shardings=(None, layout))[0], args, **target)) == []
-    assert drifts(mk.plan(gradient, (args[0], args[2]), **target)) == []  # they are of the parameters' shapes, not they
+    # Gradients have the parameters' shapes, but they are not the parameters.
+    assert drifts(mk.plan(gradient, (args[0], args[2]), **target)) == []
 
 
 def test_kept_shardings_let_a_compiled_step_be_called_again():

@@ -1,4 +1,4 @@
-"""A step that somebody gives: what its arguments are for, its tokens and its model FLOP are found, or said."""
+"""Test that the uses of a given step's arguments, its tokens and its model FLOP are found, or said to be unknown."""
 
 import functools
 
@@ -81,8 +81,9 @@ def planned(program):
 
 def check(report, batch=BATCH):
     assert report.memory.parameters_bytes == 4 * WEIGHTS // 8
-    assert report.memory.optimizer_bytes == pytest.approx(2 * 4 * WEIGHTS // 8, abs=8)  # and the count of steps
-    # forward, and twice as much backward; the look-up is no matmul, and what is recomputed does not count
+    # The count of steps comes on top.
+    assert report.memory.optimizer_bytes == pytest.approx(2 * 4 * WEIGHTS // 8, abs=8)
+    # The factors are forward, and twice as much backward; the look-up is no matmul, and recomputation does not count.
     assert report.step.model_flops == 6 * batch * LENGTH * (LAYERS * WIDTH * WIDTH + 256 * WIDTH)
     assert report.step.tokens_per_s_per_gpu == pytest.approx(batch * LENGTH / report.step.time_s / 16)
     assert 0 < report.step.mfu < report.step.hfu
@@ -168,4 +169,5 @@ def test_modules_are_told_apart():
     report = planned(mk.Program(step, (*mk.abstract(make, mesh, rules), x)))
     assert report.memory.parameters_bytes == 4 * WIDTH * WIDTH // 8
     assert report.memory.optimizer_bytes == pytest.approx(2 * 4 * WIDTH * WIDTH // 8, abs=8)
-    assert report.step.model_flops == 4 * BATCH * WIDTH * WIDTH  # forward, and the gradient of the weights alone
+    # The step runs forward, and backward only for the gradient of the weights.
+    assert report.step.model_flops == 4 * BATCH * WIDTH * WIDTH

@@ -1,4 +1,4 @@
-"""plan of a whole training step: the debug Llama on 16 absent H100s, held to the closed form."""
+"""Test the plan of a whole training step, the debug Llama on 16 absent H100s, against the closed form."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def plan():
 
 
 def executed(plan):
-    """Instructions with how often they run in a step."""
+    """Return instructions with how often they run in a step."""
 
     def walk(name, times):
         for i in plan.schedule.computations[name]:
@@ -32,15 +32,17 @@ def executed(plan):
 
 
 def test_attention_is_cudnns_and_its_flops_are_the_closed_form(plan):
-    """Per GPU and layer: forward 4 b h s^2 d / 2 (causal), backward 2.5 times that; batch over data x fsdp = 8 GPUs,
-    heads over tensor = 2."""
+    """Per GPU and layer, attention has 4 b h s^2 d / 2 FLOP forward (causal) and 2.5 times that backward.
+
+    The batch is over data x fsdp = 8 GPUs, and heads are over tensor = 2.
+    """
     forward = 4 * (BATCH / 8) * (HEADS / 2) * LENGTH**2 * HEAD_DIM / 2
     found = sum(i.cost.attention_flops * times for i, times in executed(plan) if i.cost)
     assert found == LAYERS * 3.5 * forward
 
 
 def test_matmul_flops_are_six_times_parameters_times_tokens(plan):
-    """Forward and backward: 6 N FLOP per token, over 16 GPUs, with no recompute; N leaves out norms and the look-up."""
+    """Both passes have 6 N FLOP per token over 16 GPUs, without recompute; N leaves out norms and the look-up."""
     attention = EMBED * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
     matmul_parameters = LAYERS * (attention + 3 * EMBED * MLP) + EMBED * VOCAB
     found = sum(sum(i.cost.matmul_flops.values()) * times for i, times in executed(plan) if i.cost)
@@ -56,7 +58,7 @@ def test_every_collective_is_mapped_to_axes_and_links(plan):
 
 
 def test_gradients_are_reduced_in_fp32_and_weights_gathered_in_bf16(plan):
-    """`reduce_precision` defaults to fp32, precision to bf16. XLA may combine bf16 weights with fp32 norms."""
+    """`reduce_precision` defaults to fp32 and `precision` to bf16; XLA may combine bf16 weights with fp32 norms."""
     reductions = [
         r for r in plan.report.communication if "data" in r.axes and r.collective in ("all-reduce", "reduce-scatter")
     ]
@@ -67,8 +69,10 @@ def test_gradients_are_reduced_in_fp32_and_weights_gathered_in_bf16(plan):
 
 
 def test_arguments_are_the_state_and_the_batch(plan):
-    """Bytes of one GPU: parameters fp32 and two moments fp32, as the shardings cut them, within the alignment of
-    256 bytes that XLA gives every buffer, plus the batch (tokens, targets int32 and weights fp32)."""
+    """One GPU's arguments are fp32 parameters and two fp32 moments, as sharded, and the batch.
+
+    The batch has tokens and targets in int32 and weights in fp32. XLA aligns every buffer to 256 bytes.
+    """
     memory = plan.report.memory
     state = memory.parameters_bytes + memory.optimizer_bytes
     batch = 3 * 4 * BATCH * LENGTH // 8
@@ -80,13 +84,13 @@ def test_arguments_are_the_state_and_the_batch(plan):
 
 
 def test_combined_collectives_name_what_their_arrays_are_for(plan):
-    """XLA names one of the arrays at the most; each has its producer or its user."""
+    """XLA names one of the arrays at most; here each has its producer or its user."""
     combined = [(row, op) for row in plan.report.communication for op in row.ops if op.arrays > 1]
     assert combined
     for _, op in combined:
         assert sum(op.causes.values()) == pytest.approx(op.payload_bytes)
         assert list(op.causes.values()) == sorted(op.causes.values(), reverse=True)
-    # of a layer: gathered, gathered again; each before the loop for its first layer, and in it for the next
+    # A layer's weights are gathered twice, and each time before the loop for the first layer and in it for the next.
     weights = [op for row, op in combined if row.dtype == "bf16" and op.arrays == 7]
     assert len(weights) == 4
     for op in weights:

@@ -1,4 +1,4 @@
-"""plan of nnx.jit'ed steps with modules and optimizers as arguments: whole, and a word where half is dropped."""
+"""Test plans of nnx.jit'ed steps that take modules and optimizers, and the warning where the update is dropped."""
 
 import functools
 
@@ -19,7 +19,7 @@ WIDE, ROWS = 256, 512
 
 
 class Theirs(nnx.Module):
-    """A model that knows nothing of meshkit: dropout, running statistics and all."""
+    """A model that knows nothing of meshkit, with dropout and running statistics."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(64, WIDE, rngs=rngs)
@@ -48,7 +48,7 @@ def make():
 
 
 def lay_out(modules, mesh):
-    """The modules with every array where the rules put it; abstract ones stay so."""
+    """Return the modules with every array where the rules put it; abstract arrays stay abstract."""
     state = nnx.state(modules)
 
     def one(array, sharding):
@@ -81,7 +81,7 @@ def rows_of(report):
 
 @pytest.mark.deviceless
 def test_an_nnx_step_is_planned_whole_with_its_state_overwritten(target):
-    """Against the same step written as a function of states: the same program, so the same bytes and collectives."""
+    """The same step, written as a function of states, gives the same program, so the same bytes and collectives."""
     cluster, mesh = target
     model, optimizer = lay_out(nnx.eval_shape(make), mesh)
     theirs = make_plan(train_step, (model, optimizer, batch(mesh)), mesh=mesh, cluster=cluster)
@@ -115,9 +115,10 @@ def test_concrete_modules_and_plain_steps_are_planned_as_abstract_ones_under_jit
     wrapped = make_plan(lambda x, pair: train_step(*pair, x), (batch(mesh), abstract), mesh=mesh, cluster=cluster)
     assert rows_of(first.report) == rows_of(second.report) == rows_of(wrapped.report)
     assert first.compiled.memory == second.compiled.memory
-    assert wrapped.compiled.memory["alias"] == 0  # nobody said that a plain function overwrites
+    assert wrapped.compiled.memory["alias"] == 0  # Nobody said that a plain function overwrites its arguments.
     assert not [w for w in wrapped.report.warnings if w.code == "dead_update"]
-    assert jax.tree.all(jax.tree.map(np.array_equal, before, nnx.state(concrete, nnx.Param)))  # planned, not run
+    # The step was planned, but it did not run.
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, nnx.state(concrete, nnx.Param)))
 
 
 @pytest.mark.deviceless
@@ -136,7 +137,8 @@ def test_a_step_that_drops_its_update_is_warned_of(target):
     def measured(model, optimizer, x):
         loss, gradients = nnx.value_and_grad(loss_of)(model, x)
         optimizer.update(model, gradients)
-        return loss, sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))  # the gradients live, their use does not
+        # The gradients are used, but the update is not.
+        return loss, sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))
 
     clipped = mk.plan(measured, (*modules, batch(mesh)), mesh=mesh, cluster=cluster)
     assert [w.code for w in clipped.warnings].count("dead_update") == 1
@@ -171,7 +173,8 @@ def test_static_arguments_shared_modules_and_tree_mode_are_understood():
 
     pure, given = over_arrays(doubled, (model, jnp.ones((2, 4)), "kernel"))
     _, changed = pure(*given)
-    assert [leaf.shape for leaf in changed.values()] == [(4, 4)]  # without graph updates what did change alone
+    # Without graph updates, only what did change is returned.
+    assert [leaf.shape for leaf in changed.values()] == [(4, 4)]
     np.testing.assert_array_equal(changed.popitem()[1], 2 * model.kernel[...])
 
     shared, given = over_arrays(lambda a, b: a.kernel.set_value(b.kernel[...] + 1), (model, model))
@@ -180,7 +183,7 @@ def test_static_arguments_shared_modules_and_tree_mode_are_understood():
 
 
 class Trainer(nnx.Module):
-    """A step that is a method."""
+    """A module whose step is a method."""
 
     def __init__(self):
         self.model, self.optimizer = make()

@@ -1,4 +1,4 @@
-"""plan of single operations: what is read from their HLO, each against a closed form."""
+"""Test plans of single operations: what is read from their HLO, each against a closed form."""
 
 import functools
 
@@ -50,7 +50,7 @@ def local(mesh, fn, inputs, output):
     return jax.shard_map(fn, mesh=mesh, in_specs=inputs, out_specs=output, check_vma=False)
 
 
-# 16 GPUs, [1024, 64] f32 a GPU = 256 KiB; over fsdp n = 4 with 2 per domain, over data n = 4 in one domain
+# [1024, 64] f32 a GPU = 256 KiB on 16 GPUs; fsdp has n = 4 with 2 per domain, and data has n = 4 in one domain.
 COLLECTIVES = {
     "all-reduce": (lambda x: jax.lax.psum(x, "fsdp"), ("fsdp", "infiniband", 4, 2, 2**18)),
     "all-gather": (lambda x: jax.lax.all_gather(x, "data"), ("data", "nvlink", 4, 4, 2**20)),
@@ -68,7 +68,7 @@ COLLECTIVES = {
 
 @pytest.fixture(scope="module")
 def collectives(cluster, mesh):
-    """The plan of a step that makes each of them once, of an operand of its own."""
+    """Return the plan of a step that makes each of them once, of an operand of its own."""
 
     def every(x):
         return [operation(x * (i + 2)) + 1 for i, (operation, _) in enumerate(COLLECTIVES.values())]
@@ -91,7 +91,7 @@ def test_each_collective_has_its_axes_link_and_bytes(collectives, name):
 
 
 def test_collectives_have_the_same_key_before_and_after_a_run(plan, mesh):
-    """The program compiled for absent GPUs and the one that runs on CPU devices join by key."""
+    """Collectives of the program for absent GPUs and of the one that runs on CPU devices are joined by key."""
     from meshkit.config.mesh import Placement
     from meshkit.hlo.module import read_program
 
@@ -124,7 +124,7 @@ def test_programs_that_differ_in_a_loop_body_have_different_fingerprints(plan, m
 
 
 def test_a_slice_updated_in_place_costs_the_slice(plan, mesh):
-    """acc[i] = tanh(acc[i]) in a loop: read one and write one of the 64 slices, not the 64 MiB buffer."""
+    """acc[i] = tanh(acc[i]) in a loop reads one and writes one of the 64 slices, not the 64 MiB buffer."""
 
     def step(acc):
         return jax.lax.fori_loop(0, 64, lambda i, a: a.at[i].set(jnp.tanh(a[i])), acc)
@@ -145,7 +145,7 @@ def test_fp32_matmuls_are_priced_by_what_they_run_as(plan, mesh, cluster, precis
 
 
 def test_convolutions_have_flops(plan, mesh):
-    """2 x outputs x window x input features, over the 4 GPUs along data."""
+    """A convolution has 2 x outputs x window x input features FLOP, over the 4 GPUs along data."""
     x = array(mesh, (32, 56, 56, 64), "data", dtype=jnp.bfloat16)
     w = array(mesh, (3, 3, 64, 128), dtype=jnp.bfloat16)
     dims = ("NHWC", "HWIO", "NHWC")
@@ -157,7 +157,7 @@ def test_convolutions_have_flops(plan, mesh):
 # With groups and a stride, XLA convolves the input's gradient with its zeros, so that more is executed.
 @pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (3, 1), (1, 64)])
 def test_gradients_of_convolutions_have_the_flops_that_are_traced(plan, mesh, stride, groups):
-    """Forward, gradient of the input and gradient of the kernel: each as often as the forward pass multiplies."""
+    """The gradients of input and kernel each multiply as often as the forward pass."""
     x, w = (array(mesh, shape, dtype=jnp.bfloat16) for shape in ((32, 56, 56, 64), (3, 3, 64 // groups, 64)))
     dims = ("NHWC", "HWIO", "NHWC")
 

@@ -1,4 +1,4 @@
-"""A file with a `[program]`: planned, explained, tuned; jax's devices are the cluster's where the step is made."""
+"""Test plan, explain and tune of a file with a `[program]`, whose step is made with the cluster's devices as jax's."""
 
 import json
 
@@ -99,7 +99,7 @@ def test_it_is_planned_with_memory_flop_tokens_and_training(plan):
     report, weights = plan.report, 2 * 256 * 256 + 2 * 512 * 256
     assert report.memory.parameters_bytes == 4 * weights // 8
     assert report.step.model_flops == 6 * 64 * 128 * (2 * 256 * 256 + 512 * 256)
-    assert report.training.steps == 10  # 81,920 tokens of 8,192 a step
+    assert report.training.steps == 10  # These are 81,920 tokens, 8,192 a step.
     assert {"steps_of_a_user.py" in (op.line or "") for row in report.communication for op in row.ops} == {True}
 
 
@@ -110,7 +110,7 @@ def test_a_step_may_make_its_mesh_of_jaxs_devices(file, plan):
     ]
     import jax
 
-    assert jax.device_count() == 8  # of this process, again
+    assert jax.device_count() == 8  # jax has this process's devices again.
 
 
 def test_options_are_the_functions_and_latencies_those_of_the_plan(file, plan):
@@ -171,7 +171,7 @@ def test_the_axes_that_may_have_a_size_and_the_options_to_try_are_the_users(file
     assert (found["space"], found["compiled"]) == (
         6,
         3,
-    )  # its mesh, and fsdp of 16 in two orders; two, three, four layers
+    )  # These are its mesh, and fsdp of 16 in two orders, with two, three or four layers.
     assert {"program.options.layers=4"} in [set(outcome["settings"]) for outcome in found["outcomes"]]
 
 
@@ -197,7 +197,7 @@ def test_it_is_planned_at_several_sizes_with_the_batch_that_it_makes(file, capsy
         [None, None],
     )
     assert [p["outcome"]["num_gpus"] for p in found["points"]] == [8, 16]
-    assert found["points"][1]["efficiency"] < 1  # the batch of `make` stays
+    assert found["points"][1]["efficiency"] < 1  # The batch of `make` stays the same.
     assert cli.main(["plan", str(file), "--sweep", "hosts=1,2", "--scaling", "weak"]) == 2
     assert "the batch at each size is what its function returns" in capsys.readouterr().err
 
@@ -209,7 +209,8 @@ def test_options_of_xla_that_meshkit_would_derive_are_tried(file, capsys):
     said.append('train.pgle="table"')
     settings = [argument for one in said for argument in ("--set", one)]
     assert cli.main(["plan", str(file), "--options", "--jobs", "1", "--json", *settings]) == 0
-    found = json.loads(capsys.readouterr().out)["program"]["alternatives"]  # what the file does not say itself
+    # Only options that the file does not set are tried.
+    found = json.loads(capsys.readouterr().out)["program"]["alternatives"]
     assert sorted(change["settings"] for change in found) == [
         ['train.pgle="predicted"'],
         ["xla.xla_gpu_enable_while_loop_double_buffering=true"],
@@ -221,7 +222,7 @@ def test_doctor_topo_and_compare_know_it(file, plan, tmp_path, capsys):
     (check,) = [c for c in json.loads(capsys.readouterr().out)["checks"] if c["check"] == "experiment"]
     assert check["status"] == "ok"
     assert "steps_of_a_user:make has 0.4 M parameters" in check["message"]
-    assert cli.main(["topo", "--check", str(file)]) == 3  # no GPUs here
+    assert cli.main(["topo", "--check", str(file)]) == 3  # This machine has no GPUs.
     assert "differs from the cluster" in capsys.readouterr().err
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

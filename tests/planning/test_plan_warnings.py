@@ -1,4 +1,4 @@
-"""What a plan warns of, from parts made up by hand."""
+"""Test the warnings of a plan, on parts made up by hand."""
 
 import re
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_control_flow_has_its_seconds():
 
 
 def test_a_step_of_kernels_that_are_too_small_is_named():
-    """Two kernels of 0.9 us lack 1 us each of the 1.9 us that a kernel takes, one of 5 us nothing."""
+    """Two kernels of 0.9 us lack 1 us each of the 1.9 us that a kernel takes; one of 5 us lacks nothing."""
     compute = [(0, 0.9e-6), (2e-6, 2.9e-6), (4e-6, 9e-6)]
     found = warned(compute=compute, step_s=1e-5)["launch_bound"]
     assert found.seconds == pytest.approx(2e-6)
@@ -81,7 +81,7 @@ def test_a_step_of_kernels_that_are_too_small_is_named():
 
 
 def test_the_least_that_a_kernel_takes_is_that_of_the_recorded_step():
-    """Of 4 A100s: a fifth of the kernels takes about as long, and hardly any less."""
+    """On 4 A100s, a fifth of the kernels takes about this long, and hardly any takes less."""
     rows = [row for row in parquet.read_table(TRACE).to_pylist() if "Thunk:" in row["Name"]]
     computes = [row for row in rows if not re.search("all-gather|all-reduce|reduce-scatter", row["Name"])]
     seconds = np.array([row["Projected Duration"] for row in computes]) * 1e-9
@@ -91,7 +91,7 @@ def test_the_least_that_a_kernel_takes_is_that_of_the_recorded_step():
 
 
 def test_of_a_program_that_was_not_all_read_there_is_no_prediction():
-    """A step of 1 s that executes nothing, where the traced program needs 8 x 1e15 FLOP."""
+    """A step of 1 s executes nothing, but the traced program needs 8 x 1e15 FLOP."""
     found = warned(traced=8e15)
     assert "has no price" in found["flops"].message
     step, window = StepPart(time_s=1.0, all_overlapped_s=0.9, all_exposed_s=1.1), WindowPart(steps=1, devices=1)
@@ -103,7 +103,7 @@ def test_of_a_program_that_was_not_all_read_there_is_no_prediction():
 
 @pytest.mark.parametrize(("room", "dropped"), [(8.0, None), (1.5, "drops 25.0 % of its rows")])
 def test_an_uneven_load_says_what_it_takes_and_what_is_dropped(room, dropped):
-    """Of twice the rows a buffer for 1.5 times them takes three quarters; nothing is said of an even load."""
+    """Of twice the rows, a buffer for 1.5 times them takes three quarters; an even load has no warning."""
     c = Collective("r", "r", "ragged-all-to-all", ("expert",), True, "nvlink", None, "bf16", 8, 1, 8, 2**26, room=room)
     body = (Instruction("r", "ragged-all-to-all", "collective", collective=c),)
     schedule, cluster = Schedule("m", {"main": body}, "main", "f"), Cluster.load("dgx_h100")

@@ -1,4 +1,4 @@
-"""Twelve steps of somebody's (their_steps.py), planned as they are: memory by the closed form, places, and losses."""
+"""Test plans of twelve users' steps (their_steps.py): memory by the closed form, source lines, and losses."""
 
 import functools
 import math
@@ -15,11 +15,11 @@ from meshkit.report.views.report import write_html
 from tests.planning import their_steps
 from tests.planning.their_steps import STEPS
 
-# Weights that are no parameters of the step's optimizer, and moments of each: Adam's two.
+# These weights are not parameters of the step's optimizer; each parameter has Adam's two moments.
 FROZEN = {"lora_with_frozen_weights": 3 * 256 * 256}
-# Layers that its page names, with their lines, where name stacks have them: flax.linen writes them, nnx does not.
+# These layers must be on the page, with their lines, where name stacks have them: flax.linen writes them, nnx does not.
 MODULES = {"linen_with_logical_rules": [f"Block/Dense_{n} planning/their_steps.py:" for n in (0, 1)]}
-# fp32 sums over at most 4,608 rows and columns in another order, through a depth of ten: as in tests/equivalence.
+# fp32 sums run over at most 4,608 rows and columns in another order, through a depth of ten, as in tests/equivalence.
 TOLERANCE = math.sqrt(10 * 4608) * 2**-24
 
 
@@ -51,7 +51,7 @@ def on(mesh, specs):
 
 
 def places(args, specs, mesh):
-    """Return arguments as shapes with their shardings; modules say theirs themselves."""
+    """Return arguments as shapes with their shardings; modules bring their own."""
     found = []
     for arg, spec in zip(args, specs):
         if spec is None:
@@ -72,7 +72,7 @@ def bytes_of_a_gpu(tree):
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-# In the default suite: those whose idioms no other test there plans.
+# The default suite has the steps whose idioms no other test in it plans.
 NEW = (
     their_steps.explicit_axes,
     their_steps.a_mesh_that_is_set,
@@ -132,7 +132,7 @@ def test_its_losses_on_eight_devices_are_those_of_one(make):
                 args = (state, *args[1:])
                 losses.append(float(loss))
             found.append(losses)
-    assert found[0][2] != found[0][0]  # it trains
+    assert found[0][2] != found[0][0]  # The loss has changed, so the step trains.
     np.testing.assert_allclose(found[1], found[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -1,7 +1,7 @@
-"""Twelve training steps as people write them, none with anything of meshkit's: for test_their_steps.py.
+"""Make twelve training steps as people write them, without anything of meshkit, for test_their_steps.py.
 
-Each function takes a mesh with the axes `data` and `fsdp` and returns a step, what makes its arguments, and the
-PartitionSpecs of these. A step returns its new state and a loss; one of nnx changes its modules and returns a loss.
+Each function takes a mesh with the axes `data` and `fsdp` and returns a step, a function that makes its arguments, and
+their PartitionSpecs. A step returns its new state and a loss; a step of nnx changes its modules and returns a loss.
 """
 
 import functools
@@ -32,14 +32,14 @@ def updated(loss, params, moments, *batch, optimizer=ADAM):
 
 
 def with_moments(params, specs, optimizer=ADAM):
-    """Return a state, and its specs: moments lie where their parameters do."""
+    """Return a state and its specs: moments lie where their parameters do."""
     moments = optimizer.init(params)
     placed = optax.tree.map_params(optimizer, lambda _, spec: spec, moments, specs, transform_non_params=lambda _: P())
     return (params, moments), (specs, placed)
 
 
 def explicit_axes(mesh):
-    """Types say where arrays lie; every matmul that would be ambiguous says where its result goes."""
+    """Return a step with explicit axes, in which every ambiguous matmul says where its result goes."""
 
     def loss(params, x):
         for w in params["layers"]:
@@ -61,7 +61,7 @@ def explicit_axes(mesh):
 
 
 def a_mesh_that_is_set(mesh):
-    """`jax.set_mesh` around the step, bare PartitionSpecs inside it."""
+    """Return a step with `jax.set_mesh` around it and bare PartitionSpecs inside."""
 
     def loss(params, tokens):
         x = jax.lax.with_sharding_constraint(params["table"][tokens], ROWS)
@@ -87,7 +87,7 @@ class Net(nnx.Module):
 
 
 def under_nnx_jit(mesh):
-    """Modules and an optimizer that the step changes in place."""
+    """Return a step that changes modules and an optimizer in place."""
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -107,7 +107,7 @@ def under_nnx_jit(mesh):
 
 
 def linen_with_logical_rules(mesh):
-    """Logical names in the module, a table of rules, `logical_to_mesh_sharding`."""
+    """Return a step with logical names in the module, a table of rules, and `logical_to_mesh_sharding`."""
     rules = (("embed", "fsdp"), ("mlp", None), ("batch", ("data", "fsdp")))
 
     class Block(nn.Module):
@@ -135,7 +135,7 @@ def linen_with_logical_rules(mesh):
 
 
 def scanned_layers(mesh):
-    """One body of a loop, recomputed in the backward pass."""
+    """Return a step whose layers are one loop body, recomputed in the backward pass."""
 
     def loss(params, x):
         @jax.checkpoint
@@ -150,7 +150,7 @@ def scanned_layers(mesh):
 
 
 def experts_by_vmap(mesh, *, constrained=True):
-    """A dense mixture: every expert sees every row, weighted by a softmax."""
+    """Return a step of a dense mixture: every expert sees every row, weighted by a softmax."""
 
     def loss(params, x):
         weights = jax.nn.softmax(x @ params["router"])
@@ -193,7 +193,7 @@ norm.defvjp(lambda x: (normed(x), x), lambda x, g: (g / jnp.sqrt(jnp.mean(x * x,
 
 
 def custom_partitioning_of_ones_own(mesh):
-    """An operation that says itself how it is cut: by rows."""
+    """Return a step with an operation that says itself how it is sharded: by rows."""
 
     def loss(params, x):
         return jnp.mean(norm(x @ params["w"]) * x)
@@ -204,7 +204,7 @@ def custom_partitioning_of_ones_own(mesh):
 
 
 def a_pallas_kernel(mesh, *, interpret):
-    """A kernel of one's own in a `jax.shard_map` over the rows."""
+    """Return a step with a kernel of its own in a `jax.shard_map` over the rows."""
 
     def kernel(x, y, out):
         out[...] = x[...] * jax.nn.sigmoid(y[...])
@@ -233,7 +233,7 @@ def a_pallas_kernel(mesh, *, interpret):
 
 
 def a_ragged_dot(mesh):
-    """Rows sorted by expert, each expert's weights for its own."""
+    """Return a step whose rows are sorted by expert, each expert's weights for its own rows."""
 
     def loss(params, x, sizes):
         return jnp.mean(jax.lax.ragged_dot(x, params["experts"], sizes) ** 2)
@@ -245,7 +245,7 @@ def a_ragged_dot(mesh):
 
 
 def two_losses(mesh):
-    """A generator and a critic, each with an optimizer, one step for both."""
+    """Return one step for a generator and a critic, each with an optimizer."""
 
     def critic_loss(critic, generator, z, x):
         return jnp.mean(jnp.tanh(z @ generator["g"]) @ critic["c"]) - jnp.mean(x @ critic["c"])
@@ -268,7 +268,7 @@ def two_losses(mesh):
 
 
 def lora_with_frozen_weights(mesh):
-    """Two narrow matrices train; the wide ones are an argument that the step only reads."""
+    """Return a step that trains two narrow matrices and only reads the wide ones."""
 
     def loss(adapters, frozen, x):
         for i, w in enumerate(frozen["params"]["w"]):
@@ -294,7 +294,7 @@ def lora_with_frozen_weights(mesh):
 
 
 def a_diffusion_u_net(mesh):
-    """Convolutions down and up, with a skip, and a loss on the noise."""
+    """Return a step of convolutions down and up, with a skip, and a loss on the noise."""
 
     def convolve(x, w, stride=1):
         return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
