@@ -1,4 +1,4 @@
-"""Whether a compiled program does the work of the traced one, what XLA recomputes, and what has too low a price."""
+"""Test how a compiled program's work is compared with the traced one's: missing, repeated and underpriced work."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from meshkit.step.program import StepFacts
 
 
 def program(*kernels, source="", **bodies):
-    """A kernel of each of these FLOP, then a conditional on the bodies."""
+    """Return a schedule with a kernel for each of these FLOP, then a conditional on the bodies."""
     made = [Instruction(f"k{n}", "fusion", "kernel", source, Cost(dict(flops))) for n, flops in enumerate(kernels)]
     if bodies:
         made.append(Instruction("if", "conditional", "conditional", bodies=tuple(bodies)))
@@ -62,16 +62,16 @@ def test_ragged_matmuls_that_xla_makes_dense_are_named():
     assert (found.names, found.share) == (("k0",), 0.75)
     mixed = Schedule("m", {"main": (*program({"bf16": 1e12}, source="ragged_dot").computations["main"],
                                     *program({"bf16": 4e12}).computations["main"])}, "main", "f")  # fmt: skip
-    assert found_in(mixed).code == "repeated_work"  # more than the ragged ones explain
+    assert found_in(mixed).code == "repeated_work"  # The difference is more than the ragged ones explain.
 
 
 def test_a_difference_that_costs_nothing_is_none():
-    """1e12 FLOP are 1 ms of this GPU's peak: of a step of 2 s less than a thousandth."""
+    """1e12 FLOP are 1 ms of this GPU's peak, which is less than a thousandth of a step of 2 s."""
     assert note(program({}), step_s=2.0) is None
 
 
 def test_of_a_conditional_the_branch_with_the_most_work_counts():
-    """The longest may be another: one that communicates."""
+    """The longest branch may be another one, which communicates."""
     few, many = (Instruction("k", "fusion", "kernel", cost=Cost({"bf16": flops})) for flops in (1e11, 7e11))
     schedule = program({"bf16": 3e11}, short=[few], long=[many])
     assert useful_flops(schedule) == pytest.approx(1e12)
@@ -84,7 +84,7 @@ def test_nothing_is_said_of_what_was_not_counted():
 
 
 def simulated_loop():
-    """A loop of 4 iterations: a known kernel of 1 s and a custom call of 3 s; 16 s in all."""
+    """Return a simulated loop of 4 iterations of a known kernel of 1 s and a custom call of 3 s: 16 s in all."""
     call = Instruction("mine", "custom-call", "kernel", cost=Cost(bytes_accessed=1.0, priced_by="bytes"))
     known = Instruction("known", "fusion", "kernel", cost=Cost(bytes_accessed=1.0))
     loop = Instruction("loop", "while", "while", bodies=("body",), trip_count=4)
@@ -111,8 +111,8 @@ LOG = (
     "Can't reduce memory use below 21.05GiB (22604740920 bytes) by rematerialization; only reduced to 21.93GiB "
     "(23549564248 bytes), down from 22.26GiB (23902934376 bytes) originally"
 )
-# Kernels of a millisecond each. `.rematerialized` is another pass's: a broadcast that is cheaper to make than to keep.
-# XLA removes an original that nothing uses any more: `sub.7.remat` is all there is of it.
+# Each kernel takes a millisecond. `.rematerialized` comes from another pass, for a broadcast that is cheaper to make
+# than to keep. XLA removes an original that nothing uses any more, so `sub.7.remat` is all that is left of it.
 NAMES = (
     "dot.1",
     "gemm_fusion_dot.0",
@@ -148,7 +148,7 @@ def test_clones_are_told_by_their_names():
     ("fits", "why", "way"),
     [
         (True, "[xla]", f"{LIMIT} = 10000"),
-        (True, "it needs more", "train.remat"),  # plan has tried without
+        (True, "it needs more", "train.remat"),  # The plan has tried to do without.
         (False, "[xla]", "train.remat"),
     ],
 )
@@ -160,7 +160,7 @@ def test_the_plan_says_what_it_costs_and_what_to_try(fits, why, way):
     facts = StepFacts(steps_per_call=2)
     found = {w.code: w for w in plan_warnings(compiled, EMPTY, simulated(), memory, cluster, (), facts)}
     warning = found["xla_rematerialization"]
-    assert warning.seconds == pytest.approx(1e-3)  # of each of the two steps
+    assert warning.seconds == pytest.approx(1e-3)  # The seconds are of one of the two steps.
     assert "recomputes 2 kernels (1.00 ms a step) to stay within the memory (it counts 22.3 GiB)" in warning.message
     assert "needs 20.0 GiB" in warning.message
     assert way in warning.message

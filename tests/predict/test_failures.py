@@ -1,4 +1,4 @@
-"""Goodput under failures: the simulator against a run walked event by event, and against closed forms."""
+"""Test goodput under failures: the simulator against a run walked event by event, and against closed forms."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ INSTANT = Costs(step_s=1.0, blocked_s=4.0, write_s=0.0, detection_s=0.0, restart
 
 
 def young_s(blocked_s, between_s):
-    """Young's interval between saves (1974), the optimum to first order."""
+    """Return Young's interval between saves (1974), the optimum to first order."""
     return math.sqrt(2 * blocked_s * between_s)
 
 
 def daly_s(blocked_s, between_s):
-    """Daly's (2006, equation 37), of higher order."""
+    """Return Daly's interval (2006, equation 37), which is of higher order."""
     x = blocked_s / (2 * between_s)
     return young_s(blocked_s, between_s) * (1 + math.sqrt(x) / 3 + x / 9) - blocked_s
 
 
 def walked(costs, every, failures, steps):
-    """The seconds of a run by what they went to, walked event by event, and its attempts."""
+    """Return a run's attempts and the seconds of each kind, from a walk event by event."""
     found, saved, began, up, attempts = Counter(), 0, 0, costs.first_s, 1
     for ends in [*(failure.at_s for failure in failures), math.inf]:
         if ends < began:
@@ -52,11 +52,11 @@ def walked(costs, every, failures, steps):
             now += costs.step_s
             step += now <= ends
             if now <= ends and every and (step % every == 0 or step == steps):
-                saved_at = max(now, written[-1][0]) + costs.blocked_s  # after the save before it
+                saved_at = max(now, written[-1][0]) + costs.blocked_s  # This save begins after the one before it.
                 attempt["save"] += min(saved_at, ends) - now
                 now = saved_at
                 written.append((now + costs.write_s, step))
-        if every and step == steps and now <= ends:  # it waits for the last save
+        if every and step == steps and now <= ends:  # The run waits for the last save.
             attempt["save"] += min(written[-1][0], ends) - now
         done = step == steps and max(now, written[-1][0]) <= ends
         kept = steps if done else max(made for at, made in written if at <= ends)
@@ -80,11 +80,11 @@ def walked(costs, every, failures, steps):
 )
 def test_a_run_played_is_the_run_walked_event_by_event(every, tens, gaps, steps):
     costs = Costs(*(10 * ten for ten in tens))
-    # What begins with the i-th failure lies i ticks behind a multiple of ten, so no two moments are one.
+    # What begins with the i-th failure lies i ticks behind a multiple of ten, so no two moments coincide.
     failures = [Failure(10 * at + i + 1, "restart") for i, at in enumerate(itertools.accumulate(gaps))]
     spent = play(costs, every, failures, steps=steps)
     found, attempts = walked(costs, every, failures, steps)
-    # An attempt that ends while it waits for the very last save loses that wait; the walk calls it a save's.
+    # An attempt that ends while it waits for the very last save loses that wait, which the walk counts as a save's.
     assert (spent.step_s, spent.save_s + spent.lost_s, spent.down_s) == pytest.approx(
         (found["step"], found["save"] + found["lost"], found["down"]), abs=1e-6
     )
@@ -101,7 +101,7 @@ def test_the_simulator_agrees_with_the_closed_form(costs, every, between_s):
     count = 20_000
     spent = play(costs, every, draw(3, 1 / between_s), until_s=count * between_s)
     expected = expected_shares(costs, every, between_s)
-    # kept - goodput x time, of one failure to the next, has a deviation below (1 - goodput) M and a cycle
+    # The deviation of kept - goodput x time from one failure to the next is below (1 - goodput) M and a cycle.
     deviation = ((1 - expected.goodput) * between_s + costs.cycle_s(every)) / between_s / math.sqrt(count)
     assert spent.goodput == pytest.approx(expected.goodput, abs=4 * deviation)
     assert spent.down_s / spent.wall_s == pytest.approx(expected.down, abs=4 * deviation)
@@ -123,8 +123,9 @@ def test_goodput_is_that_of_first_order_where_failures_are_rare(costs):
 def test_the_best_interval_is_youngs_and_closer_dalys(between_s):
     best_s = best_interval(INSTANT, between_s) * INSTANT.step_s
     young, daly = young_s(INSTANT.blocked_s, between_s), daly_s(INSTANT.blocked_s, between_s)
-    assert abs(best_s - daly) <= max(INSTANT.step_s, INSTANT.blocked_s**2 / between_s)  # a step; the next order
-    assert abs(best_s - young) <= INSTANT.blocked_s + INSTANT.step_s  # Young leaves out what a save itself takes
+    # The bound is a step, or the next order.
+    assert abs(best_s - daly) <= max(INSTANT.step_s, INSTANT.blocked_s**2 / between_s)
+    assert abs(best_s - young) <= INSTANT.blocked_s + INSTANT.step_s  # Young leaves out the time of the save itself.
     found = [expected_goodput(INSTANT, every, between_s) for every in range(1, 3 * round(best_s))]
     assert max(found) == expected_goodput(INSTANT, round(best_s), between_s)
 
@@ -153,7 +154,7 @@ def test_a_spare_host_serves_again_once_the_lost_one_is_mended():
 def test_a_spare_host_of_another_pool_does_not_help():
     spares = Spares(1, 1e9, pools=2, seed=1)
     waits = [spares.wait_s(0.0) > 0 for _ in range(3)]
-    assert any(waits)  # of three, two were lost in one pool
+    assert any(waits)  # Of three lost hosts, two were in one pool.
     assert not any(Spares(3, 1e9, pools=2, seed=1).wait_s(0.0) for _ in range(3))
 
 

@@ -1,4 +1,4 @@
-"""Intervals of a step time: what one is made of, what it covers of runs left out, and why there may be none."""
+"""Test intervals of a step time: their parts, their coverage of runs left out, and the reasons for having none."""
 
 import csv
 import math
@@ -24,7 +24,7 @@ TABLE = {DENSE.name: {"groups": "10", "publishers": "2", "rows": "30", "q50": "0
 
 
 def residuals(errors, stratum=DENSE.name, publisher="p"):
-    """One group for each error."""
+    """Return one group for each error."""
     return [Residual(str(i), error, (publisher, str(i)), publisher, stratum) for i, error in enumerate(errors)]
 
 
@@ -88,7 +88,7 @@ def test_a_quantile_needs_the_groups_that_it_is_defined_for(level):
 
 
 def test_the_quantiles_of_nine_groups():
-    """50 % of ten groups are five, 80 % are eight; which way a run errs does not matter."""
+    """50 % of ten groups are five and 80 % are eight; the direction of an error does not matter."""
     some = residuals([math.expm1(0.01 * (i + 1) * (-1) ** i) for i in range(9)])
     assert [quantile(some, level) for level in LEVELS] == pytest.approx([0.05, 0.08])
 
@@ -99,7 +99,7 @@ def test_a_group_of_many_rows_weighs_one():
 
 
 def test_coverage_with_each_group_left_out():
-    """Of five groups the others' 80 % is their largest: only the largest of all lies outside; 50 % is their third."""
+    """80 % of the other four groups is their largest, so only the largest of all lies outside; 50 % is their third."""
     some = residuals([math.expm1(0.01 * (i + 1)) for i in range(5)])
     assert [inside for _, inside in left_out(some, 0.8, lambda r: r.group)] == [True] * 4 + [False]
     assert [inside for _, inside in left_out(some, 0.5, lambda r: r.group)] == [True] * 3 + [False] * 2
@@ -118,7 +118,7 @@ def test_the_shipped_table_is_that_of_the_committed_predictions(capsys):
     published = read_residuals(folder / "predictions.csv", folder / "rows.csv")
     shipped = OUT.read_text(encoding="utf-8")
     assert table_text([*published, *read_own(folder / "own.csv")]) == shipped
-    assert shipped.startswith(table_text(published))  # what we measured on one GPU changes no other stratum
+    assert shipped.startswith(table_text(published))  # The measurements on one GPU change no other stratum.
     assert main(["--check"]) == 0
     said = capsys.readouterr().out
     assert "| each group | dense, hopper, 16 bit | 80% |" in said

@@ -1,4 +1,4 @@
-"""Seconds of a kernel: the roofline by hand, and the measured rates of a calibration in it."""
+"""Test seconds of a kernel: the roofline by hand, and the measured rates of a calibration in it."""
 
 from dataclasses import replace
 
@@ -24,8 +24,9 @@ H100 = mk.Cluster.load("dgx_h100").gpu
 BF16, TF32 = (H100.peak_flops[p] * H100.achieved["matmul"] for p in ("bf16", "tf32"))
 FP8 = H100.peak_flops["fp8"] * H100.achieved["matmul_fp8"]
 FULL = full_clock(H100, "bf16")
-FORWARD, BACKWARD = ((FULL / power ** (-1 / 2.92)) ** 1.3 for power in (0.79, 0.65))  # full clock over a long run
-ATTENTION = H100.peak_flops["bf16"] * H100.achieved["attention"] / FORWARD  # of a long run
+# These are the full clock's rates over those of a long run.
+FORWARD, BACKWARD = ((FULL / power ** (-1 / 2.92)) ** 1.3 for power in (0.79, 0.65))
+ATTENTION = H100.peak_flops["bf16"] * H100.achieved["attention"] / FORWARD  # This is the rate of a long run.
 ATTENTION_BACK = ATTENTION * H100.achieved["attention_backward"] * FORWARD / BACKWARD
 MEMORY = H100.memory_bytes_per_s * H100.achieved["memory"]
 
@@ -37,7 +38,7 @@ def calibrated(folder, rates, gpu="h100_sxm"):
 
 
 def seconds_of(cost, cluster):
-    """On an average GPU: `slowest` is tested with the simulator."""
+    """Return the seconds on an average GPU; `slowest` is tested with the simulator."""
     schedule = Schedule("test", {"entry": (Instruction("k", "fusion", "kernel", cost=cost),)}, "entry", "0")
     compute = simulate(schedule, cluster, assumptions=Assumptions(slowest=False)).timeline.steps[0].compute
     return float((compute[:, 1] - compute[:, 0]).sum())
@@ -69,7 +70,7 @@ def test_half_the_matmul_rate_is_twice_the_time_of_what_is_bound_by_it(tmp_path)
     cluster = calibrated(tmp_path, Rates(matmul_flops_per_s={"bf16": BF16 / 2}))
     plain = mk.Cluster.load("dgx_h100")
     twice = 2 * seconds_of(Cost({"bf16": 1e12}), plain)
-    assert seconds_of(Cost({"bf16": 1e12}), cluster) == pytest.approx(twice, rel=1e-3)  # but for the launch
+    assert seconds_of(Cost({"bf16": 1e12}), cluster) == pytest.approx(twice, rel=1e-3)  # The launch stays the same.
     for untouched in (
         Cost({"f32": 1e12}),
         Cost({"f8e5m2": 1e12}),
@@ -91,7 +92,7 @@ def test_half_the_matmul_rate_is_twice_the_time_of_what_is_bound_by_it(tmp_path)
             Rates(matmul_flops_per_s={"bf16": 1e20}),
             Cost({"bf16": 1e12}),
             1e12 / H100.peak_flops["bf16"],
-        ),  # no more than the peak
+        ),  # A rate never exceeds the peak.
         (Rates(memory_bytes_per_s=1e20), Cost(bytes_accessed=1e9), 1e9 / H100.memory_bytes_per_s),
     ],
 )
@@ -131,13 +132,13 @@ def attention(length, heads=64, causal=True, backward=False, sequences=1, head_d
 
 
 def attention_flops_per_s(cost, gpu=H100, busy=0.0):
-    """At the full clock, as benchmarks of single kernels are."""
+    """Return the rate at the full clock, as in benchmarks of single kernels."""
     return cost.attention_flops / kernel_work(cost, gpu, busy=busy).alone_s
 
 
 @pytest.mark.parametrize(
     ("gpu", "sequences", "length", "causal", "backward", "tflops"),
-    [  # rows of NVIDIA/cudnn-frontend@3929da2, benchmark/sdpa_benchmark_training: llama3.1, 64 heads, bf16
+    [  # These rows are of NVIDIA/cudnn-frontend@3929da2, benchmark/sdpa_benchmark_training: llama3.1, 64 heads, bf16.
         ("h200", 1, 2048, True, False, 484), ("h200", 1, 4096, True, False, 591), ("h200", 1, 16384, True, True, 579),
         ("h200", 1, 4096, False, True, 560), ("gb200", 2, 8192, True, False, 1574),
         ("gb200", 2, 4096, True, True, 1148),
@@ -146,17 +147,18 @@ def attention_flops_per_s(cost, gpu=H100, busy=0.0):
 )  # fmt: skip
 def test_attention_is_as_fast_as_cudnn_was_measured(gpu, sequences, length, causal, backward, tflops):
     cost = attention(length, 64, causal, backward, sequences)
-    assert attention_flops_per_s(cost, catalog.gpu(gpu)) == pytest.approx(tflops * 1e12, rel=5e-3)  # three digits
+    # The rates have three digits.
+    assert attention_flops_per_s(cost, catalog.gpu(gpu)) == pytest.approx(tflops * 1e12, rel=5e-3)
 
 
 @pytest.mark.parametrize(
     ("heads", "backward", "tflops", "rel"),
     [
-        # Llama 1B on an H100, cuDNN 9.19: 387 and 316 at the clock of its step, which keeps (1.146 / 1.255)^1.3 of
-        # the rate at the full one. The share is the mean of two cards' trainings, which differ by 4 % from it.
+        # Llama 1B on an H100 with cuDNN 9.19 has 387 and 316 at the clock of its step, which keeps (1.146 / 1.255)^1.3
+        # of the rate at the full one. The share is the mean of two cards' trainings, which differ by 4 % from it.
         ((32, 64), False, 435, 0.03),
         ((32, 64), True, 355, 0.03),
-        ((32, 128), False, 619, 5e-3),  # and larger heads are as they were
+        ((32, 128), False, 619, 5e-3),  # Larger heads have their usual rates.
         ((32, 256), False, 619, 5e-3),
     ],
 )
@@ -175,7 +177,7 @@ def test_a_head_between_costs_its_exponentials_and_an_a100_hides_them():
 
 
 def test_a_fill_takes_as_long_as_its_blocks_take_to_start():
-    """Llama 3 8B on an H100: 2.1 GB of bf16 in 1.261 ms, of fp32 at the rate of memory."""
+    """Llama 3 8B on an H100 filled 2.1 GB of bf16 in 1.261 ms, and fp32 at the rate of memory."""
     elements = 32 * 8192 * 4096
     narrow, wide = (Cost(bytes_accessed=float(elements * size), blocks=elements / 512) for size in (2, 4))
     assert kernel_work(narrow, H100).alone_s == pytest.approx(1.261e-3, rel=0.01)
@@ -199,18 +201,19 @@ def test_operands_are_made_before_a_matmul_begins(gpu, made, seconds):
 @pytest.mark.parametrize(
     ("cost", "microseconds"),
     [
-        (Cost(bytes_accessed=1.08e9, sectors=131072 * 4096 / 4), 1085.0),  # 8B, tensor 4: tokens of a quarter table
-        (Cost(bytes_accessed=7.4e8, sectors=8192 * 4096), 261.0),  # 8B, fsdp 16
-        (Cost(bytes_accessed=1.48e9, sectors=8192 * 8192), 527.0),  # 70B
-        (Cost(bytes_accessed=2.0 * 8192 * 32768, transposed=8192 * 32768), 260.0),  # fp8 activations of Llama 1B
+        # Llama 8B, tensor 4: the tokens of a quarter of the table.
+        (Cost(bytes_accessed=1.08e9, sectors=131072 * 4096 / 4), 1085.0),
+        (Cost(bytes_accessed=7.4e8, sectors=8192 * 4096), 261.0),  # Llama 8B, fsdp 16.
+        (Cost(bytes_accessed=1.48e9, sectors=8192 * 8192), 527.0),  # Llama 70B.
+        (Cost(bytes_accessed=2.0 * 8192 * 32768, transposed=8192 * 32768), 260.0),  # fp8 activations of Llama 1B.
         (Cost(bytes_accessed=2.0 * 2048 * 32768, transposed=2048 * 32768), 68.5),
-        (Cost(bytes_accessed=2.0 * 4096 * 14336 * 4, transposed=4096 * 14336), 166.0),  # fp32: memory decides
-        (Cost(bytes_accessed=4.03e8, blocks=131072 * 4), 318.0),  # heads of 4, 1 and 1, put together
-        (Cost(bytes_accessed=5.6e5, compared=(90, 4096, 8192)), 39.6),  # the mean of 35.6 and 43.6, by payload
+        (Cost(bytes_accessed=2.0 * 4096 * 14336 * 4, transposed=4096 * 14336), 166.0),  # In fp32, memory decides.
+        (Cost(bytes_accessed=4.03e8, blocks=131072 * 4), 318.0),  # Heads of 4, 1 and 1 are joined.
+        (Cost(bytes_accessed=5.6e5, compared=(90, 4096, 8192)), 39.6),  # This is the mean of 35.6 and 43.6, by payload.
     ],
 )
 def test_kernels_that_memory_does_not_decide_take_what_an_h100_took(cost, microseconds):
-    """One card, 2026-11-22, kernel by kernel of programs of `benchmarks/gpu`."""
+    """One card took these times on 2026-11-22, kernel by kernel of programs of `benchmarks/gpu`."""
     assert kernel_work(cost, H100).alone_s * 1e6 == pytest.approx(microseconds, rel=0.09)
 
 
@@ -219,19 +222,21 @@ def test_kernels_that_memory_does_not_decide_take_what_an_h100_took(cost, micros
     [((33554432.0, 0.0), 61.3), ((67108864.0, 0.0), 114.7), ((0.0, 33554432.0), 447.8)],
 )
 def test_additions_of_a_scatter_are_made_in_the_cache_one_by_one(elements, microseconds):
-    """The same card's gradients of tables of which 256 rows were hit, so that memory decides nothing; the rates are
-    another H100's (catalog, `atomics`)."""
+    """The same card added gradients to tables of which 256 rows were hit, so that memory decides nothing.
+
+    The rates are another H100's (catalog, `atomics`).
+    """
     cost = Cost(bytes_accessed=2 * sum(elements), added=elements, blocks=sum(elements) / 512)
     assert kernel_work(cost, H100).alone_s * 1e6 == pytest.approx(microseconds, rel=0.13)
 
 
 def test_a_sliding_window_takes_the_time_of_the_blocks_that_its_band_touches():
-    """Of 128 keys in blocks of 128: two blocks for each block of queries, where a causal pass over 16k has 64.5."""
+    """A band of 128 keys touches two blocks of 128 for each block of queries; a causal pass over 16k touches 64.5."""
     whole = attention(16384)
     band = replace(whole, attention_flops=2 * whole.attention_flops * (2**-7 - 2**-15), attention_window=128)
     found, causal = (kernel_work(cost, H100, busy=0.0).alone_s for cost in (band, whole))
     blocks = 2 / 64.5
-    assert blocks < found / causal < 2 * blocks  # as short passes, of 512 tokens and fewer, are slower besides
+    assert blocks < found / causal < 2 * blocks  # Short passes, of 512 tokens and fewer, are slower besides.
     wide = replace(band, attention_flops=whole.attention_flops * (1 - 2**-2), attention_window=8192)
     assert attention_flops_per_s(wide) == pytest.approx(attention_flops_per_s(whole), rel=0.02)
 
@@ -244,7 +249,7 @@ def test_below_the_measured_lengths_attention_falls_as_in_flashattention_3s_char
 def test_a_gpu_without_a_chart_has_that_of_its_kind():
     of = [attention_share(attention(8192, 64), catalog.gpu(key)) for key in ("h100_sxm", "h200", "b200", "gb200")]
     assert of[0] == of[1]
-    assert of[2] == pytest.approx(of[3], rel=1e-3)  # a few multiprocessors fewer
+    assert of[2] == pytest.approx(of[3], rel=1e-3)  # It has a few multiprocessors fewer.
 
 
 @pytest.mark.parametrize(
@@ -252,8 +257,11 @@ def test_a_gpu_without_a_chart_has_that_of_its_kind():
     [(64, 0.594, 0.503), (32, 0.566, 0.488), (16, 0.494, 0.444), (8, 0.393, 0.380)],
 )
 def test_attention_of_few_heads_on_an_a100_as_measured_by_others(heads, forward, backward):
-    """SimuMax 4dcaae5, configs/system/a100_pcie.json, 4k tokens: in no constant but as one of three witnesses of the
-    level. The card has 300 W, ours 400: only ratios to 64 heads are compared, to 20 %."""
+    """The rates are of SimuMax 4dcaae5, configs/system/a100_pcie.json, for 4k tokens.
+
+    No constant uses them, except that they are one of three witnesses of the level. That card has 300 W and ours 400,
+    so only ratios to 64 heads are compared, to 20 %.
+    """
     a100 = mk.Cluster.load("dgx_a100").gpu
     for measured, of_64, back in ((forward, 0.594, False), (backward, 0.503, True)):
         found = attention_flops_per_s(attention(4096, heads, backward=back), a100)
@@ -274,30 +282,36 @@ def test_attention_of_few_heads_on_an_a100_as_measured_by_others(heads, forward,
     ],
 )
 def test_attention_alone_on_a_hot_card_is_as_slow_as_measured(length, backward, tflops):
-    """One H100, cuDNN 9.19, seconds of 32 heads of nothing else, at its power cap; two constants are their mean
-    loss against the full clock, so that lengths may differ by what they differ among themselves."""
+    """One H100 with cuDNN 9.19 ran 32 heads of nothing else for seconds, at its power cap.
+
+    Two constants are their mean loss against the full clock, so that the error of a length is its distance from the
+    mean.
+    """
     cost = attention(length, 32, backward=backward, sequences=max(1, 16384 // length))
     assert attention_flops_per_s(cost, busy=1.0) == pytest.approx(tflops * 1e12, rel=0.065)
     assert attention_flops_per_s(cost) > 1.03 * tflops * 1e12
 
 
 def test_tensor_cores_that_rest_are_faster_when_they_work():
-    """A step of Llama 1B on one H100: they work for 0.564 of it in matmuls and for 0.082 and 0.126 in passes of
-    attention, at 1.146 times the rate of a long run; trained in fp8 for 0.375 in matmuls, at 1.271 times the rate."""
-    attention_share = 0.72 * (0.79 * 0.082 + 0.65 * 0.126)  # by power
+    """The gain of a step follows from the share of it in which tensor cores work, weighed by their power.
+
+    On one H100, a step of Llama 1B has matmuls for 0.564 and attention for 0.082 and 0.126 of it, at 1.146 times the
+    rate of a long run. In fp8 it has matmuls for 0.375 of it, at 1.271 times the rate.
+    """
+    attention_share = 0.72 * (0.79 * 0.082 + 0.65 * 0.126)  # The shares are weighed by power.
     assert step_gain(full_clock(H100, "bf16"), 1.0) == 1.0
     assert step_gain(full_clock(H100, "bf16"), 0.564 + attention_share) == pytest.approx(
         356.3 / 310.8, rel=0.002
-    )  # what it is from
+    )  # The constant comes from this measurement.
     assert step_gain(full_clock(H100, "fp8"), 0.375 + attention_share) == pytest.approx(1.271, rel=0.02)
     assert step_gain(full_clock(H100, "bf16"), 0.0) == pytest.approx(H100.achieved["burst"] / H100.achieved["matmul"])
-    assert step_gain(full_clock(catalog.gpu("a100_80gb"), "bf16"), 0.5) == 1.0  # no clock to gain
+    assert step_gain(full_clock(catalog.gpu("a100_80gb"), "bf16"), 0.5) == 1.0  # There is no clock to gain.
 
 
 def test_each_assumption_has_its_own_effect():
     matmul = Cost({"bf16": 2.0 * 512**3}, matmuls=(Matmul("bf16", 1, 512, 512, 512),))
     everything, burst = (kernel_work(matmul, H100, assumptions=Assumptions(sustained=s)) for s in (True, False))
-    assert everything.arithmetic_s == pytest.approx(burst.arithmetic_s)  # too small for the power cap
+    assert everything.arithmetic_s == pytest.approx(burst.arithmetic_s)  # The matmul is too small for the power cap.
     large = Cost({"bf16": 2.0 * 4096**3}, matmuls=(Matmul("bf16", 1, 4096, 4096, 4096),))
     capped, free = (kernel_work(large, H100, assumptions=Assumptions(sustained=s)) for s in (True, False))
     assert capped.arithmetic_s > 1.05 * free.arithmetic_s
@@ -316,7 +330,7 @@ def test_a_convolution_beside_a_matmul_is_priced_as_a_large_one():
 
 
 def test_random_numbers_take_their_integer_instructions_where_memory_takes_less():
-    """82 instructions for each of 2^25 numbers at 64 a clock of 132 multiprocessors at 1.98 GHz, beside 269 MB."""
+    """Each of 2^25 numbers takes 82 instructions, at 64 a clock of 132 multiprocessors at 1.98 GHz, beside 269 MB."""
     gpu = catalog.gpu("h100_sxm")
     cost = Cost(bytes_accessed=269e6, integers=82 * 2.0**25)
     assert kernel_work(cost, gpu).alone_s == pytest.approx(82 * 2**25 / (64 * gpu.sms * gpu.clock_hz))
@@ -326,16 +340,17 @@ def test_random_numbers_take_their_integer_instructions_where_memory_takes_less(
 @pytest.mark.parametrize(
     ("cost", "micros", "rel"),
     [
-        (Cost(bytes_accessed=93.2e-6 * 4.32e12, tile_reduces=1), 108.7, 0.05),  # RMSNorm of 2,048 wide rows
-        (Cost(bytes_accessed=201_460_736, tile_reduces=3), 95.5, 0.05),  # LayerNorm and its sum
+        (Cost(bytes_accessed=93.2e-6 * 4.32e12, tile_reduces=1), 108.7, 0.05),  # This is an RMSNorm of 2,048 wide rows.
+        (Cost(bytes_accessed=201_460_736, tile_reduces=3), 95.5, 0.05),  # This is a LayerNorm and its sum.
         (Cost(bytes_accessed=206_573_568, tile_reduces=4), 117.0, 0.05),
-        (Cost(bytes_accessed=1_034_960_900, column_elements=128 * 197 * 4096), 303.0, 0.05),  # a bias's gradient
-        (  # a ViT's rows of 197
+        # This is a bias's gradient.
+        (Cost(bytes_accessed=1_034_960_900, column_elements=128 * 197 * 4096), 303.0, 0.05),
+        (  # The rows of a ViT are 197 long.
             Cost({"bf16": 10_173_546_496.0}, bytes_accessed=262_246_400, unaligned_bytes=2.12e8),
             163.2,
             0.12,
         ),
-        (  # three channels, the mean of two passes
+        (  # There are three channels; the time is the mean of two passes.
             Cost({"bf16": 60_423_143_424.0}, convolves=True, scalar_flops=60_423_143_424.0),
             1449.0,
             0.06,
@@ -344,12 +359,12 @@ def test_random_numbers_take_their_integer_instructions_where_memory_takes_less(
     ],
 )
 def test_kernels_of_an_h200_take_what_they_took(cost, micros, rel):
-    """Single kernels of trainings on an H200, 27 November 2026; constants are from these and a dozen others."""
+    """The times are of single kernels of trainings on an H200, 27 November 2026, which the constants come from."""
     assert kernel_work(cost, catalog.gpu("h200"), busy=0.75).alone_s * 1e6 == pytest.approx(micros, rel=rel)
 
 
 def test_a_convolution_takes_longer_than_a_matmul_of_its_work():
-    """By what it multiplies and by what it moves."""
+    """The factor holds both where multiplying and where moving decides."""
     flops = {"bf16": 463_856_467_968.0}
     for work in (Cost(flops), Cost(flops, bytes_accessed=1e11)):
         convolution = replace(work, convolves=True)
@@ -357,7 +372,7 @@ def test_a_convolution_takes_longer_than_a_matmul_of_its_work():
 
 
 def test_a_small_matmul_in_fp32_takes_no_longer_than_tensor_cores_would_and_its_flop():
-    """A router of 16,384 tokens to 8 experts took 32 us on an H200, of 8 for its bytes."""
+    """A router of 16,384 tokens to 8 experts took 32 us on an H200, and its bytes alone take 8."""
     router = Matmul("f32_highest", 1, 16_384, 8, 1024)
     seconds = kernel_work(Cost({router.dtype: router.flops}, matmuls=(router,)), catalog.gpu("h200")).alone_s
     assert 8e-6 < seconds < 40e-6

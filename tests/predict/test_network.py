@@ -1,4 +1,4 @@
-"""The network model: limits that follow from closed forms, and measured points that it was not made from."""
+"""Test the network model against limits that follow from closed forms, and measured points that no fit used."""
 
 import itertools
 import math
@@ -38,7 +38,10 @@ def h100():
 
 @pytest.mark.parametrize("kind", RINGS)
 def test_a_large_ring_fills_its_links_but_for_the_turnaround(h100, kind):
-    """rate x (n - 1) / (n - 1 + turnaround). 2 sqrt(t w) is below 0.2 % of w at 1 TiB: w = 2.9 s, t = 0.6 us."""
+    """The bandwidth is rate x (n - 1) / (n - 1 + turnaround).
+
+    At 1 TiB, 2 sqrt(t w) is below 0.2 % of w: w = 2.9 s, t = 0.6 us.
+    """
     rate = h100.link("nvlink").bytes_per_s * nccl_constants()["nvlink"]["usable"]["4"]
     filled = 7 / (7 + FITTED["turnaround.4"])
     assert bus_bytes_per_s(kind, HUGE, 8, 1, h100) == pytest.approx(rate * filled, rel=2e-3)
@@ -47,7 +50,7 @@ def test_a_large_ring_fills_its_links_but_for_the_turnaround(h100, kind):
 @pytest.mark.parametrize("kind", RINGS)
 @pytest.mark.parametrize("g", [1, 2, 8])
 def test_a_large_ring_over_domains_is_bound_by_its_share_of_the_nics(h100, kind, g):
-    """One ring per GPU: wire bytes / g cross each GPU's NIC. 2 sqrt(t w) < 0.2 % as above.
+    """Each GPU has a ring, so wire bytes / g cross each GPU's NIC; 2 sqrt(t w) < 0.2 % as above.
 
     Eight of them come to what NVLink carries, but for the turnaround.
     """
@@ -70,7 +73,7 @@ def test_oversubscription_and_fewer_nics_divide_what_leaves_a_domain(h100, kind)
 
 @pytest.mark.parametrize(("groups", "slower"), [(1, 1), (4, 1), (8, 1), (24, 3)])
 def test_concurrent_groups_share_links(h100, groups, slower):
-    """A NIC per GPU: up to 8 groups of one GPU a host do not meet; 24 mean three on each GPU."""
+    """Each GPU has a NIC, so up to 8 groups of one GPU a host do not meet; 24 mean three on each GPU."""
     arguments = {"payload_bytes": HUGE, "gpus_per_domain": 1, "domains": 8, "cluster": h100}
     spmd = collective_time_s("all-gather", **arguments)
     seconds = collective_time_s("all-gather", concurrent_groups=groups, **arguments)
@@ -78,7 +81,7 @@ def test_concurrent_groups_share_links(h100, groups, slower):
 
 
 def test_groups_share_nics():
-    """DGX-1: 4 ports for 8 GPUs. Alone, a group of one GPU a host has a whole port; in an SPMD program half of one."""
+    """A DGX-1 has 4 ports for 8 GPUs: a group of one GPU a host has a whole port alone, and half in an SPMD program."""
     cluster = mk.Cluster.load("dgx1_v100", hosts=2)
     arguments = {"payload_bytes": HUGE, "gpus_per_domain": 1, "domains": 2, "cluster": cluster}
     times = [collective_time_s("all-gather", concurrent_groups=groups, **arguments) for groups in (1, 4, 8, None, 16)]
@@ -86,7 +89,10 @@ def test_groups_share_nics():
 
 
 def test_all_to_all_and_permute_leave_through_one_nic(h100):
-    """NVIDIA staff, nccl-tests#267: 48 to 49 GB/s a GPU of 50; the catalog's NDR port sustains 46. 5 %: latencies."""
+    """NVIDIA staff say 48 to 49 GB/s a GPU of 50 (nccl-tests#267); the catalog's NDR port sustains 46.
+
+    The tolerance of 5 % is for latencies.
+    """
     payload, nic = 2**30, 46e9
     seconds = collective_time_s("all-to-all", payload_bytes=payload, gpus_per_domain=8, domains=8, cluster=h100)
     assert payload * 56 / 64 / seconds == pytest.approx(nic, rel=0.05)
@@ -101,9 +107,9 @@ def test_all_to_all_and_permute_leave_through_one_nic(h100):
     name=st.sampled_from(["dgx_h100", "dgx_a100", "dgx1_v100"]),
 )
 def test_more_bytes_take_longer(kind, sizes, g, k, name):
-    """Where NCCL's tuner changes the protocol, it is a little late or early: up to a quarter is lost there.
+    """Where NCCL's tuner changes the protocol a little late or early, up to a quarter is lost.
 
-    Of a broadcast a fifth more bytes: the tuner knows nothing of its slots.
+    A broadcast needs a fifth more bytes, because the tuner knows nothing of its slots.
     """
     if kind == "collective-broadcast":
         sizes = (min(sizes), max(1.2 * min(sizes), max(sizes)))
@@ -118,7 +124,7 @@ def test_more_bytes_take_longer(kind, sizes, g, k, name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("payload", [8, 2**20, 2**26, 2**33])
 def test_more_domains_take_longer(kind, payload):
-    """A broadcast from two domains on: inside one the tuner takes Simple at sizes where LL128 would be faster."""
+    """A broadcast counts from two domains on: in one the tuner takes Simple at sizes where LL128 would be faster."""
     cluster = mk.Cluster.load("dgx_h100", hosts=64)
     times = [
         collective_time_s(kind, payload_bytes=payload, gpus_per_domain=8, domains=k, cluster=cluster)
@@ -127,16 +133,16 @@ def test_more_domains_take_longer(kind, payload):
     assert times == sorted(times)
 
 
-# DGX A100 with half of its NICs, as in InternEvo's runs: 8 GPUs and 4 ports a host.
+# DGX A100 with half of its NICs, as in InternEvo's runs, has 8 GPUs and 4 ports a host.
 FOUR_PORTS = {"gpu": "a100_80gb", "hosts": 128, "gpus_per_host": 8, "nic": "roce_100", "nics_per_host": 4}
 
 
 @pytest.mark.parametrize("hosts", [16, 64, 128])
 def test_the_first_slot_of_a_broadcast_is_stored_at_every_host(hosts):
-    """LL128: 8 x 640 threads x 120 / 8 steps x 8 bytes = 614,400 on the wire; 8.5 us of network, 7 x 1.9 us of NVLink.
+    """A host stores LL128's slot of 614,400 bytes on the wire, with 8.5 us of network and 7 x 1.9 us of NVLink.
 
-    96 MB: what the tuner gives to LL128 over 16 to 128 hosts. The rest follows at the rate of four ports, 15/16 x 0.92
-    being what NCCL's table has for LL128 (0.92).
+    The slot is 8 x 640 threads x 120 / 8 steps x 8 bytes. The tuner gives 96 MB to LL128 over 16 to 128 hosts. The rest
+    follows at 0.92 of the rate of four ports, which is the share that NCCL's table has for LL128.
     """
     cluster = mk.Cluster.load(FOUR_PORTS)
     payload, port = 96e6, 12.5e9 * cluster.link("infiniband").achieved
@@ -144,14 +150,17 @@ def test_the_first_slot_of_a_broadcast_is_stored_at_every_host(hosts):
     host_s = 614_400 / port + 8.5e-6 + max(0.0, extra) + 7 * 1.9e-6
     found = fastest("collective-broadcast", payload, find_links(cluster, 8, hosts))
     assert found.name == "chain ll128"
-    last = 614_400 / port + 8.5e-6 + max(0.0, extra)  # no network behind the last host
+    last = 614_400 / port + 8.5e-6 + max(0.0, extra)  # There is no network behind the last host.
     assert found.latency_s == pytest.approx(14e-6 + hosts * host_s - last, rel=1e-6)
     assert found.wire_s == pytest.approx((payload - 576_000) / (4 * port * 0.92), rel=1e-6)
 
 
 def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
-    """Over 128 hosts: 33 MB go with LL (14 + 1024 x 4.0 us is more for LL128 than LL's half rate costs), which is luck:
-    its slots are a tenth of LL128's. 90 MB go with LL128, though LL would be faster."""
+    """Over 128 hosts, 33 MB go with LL and 90 MB go with LL128, though LL would be faster.
+
+    The tuner counts 14 + 1024 x 4.0 us for LL128, which is more than LL's half rate costs at 33 MB. That choice is
+    luck: LL's slots are a tenth of LL128's.
+    """
     cluster = mk.Cluster.load(FOUR_PORTS)
     links = find_links(cluster, 8, 128)
     pick = {size: fastest("collective-broadcast", size, links) for size in (33e6, 90e6)}
@@ -160,7 +169,7 @@ def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
 
 
 def test_a_broadcast_inside_a_host_copies_its_first_slot_from_gpu_to_gpu():
-    """Simple on 8 H100s: 7 x (3.4 us + 512 KiB / 36.7 GB/s), and the rest at NVLink's rate."""
+    """On 8 H100s, Simple takes 7 x (3.4 us + 512 KiB / 36.7 GB/s), and the rest at NVLink's rate."""
     cluster = mk.Cluster.load("dgx_h100")
     found = fastest("collective-broadcast", 1e9, find_links(cluster, 8, 1))
     assert found.latency_s == pytest.approx(8.4e-6 + 7 * (3.4e-6 + 524_288 / 36.7e9), rel=1e-6)
@@ -173,7 +182,7 @@ def test_one_gpu_communicates_nothing(h100):
 
 
 def test_a_tiny_all_reduce_costs_a_kernel_and_its_steps(h100):
-    """A ring with LL, 14 steps; nccl-tests on DGX H100 takes 13.0 to 16.4 us from 8 bytes to 4 KiB.
+    """A ring with LL has 14 steps; nccl-tests on a DGX H100 takes 13.0 to 16.4 us from 8 bytes to 4 KiB.
 
     8 bytes take 0.0001 us on the wire and their handoff 2 sqrt(0.6 us x 0.0001 us) = 0.02 us.
     """
@@ -204,7 +213,7 @@ def test_nvls_needs_hopper_a_switch_and_most_of_a_host(h100):
 
 
 def test_all_reduce_of_8_h100_saturates_where_nccl_does(h100):
-    """480 GB/s with NVLS and 365 without (nccl-tests at 16 GiB: DGX H100 480.0; H200 367.2 with NCCL_NVLS_ENABLE=0)."""
+    """nccl-tests at 16 GiB gave 480.0 GB/s with NVLS (DGX H100), and 367.2 without (H200, NCCL_NVLS_ENABLE=0)."""
     payload = 2**34
     assert bus_bytes_per_s("all-reduce", payload, 8, 1, h100) == pytest.approx(480e9, rel=0.05)
     assert bus_bytes_per_s("all-reduce", payload, 8, 1, h100, nvls=False) == pytest.approx(365e9, rel=0.05)
@@ -218,9 +227,10 @@ def test_all_reduce_of_8_h100_saturates_where_nccl_does(h100):
     ],
 )
 def test_nvls_by_group_size(name, measured):
-    """stas00/ml-engineering network/README.md, 8 GiB, NCCL 2.27: in no fit; which group runs NVLS is the tuner's word.
+    """The bandwidths are of stas00/ml-engineering (network/README.md, 8 GiB, NCCL 2.27), which no fit used.
 
-    7 %: its own two runs of 8 differ by 2 %, and its five H200s reach less than six by more than a part (6.8 %).
+    The tuner decides which groups run NVLS. The tolerance is 7 %: two runs of 8 differ by 2 %, and its five H200s reach
+    less than six by more than a part (6.8 %).
     """
     cluster = mk.Cluster.load(name)
     for n, gigabytes in measured.items():
@@ -230,9 +240,9 @@ def test_nvls_by_group_size(name, measured):
 
 @pytest.mark.parametrize(("megabytes", "gigabytes_per_s"), [(16, 219.9), (64, 346.5), (256, 436.2), (1024, 463.6)])
 def test_h200_sweep(megabytes, gigabytes_per_s):
-    """stas00/ml-engineering, 8 x H200: a system that is in no fit, timed call by call, launch and all.
+    """The sweep is stas00/ml-engineering's on 8 H200s, which no fit used, timed call by call, launch and all.
 
-    From 16 MiB, where that is a tenth (12 %).
+    It starts at 16 MiB, where the launch is a tenth (12 %).
     """
     cluster = mk.Cluster.load("hgx_h200")
     bus = bus_bytes_per_s("all-reduce", megabytes * 2**20, 8, 1, cluster)
@@ -241,7 +251,7 @@ def test_h200_sweep(megabytes, gigabytes_per_s):
 
 @pytest.mark.parametrize(("hosts", "low", "high"), [(2, 430e9, 480e9), (4, 335e9, 380e9), (32, 325e9, 380e9)])
 def test_many_hosts_with_8x400g(hosts, low, high):
-    """H100, all-reduce: 470 GB/s over 2 hosts and 365.8 over 4 (nccl-tests#309), 340 at 2 GiB over 32 (nccl#1218)."""
+    """H100 all-reduces have 470 GB/s over 2 hosts, 365.8 over 4 (nccl-tests#309), 340 over 32 (nccl#1218, 2 GiB)."""
     cluster = mk.Cluster.load("dgx_h100", hosts=hosts)
     for payload in (2**31, 2**34):
         assert low <= bus_bytes_per_s("all-reduce", payload, 8, hosts, cluster) <= high
@@ -249,7 +259,10 @@ def test_many_hosts_with_8x400g(hosts, low, high):
 
 @pytest.mark.parametrize(("hosts", "measured"), [(4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)])
 def test_reduce_scatter_falls_with_hosts(hosts, measured):
-    """H100, nccl#1229; the size is not told, at 2 GiB latencies explain the fall. 8 %: the worst is 6.5 %."""
+    """The bandwidths are of H100s (nccl#1229); at 2 GiB, a size that is assumed, latencies explain the fall.
+
+    The tolerance is 8 %, and the worst is 6.5 %.
+    """
     cluster = mk.Cluster.load("dgx_h100", hosts=hosts)
     assert bus_bytes_per_s("reduce-scatter", 2**31, 8, hosts, cluster) == pytest.approx(measured * 1e9, rel=0.08)
 
@@ -260,19 +273,19 @@ WIRED = {"nvlink_switch": False}
 @pytest.mark.parametrize(
     ("name", "keys", "g", "links", "usable"),
     [
-        # DGX-1: all 8 use each of a GPU's 4 or 6 links; of a quad, the GPU with the fewest has 3 or 4 links to members;
-        # of a pair, the one link of GPUs 0 and 1.
+        # On a DGX-1 all 8 use each of a GPU's 4 or 6 links; in a quad, the GPU with the fewest has 3 or 4 links to
+        # members; in a pair, GPUs 0 and 1 have one link.
         ("dgx1_p100", {}, 8, 4, 0.9),
         ("dgx1_p100", {}, 4, 3, 0.9),
         ("dgx1_p100", {}, 2, 1, 0.9),
         ("dgx1_v100", {}, 8, 6, 0.8),
         ("dgx1_v100", {}, 4, 4, 0.8),
         ("dgx1_v100", {}, 2, 1, 0.8),
-        # 8 H100 wired to each other: 18 links to 7 peers; 3 of the 7 stay in a group of 4, one in a pair
+        # 8 H100 wired to each other have 18 links to 7 peers; 3 of the 7 stay in a group of 4, one in a pair.
         ("dgx_h100", WIRED, 8, 18, 0.824),
         ("dgx_h100", WIRED, 4, 18 * 3 / 7, 0.824),
         ("dgx_h100", WIRED, 2, 18 / 7, 0.824),
-        # a switch lends any group all links: 64 of 72, and few of many
+        # A switch lends all links to any group: 64 of 72 GPUs, or few of many.
         ("dgx_h100", {}, 4, 18, 0.824),
         ("gb200_nvl72", {"gpus_used_per_domain": 64}, 64, 18, 0.802),
         ("gb200_nvl72", {"gpus_used_per_domain": 64}, 8, 18, 0.802),
@@ -280,9 +293,9 @@ WIRED = {"nvlink_switch": False}
     ],
 )
 def test_a_ring_has_the_links_that_lead_to_its_members(name, keys, g, links, usable):
-    """Bus bandwidth of a huge all-gather: links x rate of one x what NCCL uses of it x (n-1) / (n-1 + turnaround).
+    """A huge all-gather has links x rate of one x what NCCL uses of it x (n-1) / (n-1 + turnaround).
 
-    1 %: latencies and handoffs.
+    The tolerance of 1 % is for latencies and handoffs.
     """
     cluster = mk.Cluster.load(name, **keys)
     rate = cluster.gpu.nvlink_bytes_per_s / cluster.gpu.nvlink_links
@@ -292,7 +305,7 @@ def test_a_ring_has_the_links_that_lead_to_its_members(name, keys, g, links, usa
 
 @pytest.mark.parametrize(("name", "keys", "links"), [("dgx1_v100", {}, 1), ("dgx_h100", WIRED, 18 / 7)])
 def test_a_peer_without_a_switch_is_as_far_as_its_own_links(name, keys, links):
-    """A permute of huge messages between neighbours, at the share that sends reach."""
+    """A permute of huge messages between neighbours has the share that sends reach."""
     cluster = mk.Cluster.load(name, **keys)
     usable = nccl_constants()["nvlink"]["usable"][str(cluster.gpu.nvlink_generation)]
     rate = cluster.gpu.nvlink_bytes_per_s / cluster.gpu.nvlink_links * usable
@@ -301,7 +314,7 @@ def test_a_peer_without_a_switch_is_as_far_as_its_own_links(name, keys, links):
 
 
 def test_an_all_to_all_of_a_cube_mesh_relays():
-    """DGX-1V: 4 of 7 peers have links, 3 are reached through another GPU: 10 hops on 6 links for 7 parts."""
+    """On a DGX-1V, 4 of 7 peers have links and 3 are reached through another GPU: 10 hops on 6 links for 7 parts."""
     cube, quad = (
         bus_bytes_per_s("all-to-all", HUGE, g, 1, mk.Cluster.load("dgx1_v100")) * (g - 1 + FITTED["p2p_turnaround.3"])
         for g in (8, 4)
@@ -311,7 +324,7 @@ def test_an_all_to_all_of_a_cube_mesh_relays():
 
 
 def test_a_tapered_nvlink_network_slows_what_goes_to_other_hosts():
-    """256 H100 on one NVLink network: all-reduce at full speed (NVIDIA: 450 GB/s and more), permutes at the taper's."""
+    """256 H100 on one NVLink network all-reduce at full speed (NVIDIA: at least 450 GB/s); permutes are tapered."""
     cluster = mk.Cluster.load("superpod_h100_nvlink256")
     assert bus_bytes_per_s("all-reduce", 2**34, 256, 1, cluster) > 450e9
     inside = collective_time_s("collective-permute", payload_bytes=2**34, gpus_per_domain=8, cluster=cluster)
@@ -328,7 +341,7 @@ def test_every_kind_of_machine_has_a_price(name):
 
 
 def test_a_calibration_comes_first(h100, tmp_path):
-    """latency x steps / measured steps + wire bytes / measured bus bandwidth; what it does not hold is modelled."""
+    """It gives latency x steps / measured steps + wire bytes / measured bus bandwidth; what it lacks is modelled."""
     rate = {"latency_s": 30e-6, "bytes_per_s": 100e9, "residual_median": 0.1, "points": 9}
     fit = Fit(link="nvlink", collective="all-gather", gpus_per_domain=4, domains=1, **rate)
     path = write(tmp_path / "calibration.toml", Calibration(fits=(fit,)))
@@ -372,7 +385,7 @@ def test_an_unknown_keyword_is_refused(h100):
 
 
 def test_the_tuner_follows_its_version():
-    """togethercomputer: NCCL 2.28.9 and 2.29.7 run a ring over 4 hosts of B200, NVLSTree over 2.
+    """NCCL 2.28.9 and 2.29.7 run a ring over 4 hosts of B200 and NVLSTree over 2 (togethercomputer).
 
     On Hopper NVLSTree's cap is above the ring's from 2.28 on; before, half of a port counted beyond two hosts.
     """
@@ -386,14 +399,14 @@ def test_the_tuner_follows_its_version():
 
 
 def test_ll128_of_blackwell_in_2_29_2():
-    """aiconfigurator, 4 B200, all-reduce of 8 MiB: 48 us with LL128 (2.28.9), 85 us with Simple (2.29.2)."""
+    """aiconfigurator: all-reduce of 8 MiB on 4 B200 takes 48 us with LL128 (2.28.9), 85 us with Simple (2.29.2)."""
     cluster = mk.Cluster.load("dgx_b200")
     picks = [fastest("all-reduce", 2**23, find_links(cluster, 4, 1, nccl=v)).name for v in ("2.28.9", "2.29.2")]
     assert picks == ["ring ll128", "ring simple"]
 
 
 def test_one_gpu_a_host_gathers_by_a_tree_of_parts():
-    """PAT, from 2.23 on: latency grows with the logarithm of the hosts, but for 2.8 us each."""
+    """From NCCL 2.23 on, PAT's latency grows with the logarithm of the hosts, but for 2.8 us each."""
     cluster = mk.Cluster.load("dgx_h100", hosts=32)
     old, new = (fastest("all-gather", 2**20, find_links(cluster, 1, 32, nccl=v)).name for v in ("2.22.3", "2.29.7"))
     assert (old, new) == ("ring ll", "pat")
@@ -406,7 +419,7 @@ def test_an_algorithm_may_be_forced(h100, algorithm):
 
 
 def test_copy_engines_gather_as_they_were_measured_to():
-    """64 GB200s, batches of copies (torchcomms#1089): no fit saw it. NCCL has them from 2.28 on, of whole domains."""
+    """64 GB200s copied in batches (torchcomms#1089), in no fit; NCCL 2.28 has copy engines for whole domains."""
     rack = mk.Cluster.load("gb200_nvl72", hosts=36)
     arguments = {"gpus_per_domain": 64, "cluster": rack, "algorithm": "copy engine", "launch": "nccl-tests"}
     for mib, bytes_per_s in ((32, 134.8e9), (64, 237.7e9), (128, 351.2e9), (256, 481.9e9), (512, 590e9)):
@@ -418,7 +431,7 @@ def test_copy_engines_gather_as_they_were_measured_to():
 
 
 def test_symmetric_kernels_take_what_they_were_measured_to_take(h100):
-    """8 H100s, all-gather and reduce-scatter (Megatron-LM#5596), the kernels alone."""
+    """The times are of the kernels alone on 8 H100s, all-gather and reduce-scatter (Megatron-LM#5596)."""
     measured_us = {2: (10.9, 10.8), 8: (27.4, 28.8), 32: (95.3, 100.5), 128: (363.2,)}
     for mib, each in measured_us.items():
         for kind, us in zip(("all-gather", "reduce-scatter"), each):
@@ -427,7 +440,7 @@ def test_symmetric_kernels_take_what_they_were_measured_to_take(h100):
 
 
 def test_switches_that_add_halve_what_ports_carry():
-    """SHARP on B200 over 4 to 32 hosts: 565 to 606 GB/s where rings have 389 (togethercomputer): no fit saw it."""
+    """SHARP on B200 over 4 to 32 hosts reached 565 to 606 GB/s where rings have 389 (togethercomputer), in no fit."""
     cluster = mk.Cluster.load("dgx_b200", hosts=32)
     for k in (4, 16, 32):
         assert bus_bytes_per_s("all-reduce", 2**35, 8, k, cluster, algorithm="collnet") == pytest.approx(
@@ -447,7 +460,7 @@ def test_a_stage_sends_on_its_rail_and_a_ring_of_neighbours_crosses(h100):
 
 
 def test_a_spine_slows_what_crosses_it():
-    """4:1 oversubscribed, 64 hosts: under rails of 32 half of an all-to-all crosses, and a ring with one flow in 32."""
+    """On 64 hosts with 4:1 oversubscription and rails of 32, half of an all-to-all and one ring flow in 32 cross."""
     cluster = mk.Cluster.load("dgx_h100", hosts=64, oversubscription=4.0)
 
     def seconds(kind, k, **how):
@@ -481,7 +494,7 @@ def test_words_that_the_model_has_not_are_refused(h100, how, message):
 
 
 def test_a_price_is_fast(h100):
-    """Python calls, not seconds: 50 us leave some 400."""
+    """The test counts Python calls instead of seconds: 50 us leave some 400."""
     calls = 0
 
     def count(frame, event, argument):

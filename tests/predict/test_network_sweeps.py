@@ -1,6 +1,6 @@
-"""The network model against measured sweeps: the error bands that it claims, held to fixed data.
+"""Test the network model's claimed error bands against measured sweeps.
 
-The bands are the project's own targets, not a spread of the data: nothing here is timed.
+The bands are the project's own targets, not a spread of the data. Nothing here is timed.
 """
 
 from xml.etree import ElementTree
@@ -14,12 +14,12 @@ from benchmarks.nccl_sweeps.fit import CLASSES, leave_one_out, misses, over_syst
 from benchmarks.nccl_sweeps.rows import PCIE, RACKS, read_rows
 from benchmarks.nccl_sweeps.systems import describe
 
-TORCH = "stas00"  # timed call by call, launch and all
+TORCH = "stas00"  # It timed call by call, launch and all.
 
 
 @pytest.fixture(scope="module")
 def scored():
-    """Rows and errors: as shipped, and with each system left out of the fit in turn."""
+    """Return rows and errors, as shipped and with each system left out of the fit in turn."""
     rows = [line.row for path in SWEEPS for line in read_rows(path) if line.row and line.predicted_s]
     rows = [row for row in rows if size_class(row) is not None]
     return {"nothing": (rows, misses(rows)), "one system": leave_one_out(rows)}
@@ -41,7 +41,7 @@ def xla_table():
     ],
 )
 def test_sweeps(scored, left_out, where, number, median, p90):
-    """The bands asked of the model, on the two files that tests read: few systems below 16 MiB, a wider tail there."""
+    """The bands hold on the two files that tests read; below 16 MiB there are few systems, with a wider tail."""
     rows, errors = scored[left_out]
     kept = [i for i, r in enumerate(rows) if r.place == where and size_class(r) == number and TORCH not in r.system]
     found = over_systems([rows[i] for i in kept], errors[kept])
@@ -56,9 +56,9 @@ def test_rows_over_pcie_are_in_no_fit(scored):
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"])
 @pytest.mark.parametrize("device", ["sm_90", "sm_100_B200", "sm_100_GB200", "sm_103", "all"])
 def test_xla_table(xla_table, kind, device):
-    """From 16 MiB; only permutes' channels were read off it. Of racks 7 %, of hosts a launch and a slow NVLS more.
+    """From 16 MiB, racks are off by 7 %, hosts by a launch and a slow NVLS; only permutes' channels are fitted.
 
-    `all` counts the rows of an 8-GPU sm_103 machine too, which XLA measured at a tenth of its NVLink.
+    `all` includes the rows of an 8-GPU sm_103 machine, which XLA measured at a tenth of its NVLink.
     """
     rows = [row for row in xla_table if row.collective == kind and device in ("all", row.system)]
     assert len(rows) >= 24
@@ -87,7 +87,7 @@ def test_system_names(system, gpu, nic, nics, shape):
 
 
 def test_efa_of_an_older_host_has_the_latency_that_its_plugin_announces():
-    """75 us on p5, whose four cards a GPU a name may sum up; 35 us on p6: twice that a step of a large message."""
+    """A p5 (up to four cards a GPU in its name) has 75 us, a p6 35 us, and a step of a large message twice that."""
     old, new = (describe(f"{gpu} x16, 2 nodes, 8x400G EFA")[1].link("infiniband") for gpu in ("H100", "B200"))
     assert (old.fabric, new.fabric) == ("efa_400", "efa_400")
     assert old.latency_s - new.latency_s == pytest.approx(2 * (75e-6 - 35e-6))
@@ -103,6 +103,6 @@ def test_the_cliff_is_drawn():
 
 @pytest.mark.parametrize("kind", ["all-to-all", "collective-permute"])
 def test_the_cliff_from_one_host_to_two(kind):
-    """What goes through one NIC: 46 GB/s after NVLink's 300 and more; half of an all-to-all over two hosts stays."""
+    """46 GB/s pass one NIC after NVLink's 300 and more; half of an all-to-all over two hosts stays inside."""
     times = dict(zip(host_cliff.GROUPS, host_cliff.times_ms(kind), strict=True))
     assert times[16] > 3 * times[8]

@@ -1,4 +1,4 @@
-"""What a collective in flight takes from kernels beside it."""
+"""Test what a collective in flight takes from kernels beside it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +32,12 @@ def test_a_kernel_loses_the_multiprocessors_of_the_collective():
 
 @pytest.mark.parametrize(("blocks", "slower"), [(8, 1.097), (16, 1.198), (24, 1.171)])
 def test_a_matmul_on_hopper_loses_what_one_lost_beside_blocks_that_stream(blocks, slower):
-    """benchmarks/gpu, one H100 with cuBLAS 13.1, 2026-11-22; the law is within 6 %, as the three are of a line."""
+    """benchmarks/gpu measured one H100 with cuBLAS 13.1 (2026-11-22); the law and a line are both within 6 %."""
     assert 1 / arithmetic_left(H100, blocks) == pytest.approx(slower, rel=0.06)
 
 
 def test_a_matmul_on_an_a100_falls_to_what_was_measured_there():
-    """1.18 to 2.08 ms under an all-gather, NVIDIA/nccl#1428; a second collective takes no more."""
+    """A matmul of 1.18 ms took 2.08 ms under an all-gather (NVIDIA/nccl#1428); a second collective takes no more."""
     load = load_of(GATHER, GATHERED, A100, HBM)
     assert load.slowdowns(KernelWork(arithmetic_s=1.18))[0] == pytest.approx(2.08 / 1.18, rel=2e-3)
     assert combined_load([(load, 1.0), (load, 1.0)]).arithmetic == load.arithmetic
@@ -60,7 +60,7 @@ def test_a_kernel_bound_by_memory_loses_three_passes_of_the_bytes_that_arrive():
 
 
 def test_symmetric_memory_is_priced_where_its_kernels_are_faster():
-    """The option of jaxlib 0.12; between hosts, and of all-to-alls, nothing changes."""
+    """The option is of jaxlib 0.12; between hosts, and for all-to-alls, nothing changes."""
     cluster = Cluster.load("dgx_h100", hosts=2)
     usual, symmetric = (
         Pricer(cluster, assumptions_for({"xla_gpu_experimental_enable_nccl_symmetric_buffers": on}))
@@ -88,7 +88,7 @@ def test_a_copy_engine_takes_no_multiprocessor_and_two_passes():
 
 @pytest.mark.parametrize(("starts", "algorithm"), [(1, "copy engine"), (0, "symmetric")])
 def test_gathers_of_a_program_that_overlaps_run_on_copy_engines(starts, algorithm):
-    """With symmetric buffers XLA asks NCCL for no multiprocessors where most collectives are asynchronous."""
+    """With symmetric buffers, XLA asks NCCL for no multiprocessors where most collectives are asynchronous."""
     gather = replace(GATHER, payload_bytes=2**16)
     body = (Instruction("s", "s", "start" if starts else "collective", collective=gather),)
     body += (Instruction("d", "d", "done", starts="s"),) if starts else ()
@@ -98,7 +98,7 @@ def test_gathers_of_a_program_that_overlaps_run_on_copy_engines(starts, algorith
 
 
 def test_grouped_and_combined_collectives_are_launched_once():
-    """What XLA combines is one message of all bytes; of several in one start, NCCL has one kernel for the same GPUs."""
+    """A combined collective is one message; NCCL has one kernel for several in one start on the same GPUs."""
     text = (Path(__file__).parents[1] / "data" / "hlo" / "fused.hlo").read_text()
     together_ = text.replace("channel_id=4, replica_groups=[2,4]<=[8]", "channel_id=4, replica_groups=[1,8]<=[8]")
     placement = Placement.from_shape(("data",), (8,), gpus_per_domain=8)
@@ -116,7 +116,7 @@ def test_grouped_and_combined_collectives_are_launched_once():
         pricer.collective_s(Instruction("i", "i", "collective", collective=replace(GATHER, payload_bytes=size)))
         for size in (2**20, 2**18, 2**20 + 2**18)
     )
-    assert both < one + two - launch  # and the steps of its ring, once
+    assert both < one + two - launch  # The steps of its ring also count once.
 
 
 def test_only_what_is_short_of_a_resource_slows_down():

@@ -1,4 +1,4 @@
-"""Collectives that are in flight at once."""
+"""Test collectives that are in flight at once."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from meshkit.predict.pricing import InFlight, Load, Transfer
 
 
 def ends(*transfers, at=None):
-    """When each ends, on a stream of its own, started at 0 or at the times given."""
+    """Return when each transfer ends, on a stream of its own, started at 0 or at the times given."""
     traffic = InFlight(lambda *_: None)
     flows = [traffic.start(t, n, (at or {}).get(n, 0.0), n) for n, t in enumerate(transfers)]
     traffic.drained()
@@ -32,13 +32,13 @@ def test_on_one_link_both_take_the_sum_and_on_two_the_longer():
 
 
 def test_latency_is_shared_with_nobody():
-    """The second sends alone while the first waits: 1 s of its 3, and then both share."""
+    """The second sends alone for 1 s of its 3 while the first waits, and then both share."""
     assert ends(inside(3.0, 1.0), inside(3.0)) == pytest.approx([6.0, 5.0])
 
 
 def test_parts_of_a_link_that_fit_do_not_slow_each_other():
     assert ends(inside(2.0, share=0.4), inside(2.0, share=0.6)) == pytest.approx([2.0, 2.0])
-    # 0.2 and twice 1.0 of a link: the small one gets no more than the others, in speed, until the link is full
+    # One has 0.2 of a link and two have 1.0: the small one gets no more speed than the others until the link is full.
     assert ends(inside(1.0, share=0.2), inside(1.0), inside(1.0))[1:] == pytest.approx([2.2, 2.2])
 
 
@@ -65,12 +65,12 @@ def test_a_kernel_is_slowed_by_the_one_that_runs_and_that_is_slowed_by_its_link(
     traffic = InFlight(lambda *_: None)
     for stream in (0, 1):
         traffic.start(Transfer(1.0, 1.0, 0.0, 1.0, load=load), stream, 0.0, stream)
-    # both for 2 s, during which nothing but the least is left: 0.4 s of work; then alone
+    # Both run for 2 s, during which only the least is left, 0.4 s of work; then the kernel runs alone.
     assert traffic.run_kernel(KernelWork(arithmetic_s=1.0), 0.0) == pytest.approx(2.0 + 0.6)
 
 
 def test_no_link_carries_more_than_it_can():
-    """Whatever starts when: the last ends no earlier than each link needs, and no later than one after the other."""
+    """Whatever starts when, the last ends no earlier than each link needs, and no later than one after the other."""
     kinds = [inside(2.0, 0.3), outside(1.0, 0.1), Transfer(1.5, 0.6, 1.4, 1.4), inside(0.5, share=0.3)]
     for some in itertools.product(kinds, repeat=3):
         for late in (0.0, 0.7, 1.9):
@@ -81,16 +81,17 @@ def test_no_link_carries_more_than_it_can():
 
 
 def gather(memory):
-    """A collective of 2 s that leaves so much of memory's bandwidth."""
+    """Return a collective of 2 s that leaves this share of memory's bandwidth."""
     return Transfer(2.0, 2.0, 0.0, 2.0, load=Load(memory=memory))
 
 
 @pytest.mark.parametrize(
     ("left", "memory_s", "kernel", "collective"),
     [
-        (0.6, 1.0, 1 / 0.6, 2.0),  # it asks for less than half: the kernel has the rest
-        (0.2, 1.0, 2.0, 2.0 + 2.0 * (1 - 0.5 / 0.8)),  # both have half for 2 s, and then the collective all it wants
-        (0.2, 0.4, 1.0, 2.0 + 1.0 * (1 - 0.6 / 0.8)),  # a matmul takes 0.4 of memory, and leaves 0.6 for its second
+        (0.6, 1.0, 1 / 0.6, 2.0),  # The collective asks for less than half, and the kernel has the rest.
+        # Both have half for 2 s, and then the collective has all that it wants.
+        (0.2, 1.0, 2.0, 2.0 + 2.0 * (1 - 0.5 / 0.8)),
+        (0.2, 0.4, 1.0, 2.0 + 1.0 * (1 - 0.6 / 0.8)),  # A matmul takes 0.4 of memory and leaves 0.6 for its second.
     ],
 )
 def test_a_kernel_and_a_collective_share_memory_and_neither_falls_below_half(left, memory_s, kernel, collective):

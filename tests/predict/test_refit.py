@@ -1,4 +1,4 @@
-"""One cluster's own constants: sweeps made with other ones, and noise, give them back."""
+"""Test that refitting recovers one cluster's constants from noisy sweeps that were made with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshkit.errors import ConfigError
 from meshkit.predict.refit import Sensitivity, network_constants, predicted_s, shipped_constants
 
 H100 = Cluster.load("dgx_h100", hosts=4)
-NOISE = 0.03  # of a run, relative
-# A machine whose NVLink is 8 % slow and whose ports 15 %, with slow launches, steps and NVLS.
+NOISE = 0.03  # This is the relative noise of a run.
+# On this machine NVLink is 8 % slow and ports are 15 % slow, with slow launches, steps and NVLS.
 TRUE = {
     "nvlink_rate": 0.92,
     "network_rate": 0.85,
@@ -42,7 +42,7 @@ class Made:
 
 
 def sweep(groups, noise=NOISE):
-    """Every collective of 1 KiB to 4 GiB, as bench measures them, on the machine of TRUE."""
+    """Return every collective of 1 KiB to 4 GiB, as bench measures them, on the machine of TRUE."""
     random = np.random.default_rng(19)
     rows = [Made(kind, g, k, 4**n * 1024, 0.0) for kind in KINDS for g, k in groups for n in range(12)]
     return [replace(r, time_s=predicted_s(r, H100, TRUE) * np.exp(random.normal(0, noise))) for r in rows]
@@ -54,7 +54,7 @@ def found():
 
 
 def test_a_machines_own_constants_are_found(found):
-    """Each to within what the noise leaves open: four standard errors of the linear problem, of absolute errors."""
+    """Each is found within four standard errors, which the noise leaves open in the linear problem."""
     rows, start = sweep(GROUPS, noise=0.0), shipped_constants(H100)
     true = {**start, **TRUE}
     here = Sensitivity.measure(
@@ -74,7 +74,7 @@ def test_a_machines_own_constants_are_found(found):
 def test_the_error_falls_to_the_noise(found):
     assert found.points == len(KINDS) * len(GROUPS) * 12
     assert found.error_before > 0.08
-    assert found.error_after < 1.2 * 0.6745 * NOISE  # the median of |normal|
+    assert found.error_after < 1.2 * 0.6745 * NOISE  # 0.6745 is the median of |normal|.
 
 
 def test_a_plan_prices_groups_that_were_not_measured_by_them(found, tmp_path):
@@ -87,7 +87,7 @@ def test_a_plan_prices_groups_that_were_not_measured_by_them(found, tmp_path):
     )
     assert shipped > 0.08
     assert own < NOISE
-    assert predicted_s(rows[0], cluster, {"kernel_s": 1.0}) > 1  # a refit goes by the constants that it is given
+    assert predicted_s(rows[0], cluster, {"kernel_s": 1.0}) > 1  # A refit goes by the constants that it is given.
 
 
 def test_nothing_is_made_of_a_few_rows():

@@ -1,4 +1,4 @@
-"""The simulator on schedules small enough to do by hand."""
+"""Test the simulator on schedules that are small enough to work out by hand."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def kernel(name="matmul"):
 
 
 def over(name, group_size):
-    """A start of a group with 8 members in a domain."""
+    """Return a start of a group with 8 members in a domain."""
     return replace(start(name), collective=replace(collective(name), group_size=group_size))
 
 
@@ -102,14 +102,15 @@ def test_a_conditional_counts_its_longest_branch():
 
 
 def test_what_is_in_flight_at_a_loop_slows_its_first_iterations_and_holds_up_their_collectives():
-    """A gather of 0.6 s starts before three iterations of a kernel of 1 s: the first one alone is slower."""
+    """A gather of 0.6 s starts before three iterations of a kernel of 1 s, of which only the first is slower."""
     loop = Instruction("loop", "while", "while", bodies=("body",), trip_count=3)
     _, step, _ = run([start(), loop, done()], Assumptions(slowest=False), "dgx_a100", body=[kernel()])
-    beside = (0.6 - GAP) * (1 - A100.achieved["contended"])  # of the kernel's work, undone when the gather ends
+    # This is the kernel's work that is undone when the gather ends.
+    beside = (0.6 - GAP) * (1 - A100.achieved["contended"])
     assert step.window[1] == pytest.approx(3 * (GAP + 1.0) + beside)
     result, step, _ = run([start(), loop, done()], body=[start("reduce"), kernel(), done("reduce")])
     spans = dict(zip([c.name for c in result.timeline.collectives], step.communication[:2].tolist()))
-    assert spans["reduce"] == pytest.approx([0.6, 1.1])  # queued behind the gather
+    assert spans["reduce"] == pytest.approx([0.6, 1.1])  # It is queued behind the gather.
 
 
 def test_what_is_in_flight_at_a_conditional_goes_on_under_it():
@@ -152,17 +153,17 @@ def test_only_a_copy_over_the_host_link_runs_beside_compute(cost, opcode, graphe
     assert swept.other_s == pytest.approx(other_s)
 
 
-A100 = mk.Cluster.load("dgx_a100").gpu  # on which it was measured what a kernel loses beside a collective
+A100 = mk.Cluster.load("dgx_a100").gpu  # The loss of a kernel beside a collective was measured on this GPU.
 CONTENDED = Assumptions(slowest=False)
 
 
 def test_a_kernel_is_slower_while_a_collective_runs_beside_it_and_only_then():
-    """0.6 s at 0.567 of its rate, the rest of 1 s alone."""
+    """The kernel runs for 0.6 s at 0.567 of its rate, and the rest of 1 s alone."""
     result, step, _ = run([start(), kernel(), done()], CONTENDED, "dgx_a100")
     alone = 1.0 - (0.6 - GAP) * A100.achieved["contended"]
     assert step.window[1] == pytest.approx(0.6 + alone)
     assert result.contention_s == pytest.approx(step.window[1] - GAP - 1.0)
-    assert result.all_overlapped_s == pytest.approx(GAP + 1.0)  # the bounds are without it
+    assert result.all_overlapped_s == pytest.approx(GAP + 1.0)  # The bounds are without contention.
 
 
 def test_two_collectives_one_after_the_other_slow_it_while_either_runs():
@@ -183,12 +184,12 @@ def test_collectives_have_two_streams_only_where_xla_gives_them():
     assert run(entry, free)[1].communication.tolist() == [[0.0, 0.6], [0.6, 1.1]]
     two = run(entry, replace(free, streams=2))[1]
     assert two.communication.tolist() == [[0.0, 0.5], [0.0, 0.6]]
-    assert two.collective.tolist() == [1, 0]  # as they end
+    assert two.collective.tolist() == [1, 0]  # They are in the order in which they end.
 
 
 @pytest.mark.parametrize(("second", "ends"), [(8, [1.0, 1.1]), (64, [0.5, 0.6])], ids=["one link", "two links"])
 def test_two_streams_share_a_link_and_no_two_links(second, ends):
-    """On one link the shorter ends after twice its 0.5 s, both after the sum; on two each by itself."""
+    """On one link the shorter ends after twice its 0.5 s, and both after the sum; on two links each runs by itself."""
     entry = [start("gather"), over("reduce", second), kernel(), done("gather"), done("reduce")]
     _, step, swept = run(entry, replace(FREE, streams=2))
     assert step.communication[:, 1].tolist() == pytest.approx(ends)
@@ -198,7 +199,7 @@ def test_two_streams_share_a_link_and_no_two_links(second, ends):
 
 
 def test_a_blocking_collective_runs_beside_one_in_flight_and_shares_its_link():
-    """XLA puts it on the stream of the kernels: both at half their rate until the shorter is through."""
+    """XLA puts it on the stream of the kernels; both run at half their rate until the shorter is through."""
     blocking = Instruction("reduce", "all-reduce", "collective", collective=collective("reduce"))
     _, step, _ = run([start(), blocking, kernel(), done()], FREE)
     assert step.communication.tolist() == [[0.0, pytest.approx(1.0)], [0.0, pytest.approx(1.1)]]
@@ -208,7 +209,8 @@ def test_a_blocking_collective_runs_beside_one_in_flight_and_shares_its_link():
 @pytest.mark.parametrize(
     ("option", "value", "streams"),
     [
-        ("experimental_parallel_collective_overlap_limit", 4, 1),  # of the scheduler alone: they share a stream
+        # This option is for the scheduler alone, so they share a stream.
+        ("experimental_parallel_collective_overlap_limit", 4, 1),
         ("experimental_enable_collective_multi_streaming", True, 2),
         ("experimental_enable_collective_multi_streaming", "true", 2),
         ("experimental_enable_collective_multi_streaming", False, 1),
@@ -259,7 +261,7 @@ def test_a_cluster_says_how_much_its_gpus_differ():
 
 
 def test_given_seconds_are_taken_as_they_are():
-    """Of a recording: neither slowed by collectives nor by the slowest GPU, unless that is asked for."""
+    """Recorded seconds are slowed neither by collectives nor by the slowest GPU, unless that is asked for."""
     result, step, _ = run([start(), kernel(), done()], gpus=1024)
     assert step.window[1] == pytest.approx(GAP + 1.0)
     assert result.contention_s == pytest.approx(0.0, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Which way XLA takes a ragged all-to-all: the table, what is known to go wrong, prices against what was measured."""
+"""Test which way XLA takes a ragged all-to-all: the table, known faults, and prices against measurements."""
 
 from dataclasses import fields, replace
 from itertools import product
@@ -22,7 +22,7 @@ from tests.hlo_text import parse_hlo
 
 PAGE = Path(__file__).parents[2] / "meshkit" / "predict" / "ways.md"
 RELEASES = ("0.11.2", "0.12.0.1")
-PRICES = {"one-shot", "device kernel", "send"}  # the algorithms that price the ways
+PRICES = {"one-shot", "device kernel", "send"}  # These algorithms price the ways.
 H100, GB200 = Cluster.load("dgx_h100", hosts=2), Cluster.load("gb200_nvl72", hosts=18)
 EXCHANGE = Collective(
     "r", "r", "ragged-all-to-all", ("expert",), True, "nvlink", None, "bf16", 8, 1, 8, 2**26, slices=32
@@ -65,12 +65,12 @@ NO_KERNEL = {"xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel": False}
         ("dgx_h100", 16, 8, FALLBACK, "sends"),
         ("dgx_h100", 16, 8, FALLBACK | {"xla_gpu_ragged_all_to_all_mode": "SYMMETRIC"}, "puts"),
         ("dgx_h100", 8, 8, POINTERS, "one-shot by pointers"),
-        ("gb200_nvl72", 8, 8, POINTERS, "refused"),  # two hosts, so two processes
+        ("gb200_nvl72", 8, 8, POINTERS, "refused"),  # Two hosts mean two processes.
         ("dgx_h100", 8, 8, NO_KERNEL, "refused"),
-        ("dgx_h100", 8, 8, DEVICE, "one-shot"),  # in private memory the option does nothing
+        ("dgx_h100", 8, 8, DEVICE, "one-shot"),  # The option does nothing in private memory.
         ("dgx_h100", 16, 8, DEVICE | SYMMETRIC, "device kernel"),
         ("workstation_2xrtx", 2, 2, {}, "one-shot by pointers"),
-        ("dgx1_v100", 8, 8, {}, "refused"),  # four of its GPUs have no NVLink to each other
+        ("dgx1_v100", 8, 8, {}, "refused"),  # Four of its GPUs have no NVLink to each other.
     ],
 )
 def test_the_way_follows_the_group_the_machine_and_the_options(cluster, n, g, options, way):
@@ -81,7 +81,7 @@ def test_the_way_follows_the_group_the_machine_and_the_options(cluster, n, g, op
     ("n", "jaxlib", "severities"),
     [
         (4, "0.11.2", []),
-        (8, "0.12.0.1", ["warning"]),  # over two hosts of the rack
+        (8, "0.12.0.1", ["warning"]),  # The group is on two hosts of the rack.
         (32, "0.11.2", ["warning"]),
         (64, "0.11.2", ["error", "warning"]),
         (64, "0.12.0.1", ["warning"]),
@@ -96,7 +96,7 @@ def test_what_is_known_to_go_wrong_on_a_rack(n, jaxlib, severities):
 
 
 def cell(cluster, n, jaxlib):
-    """What the page says of an expert axis: its way, and the problems that end a run."""
+    """Return the page's text for an expert axis: its way, and the problems that end a run."""
     g = min(n, cluster.gpus_used_per_domain)
     choice, c = WayChoice({}, jaxlib), of(g, g)
     way = choice.way(c, cluster)
@@ -126,13 +126,13 @@ def seconds(payload, n, cluster=GB200, domains=1, **how):
 @pytest.mark.parametrize(
     ("n", "payload", "slices", "algorithm", "measured", "off"),
     [
-        (64, 3.21e9, 1, "one-shot", 24.2e-3, 0.05),  # fitted, as the next
+        (64, 3.21e9, 1, "one-shot", 24.2e-3, 0.05),  # This row and the next are fitted.
         (64, 3.21e9, 64, "one-shot", 7.56e-3, 0.05),
-        (64, 3.2e9, 1, "device kernel", 9.12e-3, 0.05),  # fitted
+        (64, 3.2e9, 1, "device kernel", 9.12e-3, 0.05),  # This row is fitted.
         (64, 3.2e9, 3, "device kernel", 12.74e-3, 0.05),
         (64, 3.2e9, 30, "device kernel", 22.74e-3, 0.05),
         (64, 3.2e9, 120, "device kernel", 22.59e-3, 0.05),
-        (8, 1e9, 1, "one-shot", 1e9 / 17.6e9, 0.1),  # 8 B200 (xla#33386): 16.42 GiB/s, by an older kernel
+        (8, 1e9, 1, "one-shot", 1e9 / 17.6e9, 0.1),  # 8 B200 had 16.42 GiB/s with an older kernel (xla#33386).
     ],
 )
 def test_prices_are_what_was_measured(n, payload, slices, algorithm, measured, off):
@@ -170,7 +170,7 @@ def test_the_busiest_gpu_sets_the_pace_up_to_its_buffer():
 
     assert wire_s(2.0, room=8.0) == pytest.approx(2 * wire_s(1.0, room=8.0))
     assert wire_s(2.0, room=1.5) == pytest.approx(1.5 * wire_s(1.0))
-    assert wire_s(2.0, room=8.0, axes_complete=False) == wire_s(1.0)  # has the whole buffer for payload
+    assert wire_s(2.0, room=8.0, axes_complete=False) == wire_s(1.0)  # Its payload is the whole buffer.
 
 
 HLO = """
@@ -210,6 +210,6 @@ def test_a_plans_options_choose_the_way():
 
 @pytest.mark.parametrize(("n", "slices"), list(product((8, 64), (1, 32))))
 def test_no_way_moves_rows_faster_than_the_links(n, slices):
-    """(n - 1) / n of the payload leave a GPU in each way; the rest is latency and what a kernel reaches of the link."""
+    """In each way (n - 1) / n of the payload leave a GPU; the rest is latency and the link's share that is reached."""
     floor = 2**30 * (n - 1) / n / GB200.link("nvlink", gpus=n).bytes_per_s
     assert all(seconds(2**30, n, slices=slices, algorithm=way) > floor for way in PRICES)
