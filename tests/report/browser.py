@@ -1,7 +1,7 @@
-"""A headless Chromium for tests of the page, driven over its debugging pipe: the standard library is enough.
+"""Drive a headless Chromium over its debugging pipe, for tests of the page, with the standard library alone.
 
-`--remote-debugging-pipe` speaks the DevTools protocol on file descriptors 3 (commands) and 4 (answers), each message
-JSON with a zero byte after it: no port, no websocket.
+`--remote-debugging-pipe` speaks the DevTools protocol on file descriptors 3 (commands) and 4 (answers). Each message is
+JSON with a zero byte after it, so there is no port and no websocket.
 """
 
 import base64
@@ -13,23 +13,24 @@ import time
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0  # of one answer: two busy cores start a browser slowly
+PATIENCE_S = 60.0  # This is the limit of one answer: two busy cores start a browser slowly.
 
 
 def find_chromium():
-    """The path of a Chromium on this machine, or None."""
+    """Return the path of a Chromium on this machine, or None."""
     return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
     """One page in one browser.
 
+
     Attributes:
         problems: messages of exceptions and of console.error, so far.
     """
 
     def __init__(self, executable, profile: Path):
-        ours, theirs = os.pipe(), os.pipe()  # we write commands to ours[1], read answers from theirs[0]
+        ours, theirs = os.pipe(), os.pipe()  # We write commands to ours[1] and read answers from theirs[0].
         # A subshell puts the pipe ends on 3 and 4, whatever numbers they have here.
         flags = "--headless=new --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --disable-dev-shm-usage"
         flags += " --disable-extensions --disable-background-networking --remote-debugging-pipe"
@@ -52,7 +53,7 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method, **params):
-        """The result of a DevTools command."""
+        """Send a DevTools command and return its result."""
         self._id += 1
         message = {"id": self._id, "method": method, "params": params}
         if self._session:
@@ -88,7 +89,7 @@ class Browser:
             self.problems.append(params["entry"]["text"])
 
     def open(self, file: Path, width: int, height: int = 900):
-        """Loads a page at a width and waits until its charts are drawn."""
+        """Load a page at a width and wait until its charts are drawn."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -96,31 +97,30 @@ class Browser:
         self.wait_for("document.body && document.body.dataset.ready === 'yes'")
 
     def evaluate(self, expression):
-        """The value of a JavaScript expression; a promise is awaited."""
+        """Return the value of a JavaScript expression; a promise is awaited."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait_for(self, expression):
-        """Waits until an expression is true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {expression}; the page says {self.problems}"
             time.sleep(0.05)
 
     def mouse(self, kind, x, y, **more):
-        """A mouse event: mouseMoved, mousePressed, mouseReleased or mouseWheel."""
+        """Send a mouse event: mouseMoved, mousePressed, mouseReleased or mouseWheel."""
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def screenshot(self, file: Path):
-        """The whole page as a PNG."""
+        """Write the whole page as a PNG."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         found = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         file.write_bytes(base64.b64decode(found["data"]))
 
     def close(self):
-        """Ends the browser."""
         self._session = None
         try:
             self.send("Browser.close")

@@ -1,4 +1,4 @@
-"""A small timeline with every kind of span, and its report."""
+"""Provide a small timeline with every kind of span, and its report."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,11 @@ COLLECTIVES = (
 
 
 def make_step(device=0, step=0, shift=0.0, unmapped=True):
-    """10 ms; in ms: compute 0-4 and 6-8; all-gathers 3-5 and 4-6, all-reduce 5-9, unmapped 7-7.5; a copy 9-9.5."""
+    """Return a step of 10 ms.
+
+    In ms, compute is at 0-4 and 6-8, all-gathers are at 3-5 and 4-6, an all-reduce at 5-9, unmapped communication at
+    7-7.5, and a copy at 9-9.5.
+    """
     communication = [(3, 5), (4, 6), (5, 9), (7, 7.5)]
     owners = [0, 1, 2, -1]
     count = 4 if unmapped else 3

@@ -1,6 +1,6 @@
-"""Traces of 8 GPUs with planted causes: a small training step is simulated, and what makes a device late is known.
+"""Write traces of 8 GPUs with planted causes: a small training step is simulated, and it is known why a device is late.
 
-Devices go through the same kernels and collectives in order; a collective's members leave it together, once the last
+Devices go through the same kernels and collectives in order. A collective's members leave it together, once the last
 has come and its data has moved. Times are microseconds.
 """
 
@@ -19,32 +19,35 @@ from meshkit.predict.network import collective_time_s
 from meshkit.trace.operations import TracedProgram, TraceFile
 from tests.trace.trace_files import clock_text, collective, gpu_op, plane_text, program, write_planes
 
-DEVICES, EXECUTIONS = 8, 9  # of which the last is not measured
+DEVICES, EXECUTIONS = 8, 9  # The last execution is not measured.
 H100 = Cluster.load("dgx_h100")
-SEEDS = {"seen": 20261101, "held out": 20261127}  # the second was fixed before any verdict was written
-EVERYWHERE: int | None = None  # in place of a device
+SEEDS = {"seen": 20261101, "held out": 20261127}  # The second seed was fixed before any verdict was written.
+EVERYWHERE: int | None = None  # This stands in place of a device.
 
-Truth = tuple[str, int | None]  # a cause and its device
+Truth = tuple[str, int | None]  # This is a cause and its device.
 
 
 @dataclass
 class Plant:
-    """What differs on some devices; every table is device -> its value."""
+    """Differences of some devices, in tables of device -> value."""
 
-    clock: dict[int, float] = field(default_factory=dict)  # compute-bound kernels take so many times as long
-    memory: dict[int, float] = field(default_factory=dict)  # the same of kernels that memory bounds
-    kernel: dict[int, tuple[int, float]] = field(default_factory=dict)  # kernel, and so many us longer
-    varies: float = 0.0  # the kernel's excess is from 1 - this to 1 + this of it, by step
-    data: dict[int, float] = field(default_factory=dict)  # the next input comes so late
-    gap: dict[int, float] = field(default_factory=dict)  # before each kernel
-    link: dict[int, float] = field(default_factory=dict)  # group of the gathers -> their transfers take so many times
-    stall: dict[tuple[int, int], float] = field(default_factory=dict)  # (step, device) -> idle
-    warm: dict[tuple[int, int], float] = field(default_factory=dict)  # (step, device) -> all kernels, times
+    clock: dict[int, float] = field(default_factory=dict)  # Kernels bound by compute take this many times as long.
+    memory: dict[int, float] = field(default_factory=dict)  # Kernels bound by memory take this many times as long.
+    kernel: dict[int, tuple[int, float]] = field(default_factory=dict)  # This kernel takes so many us longer.
+    varies: float = 0.0  # By step, the kernel's excess is between 1 - this and 1 + this of it.
+    data: dict[int, float] = field(default_factory=dict)  # The next input comes this late.
+    gap: dict[int, float] = field(default_factory=dict)  # This gap is before each kernel.
+    # Of the gathers of this group, transfers take this many times as long.
+    link: dict[int, float] = field(default_factory=dict)
+    # In this (step, device) the device is idle for so long.
+    stall: dict[tuple[int, int], float] = field(default_factory=dict)
+    # In this (step, device) all kernels take this many times as long.
+    warm: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A made trace and what was planted in it."""
+    """A made-up trace and what was planted in it."""
 
     name: str
     truth: frozenset[Truth]
@@ -56,7 +59,7 @@ class Case:
 class Kernel:
     name: str
     us: float
-    computes: bool  # bound by arithmetic, not by memory
+    computes: bool  # The kernel is bound by arithmetic, not by memory.
 
 
 class Step:
@@ -110,17 +113,17 @@ class Step:
 
     @property
     def us(self) -> float:
-        """About how long it takes."""
+        """Return about how long the step takes."""
         return sum(k.us for k in self.kernels) + sum(self.transfer_us.values()) * (0.6 if self.asynchronous else 1)
 
     def groups_of(self, c: Collective) -> np.ndarray:
-        """[groups, members] the devices that run it together."""
+        """Return [groups, members] of the devices that run the collective together."""
         devices = np.arange(DEVICES)
         return devices.reshape(-1, c.group_size) if c.axes == ("fsdp",) else devices.reshape(c.group_size, -1).T
 
 
 def write_case(case: Case, folder: Path) -> tuple[list[TraceFile], TracedProgram]:
-    """Writes the trace of a case; returns its files and what is known of its program."""
+    """Write the trace of a case; return its files and what is known of its program."""
     draw = random.Random(case.seed)
     step = Step(draw)
     events = simulated(step, case.plant, draw)
@@ -142,7 +145,7 @@ def write_case(case: Case, folder: Path) -> tuple[list[TraceFile], TracedProgram
 
 
 def simulated(step: Step, plant: Plant, draw: random.Random) -> list[list[tuple[str, float, float, dict]]]:
-    """[devices] the events of all executions."""
+    """Return [devices], the events of all executions."""
     at, free, fed = np.full(DEVICES, 1000.0), np.zeros(DEVICES), np.zeros(DEVICES)
     chip = [draw.uniform(0.998, 1.002) for _ in range(DEVICES)]
     events: list[list] = [[] for _ in range(DEVICES)]
@@ -182,7 +185,7 @@ def simulated(step: Step, plant: Plant, draw: random.Random) -> list[list[tuple[
 
 
 def cases(of: str) -> list[Case]:
-    """The twenty cases of a seed; `of` is a key of `SEEDS`."""
+    """Return the twenty cases of a seed; `of` is a key of `SEEDS`."""
     draw = random.Random(SEEDS[of])
     made = [*_cases(draw)]
     return [Case(f"{of} {i}: {name}", frozenset(truth), plant, seed) for i, (name, truth, plant, seed) in made]
@@ -207,7 +210,7 @@ def _cases(draw: random.Random) -> Iterator[tuple[int, tuple[str, set[Truth], Pl
 
 
 def plant_one(kind: str, device: int | None, plant: Plant, step: Step, draw: random.Random) -> Truth:
-    """Adds one cause to a plant; returns what a verdict should name."""
+    """Add one cause to a plant; return what a verdict should name."""
     devices = list(range(DEVICES)) if device is None else [device]
     much = draw.uniform(0.04, 0.12) * step.us
     if kind == "clock":

@@ -1,4 +1,4 @@
-"""Made plans with one cause each: the verdict names it; of one with none it says what the step is bound by."""
+"""Test that the verdict of a made-up plan names its one cause, and without a cause says what bounds the step."""
 
 from dataclasses import replace
 
@@ -31,12 +31,11 @@ def info(kind="matmul", source="jit(step)/mlp/dot", line=None):
 
 
 def made(seconds, **more):
-    """The report of `made_of`."""
     return made_of(seconds, **more)[0]
 
 
 def made_of(seconds, *, memory=FITS, steps=1, parts=None, infos=None, warnings=()):
-    """The plan of kernels, and of collectives that block, each with its seconds; and what it is made from."""
+    """Return the plan of kernels and of blocking collectives with their seconds, and what the plan is made from."""
     of = {c.name: c for c in (SCATTER, SMALL)}
     instructions, took, known = [], {}, {"dot.1": info(), **(infos or {})}
     for i, (name, s) in enumerate(seconds):

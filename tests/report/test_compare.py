@@ -1,4 +1,4 @@
-"""Two reports side by side, joins, and the conditions of --fail-if."""
+"""Test comparing two reports: their numbers side by side, how rows are joined, and the conditions of --fail-if."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from meshkit.report.views.report import render
 
 @pytest.fixture
 def slower(report):
-    """The same program, with twice the exposed time and ops of other names."""
+    """Return a report of the same program, with twice the exposed time and ops of other names."""
     rows = [
         row.model_copy(
             update={
@@ -78,7 +78,7 @@ def test_a_row_of_one_side_only_has_no_ratio(report):
 
 
 def test_what_is_withheld_is_unknown_and_not_zero(report):
-    # more communication than may maps to nothing: the rows' seconds are null, their counts are not
+    # More communication than allowed maps to nothing: the rows' seconds are null, but their counts are not.
     rows = tuple(r.model_copy(update={"time_s": None, "exposed_s": None}) for r in report.communication)
     found = compare(report, report.model_copy(update={"communication": rows}))
     assert not any(row.one_sided for row in found.communication)

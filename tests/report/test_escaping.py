@@ -1,4 +1,4 @@
-"""Names on the page come from experiments, traces and programs that somebody else made: none becomes a script."""
+"""Test that names from other people's experiments, traces and programs never become a script on the page."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_a_page_escapes_names(tmp_path, name):
     if "<" in name:
         assert name not in text
     else:
-        assert f"axis {name} is odd" in text  # not a place of the page's own template
+        assert f"axis {name} is odd" in text  # The name is not a placeholder of the page's own template.
 
 
 @pytest.mark.parametrize("name", NAMES[:5])
@@ -41,7 +41,7 @@ def test_a_name_in_a_chart_does_not_end_the_script_that_holds_it(report, timelin
     odd = report.model_copy(update={"communication": (row, *report.communication[1:])})
     text = write_html(odd, tmp_path / "report.html", timeline, title="run").read_text()
     script = text.split('id="figures">')[1].split('<script type="text/plain"')[0]
-    assert script.count("</script>") == 1  # its own end
+    assert script.count("</script>") == 1  # This is the script's own end.
     outside = text.replace(script, "")
     assert name not in outside
 
@@ -93,7 +93,7 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
 
 
 def _with_escapes(value):
-    """A document with terminal escapes in every text that may be any."""
+    """Return a document with terminal escapes in every text that may be any."""
     if isinstance(value, dict):
         fixed = ("schema", "source", "link", "wait_method", "method", "aggregation", "created")
         return {k: v if k in fixed and v != "layers" else _with_escapes(v) for k, v in value.items()}

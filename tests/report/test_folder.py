@@ -1,4 +1,4 @@
-"""The files of a run folder: what stands beside what, and how the run went."""
+"""Test the files of a run folder: which stand beside each other, and how the run went."""
 
 import json
 
@@ -22,7 +22,7 @@ def test_a_measurement_keeps_the_plan_of_its_folder(report, plan, timeline, tmp_
     assert written.source == "profile"
     assert read_report(tmp_path / "plan.json") == find_prediction(tmp_path) == plan
     assert "predicted and measured" in (tmp_path / "report.html").read_text()
-    write_folder(report, tmp_path, timeline)  # again: the plan is still there
+    write_folder(report, tmp_path, timeline)  # When it is written again, the plan is still there.
     assert "predicted and measured" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "trace.json.gz").is_file()
 
@@ -43,7 +43,7 @@ def test_another_prediction_can_be_given(report, plan, tmp_path):
 
 
 def test_a_damaged_report_is_written_anew(report, tmp_path):
-    (tmp_path / "report.json").write_text('{"schema": "mesh')  # a crash of an earlier version
+    (tmp_path / "report.json").write_text('{"schema": "mesh')  # An earlier version may have crashed.
     assert write_folder(report, tmp_path) == read_report(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "report.json"]
 
@@ -67,7 +67,7 @@ def test_history_of_a_run(report, tmp_path):
     assert history.steps == tuple(range(1, 31))
     assert list(history.values) == ["loss", "step_time_s"]
     assert history.values["loss"][1] == 5.0
-    # the first step warms up; of the other 29, nine are the first third and nine the last
+    # The first step warms up; of the other 29, nine are the first third and nine are the last.
     assert history.trend["step_time_s"] == pytest.approx(0.5)
     (warning,) = (w for w in written.warnings if w.code == "step_time_trend")
     assert "50.0 % longer" in warning.message

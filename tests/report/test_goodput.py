@@ -1,4 +1,4 @@
-"""Goodput in the report: the parts add up in report.json, on the terminal and on the page."""
+"""Test goodput in the report: the parts add up in report.json, on the terminal and on the page."""
 
 import json
 import math
@@ -20,7 +20,7 @@ SECONDS = {"start": 20.0, "compile": 60.0, "restore": 8.0, "init": 12.0, "data":
 
 @pytest.fixture
 def run(report, tmp_path):
-    """A run folder with the records of two attempts and a report."""
+    """Return a run folder with the records of two attempts and a report."""
     (tmp_path / "goodput").mkdir()
     first = {"began": 1000.0, "resumed_step": 0, "last_step": 12, "outcome": None}
     first |= {"seconds": {"start": 5.0, "compile": 10.0, "step": 60.0, "save": 1.0, "data": 2.0}}

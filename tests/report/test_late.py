@@ -1,4 +1,7 @@
-"""Who is late, and why: causes planted in made traces of 8 GPUs; 20 were drawn before the verdict was written."""
+"""Test that a report names who is late, and why, in made-up traces of 8 GPUs with planted causes.
+
+The first twenty cases were drawn before the verdict was written.
+"""
 
 import random
 
@@ -51,7 +54,7 @@ HARDWARE = {"clock", "memory", "slow_link"}
 
 
 def named(report):
-    """What a report blames: (cause, device)."""
+    """Return the causes that a report blames, as (cause, device)."""
     found = {("warm_up", None) for s in report.per_step if s.left_out == "warm-up"}
     alike = {"slow_link": "slow_link", "outlier_steps": "outlier"}
     everywhere = {"input_wait": "input", "host_bound": "launch_gaps"}
@@ -90,7 +93,7 @@ def test_the_planted_cause_is_named_in_at_least_38_of_40_and_hardware_never_wher
         (
             "clock",
             planted.Plant(warm={(number, 2): 1.12 for number in range(1, 9, 2)}),
-        ),  # throttled in every other step
+        ),  # The GPU is throttled in every other step.
     ],
 )
 def test_hardware_is_named_where_kernels_of_one_bound_are_slower_alike(cause, plant, tmp_path):
@@ -99,7 +102,7 @@ def test_hardware_is_named_where_kernels_of_one_bound_are_slower_alike(cause, pl
 
 
 def test_a_kernel_that_varies_by_device_and_step_is_named_with_its_way_out(tmp_path):
-    """MaxText on four H100s: the embedding's gradient takes 22 to 68 ms, all else the same everywhere."""
+    """In MaxText on four H100s, the embedding's gradient takes 22 to 68 ms, and all else is the same everywhere."""
     seed = 20261128
     step = planted.Step(random.Random(seed))
     which = [k.name for k in step.kernels].index("input_scatter_fusion")
@@ -123,7 +126,7 @@ def test_steps_that_cannot_be_compared_get_no_verdict_but_the_reason(tmp_path):
         return report.verdict
 
     whole = [gpu_op(name, 1000 * i + a, 1000 * i + b) for i in range(5) for name, a, b in ops]
-    at = [0, 1000, 1200, 2200, 2400, 3400, 3600]  # what is counted as a step is none
+    at = [0, 1000, 1200, 2200, 2400, 3400, 3600]  # What is counted as a step is not a whole step.
     torn = [gpu_op(name, t + a / 10, t + b / 10) for t in at for name, a, b in ops]
     assert (
         verdict([torn, torn])

@@ -1,4 +1,4 @@
-"""What a reader of a measurement is warned of: other machines, another plan, lost kernels, shifted steps."""
+"""Test the warnings of a measurement: other machines, another plan, lost kernels, and shifted steps."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ GATHER = collective("all-gather-start.1", "all-gather", "fsdp")
 
 
 def read(folder, devices, *, clocks=None, groups=((0, 1),), steps=4):
-    """The trace of devices, each a process of its own; `devices` is device -> operations (name, start, end), in us."""
+    """Return the trace of devices, each a process; `devices` is device -> operations (name, start, end), in us."""
     files = []
     for device, ops in devices.items():
         texts = [plane_text("/device:GPU:0", [gpu_op(*op) for op in ops])]
@@ -28,7 +28,7 @@ def read(folder, devices, *, clocks=None, groups=((0, 1),), steps=4):
 
 
 def steps(first=0, count=4, *, drop=0):
-    """Steps of a millisecond, numbered from the first: their compute differs, so that they can be told apart."""
+    """Return steps of a millisecond whose compute differs, so that they can be told apart."""
     ops = []
     for i in range(count):
         at = 1000 * i
@@ -47,7 +47,7 @@ def test_a_process_whose_steps_are_shifted_is_no_matter_of_clocks(tmp_path):
     (tmp_path / "same").mkdir()
     same = read(tmp_path / "same", {0: steps(), 1: steps()}, clocks={0: epoch, 1: epoch})
     assert "shifted_steps" not in codes(same.notes)
-    # process 1 began to capture a step later than process 0, so what both count as their first differs by one
+    # Process 1 began to capture a step later than process 0, so their first steps differ by one.
     late = read(tmp_path, {0: steps(), 1: steps(first=1)}, clocks={0: epoch, 1: epoch + 10**6})
     (note,) = [n for n in late.notes if n.code == "shifted_steps"]
     assert "processes 1 are shifted" in note.message
@@ -62,7 +62,7 @@ def test_kernels_that_are_missing_on_one_device_are_seen(tmp_path):
 
 def test_bus_bandwidth_with_waits_in_it_is_said(tmp_path):
     whole = read(tmp_path, {0: steps(), 1: steps()})
-    part = read(tmp_path, {0: steps(), 1: steps()}, groups=((0, 1, 2),))  # nobody saw device 2
+    part = read(tmp_path, {0: steps(), 1: steps()}, groups=((0, 1, 2),))  # Nobody saw device 2.
     rows = [summarize(t.steps, source="profile", swept=t).communication for t in (whole, part)]
     assert codes(bandwidth_notes(rows[0])) == []
     assert codes(bandwidth_notes(rows[1])) == ["bus_bandwidth_with_waits"]

@@ -1,4 +1,4 @@
-"""The page in a headless Chromium, at the width of a desk and of a phone. Skipped where there is none."""
+"""Test the page in a headless Chromium, at the width of a desk and of a phone; without one the tests are skipped."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def browser(tmp_path_factory):
 
 
 def kernels(report, factor):
-    """Two kinds of work that add up to the report's compute."""
+    """Return two kinds of work that add up to the report's compute."""
     classes = []
     for kind, share in (("matmul", 0.75), ("a kind with a long name of its own", 0.25)):
         seconds = share * report.step.compute_s
@@ -59,7 +59,7 @@ def kernels(report, factor):
 
 @pytest.fixture
 def everything(report):
-    """A measured report in which every optional part is known."""
+    """Return a measured report in which every optional part is known."""
     devices = [StragglerPart(device=1, process=0, host="node-with-a-long-name-0001.example.org", caused_wait_s=2e-3,
                              waited_s=1e-4, last_share=0.25, compute_s=5e-3)]  # fmt: skip
     steps = tuple(range(1, 41))
@@ -82,7 +82,7 @@ def everything(report):
 
 @pytest.fixture
 def predicted(everything):
-    """A prediction that is half as long, of another program."""
+    """Return a prediction of another program that is half as long."""
     half = {key: value / 2 for key in ("time_s", "exposed_s", "compute_s") if (value := getattr(everything.step, key))}
     program = everything.program.model_copy(update={"fingerprint": "other"})
     parts = {"source": "plan", "step": everything.step.model_copy(update=half), "program": program, "history": None}
@@ -134,7 +134,7 @@ def test_the_first_screen_says_why_and_the_rest_is_folded(browser, everything, t
     assert "4.1 years" in text
     assert "exposed waiting for peers" in text
     assert "3 that cost less" in text
-    # every fold can be reached and opened by keyboard, and what is in it is drawn
+    # Every fold can be reached and opened by keyboard, and its content is drawn.
     assert browser.evaluate("[...document.querySelectorAll('summary')].every(s => s.tabIndex >= 0)")
     browser.evaluate("document.querySelector('details[data-below] summary').focus()")
     for kind in ("keyDown", "keyUp"):
@@ -149,7 +149,7 @@ def test_the_first_screen_says_why_and_the_rest_is_folded(browser, everything, t
 
 
 def check_no_overflow(browser, width):
-    """The page is not wider than the screen, with every fold open; what is wider scrolls in its own box."""
+    """Check that no open fold makes the page wider than the screen; wider content scrolls in its own box."""
     browser.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     outside = browser.evaluate(
@@ -160,7 +160,7 @@ def check_no_overflow(browser, width):
 
 
 def check_numbers(numbers, documents):
-    """Every number of the page is the one of the file, bit for bit, and reads as it."""
+    """Check that every number of the page equals the file's, bit for bit, and is formatted correctly."""
     seen = set()
     for document, key, value, text in numbers:
         expected = value_at(documents[document], key)
@@ -186,7 +186,7 @@ def check_numbers(numbers, documents):
 
 
 def value_at(document, key):
-    """The value at a path; `a+b` adds up."""
+    """Return the value at a path; `a+b` adds up."""
     found = [document]
     for part in key.split("."):
         found = [v[int(name)] if isinstance(v, list) else v[name] for v in found for name in part.split("+")]
@@ -196,7 +196,7 @@ def value_at(document, key):
 
 
 def text_of(key, value):
-    """How a value of this key reads, by the unit in its name."""
+    """Return the text of a value of this key, by the unit in its name."""
     *path, name = key.split(".")
     if name in ("a", "b", "min", "median", "p90", "max"):
         name = path[-1]
@@ -224,7 +224,7 @@ def timeline_axis(browser):
 
 
 def point_of(browser, pixel_share):
-    """Screen position inside the plot area of the first timeline, scrolled into view."""
+    """Return a screen position inside the plot area of the first timeline, scrolled into view."""
     box = browser.evaluate(
         "(n => { n.scrollIntoView({block: 'center'}); const r = n.querySelector('.nsewdrag').getBoundingClientRect();"
         " return [r.left, r.top, r.width, r.height] })(document.querySelector('#timeline-profile-0'))"
@@ -236,19 +236,19 @@ def point_of(browser, pixel_share):
 def test_timeline_zooms_hovers_and_changes_device(browser, everything, timeline, tmp_path, width):
     page = write_html(everything, tmp_path / "report.html", timeline)
     browser.open(page, width)
-    assert timeline_axis(browser) == [0, 10]  # ms: the whole step
-    x, y = point_of(browser, 0.2)  # 2 ms into the step: the first compute span, of the first of six lanes
+    assert timeline_axis(browser) == [0, 10]  # The whole step is shown, in ms.
+    x, y = point_of(browser, 0.2)  # 2 ms into the step is the first compute span, in the first of six lanes.
     browser.mouse("mouseMoved", x - 3, y)
     browser.mouse("mouseMoved", x, y)
     browser.wait_for("!!document.querySelector('#timeline-profile-0 .hovertext')")
     hover = browser.evaluate("document.querySelector('#timeline-profile-0 .hovertext').textContent")
     assert hover.startswith("fusion")
     assert "4 ms" in hover
-    for _ in range(6):  # one turn of the wheel zooms by a tenth at most
+    for _ in range(6):  # One turn of the wheel zooms by a tenth at most.
         browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-240)
     browser.wait_for("(([a, b]) => b - a < 8)(document.querySelector('#timeline-profile-0')._fullLayout.xaxis.range)")
     low, high = timeline_axis(browser)
-    assert low < 2 < high  # the zoom keeps what is under the pointer
+    assert low < 2 < high  # Zooming keeps what is under the pointer.
     select = "document.querySelector('[data-timeline]')"
     browser.evaluate(f"(s => {{ s.selectedIndex = 1; s.dispatchEvent(new Event('change')) }})({select})")
     browser.wait_for("!!document.querySelector('#timeline-profile-1 svg')")
@@ -266,11 +266,11 @@ FILLED = """[...document.querySelectorAll('.timeline:not([hidden])')].flatMap(no
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("count", [700, 4000])  # the larger is more than the page draws one by one
+@pytest.mark.parametrize("count", [700, 4000])  # The page does not draw as many as 4000 one by one.
 def test_gaps_that_are_thinner_than_a_pixel_take_no_more_of_the_picture_than_of_the_step(
     browser, report, tmp_path, width, count
 ):
-    """0.2 % of 10 ms in so many gaps, as a whole and zoomed; far enough, each is drawn for itself."""
+    """Gaps take 0.2 % of 10 ms, in the whole picture and zoomed; when zoomed far enough, each is drawn by itself."""
     starts = np.arange(count) * 10e-3 / count
     step = dataclasses.replace(
         make_step(), compute=np.stack([starts, starts + 0.998 * 10e-3 / count], 1), compute_op=np.zeros(count, int),

@@ -1,4 +1,4 @@
-"""The trace for Perfetto: valid by the rules of its JSON importer, and its totals are the report's."""
+"""Test that the trace for Perfetto follows the rules of its JSON importer, and that its totals are the report's."""
 
 import gzip
 import itertools
@@ -27,7 +27,7 @@ def complete(document):
 
 
 def test_events_have_what_the_format_asks(document):
-    # Trace Event Format: X has name, ts, dur in us; M names processes and threads
+    # In the Trace Event Format, X has name, ts and dur in us, and M names processes and threads.
     assert document["displayTimeUnit"] == "ms"
     for event in document["traceEvents"]:
         assert event["ph"] in ("X", "M")
@@ -44,7 +44,7 @@ def test_events_have_what_the_format_asks(document):
 
 
 def test_events_of_a_thread_do_not_overlap(document):
-    # Perfetto drops complete events of one thread that overlap without nesting
+    # Perfetto drops complete events of one thread that overlap without nesting.
     by_thread = defaultdict(list)
     for event in complete(document):
         by_thread[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
@@ -52,12 +52,12 @@ def test_events_of_a_thread_do_not_overlap(document):
         spans.sort()
         assert all(
             end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans)
-        )  # us: a thousandth of a ns
+        )  # The tolerance is a thousandth of a ns.
 
 
 def test_tracks_and_annotations(document):
     tracks = {e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
-    # the two all-gathers overlap, so the second one is on a further track
+    # The two all-gathers overlap, so the second one is on a further track.
     assert tracks == {
         "steps", "compute", "exposed communication", "fsdp · nvlink", "fsdp · nvlink (2)", "data · infiniband",
         "no axis", "copies",
@@ -79,14 +79,14 @@ def test_tracks_and_annotations(document):
 
 def test_totals_are_the_reports(document, report):
     def mean_s(track):
-        # 2 devices x 2 steps
+        # There are 2 devices with 2 steps each.
         return sum(e["dur"] for e in complete(document) if e["cat"] == track) * _US / 4
 
     step = report.step
-    tolerance = 1e-9  # s: each of a few spans is rounded to a nanosecond
+    tolerance = 1e-9  # In seconds; each of a few spans is rounded to a nanosecond.
     assert mean_s("steps") == pytest.approx(step.time_s, abs=tolerance)
     assert mean_s("exposed communication") == pytest.approx(step.exposed_s, abs=tolerance)
-    assert mean_s("compute") == pytest.approx(step.compute_s, abs=tolerance)  # its spans do not overlap here
+    assert mean_s("compute") == pytest.approx(step.compute_s, abs=tolerance)  # Compute spans do not overlap here.
     busy = sum(row.busy_s for row in report.communication)
     on_axes = [mean_s(c) for c in ("fsdp · nvlink", "data · infiniband", "no axis")]
     assert sum(on_axes) == pytest.approx(busy, abs=3 * tolerance)
@@ -102,11 +102,11 @@ def test_waiting_is_annotated_where_it_is_known(timeline, tmp_path):
     file = write_perfetto(replace(timeline, steps=steps), tmp_path / "x.json.gz")
     events = complete(json.loads(gzip.decompress(file.read_bytes())))
     gather = next(e for e in events if e["name"] == "all-gather.1")
-    assert (gather["args"]["transfer_us"], gather["args"]["wait_us"]) == (500, 1500)  # of 2 ms
+    assert (gather["args"]["transfer_us"], gather["args"]["wait_us"]) == (500, 1500)  # The span has 2 ms.
 
 
 def test_what_does_not_fit_is_left_out_and_said(timeline, tmp_path):
-    file = write_perfetto(timeline, tmp_path, max_events=15)  # a device step has 7
+    file = write_perfetto(timeline, tmp_path, max_events=15)  # A device step has 7 events.
     document = json.loads(gzip.decompress(file.read_bytes()))
     assert (document["otherData"]["device_steps"], document["otherData"]["device_steps_left_out"]) == (2, 2)
     assert {e["args"]["step"] for e in complete(document)} == {5}
@@ -123,7 +123,7 @@ def test_no_steps_no_file(tmp_path):
 
 
 def test_exposed_parts_add_up_however_sums_round():
-    # spans of picoseconds to milliseconds, none of which a binary fraction holds
+    # Spans last from picoseconds to milliseconds, and no binary fraction holds any of them exactly.
     rng = np.random.default_rng(0)
     at = np.cumsum(rng.lognormal(-12, 2, 4000))
     compute, communication = at[:2000].reshape(-1, 2), at[rng.permutation(4000)[:2000]].reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""What a report says of a pipeline: the bubble of a step, useful FLOP, and the picture of the schedule."""
+"""Test what a report says of a pipeline: the bubble of a step, useful FLOP, and the picture of the schedule."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ SOURCES = {
 
 @pytest.mark.parametrize("shared_head", [True, False])
 def test_the_bubble_is_what_masked_work_took(shared_head):
-    """Of M v + S - 1 = 19 ticks a way each stage needs 16, and of 16 places for layers 15 hold one; the embedding runs
-    in 7 ticks of warm-up, 8 steady ones and once before them."""
+    """Of M v + S - 1 = 19 ticks a way each stage needs 16, and of 16 places for layers 15 hold one.
+
+    The embedding runs in 7 ticks of warm-up, 8 steady ones and once before them.
+    """
     busy = {"layer": 4.0, "slice": 1.0, "embedding": 0.5, "head": 2.0, "optimizer": 8.0, "unknown": 1.0}
     instructions = {name: InstructionInfo("matmul", name, source, None) for name, source in SOURCES.items()}
     ends = np.cumsum(list(busy.values()))
@@ -88,8 +90,8 @@ def test_the_picture_has_two_rows_a_stage_and_masks_what_does_nothing():
     z = schedule_chart(part)["data"][0]["z"]
     assert (len(z), {len(row) for row in z}) == (2 * S, {26})
     for row in z:
-        assert sum(shade is None for shade in row) == 7  # drain goes back only, warm-up forward only
-        assert sum(shade == 0 for shade in row) == 3  # S - 1
+        assert sum(shade is None for shade in row) == 7  # Drain goes back only, and warm-up goes forward only.
+        assert sum(shade == 0 for shade in row) == 3  # S - 1 ticks are masked.
         assert sorted(set(row) - {None, 0}) in ([1, 2], [3, 4])
     assert schedule_chart(part.model_copy(update={"picture": None})) is None
 

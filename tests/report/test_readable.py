@@ -1,4 +1,4 @@
-"""A report in Python: at a prompt, printed, rendered as the terminal shows it, as a page, as rows."""
+"""Test a report in Python: at a prompt, printed, rendered as the terminal shows it, as a page, and as rows."""
 
 import meshkit as mk
 from tests.report.test_views import shown

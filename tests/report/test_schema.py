@@ -1,4 +1,4 @@
-"""report.json: every key of the contract, always; what is no report is refused with one message."""
+"""Test that report.json always has every key of the contract, and that one message refuses what is not a report."""
 
 import json
 import math
@@ -31,12 +31,12 @@ ROW = (
 )
 TOP = "schema source cluster mesh window step spread communication memory program compile training warnings"
 OP = "name key source count payload_bytes busy_s exposed_s"
-# parts that were added since, null where nobody knows
+# These parts are not in the contract's first list; they are null where they are unknown.
 ADDED = "pipeline kernels quality stragglers per_step history goodput failures feedback predicted"
 
 
 def has_keys(found, keys):
-    """Whether keys of the contract are all there, in order; others may stand between them."""
+    """Return whether the contract's keys are all there, in order; others may stand between them."""
     return [key for key in found if key in keys.split()] == keys.split()
 
 

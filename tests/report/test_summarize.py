@@ -1,4 +1,4 @@
-"""Timeline -> report: numbers computed by hand, and the invariants of the contract."""
+"""Test how a timeline becomes a report: numbers computed by hand, and the invariants of the contract."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def find(report, collective):
 
 def test_step_is_the_mean_of_the_device_steps(report):
     step = report.step
-    assert step.time_s == ms(10.5)  # 10 ms on device 0, 11 on device 1
+    assert step.time_s == ms(10.5)  # Device 0 takes 10 ms and device 1 takes 11.
     assert step.compute_s == ms(6)
     assert step.communication_s == ms(6)
     assert step.overlapped_s == ms(3)
@@ -40,7 +40,7 @@ def test_step_is_the_mean_of_the_device_steps(report):
 
 
 def test_rows_share_what_runs_at_the_same_time(report):
-    # both all-gathers are one row: 3-6 ms, the last of it (5-6) shared with the all-reduce; exposed: 4-6
+    # Both all-gathers are one row, 3-6 ms, of which 5-6 is shared with the all-reduce; 4-6 is exposed.
     gather = find(report, "all-gather")
     assert gather.time_s == ms(2.5)
     assert gather.exposed_s == ms(1.5)
@@ -48,7 +48,7 @@ def test_rows_share_what_runs_at_the_same_time(report):
     assert gather.busy_s == ms(4)
     assert gather.count == 2
     assert [(op.name, op.exposed_s) for op in gather.ops] == [("all-gather.2", ms(1)), ("all-gather.1", ms(0.5))]
-    # 5-9 ms: half of 5-6, half of 7-7.5 (unmapped communication has the other)
+    # The row is 5-9 ms, without half of 5-6 and half of 7-7.5, which unmapped communication shares.
     reduce = find(report, "all-reduce")
     assert reduce.time_s == ms(3.25)
     assert reduce.exposed_s == ms(1.5)
@@ -139,8 +139,8 @@ def test_infiniband_share():
     def share(kind, n, g, link="infiniband"):
         return infiniband_share(Collective("x", "x", kind, ("a",), True, link, None, "bf16", n, 1, g, 8))
 
-    assert share("all-gather", 16, 8) == 1 / 8  # one hop of every eight of the ring
-    assert share("all-to-all", 16, 8) == 8 / 15  # eight of fifteen peers
+    assert share("all-gather", 16, 8) == 1 / 8  # One hop of every eight of the ring leaves.
+    assert share("all-to-all", 16, 8) == 8 / 15  # Eight of fifteen peers are elsewhere.
     assert share("all-gather", 8, 8, "nvlink") == 0
 
 
@@ -184,12 +184,12 @@ def test_invariants_hold_on_random_steps(data):
 @pytest.mark.parametrize(
     ("kind", "link", "size", "per_domain", "expected"),
     [
-        ("all-gather", "nvlink", 8, 8, 450e9),  # NVLink 4: 450 GB/s a GPU and direction
-        ("all-gather", "nvlink", 2, 2, 450e9),  # through the switch
-        ("all-reduce", "infiniband", 2, 1, 50e9),  # one GPU in each domain: its NIC, NDR 400
-        ("all-reduce", "infiniband", 8, 4, 200e9),  # a ring leaves the domain on every fourth hop
+        ("all-gather", "nvlink", 8, 8, 450e9),  # NVLink 4 has 450 GB/s a GPU and direction.
+        ("all-gather", "nvlink", 2, 2, 450e9),  # The group uses the switch.
+        ("all-reduce", "infiniband", 2, 1, 50e9),  # Each domain has one GPU, whose NIC is NDR 400.
+        ("all-reduce", "infiniband", 8, 4, 200e9),  # A ring leaves the domain on every fourth hop.
         ("all-reduce", "infiniband", 16, 8, 400e9),
-        ("all-to-all", "infiniband", 16, 8, 50e9 * 15 / 8),  # 8 of 15 peers are elsewhere
+        ("all-to-all", "infiniband", 16, 8, 50e9 * 15 / 8),  # 8 of 15 peers are elsewhere.
         ("all-gather", "nvlink", 1, 1, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Compute by kind of work: numbers computed by hand, and that kinds add up to the step's compute."""
+"""Test compute by kind of work: numbers computed by hand, and kinds that add up to the step's compute."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ NAMES = ("gemm", "add", "some_kernel")
 
 
 def make_timeline(factor=1.0):
-    """gemm 0-4 and 6-8, add 3-5, an unknown kernel 8-9 (ms): gemm and add share 3-4."""
+    """Return gemm at 0-4 and 6-8, add at 3-5 and an unknown kernel at 8-9 (ms): gemm and add share 3-4."""
     step = DeviceStep(
         device=0,
         step=0,
@@ -38,7 +38,7 @@ def ms(value):
 def test_kinds_by_hand():
     timeline = make_timeline()
     found = {c.kind: c for c in kernels_part(NAMES, kernel_totals(timeline), INSTRUCTIONS).classes}
-    assert list(found) == ["matmul", "elementwise", "unmapped"]  # the longest first
+    assert list(found) == ["matmul", "elementwise", "unmapped"]  # The longest kind comes first.
     assert (found["matmul"].count, found["matmul"].time_s, found["matmul"].busy_s) == (2, ms(5.5), ms(6))
     assert (found["elementwise"].time_s, found["elementwise"].busy_s) == (ms(1.5), ms(2))
     assert found["unmapped"].ops[0].name == "some_kernel"
@@ -70,8 +70,9 @@ def test_kinds_and_operations_are_compared():
         summarize(make_timeline(f), source=s, instructions=INSTRUCTIONS) for f, s in ((1.0, "plan"), (2.0, "profile"))
     )
     found = compare(fast, slow)
-    assert [k.kind for k in found.kernels] == ["matmul", "elementwise", "unmapped"]  # by seconds of difference
+    # Kinds are ordered by seconds of difference.
+    assert [k.kind for k in found.kernels] == ["matmul", "elementwise", "unmapped"]
     assert all(k.time_s.ratio == pytest.approx(2) for k in found.kernels)
     assert [op.b_name for op in found.kernel_ops] == ["gemm", "add"]
-    # the kernel without an instruction has no key to be joined by: 1 of 9 ms busy
+    # The kernel without an instruction has no key to join by: 1 of 9 ms busy.
     assert found.kernels_joined_share == pytest.approx(8 / 9)

@@ -1,4 +1,4 @@
-"""Causes planted in made traces, one in each: the first finding names it; nothing is named where none was planted."""
+"""Test that the first finding names the cause planted in a made-up trace, and that nothing else is named."""
 
 from dataclasses import replace
 
@@ -20,8 +20,8 @@ from meshkit.verbs.profile.profiler import find_stragglers
 from tests.trace.trace_files import clock_text, collective, gpu_op, plane_text, program, write_planes
 
 H100 = Cluster.load("dgx_h100")
-STEPS = 4  # of which the last is not measured
-BUSY = [("fusion.1", 0, 600), ("dot.2", 600, 1000)]  # a step of a millisecond that only computes
+STEPS = 4  # The last step is not measured.
+BUSY = [("fusion.1", 0, 600), ("dot.2", 600, 1000)]  # This is a step of a millisecond that only computes.
 GATHER = replace(collective("all-gather-start.1", "all-gather", "fsdp", payload_bytes=4 * 2**20), num_groups=1)
 ACROSS = replace(
     collective("all-reduce-start.2", "all-reduce", "data", group_size=2, payload_bytes=8 * 2**20),
@@ -36,7 +36,7 @@ def ms(x):
 
 
 def write(folder, devices, *, processes=None, clocks=None):
-    """A file per process; `devices` is device -> the operations (name, start, end) of a step, or of each step."""
+    """Write a file per process; `devices` is device -> the operations (name, start, end) of a step, or of each step."""
     files = []
     processes = processes or dict.fromkeys(devices, 0)
     for process in sorted(set(processes.values())):
@@ -61,7 +61,7 @@ def write(folder, devices, *, processes=None, clocks=None):
 
 
 def report_of(folder, devices, *, collectives=(), groups=PAIR, quality=None, history=None, at=None, cpu=False, **known):
-    """Return the report of a made trace with its findings."""
+    """Return the report of a made-up trace with its findings."""
     files = write(folder, devices, **(at or {}))
     of = program(*collectives, groups={c.name: np.array(groups) for c in collectives} if groups else {})
     trace = read_trace(files, of, rows=group_rows(of.distinct_collectives)[0], num_steps=STEPS)
@@ -83,7 +83,7 @@ def scheduled(*instructions):
 
 
 def started(c, *between, waits=True):
-    """A collective as XLA schedules it: started, work between, waited for."""
+    """Return a collective as XLA schedules it: started, work between, waited for."""
     begin = Instruction(c.name, "all-gather", "start", collective=c)
     done = Instruction(f"{c.name}-done", "all-gather-done", "done", starts=c.name)
     return [begin, *between, done] if waits else [replace(begin, kind="collective")]
@@ -105,13 +105,13 @@ def test_a_combined_collective_is_named_by_what_its_arrays_are_for(tmp_path):
 
 
 def exposed(c=GATHER, *, compute=600, until=1000):
-    """On both devices: work, then a collective of which all is exposed."""
+    """Return work on both devices, then a collective that is exposed as a whole."""
     ops = [("fusion.1", 0, compute), (c.name, compute, until)]
     return {0: ops, 1: ops}
 
 
 def late(device_1=(0, 800)):
-    """Device 0 waits in its collective for device 1."""
+    """Return operations in which device 0 waits in its collective for device 1."""
     end = [(GATHER.name, 800, 850), ("dot.2", 850, 1000)]
     return {
         0: [("fusion.1", 0, 500), (GATHER.name, 500, 850), end[1]],
@@ -131,7 +131,7 @@ def model_us(c, payload=None):
 
 
 def small(count=40, each=10):
-    """Many gathers of 64 KiB, one after another."""
+    """Return many gathers of 64 KiB, one after another."""
     gathers = [
         replace(collective(f"all-gather-start.{i}", "all-gather", "fsdp", payload_bytes=2**16), key=f"k{i}")
         for i in range(count)
@@ -141,7 +141,7 @@ def small(count=40, each=10):
 
 
 def planted():
-    """(code, what the message says, devices, what else is known)."""
+    """Yield (code, a part of the message, devices, what else is known)."""
     yield "waiting_for_peers", "100.0 % of it for GPU 1", late(), {"collectives": [GATHER]}
     yield "waiting_for_peers", "GPU 1 (process 1 on n1). GPU 1 is 300 us a step behind", late(), {
         "collectives": [GATHER], "at": {"processes": {0: 0, 1: 1}, "clocks": {0: 10**18, 1: 10**18 + 48 * 10**7}},
@@ -246,19 +246,20 @@ def test_warm_up_and_outliers_are_in_no_number_but_their_own(tmp_path):
 def test_a_finding_costs_what_the_step_without_it_is_shorter_by(planted, tmp_path):
     report = report_of(tmp_path, planted[2], **planted[3])
     for f in report.findings:
-        if f.step_s is not None and f.code != "outlier_steps":  # which are in no other number
+        if f.step_s is not None and f.code != "outlier_steps":  # Outliers are in no other number.
             assert f.seconds == pytest.approx(report.step.time_s - f.step_s), f.message
 
 
 def test_what_mending_saves_nothing_is_no_finding(tmp_path):
-    """Device 0 is alone in the all-gather for 300 us. Were it hidden, it would only wait for device 1 earlier."""
+    """Device 0 is alone in the all-gather for 300 us; if it were hidden, it would only wait for device 1 earlier."""
     last = [(ACROSS.name, 900, 1000)]
     devices = {
         0: [("fusion.1", 0, 400), (GATHER.name, 400, 700), ("dot.2", 700, 900), *last],
         1: [("fusion.1", 0, 700), (GATHER.name, 400, 700), ("dot.2", 700, 900), *last],
     }
     report = report_of(tmp_path, devices, collectives=[GATHER, ACROSS])
-    assert [row.exposed_s for row in report.communication] == pytest.approx([150e-6, 100e-6])  # 15 % of the step
+    # These are 15 % of the step.
+    assert [row.exposed_s for row in report.communication] == pytest.approx([150e-6, 100e-6])
     assert [f.code for f in report.findings] == ["exposed_communication"]
     assert "over data is exposed for 100 us" in report.findings[0].message
 
@@ -361,5 +362,5 @@ def test_exposed_waiting_is_apart_from_exposed_transfer_and_adds_up(tmp_path):
         1: [("fusion.1", 0, 800), (GATHER.name, 800, 850), ("fusion.3", 810, 820), ("dot.2", 850, 1000)],
     }
     (row,) = report_of(tmp_path, under, collectives=[GATHER]).communication
-    assert row.exposed_wait_s == pytest.approx(100e-6)  # of device 0: 300 us of waiting, 100 of them under fusion.3
+    assert row.exposed_wait_s == pytest.approx(100e-6)  # Device 0 waits for 300 us, 100 of them under fusion.3.
     assert row.exposed_s == pytest.approx((250 + 40) / 2 * 1e-6)

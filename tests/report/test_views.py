@@ -1,4 +1,4 @@
-"""The terminal and the page say what report.json says."""
+"""Test that the terminal and the page say what report.json says."""
 
 import dataclasses
 import gzip
@@ -107,7 +107,7 @@ def test_bar_has_its_width_and_shows_every_part(values):
 
 
 def test_every_part_of_a_bar_has_a_mark_of_its_own():
-    # a pipe has no colour: what stands in one bar differs by its mark
+    # A pipe has no colour, so the parts of one bar differ by their mark.
     memory = ["parameters", "optimizer", "gradients", "activations", "temporary", "rest", "cudnn", "fragmentation"]
     run = [key for key in LOOKS if key.startswith("goodput.")]
     for keys in (
@@ -190,9 +190,9 @@ def test_lanes_of_a_step(timeline):
 
 def test_lanes_show_their_exposed_parts(timeline):
     found = {lane.name: lane.exposed * 1e3 for lane in lanes(timeline, timeline.steps[0])}
-    np.testing.assert_allclose(found["fsdp · nvlink"], [(4, 6)])  # two all-gathers, 3-5 and 4-6 ms
+    np.testing.assert_allclose(found["fsdp · nvlink"], [(4, 6)])  # The two all-gathers are at 3-5 and 4-6 ms.
     np.testing.assert_allclose(found["data · infiniband"], [(5, 6), (8, 9)])
-    assert not len(found["no axis"])  # 7-7.5, under compute
+    assert not len(found["no axis"])  # It is at 7-7.5, under compute.
     assert not len(found["compute"])
 
 
@@ -200,7 +200,7 @@ def test_lanes_show_their_exposed_parts(timeline):
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=12), st.lists(st.integers(1, 9), max_size=12)
 )
 def test_what_two_sets_of_spans_have_in_common(spans, gaps):
-    # in whole units: a may overlap itself, b is disjoint and sorted
+    # In whole units, a may overlap itself, while b is disjoint and sorted.
     a = np.array([(start, start + length) for start, length in spans], float).reshape(-1, 2)
     edges = np.cumsum(gaps[: len(gaps) // 2 * 2]).astype(float)
     b = edges.reshape(-1, 2)
