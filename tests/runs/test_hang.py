@@ -1,6 +1,7 @@
-"""Hangs by what is known of each process: the collective, who has come to it and who has not, in 12 lines at most.
+"""Test that a hang is told in at most 12 lines: the collective, who has come to it and who has not.
 
-Four processes in two rows and two columns: `rows` joins 0 with 1 and 2 with 3, `columns` 0 with 2 and 1 with 3.
+There are four processes in two rows and two columns: `rows` joins 0 with 1 and 2 with 3, `columns` 0 with 2 and 1 with
+3.
 """
 
 import faulthandler
@@ -50,7 +51,7 @@ def test_who_has_not_entered_the_step_is_named_with_the_collective_that_needs_it
 
 
 def test_who_waits_where_if_one_never_comes():
-    """By hand: without 3, 2 waits in the row; 0 and 1 then wait for 2 and 3 in the columns."""
+    """Without 3, 2 waits in the row; 0 and 1 then wait for 2 and 3 in the columns."""
     assert ORDER.blocked([3]) == {2: 0, 0: 1, 1: 1}
     assert ORDER.blocked([0, 1]) == {2: 1, 3: 1}
     assert ORDER.blocked([]) == {}
@@ -125,11 +126,11 @@ def test_in_one_phase_who_is_elsewhere_in_it_than_most_others_is_named():
     assert (hang.missing, hang.candidates, hang.exact) == ((1,), (), True)
     assert "all processes are in phase 'save' at step 6, but process 1 is elsewhere in the code than the others" in text
     assert "me/storage.py:9 in write" in text
-    assert said(saving[:2])[0].exact is False  # of two, who knows
+    assert said(saving[:2])[0].exact is False  # Of two processes, either may be the one.
 
 
 def test_of_two_in_one_phase_who_waits_for_the_other_is_not_the_one_that_is_missing():
-    """In a check of replicas process 0 waits for a device; process 1 has not begun it."""
+    """In a check of replicas process 0 waits for a device, but process 1 has not begun the check."""
     device = 'Thread 0x01 (most recent call first):\n  File "/e/site-packages/jax/_src/array.py", line 6 in _value\n'
     other = 'Thread 0x01 (most recent call first):\n  File "/home/me/hooks.py", line 9 in look\n'
     checking = [Witness(0, "check", 4, 11.0, stack=device), Witness(1, "check", 4, 11.0, stack=other)]

@@ -1,4 +1,4 @@
-"""When a process counts as late, by a clock of the test's."""
+"""Test when a process counts as late, by a clock of the test's."""
 
 import pytest
 
@@ -12,9 +12,9 @@ LOOK_S, HOUR_S = 0.5, 3600.0
     ("looks", "age_s"),
     [
         ([LOOK_S] * 1190, 595.0),
-        ([LOOK_S] * 10 + [HOUR_S] + [LOOK_S] * 1170, 590.0),  # its job was suspended, or its machine
-        ([LOOK_S] * 10 + [HOUR_S, HOUR_S] + [LOOK_S] * 1210, 610.0),  # and then it does not get on
-        ([4 * LOOK_S] * 5, 10.0),  # a busy machine
+        ([LOOK_S] * 10 + [HOUR_S] + [LOOK_S] * 1170, 590.0),  # The job or its machine was suspended.
+        ([LOOK_S] * 10 + [HOUR_S, HOUR_S] + [LOOK_S] * 1210, 610.0),  # After that, the process makes no progress.
+        ([4 * LOOK_S] * 5, 10.0),  # The machine is busy.
     ],
 )
 def test_time_in_which_the_process_was_stopped_does_not_count(looks, age_s):

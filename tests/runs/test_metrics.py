@@ -1,4 +1,4 @@
-"""metrics.jsonl survives crashes and resumes."""
+"""Test that metrics.jsonl survives crashes and resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_lines_are_amended_while_others_are_added(tmp_path):
     records = {r["step"]: r for r in read_metrics(path)}
     assert list(records) == [1, 2, 3, 4, 5]
     assert records[2] == {"step": 2, "loss": 0.5, "exposed_s": 0.5}
-    assert records[3] == {"step": 3, "exposed_s": 0.25}  # was not logged by itself
+    assert records[3] == {"step": 3, "exposed_s": 0.25}  # This step had not been logged before.
     assert "exposed_s" not in records[4]
 
 

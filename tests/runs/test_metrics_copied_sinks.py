@@ -1,4 +1,4 @@
-"""The sinks that the guide shows, run as a user would copy them, with the real packages where they are installed."""
+"""Test the guide's sinks as a user would copy them, with the real packages where they are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinks of metrics: they get every record, and whatever they do, training goes on."""
+"""Test sinks of metrics: they get every record, and training goes on whatever they do."""
 
 import sys
 import threading
@@ -50,7 +50,7 @@ def test_what_a_sink_raises_is_said_once(error):
     for step in range(5):
         sink.put({"step": step})
     sink.close(10)
-    assert got == [0, 1, 2, 3, 4]  # it is asked again: an error may pass
+    assert got == [0, 1, 2, 3, 4]  # The sink is asked again, because an error may pass.
     assert len(said) == 2
     assert type(error).__name__ in said[0]
     assert "Training goes on" in said[0]
@@ -65,10 +65,10 @@ def test_a_sink_that_hangs_costs_nothing(monkeypatch):
     for step in range(1000):
         sink.put({"step": step})
     sink.close(0.2)
-    assert time.perf_counter() - began < 30  # it would take 60 s a record
+    assert time.perf_counter() - began < 30  # Waiting would take 60 s a record.
     release.set()
     assert "slower than training" in said[0]
-    # one is being written, four wait
+    # One record is being written, and four wait.
     assert sink.dropped in (995, 996)
     assert f"{sink.dropped} dropped, 4 left behind" in said[-1]
 

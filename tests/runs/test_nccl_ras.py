@@ -1,6 +1,6 @@
-"""What NCCL's RAS service says of a hang, over loopback: its JSON, slow and silent servers, garbage.
+"""Test what NCCL's RAS service says of a hang, over loopback: its JSON, slow and silent servers, and garbage.
 
-In the answers process 3 of the job is 4003, and so on; the tests put in the numbers of processes that run.
+In the answers process 3 of the job is 4003, and so on; the tests put in the ids of running processes.
 """
 
 import json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: se
 
 
 def in_json(counts, missing=(), *, dead=(), gathered=None):
-    """An answer in the layout of NCCL's page on RAS: counts of AllReduce by rank, each of a process of its own.
+    """Return an answer in the layout of NCCL's page on RAS: counts of AllReduce by rank, each a process of its own.
 
     Ranks 0 to 3 are on this machine.
     """
@@ -49,7 +49,7 @@ BEHIND = in_json({0: 1042, 1: 1042, 2: 1042, 3: 1041})
 
 @contextmanager
 def serving(*answers):
-    """Each connection gets the next answer: a text, or a function of the socket; the last one again and again."""
+    """Serve the next answer to each connection, a text or a function of the socket, and the last one repeatedly."""
     server = socket.create_server(("127.0.0.1", 0))
     questions, kept = [], []
 
@@ -79,7 +79,7 @@ def serving(*answers):
     try:
         yield {"NCCL_RAS_ADDR": f"127.0.0.1:{server.getsockname()[1]}"}, questions
     finally:
-        server.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        server.shutdown(socket.SHUT_RDWR)  # This ends `accept`.
         server.close()
         for channel in kept:
             channel.close()
@@ -87,7 +87,7 @@ def serving(*answers):
 
 @pytest.fixture
 def gang():
-    """Four processes, each of which leads a session; the process of each rank by its process id."""
+    """Yield the rank of each of four processes by its process id; each leads a session."""
     started = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(4)]
     yield {p.pid: i for i, p in enumerate(started)}
     for process in started:
@@ -186,16 +186,16 @@ def test_of_several_communicators_one_with_missing_ranks_is_told_or_else_the_lar
 
 @pytest.mark.parametrize("answer", [BEHIND, in_json({0: 7}, missing=[1]), in_json({0: 7}, dead=[1])])
 def test_the_answer_of_another_job_is_not_told(gang, answer):
-    """Its processes run on this machine, and are none of this launcher."""
+    """The processes run on this machine, but this launcher has not started them."""
     answer = with_pids(answer, gang)
     assert describe(answer, gang)
     assert describe(answer, {os.getpid(): 0}) == ""
     assert describe(answer, {}) == ""
-    assert describe(answer, dict([*gang.items()][1:])) == ""  # only some are
+    assert describe(answer, dict([*gang.items()][1:])) == ""  # This launcher has started only some of them.
 
 
 def test_an_answer_that_names_no_process_of_this_machine_is_not_told(gang):
-    """It may be another job's: the numbers of processes of another machine say nothing here."""
+    """It may be another job's, since process ids of another machine mean nothing here."""
     assert describe(with_pids(BEHIND, gang).replace("127.0.0.1", "192.0.2.7"), gang) == ""
 
 
@@ -231,7 +231,7 @@ def test_a_slow_or_silent_server_does_not_hold_up(monkeypatch, answer):
     with serving(answer) as (environment, _):
         began = time.monotonic()
         said = ask(environment)
-        assert time.monotonic() - began < 2.5  # a busy machine has the rest
+        assert time.monotonic() - began < 2.5  # The rest is for a busy machine.
     assert describe(said, {}) == ""
 
 
@@ -241,7 +241,7 @@ def test_an_endless_answer_is_cut(monkeypatch):
     began = time.monotonic()
     with serving(flood) as (environment, _):
         assert len(ask(environment)) == 100_000
-    assert time.monotonic() - began < 30  # it is not read to the end of the time
+    assert time.monotonic() - began < 30  # The time limit does not have to pass.
 
 
 def test_the_part_of_an_answer_that_came_in_time_is_kept(monkeypatch):
@@ -273,7 +273,7 @@ def test_a_service_that_is_off_or_absent_is_no_answer():
     with serving(BEHIND) as (environment, questions):
         assert ask({**environment, "NCCL_RAS_ENABLE": "0"}) == ""
     assert questions == []
-    assert ask(environment) == ""  # nobody listens there any more
+    assert ask(environment) == ""  # Nobody listens there any more.
 
 
 BROKEN = [
@@ -297,7 +297,7 @@ def test_json_of_another_form_says_nothing(gang, text):
 
 
 def test_damaged_answers_are_read_without_an_error(gang):
-    """Each answer with bytes exchanged, lost or doubled; what is told of it is one line without control characters."""
+    """Bytes of each answer are exchanged, lost or doubled; its line is one line without control characters."""
     random_ = random.Random(0)
     wholes = [with_pids(answer, gang) for answer in (BEHIND, in_json({0: 1, 1: 2}, missing=[2]), TEXT)]
     for _ in range(1500):
@@ -316,7 +316,7 @@ def test_a_huge_answer_is_read_in_time(gang, missing, dead):
     began = time.monotonic()
     describe(answer, gang)
     assert read_answer(answer)
-    assert time.monotonic() - began < 20  # a second or two; what grows with the square takes minutes
+    assert time.monotonic() - began < 20  # It takes a second or two; quadratic growth would take minutes.
 
 
 CHILD = """
@@ -339,14 +339,14 @@ with Phases() as phases:
     [
         ({"MESHKIT_LOCAL_DEVICE_IDS": "0"}, in_json({0: 1042, 1: 1041}), True, True),
         ({"MESHKIT_LOCAL_DEVICE_IDS": "0"}, TEXT, True, False),
-        ({}, TEXT, False, False),  # no GPUs
+        ({}, TEXT, False, False),  # There are no GPUs.
         ({"MESHKIT_LOCAL_DEVICE_IDS": "0", "STOPS_": "1"}, TEXT, False, False),
     ],
 )
 def test_the_launcher_tells_it_in_the_name_of_a_hang(tmp_path, variables, text, asked, told):
-    """Process 1 is in its data, and NCCL says that it is behind. The answer is kept, also one that is not JSON.
+    """Process 1 is in its data and NCCL says that it is behind; the answer is kept, even if it is not JSON.
 
-    One that was stopped has gone on for its stack, so its count would be of a process that no longer hangs.
+    A stopped process is resumed for its stack, so its count would be of a process that no longer hangs.
     """
 
     def answer(channel):

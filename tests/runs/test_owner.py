@@ -1,4 +1,4 @@
-"""One writer of a run folder: refused with a name, taken over from the dead, and fenced off afterwards."""
+"""Test that one writer owns a run folder: others are refused by name, the dead are replaced, and then fenced off."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def hurry(monkeypatch):
 
 @pytest.fixture
 def other():
-    """Another process of this machine."""
+    """Yield another process of this machine."""
     process = subprocess.Popen(LATER, stdin=subprocess.PIPE)
     yield process
     process.kill()
@@ -35,7 +35,7 @@ def other():
 
 
 def claimed(folder, token=7, **changes):
-    """The folder as another process has it."""
+    """Return the claim of another process to the folder."""
     (folder / "owner").mkdir()
     claim = folder / "owner" / f"{token}.json"
     claim.write_text(json.dumps(owner.this_process(0) | changes))
@@ -59,7 +59,7 @@ def test_a_folder_is_held_and_given_back(tmp_path):
     assert names(tmp_path / "new") == ["1.released.json"]
     assert not is_owned(tmp_path / "new")
     with pytest.raises(ConfigError, match="may no longer write it: it was given back"):
-        held.check()  # as a save in the background would
+        held.check()  # A save in the background would call this.
     with take_run(tmp_path / "new") as again:
         assert (again.token, again.run) == (2, held.run)
     assert names(tmp_path / "new") == ["2.released.json"]
@@ -78,7 +78,7 @@ def test_a_living_owner_is_named(tmp_path, other):
 def test_a_dead_owner_of_this_machine_is_taken_over_at_once(tmp_path, other):
     claimed(tmp_path, **of(other))
     other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # A zombie is dead.
     began = time.monotonic()
     assert take_run(tmp_path).token == 8
     assert time.monotonic() - began < 2
@@ -158,12 +158,12 @@ def test_of_many_at_once_one_has_the_folder(tmp_path):
 def test_who_was_taken_for_dead_writes_no_more(tmp_path):
     with take_run(tmp_path) as first:
         assert owner.make_claim(tmp_path / "owner", 2, owner.this_process(0)) is not None
-        for ask in (first.check, first.watch):  # the second without asking the file system
+        for ask in (first.check, first.watch):  # The second asks without using the file system.
             with pytest.raises(
                 ConfigError, match=r"owner 1 .* may no longer write it: process \d+ .* has taken it over"
             ):
                 ask()
-    assert names(tmp_path) == ["2.json"]  # which it has not given back
+    assert names(tmp_path) == ["2.json"]  # The new owner has not given it back.
 
 
 def test_a_sign_of_life_finds_out_in_the_background(tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_sign_of_life_finds_out_in_the_background(tmp_path, monkeypatch):
 
 
 def test_a_number_that_was_removed_is_not_made_again(tmp_path):
-    """Whoever read an old number, and is late, finds the number after it free again."""
+    """A late process that read an old number finds the number after it free again."""
     claimed(tmp_path, token=9)
     assert owner.make_claim(tmp_path / "owner", 8, owner.this_process(0)) is None
     (tmp_path / "owner" / "9.json").rename(tmp_path / "owner" / "9.released.json")

@@ -1,4 +1,4 @@
-"""Seconds by phase add up to the age of the process, and the pulse tells where it is to another process."""
+"""Test that seconds by phase add up to the age of the process, and that its pulse tells others where it is."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_the_pulse_says_what_the_parts_of_the_start_took_once_a_step_is_made():
             now[0] += seconds
             if part == "lower":
                 phases.begin_part("load", ago_s=1.0)
-        phases.enter("step", 7)  # back from a hook
+        phases.enter("step", 7)  # The process is back from a hook.
         assert pulse.read_parts() is None
         phases.enter("data", 8)
         expected = {"start": round(age, 3), "rendezvous": 2, "lower": 2, "load": 1, "data": 1, "step": 4}
@@ -55,7 +55,7 @@ def test_the_pulse_says_what_the_parts_of_the_start_took_once_a_step_is_made():
 
 
 def test_another_process_reads_it_while_this_one_keeps_the_interpreter():
-    """A library that does not let go of it, as a large unpickle: no thread of Python runs."""
+    """A library that keeps the interpreter, as a large unpickle does, lets no thread of Python run."""
     code = """
     import ctypes
     from meshkit.runs.phases import Phases
@@ -82,7 +82,7 @@ def test_another_process_reads_it_while_this_one_keeps_the_interpreter():
 
 @pytest.mark.parametrize("size", [None, 0, 127, 4096])
 def test_what_is_no_pulse_is_left_alone(tmp_path, size):
-    """The variable, in a process that has not inherited the descriptor or has another file there."""
+    """The process has not inherited the variable's descriptor, or has another file there."""
     path = tmp_path / "other"
     if size is not None:
         path.write_bytes(b"x" * size)

@@ -1,4 +1,4 @@
-"""Goodput of attempts with known seconds: they add up to the wall time, and repeated steps are lost."""
+"""Test goodput of attempts with known seconds: they add up to the wall time, and repeated steps are lost."""
 
 import json
 import math
@@ -22,9 +22,11 @@ def write(folder, began, resumed, last, *, marks=(), outcome=None, **seconds):
 
 
 def test_three_attempts(tmp_path):
-    write(tmp_path, 1000.0, 0, 10, start=5, compile=15, step=100, save=2)  # ends at 1122, 10 s a step
-    write(tmp_path, 1130.0, 8, 14, start=5, compile=1, restore=4, step=60)  # 2 steps again; ends at 1200
-    write(tmp_path, 1203.0, 14, 20, start=5, step=60)  # none again
+    # This attempt ends at 1122 and takes 10 s a step.
+    write(tmp_path, 1000.0, 0, 10, start=5, compile=15, step=100, save=2)
+    # This attempt makes 2 steps again and ends at 1200.
+    write(tmp_path, 1130.0, 8, 14, start=5, compile=1, restore=4, step=60)
+    write(tmp_path, 1203.0, 14, 20, start=5, step=60)  # This attempt makes none again.
     found = read_goodput(tmp_path)
     assert (found.attempts, found.lost_steps) == (3, 2)
     assert found.wall_s == 1268 - 1000
@@ -35,7 +37,7 @@ def test_three_attempts(tmp_path):
 
 
 def test_what_was_done_since_the_checkpoint_is_lost_to_the_second(tmp_path):
-    # five steps of 2 s until the checkpoint of step 5, then five of 8 s, and 3 s of waiting for data
+    # There are five steps of 2 s until the checkpoint of step 5, then five of 8 s, and 3 s of waiting for data.
     mark = (5, {"start": 5.0, "step": 10.0, "data": 1.0})
     write(tmp_path, 0.0, 0, 10, marks=[mark], start=5, step=50, data=4)
     write(tmp_path, 60.0, 5, 7, start=1, step=20)
@@ -48,7 +50,7 @@ def test_what_was_done_since_the_checkpoint_is_lost_to_the_second(tmp_path):
 
 def test_an_attempt_that_ends_before_its_first_step_counts(tmp_path):
     write(tmp_path, 0.0, 0, 6, start=2, step=60, marks=[(4, {"step": 40.0})])
-    write(tmp_path, 70.0, None, 0, start=2, compile=3)  # killed while it compiled
+    write(tmp_path, 70.0, None, 0, start=2, compile=3)  # The attempt was killed while it compiled.
     write(tmp_path, 80.0, 4, 6, start=2, restore=1, step=20)
     found = read_goodput(tmp_path)
     assert (found.attempts, found.lost_steps) == (3, 2)
@@ -60,11 +62,11 @@ def test_an_attempt_that_ends_before_its_first_step_counts(tmp_path):
 def test_falling_back_to_an_older_checkpoint_loses_the_steps_of_all_attempts_since(tmp_path):
     write(tmp_path, 0.0, 0, 10, step=10, marks=[(4, {"step": 4.0}), (10, {"step": 10.0})], outcome="preempted")
     write(tmp_path, 10.0, 10, 16, step=6)
-    write(tmp_path, 16.0, 4, 20, step=16)  # the checkpoint of step 10 was damaged
+    write(tmp_path, 16.0, 4, 20, step=16)  # The checkpoint of step 10 was damaged.
     found = read_goodput(tmp_path)
     assert found.lost_steps == (10 - 4) + (16 - 10)
     assert found.seconds["lost"] == 12
-    assert found.seconds["step"] == 20  # one second for each step that counts
+    assert found.seconds["step"] == 20  # Each step that counts takes one second.
 
 
 @pytest.mark.parametrize(("outcome", "restart"), [("done", 0), ("interrupted", 0), ("refused", 0),
@@ -78,7 +80,7 @@ def test_a_pause_that_a_person_wanted_is_no_restart(tmp_path, outcome, restart):
 
 
 def test_parts_add_up_to_the_wall_time_whatever_happened():
-    """Random attempts: the parts are never negative, and their sum is the wall time, as timestamps tell it."""
+    """In random attempts no part is negative, and the sum is the wall time as timestamps tell it."""
     rng = random.Random(0)
     for _ in range(200):
         attempts, clock, saved = [], 1e9, [0]
@@ -96,13 +98,13 @@ def test_parts_add_up_to_the_wall_time_whatever_happened():
         found = goodput_of(attempts)
         assert min(found.seconds.values()) >= 0
         assert math.fsum(found.seconds.values()) == found.wall_s
-        # timestamps of 1e9 s resolve 1.2e-7 s, and each attempt's begin is rounded to that
+        # Timestamps of 1e9 s resolve 1.2e-7 s, and the beginning of each attempt is rounded to that.
         assert found.wall_s == pytest.approx(attempts[-1].began + attempts[-1].wall_s - 1e9, abs=1e-6)
 
 
 def test_a_clock_that_runs_backwards_between_two_machines(tmp_path):
     write(tmp_path, 100.0, 0, 10, step=50)
-    write(tmp_path, 120.0, 10, 20, step=50)  # began, by its own clock, before the first had ended
+    write(tmp_path, 120.0, 10, 20, step=50)  # By its own clock, it began before the first had ended.
     found = read_goodput(tmp_path)
     assert (found.wall_s, found.seconds["restart"]) == (100, 0)
 
@@ -121,7 +123,7 @@ def test_one_attempt_as_it_goes(tmp_path):
         log.mark(4)
         phases.enter("data", 5)
         now[0] = 8.0
-        phases.count_as("step")  # devices were still busy with step 4
+        phases.count_as("step")  # Devices were still busy with step 4.
         phases.enter("step", 5)
     (found,) = read_attempts(tmp_path)
     assert found.outcome == "done"
@@ -132,7 +134,7 @@ def test_one_attempt_as_it_goes(tmp_path):
 
 
 def test_the_share_so_far_is_that_of_all_attempts(tmp_path):
-    began = time.time() - 1e6  # before this process was started, whose age counts as its start
+    began = time.time() - 1e6  # This is before the start of this process, whose age counts as its start.
     write(tmp_path, began, 0, 10, step=100, start=20, marks=[(8, {"step": 80.0})])
     now = [0.0]
     phases = Phases(clock=lambda: now[0])
