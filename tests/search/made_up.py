@@ -1,4 +1,4 @@
-"""Workers that plan nothing: an outcome is what a function says of the settings."""
+"""Provide workers that plan nothing: a function of the settings makes each outcome."""
 
 from meshkit.search import workers as pool
 
@@ -8,7 +8,7 @@ class MadeUpWorkers(pool.Workers):
         self.outcome, self.jobs, self.waiting, self.planned = outcome, 1, [], []
 
     def install(self, monkeypatch):
-        """In the place of the next pools' processes."""
+        """Replace the processes of pools that are opened later."""
 
         def open_pool(_request, jobs=None, _log=None):
             self.jobs = jobs or 2

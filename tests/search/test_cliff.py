@@ -1,4 +1,4 @@
-"""The memory cliff of a step: found by compiles, told in a sentence, and a finding where it is near."""
+"""Test the memory cliff of a step: compiles find it, a sentence tells it, and it is a finding where it is near."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def point(pool_gib, time_s, kernels=0, recomputed_s=0.0):
 
 @pytest.mark.deviceless
 def test_the_compiled_program_changes_where_the_limit_falls_below_what_it_takes():
-    """Without a limit as long as there is room; beyond the cliff XLA recomputes, takes longer, and needs less."""
+    """There is no limit while there is room; beyond the cliff XLA recomputes, takes longer, and needs less."""
     experiment = load(MLP, WIDE)
     cliff = find_cliff(experiment, plan_experiment(experiment))
     before, beyond = cliff.before, cliff.beyond
@@ -47,7 +47,7 @@ def test_the_compiled_program_changes_where_the_limit_falls_below_what_it_takes(
     ("distance_gib", "found"), [(10, False), (1, True), (-4, True)], ids=["far", "near", "beyond it"]
 )
 def test_a_cliff_nearer_than_plans_know_a_peak_is_a_finding(distance_gib, found):
-    """Of 50 GiB they may miss 1.15."""
+    """Plans may miss 1.15 of 50 GiB."""
     before, beyond = point(60 - distance_gib, 1.0), point(59.5 - distance_gib, 1.09, 12, 0.08)
     cliff = CliffPart(distance_bytes=distance_gib * GIB, before=before, beyond=beyond, points=(before, beyond))
     window, memory = WindowPart(steps=1, devices=1), MemoryPart(peak_bytes=50 * GIB)

@@ -1,4 +1,4 @@
-"""The change that a plan's verdict names, of made reports of real experiments: as estimated, and as compiled."""
+"""Test the change that a plan's verdict names, estimated and compiled, in made-up reports of real experiments."""
 
 import pytest
 
@@ -20,7 +20,7 @@ FASTER = RemedyPart(settings=('train.pgle="predicted"',), what="by prices", time
 
 
 def recomputing(memory=FREE, exposed_s=0.02, matmuls_s=0.12, **parts):
-    """A step of 1 s, of which 160 ms are recomputed, matmuls among them."""
+    """Return the plan of a step of 1 s, of which 160 ms are recomputed, matmuls among them."""
     seconds = [("dot.1", 0.84 - exposed_s), ("fusion.2", 0.16 - matmuls_s), ("dot.2", matmuls_s)]
     return made_of([*seconds, ("reduce-scatter.1", exposed_s)], infos=AGAIN, memory=memory, parts=parts)
 
@@ -60,8 +60,10 @@ def test_as_much_is_kept_as_memory_is_free_for(gib, policy):
 
 
 def test_attention_that_runs_again_is_kept():
-    """Where all projections are kept, no matmul is saved: 100 ms of attention are. The memory is that of 16,384 tokens
-    in each of 32 layers, 4096 numbers in bf16 over 2 ways of tensor parallelism."""
+    """Where all projections are kept, no matmul is saved, but 100 ms of attention are.
+
+    The memory is that of 16,384 tokens in each of 32 layers, 4096 numbers in bf16 over 2 ways of tensor parallelism.
+    """
     again = {"attention.2": info("attention", "jit(step)/transpose/rematted_computation/attention")}
     made = made_of(
         [("dot.1", 0.9), ("attention.2", 0.1)], infos=again, memory=MemoryPart(fits=True, margin_bytes=5 * GIB)

@@ -1,4 +1,4 @@
-"""propose: the assignment of axes to links that takes the least time, of hand-made traffic and by force."""
+"""Test that propose finds the fastest assignment of axes to links, for handmade traffic and by exhaustive search."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_best_assignment_is_kept(cluster):
 
 
 def test_an_axis_may_be_split_over_both_links(cluster):
-    """32-way tensor traffic does not fit a domain of 8; as much of it as can be should."""
+    """32-way tensor traffic does not fit a domain of 8, so as much of it as possible should."""
     mesh = MeshSpec.parse({"data": {"nvlink": 2}, "tensor": {"nvlink": 4, "infiniband": 8}})
     found = propose([HEAVY, LIGHT], mesh, cluster)
     assert found.axes == (MeshAxis("data", 1, 2), MeshAxis("tensor", 8, 4))
@@ -103,7 +103,7 @@ def test_a_domain_of_part_of_a_rack():
     st.sampled_from([("dgx_h100", 8), ("gb200_nvl72", 72)]),
 )
 def test_assignments_are_all_that_fit(sizes, machine):
-    """By force: every split of every axis whose products are right."""
+    """The expected assignments are every split of every axis whose products are right."""
     name, per_domain = machine
     total = math.prod(sizes)
     expected = [
@@ -137,7 +137,7 @@ def test_no_assignment_is_faster_than_the_proposed_one(drawn):
     found = propose(rows, mesh, cluster)
     best = min(sum(price(row, spec, cluster) for row in rows) for spec in assignments(mesh, cluster))
     assert found.seconds_proposed <= found.seconds_now
-    assert best <= found.seconds_proposed <= best / 0.99  # gains below 1 % are not proposed
+    assert best <= found.seconds_proposed <= best / 0.99  # Gains below 1 % are not proposed.
 
 
 def make_report(rows, mesh=()):
@@ -201,7 +201,7 @@ def test_what_is_refused(source, mesh, message, cluster):
 
 @pytest.mark.parametrize("name", shipped_clusters())
 def test_every_shipped_cluster_has_a_proposal(name):
-    """Over four of its domains, where it has a network: the heavy axis comes to lie inside a domain."""
+    """A machine with a network gets four domains, and the heavy axis comes to lie inside a domain."""
     machine = Cluster.load(name)
     if machine.nic is not None or machine.is_cpu:
         machine = Cluster.load(name, hosts=4 * machine.hosts // machine.num_nvlink_domains)

@@ -1,4 +1,4 @@
-"""What makes a pipeline fit that does not: changes that keep it, each shown by a compile."""
+"""Test the changes that make a step fit, each shown by a compile; those of a pipeline keep the pipeline."""
 
 from contextlib import nullcontext
 
@@ -20,7 +20,7 @@ from meshkit.search.proposals import (
 )
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
-# Sequences so long and microbatches so few that activations, not the state, are what does not fit.
+# Sequences are so long and microbatches so few that activations, not the state, do not fit.
 TIGHT = (
     'cluster={ name = "dgx_h100", hosts = 2 }',
     "mesh={ pipeline = { infiniband = 2 }, data = 2, fsdp = 2, tensor = 2 }",
@@ -41,7 +41,7 @@ def test_every_remedy_of_a_pipeline_keeps_the_pipeline():
 
 
 def test_layers_that_do_not_divide_among_the_stages_are_no_reason_to_rule_a_change_out():
-    """Seven layers in four chunks: there is room for eight."""
+    """Seven layers in four chunks have room for eight."""
     experiment = load(STAGES, TIGHT)
     bounds = Bounds(experiment)
     even = load(STAGES, (*TIGHT, "model.layers=8", 'pipeline.layout="2*4"'))
@@ -49,7 +49,7 @@ def test_layers_that_do_not_divide_among_the_stages_are_no_reason_to_rule_a_chan
 
 
 class Answers:
-    """Workers that know what each change comes to: seconds where it fits."""
+    """Stand in for workers that know the seconds of each change that fits."""
 
     def __init__(self, seconds):
         self.seconds, self.asked = seconds, []
@@ -75,7 +75,7 @@ def plan_of(program: ProgramPart) -> Report:
 
 
 def test_other_options_of_xla_are_those_in_the_place_of_derived_ones():
-    """The user's own stay; each is a change that loads, and what does not compile is left out."""
+    """The user's own options stay; each change is one that loads, and one that does not compile is left out."""
     names = ("pipeline_all_gather", "all_gather_combine_threshold_bytes", "pipeline_all_reduce")
     options = tuple(OptionPart(name=f"xla_gpu_{name}", value=1, why="derived") for name in names)
     report = plan_of(ProgramPart(options=options))
@@ -130,8 +130,8 @@ ON_64 = (
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        ({(FULL,): 2.0, (HOST, FULL): 3.0}, [(FULL,)]),  # no host where recomputing is enough
-        ({(DOTS,): 1.8, (HOST, FULL): 3.0}, [(DOTS,)]),  # nor where less than that is
+        ({(FULL,): 2.0, (HOST, FULL): 3.0}, [(FULL,)]),  # Host memory is not proposed where recomputing is enough.
+        ({(DOTS,): 1.8, (HOST, FULL): 3.0}, [(DOTS,)]),  # Nor is it proposed where recomputing less is enough.
         ({(HOST, FULL): 3.0}, [(HOST, FULL)]),
     ],
 )
@@ -151,7 +151,7 @@ def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, m
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_three_remedies_of_a_pipeline_are_compiled_and_hold_when_planned_again():
-    """A pool of two thirds of what the step needs; the plan of each remedy needs what was promised, and fits."""
+    """The pool is two thirds of what the step needs; the plan of each remedy fits and needs what was promised."""
     from meshkit.planning.planner import plan_experiment
 
     whole = plan_experiment(load(STAGES, TIGHT)).report.memory

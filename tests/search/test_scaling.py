@@ -1,4 +1,4 @@
-"""plan --sweep: which axis grows, what every size is, and what the numbers of one beside another mean."""
+"""Test plan --sweep: which axis grows, the experiment at every size, and the meaning of the numbers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_size_that_cannot_be_is_an_error(what, numbers, message):
 
 @pytest.mark.parametrize("tokens", [True, False])
 def test_efficiency_is_relative_to_the_smallest_size(monkeypatch, tmp_path, tokens):
-    """Per second and GPU: 100 at 8 GPUs, 95 at 16, 60 at 32; a quarter, half, ... of each step exposed."""
+    """Rates per GPU are 100 at 8 GPUs, 95 at 16 and 60 at 32; a growing share of each step is exposed."""
     made_up = {8: (100.0, 0.25), 16: (95.0, 0.3), 32: (60.0, 0.5)}
 
     def outcome(settings):

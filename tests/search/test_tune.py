@@ -1,4 +1,4 @@
-"""tune: what may be tried, what closed forms rule out, in which order, and what a killed search keeps."""
+"""Test tune: what may be tried, what closed forms rule out, the order, and what a killed search keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_16 = (
     "mesh={ fsdp = { nvlink = 8, infiniband = 2 } }",
     'rules.preset="fsdp"',
 )
-AXES = ("fsdp", "tensor")  # of the searches: fewer variants to bound
+AXES = ("fsdp", "tensor")  # With these axes, the searches have fewer variants to bound.
 
 
 def space_of(path, overrides, axes=None):
@@ -56,13 +56,13 @@ def test_every_mesh_of_the_space_fits_the_cluster_and_is_there_once():
     for mesh in space.meshes:
         assert mesh.resolve(experiment.cluster) == mesh
         assert set(mesh.axis_names) <= {"data", "fsdp", "tensor"}
-        assert "fsdp" in mesh.axis_names  # the file's own axis, which a rule may name
-    # 8 GPUs in a domain go to three axes in C(3 + 2, 2) = 10 ways, and 2 domains in 3
+        assert "fsdp" in mesh.axis_names  # fsdp is the file's own axis, which a rule may name.
+    # 8 GPUs in a domain go to three axes in C(3 + 2, 2) = 10 ways, and 2 domains in 3.
     assert len(set(space.meshes)) == len(space.meshes) == 30
 
 
 def test_settings_load_to_the_variant_they_are_of():
-    """What the bounds judge is what `--set` would load: rules, micro-batches and recomputation alike."""
+    """The bounds judge what `--set` would load: rules, micro-batches and recomputation alike."""
     experiment, bounds, space = space_of(TINY, ON_16)
     assert space.settings(space.base) == ()
     checked = 0
@@ -94,9 +94,9 @@ def test_a_pipeline_is_a_dimension_once_its_axis_may_have_a_size():
     assert 'pipeline.axis="pipeline"' in settings
     assert "pipeline.microbatches=8" in settings
     assert load(LLAMA_70B, (*ON_64, *settings)).pipeline.virtual_stages == 2
-    # a stage that runs again as a whole keeps nothing beside its input: recomputation inside it would be a third run
+    # A stage that runs again as a whole keeps only its input, so recomputation inside it would be a third run.
     assert {v.remat for v in staged if v.stages.residuals == "recompute"} == {"none"}
-    # and only the scan over layers moves what it offloads under other layers
+    # Only the scan over layers moves what it offloads under other layers.
     kept = {remat for remat in space.remats if not isinstance(remat, RematMix)}
     assert {v.remat for v in staged if v.stages.residuals == "stash"} == kept < set(space.remats)
 
@@ -107,7 +107,7 @@ def test_models_of_stacked_layers_may_have_a_pipeline(path, cuts):
 
 
 def test_the_guess_of_a_pipeline_counts_its_empty_places_and_what_is_in_flight():
-    """llama3_70b in 16 stages: five chunks each for 80 layers, four leave 48 of 128 places empty."""
+    """For llama3_70b in 16 stages, five chunks each hold 80 layers, and four leave 48 of 128 places empty."""
     pipeline = (
         "mesh={ pipeline = { nvlink = 2, infiniband = 8 }, fsdp = 1, tensor = 4 }",
         "rules.preset=all",
@@ -118,7 +118,7 @@ def test_the_guess_of_a_pipeline_counts_its_empty_places_and_what_is_in_flight()
     five, four = (bounds.bound(load(LLAMA_70B, (*ON_64, *pipeline, f"pipeline.virtual_stages={v}"))) for v in (5, 4))
     assert four.compute_s == pytest.approx(five.compute_s * (1 + 15 / 512) / (1 + 15 / 640))
     assert four.estimate_s > 1.5 * five.compute_s
-    # a plan of the five needs 54.0 GiB; the guess leaves out what XLA works with
+    # A plan of the five needs 54.0 GiB; the guess leaves out XLA's working memory.
     assert 0.8 * 54.0 * 2**30 < five.estimate_bytes < 54.0 * 2**30
 
 
@@ -128,15 +128,17 @@ def test_an_axis_that_no_rule_knows_is_refused():
 
 
 def test_the_bounds_of_fsdp_are_the_closed_form():
-    """llama3_70b, FSDP over 64 GPUs, recomputing all: fp32 parameters and two moments in 64 pieces each, and with them
-    the larger of the gradients (fp32, reduced) and the inputs of 80 layers of one GPU's two sequences."""
+    """llama3_70b with FSDP over 64 GPUs, recomputing all, has fp32 parameters and two moments in 64 pieces each.
+
+    With them comes the larger of the gradients (fp32, reduced) and the inputs of 80 layers of one GPU's two sequences.
+    """
     experiment, bounds, _ = space_of(LLAMA_70B, ON_64)
     bound = bounds.bound(experiment)
     parameters = 70_553_706_496
     assert bound.state_bytes == pytest.approx(12 * parameters / 64, rel=1e-6)
     gradients, inputs = 4 * parameters / 64, 2 * 8192 * 8192 * 2 * 80
     assert bound.needed_bytes == pytest.approx(12 * parameters / 64 + max(gradients, inputs), rel=1e-3)
-    # peak FLOP: model_flops_causal / GPUs / 989.4 TFLOP/s, with the tokens of a step
+    # The peak FLOP are model_flops_causal / GPUs / 989.4 TFLOP/s, with the tokens of a step.
     tokens = 128 * 8192
     causal = 6 * (parameters - 128_256 * 8192) * tokens + 6 * 80 * 8192 * 8192 * tokens
     assert bound.compute_s == pytest.approx(causal / 64 / 989.4e12, rel=1e-3)
@@ -148,15 +150,17 @@ def test_the_bounds_of_fsdp_are_the_closed_form():
         ("full", 8192, 0),
         (("key", "value"), 8192 + 2 * 1024, 0),
         (("projection",), 2 * 8192 + 2 * 1024 + 2 * 28_672, 0),
-        (("attention",), 8192, 0),  # what it returns is no part of the bound: attention may not be fused
+        (("attention",), 8192, 0),  # Its output is no part of the bound, because attention may not be fused.
         (RematMix(("key", "value"), ("gate", "up")), 8192 + 2 * 1024, 2 * 28_672),
         (RematMix((), ("query", "layer_input")), 0, 2 * 8192),
         ("offload", 0, 8192),
     ],
 )
 def test_the_bounds_of_what_layers_keep_are_the_closed_form(remat, on_gpu, on_host):
-    """llama3_70b: so many bf16 numbers of each of one GPU's 16,384 tokens, in each of 80 layers; and over PCIe 5 they
-    take as long as the host link sustains, one way."""
+    """llama3_70b keeps this many bf16 numbers for each of one GPU's 16,384 tokens in each of 80 layers.
+
+    Over PCIe 5 they take as long as the host link sustains, one way.
+    """
     experiment, bounds, space = space_of(LLAMA_70B, ON_64)
     bound = bounds.bound(space.changed(experiment, replace(space.base, remat=remat)))
     each = 2 * 8192 * 80 * 2
@@ -176,7 +180,7 @@ def test_what_exceeds_the_memory_of_a_host_is_ruled_out():
     assert "140 GiB a GPU at least, of 116 GiB" in pruned.examples["host_memory"]
     kept = [c.variant for c in found if c.variant.remat == RematMix((), ("gate", "up"))]
     assert kept
-    assert all(variant.accumulate > 1 for variant in kept)  # a micro-batch at a time is less
+    assert all(variant.accumulate > 1 for variant in kept)  # One micro-batch at a time is less.
     assert host_pool_bytes(load(LLAMA_70B, small)) == 1e12 / 8
 
 
@@ -209,12 +213,12 @@ def made_up(settings, time_s, *, peak=10, fits=True, rows=(), compute_s=None):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """Replaces the processes: a step is as long as `time_s` says of its settings."""
+    """Return a function that replaces the processes: `time_s` gives the step time of settings."""
     return lambda time_s: MadeUpWorkers(lambda settings: made_up(settings, time_s(settings))).install(monkeypatch)
 
 
 def by_length(settings):
-    """The base takes 1 s; each choice that differs saves 10 ms, but for options of XLA."""
+    """Return a time: the base takes 1 s, and each other choice, but for XLA's options, saves 10 ms."""
     return 1.0 - 0.01 * sum(not s.startswith(("xla.", "train.pgle")) for s in settings)
 
 
@@ -238,7 +242,7 @@ def test_a_killed_search_goes_on_where_it_was(plans, tmp_path):
     plans(by_length)
     tune_experiment(TINY, ON_16, out=tmp_path, budget=6, jobs=1, axes=AXES)
     with (tmp_path / JOURNAL_FILE).open("ab") as file:
-        file.write(b'{"settings": ["mesh=')  # the line that the killed process was writing
+        file.write(b'{"settings": ["mesh=')  # The killed process was writing this line.
     workers = plans(by_length)
     report = tune_experiment(TINY, ON_16, out=tmp_path, budget=8, jobs=1, axes=AXES)
     assert (report.compiled, report.reused, len(workers.planned)) == (8, 6, 2)
@@ -269,14 +273,14 @@ def test_an_outcome_that_failed_is_tried_again(tmp_path):
 
 
 def test_guesses_are_put_right_by_what_was_compiled_of_their_kind(plans):
-    """Micro-batches take a hundred times what is guessed: after the first, no other is compiled for its guess."""
+    """Micro-batches take a hundred times the guess: after the first, no other is compiled for its guess."""
     workers = plans(lambda settings: 100.0 if any("accumulate" in s for s in settings) else 1.0)
     tune_experiment(TINY, ON_16, budget=20, jobs=1, axes=["fsdp"])
     assert sum(any("accumulate" in s for s in settings) for settings in workers.planned[:10]) <= 1
 
 
 def test_what_must_be_slower_than_the_best_is_never_compiled(plans):
-    """A base that beats every bound leaves nothing: 1 ns is less than any FLOP at peak takes."""
+    """A base of 1 ns beats every bound, because any FLOP at peak take longer, so nothing is left."""
     workers = plans(lambda _: 1e-9)
     report = tune_experiment(TINY, ON_16, budget=50, jobs=2, axes=AXES)
     assert workers.planned == [()]
@@ -301,7 +305,7 @@ def test_pareto_keeps_what_no_other_beats():
     outcomes = [
         made_up(("a=1",), 3.0, peak=1),
         made_up(("b=1",), 1.0, peak=5),
-        made_up(("c=1",), 2.0, peak=5),  # b is faster with no more memory
+        made_up(("c=1",), 2.0, peak=5),  # b is faster with no more memory.
         made_up(("d=1",), 0.5, peak=9, fits=False),
         made_up(("e=1",), 2.0, peak=3),
     ]
@@ -309,7 +313,7 @@ def test_pareto_keeps_what_no_other_beats():
 
 
 def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
-    """Processes that are real, and end by themselves at a setting that says so."""
+    """The processes are real, and end by themselves at a setting that says so."""
     (tmp_path / "dying_worker.py").write_text(
         "import os\n"
         "from meshkit.children import serve\n"
@@ -334,8 +338,10 @@ def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_the_search_of_70b_finds_that_its_widest_values_can_wait_in_host_memory(tmp_path, monkeypatch):
-    """Six compiles beside the experiment as it is: recomputing all is beaten by offloading gate and up, whose copies
-    the plan finds hidden; the winner needs no more than a host has."""
+    """Six compiles beside the experiment find that offloading gate and up beats recomputing all.
+
+    The plan finds their copies hidden, and the winner needs no more than a host has.
+    """
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
     report = tune_experiment(LLAMA_70B, ON_64, out=tmp_path, budget=7, jobs=2, axes=["fsdp"])
     remat = load(tmp_path / "winner.toml").train.remat
@@ -349,8 +355,10 @@ def test_the_search_of_70b_finds_that_its_widest_values_can_wait_in_host_memory(
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_search_ends_with_a_winner_that_plan_reproduces(tmp_path, monkeypatch):
-    """Four compiles of a tiny model on 16 absent GPUs; then the winner's file plans to the same program and seconds,
-    and compiles nothing."""
+    """Four compiles of a tiny model on 16 absent GPUs find a winner.
+
+    Its file then plans to the same program and seconds, and compiles nothing.
+    """
     from meshkit.planning.planner import plan_experiment
 
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))

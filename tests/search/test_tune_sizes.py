@@ -1,4 +1,4 @@
-"""tune over several sizes of the cluster, what it asks of the winner, and why that wins: with made-up plans."""
+"""Test tune over several sizes of the cluster, its objective, and the reasons for the winner, with made-up plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.search.test_tune import AXES, ON_16, TINY, made_up
 
 
 def by_gpus(settings):
-    """Twice the hosts are 1.6 times as fast: 1 s on 2 hosts; each further choice saves 10 ms."""
+    """Return a time: 1 s on 2 hosts, 1.6 times as fast with twice the hosts, 10 ms less for each further choice."""
     hosts = next((int(s.partition("=")[2]) for s in settings if s.startswith("cluster.hosts")), 2)
     return (2 / hosts) ** 0.678 * (1.0 - 0.01 * sum(s.startswith("train.") for s in settings))
 
@@ -38,12 +38,12 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
     assert (report.winner.num_gpus, report.base.num_gpus, report.objective) == (gpus, 16, objective)
     assert {report.outcomes[i].num_gpus for i in report.pareto} == {8, 16, 32}
     for outcome in report.outcomes[8:]:
-        loaded = load(TINY, (*batch, *outcome.settings))  # the same batch, on a mesh of that size
+        loaded = load(TINY, (*batch, *outcome.settings))  # The batch is the same, on a mesh of that size.
         assert (loaded.mesh.size, loaded.train.global_batch) == (loaded.cluster.hosts * 8, 32)
     assert load(tmp_path / "winner.toml").cluster.num_gpus == gpus
     said = [text for text in report.why if "GPU seconds" in text]
     assert said == ([] if objective == "time" else [said[0]])
-    MadeUpWorkers(lambda _: 1 / 0).install(monkeypatch)  # a second run plans nothing
+    MadeUpWorkers(lambda _: 1 / 0).install(monkeypatch)  # A second run plans nothing.
     assert tune_experiment(TINY, batch, **search).reused == 12
 
 
@@ -76,7 +76,7 @@ def test_a_plan_that_needs_more_host_memory_than_there_is_does_not_fit():
 
 
 def test_the_reason_names_what_is_no_longer_computed_twice_and_small_collectives_that_went_away():
-    """HFU 60 % of 12 s and 50.4 % of 10 s: 0.7 of the FLOP; 20 ms of a 10 s step are gone, though a mere 0.2 %."""
+    """HFU of 60 % of 12 s and 50.4 % of 10 s mean 0.7 of the FLOP; 20 ms of 10 s are gone, though a mere 0.2 %."""
 
     def outcome(settings, time_s, hfu, exposed_s, host_bytes=None):
         row = OutcomeRow(axes=("fsdp",), link="infiniband", collective="all-gather", dtype="bf16", count=1)

@@ -1,4 +1,4 @@
-"""`mk.tune`: steps that are no experiment's, in this process, in others and on executors; requests are JSON."""
+"""Test `mk.tune` of steps without an experiment, in this process, in others and on executors, with JSON requests."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ FASTEST = {"fsdp": 1.0, "tensor": 3.0}
 
 
 def made_up(request):
-    """An outcome in the place of a plan: tensor parallelism helps, and so does full recomputation."""
+    """Return a made-up outcome: tensor parallelism helps, and so does full recomputation."""
     wanted = json.loads(request)
     text = " ".join(wanted["settings"])
     if "odd" in text:
@@ -29,7 +29,7 @@ def made_up(request):
 
 
 class Recorder(Executor):
-    """Answers at once, and keeps what it was asked: only texts, as a cluster's would be sent."""
+    """Answer at once and keep the requests, which are texts only, as a cluster's would be."""
 
     def __init__(self):
         self.asked = []
@@ -56,12 +56,14 @@ def test_an_executor_gets_texts_and_the_search_goes_towards_the_best():
     assert report.space == 8 * 2 * 2
     assert report.winner.time_s == 1.0
     assert 'remat="full"' in report.winner.settings
-    assert report.compiled == 12  # those of an odd size cost nothing of the budget
+    assert report.compiled == 12  # Those of an odd size cost nothing of the budget.
     assert report.left > 0
     assert "remat full" in str(report)
-    how = str(report).split("the winner\n")[1].splitlines()[:2]  # what to give to `small`: it has no `--set`
+    # These are arguments for `small`, because it has no `--set`.
+    how = str(report).split("the winner\n")[1].splitlines()[:2]
     assert [line.strip() for line in how] == [
-        "mesh = MeshSpec.parse({'fsdp': {'infiniband': 2}, 'tensor': 8})",  # as fast as tensor 4, by the alphabet
+        # It is as fast as tensor 4, so the alphabet decides.
+        "mesh = MeshSpec.parse({'fsdp': {'infiniband': 2}, 'tensor': 8})",
         "remat = 'full'",
     ]
     assert "--set" not in str(report)

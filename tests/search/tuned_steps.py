@@ -1,4 +1,4 @@
-"""Steps that `mk.tune` finds by name, in other processes too."""
+"""Make steps that `mk.tune` finds by name, in other processes too."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ RULES = mk.ShardingRules({"act_batch": "fsdp", "act_wide": "tensor"}, overrides=
 
 
 def small(mesh, wide=4096, layers=1):
-    """Two matmuls and their gradients; `wide` need not divide."""
+    """Return a step of two matmuls and their gradients; `wide` need not divide."""
 
     def loss(params, x):
         with mk.sharding_scope(mesh, RULES):
