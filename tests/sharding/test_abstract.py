@@ -1,4 +1,4 @@
-"""`mk.abstract`: what a function would make, on its shardings."""
+"""Test `mk.abstract`, which returns what a function would make, with its shardings."""
 
 import jax
 import jax.numpy as jnp

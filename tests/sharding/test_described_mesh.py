@@ -1,9 +1,9 @@
-"""A mesh of absent GPUs wherever jax takes a mesh."""
+"""Test a mesh of absent GPUs wherever jax takes a mesh."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import set_mesh  # before any described mesh is made
+from jax import set_mesh  # This import comes before any described mesh is made.
 from jax._src.mesh import thread_resources
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 

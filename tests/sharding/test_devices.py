@@ -1,4 +1,4 @@
-"""Device order and NVLink domains of attached and described devices."""
+"""Test the order and the NVLink domains of attached and described devices."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def cluster_of(domains, per_domain, **keys):
 
 
 def test_devices_are_ordered_by_domain_whatever_their_processes():
-    """One process a GPU, ids interleaved over two domains."""
+    """Each GPU has a process, and ids are interleaved over two domains."""
     devices = [FakeGpu(i, i) for i in range(8)]
     identities = {i: "ab"[i % 2] for i in range(8)}
     ordered = order_by_domain(devices, identities, cluster_of(2, 4))
@@ -32,7 +32,7 @@ def test_devices_are_ordered_by_domain_whatever_their_processes():
 
 
 def test_a_domain_may_span_processes():
-    """An NVL72-like domain of two hosts: one identity, two processes."""
+    """A domain of two hosts, as in an NVL72, has one identity and two processes."""
     devices = [FakeGpu(i, i // 4) for i in range(8)]
     cluster = mk.Cluster.load("gb200_nvl72", hosts=2, gpus_per_host=4, nvlink_domain_size=8, gpus_used_per_domain=8)
     assert [d.id for d in order_by_domain(devices, dict.fromkeys(range(8), "x.1"), cluster)] == list(range(8))
@@ -71,7 +71,7 @@ def test_described_devices_carry_their_place():
 
 
 def test_the_mesh_of_the_issue_puts_tensor_inside_a_domain():
-    """data over InfiniBand, fsdp and tensor on NVLink: index = data * 8 + fsdp * 2 + tensor."""
+    """data is over InfiniBand, fsdp and tensor are on NVLink: index = data * 8 + fsdp * 2 + tensor."""
     cluster = mk.Cluster.load("dgx_h100", hosts=2)
     spec = mk.MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 4, "tensor": 2})
     mesh = mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))

@@ -1,4 +1,4 @@
-"""Explicit sharding: `constrain` reshards, a scope enters the mesh, plan takes such steps, nnx's as well."""
+"""Test explicit sharding: `constrain` reshards, a scope enters the mesh, and plan takes such steps, also of nnx."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def test_constrain_reshards_explicit_axes_and_leaves_the_others_to_xla(values, t
 
     assert jax.jit(moved)(x).sharding.spec == PartitionSpec("data", "tensor")
     assert seen == [PartitionSpec("data", "tensor" if types is AxisType.Explicit else None)]
-    if types is AxisType.Explicit:  # outside of jit as well
+    if types is AxisType.Explicit:  # It also works outside of jit.
         assert moved(x).sharding.spec == PartitionSpec("data", "tensor")
 
 
@@ -100,7 +100,7 @@ def test_plan_takes_explicit_steps_on_described_and_on_attached_meshes(values):
 
 
 class Net(nnx.Module):
-    """As flax's guide to explicit sharding writes one."""
+    """A model written as in flax's guide to explicit sharding."""
 
     def __init__(self, rngs):
         init = nnx.initializers.lecun_normal()

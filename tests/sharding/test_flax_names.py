@@ -1,4 +1,4 @@
-"""Flax's own constraints inside a sharding_scope: they count as meshkit's do, and outside nothing changes."""
+"""Test that Flax's own constraints count as meshkit's do inside a sharding_scope, and change nothing outside."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_a_foreign_linen_model_is_constrained_and_computes_the_same(mesh, theirs
         (
             ("batch", "embed"),
             (("data", "fsdp"), ()),
-        ),  # fsdp is taken: a mesh axis cuts one dim, the first that wants it
+        ),  # fsdp is taken: a mesh axis shards one dim, the first that asks for it.
         (("batch", "hidden"), (("data", "fsdp"), ("tensor",))),
         (("batch", "embed"), (("data", "fsdp"), ())),
     ]
@@ -122,7 +122,7 @@ def test_rules_of_flax_win_and_meshkits_fill_what_they_leave(mesh):
 
     assert specs_of(mesh, inside, x) == [((("tensor",), ()), ())]
     with nn.logical_axis_rules(own):
-        assert specs_of(mesh, ask, x) == [((("tensor",), ()), ())]  # hidden wants tensor, which batch has
+        assert specs_of(mesh, ask, x) == [((("tensor",), ()), ())]  # hidden asks for tensor, which batch has.
     handed = specs_of(mesh, lambda x: nn.with_logical_constraint(x, ("batch", "hidden"), rules=(("batch", "data"),)), x)
     assert handed == [((("data",), ("tensor",)), ())]
     assert specs_of(mesh, lambda x: nn.logical_to_mesh_axes(("batch", "hidden")) and x, x) == []
@@ -151,7 +151,7 @@ def test_a_rule_of_flax_about_another_mesh_says_so(mesh):
 
 
 def test_variables_with_names_can_be_made_inside_and_lie_as_the_rules_say(mesh):
-    """nnx's metadata: outside of a mesh flax refuses them, inside a scope they follow it."""
+    """Outside of a mesh, flax refuses variables with nnx's metadata; inside a scope they follow it."""
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
 
     def make():

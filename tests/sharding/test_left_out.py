@@ -1,4 +1,4 @@
-"""Axes that do not divide a dim: the most pieces that fit, one warning with the numbers, an error in strict mode."""
+"""Test axes that do not divide a dim: the most pieces that fit, one warning with numbers, an error in strict mode."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A device without enough memory: what jax raises, and what a user reads."""
+"""Test the message that a user reads when a device has too little memory for what jax raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding.mesh import device_memory
 
-# as jaxlib 0.11.2 said it on an H100
+# jaxlib 0.11.2 said this on an H100.
 REAL = (
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 389.77GiB with allocator GPU_0_bfc on device 0. "
     "[executable_name='jit_train_step'] [tf-allocator-allocation-error='']"
@@ -45,7 +45,8 @@ def test_memory_runs_out_in_several_words(said, experiment):
         pytest.raises(RunError, match="the device has too little memory"),
         device_memory(experiment.cluster, experiment.train, experiment.file),
     ):
-        raise ValueError("the arrays could not be copied") from JaxRuntimeError(said)  # as a library may have it
+        # A library may raise it this way.
+        raise ValueError("the arrays could not be copied") from JaxRuntimeError(said)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_memory_runs_out_in_several_words(said, experiment):
     [
         JaxRuntimeError("RESOURCE_EXHAUSTED: Received message larger than max (5000000 vs. 4194304)"),
         JaxRuntimeError("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited"),
-        ValueError("RESOURCE_EXHAUSTED: Error writing to OCDBT: no memory"),  # of a disk
+        ValueError("RESOURCE_EXHAUSTED: Error writing to OCDBT: no memory"),  # The error is of a disk.
         ConfigError("out of memory"),
     ],
 )

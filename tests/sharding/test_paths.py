@@ -1,4 +1,4 @@
-"""Overrides by path on trees that hold more than the model: tuples, dicts, optimizers, a TrainState."""
+"""Test overrides by path on trees that hold more than the model: tuples, dicts, optimizers, a TrainState."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,8 @@ def test_an_override_places_a_parameter_and_its_moments_in_a_tuple(mesh):
     assert (spec(model.wi), spec(model.inner.wo)) == (WI, WO)
     assert (spec(moments["wi"]), spec(moments["inner"]["wo"])) == (WI, WO)
     whole = {spec(v) for v in (model.inner.wi, moments["inner"]["wi"])}
-    assert whole == {PartitionSpec(None, None)}  # `wi` is the model's own, not the one inside of `inner`
+    # The override is for the model's own `wi`, not the one inside of `inner`.
+    assert whole == {PartitionSpec(None, None)}
     assert model.wi.get_raw_value().addressable_shards[0].data.shape == (8, 8)
 
 

@@ -1,4 +1,4 @@
-"""Rules on every kind of pytree: nnx state, linen boxes, plain containers."""
+"""Test sharding rules on every kind of pytree: nnx state, linen boxes, plain containers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""States of optimizers whose arrays have not the parameters' shapes, and names that are spelt nearly right."""
+"""Test optimizer states whose arrays differ in shape from the parameters, and names that are nearly right."""
 
 import warnings
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def mesh():
         ((8, 16), (8,), (("fsdp",),)),
         ((8, 16), (16,), (("tensor",),)),
         ((8, 16), (1,), ((),)),
-        ((8, 8), (8,), ((),)),  # one of the two, nobody says which
+        ((8, 8), (8,), ((),)),  # It is one of the two dims, but which one is unknown.
         ((3, 8, 8), (3, 8), ((), ())),
         ((8, 16), (), ()),
         ((8, 16), (8, 16), (("fsdp",), ("tensor",))),
@@ -67,7 +67,7 @@ def test_adafactor_of_boxed_linen_parameters_is_born_sharded_and_steps(mesh):
     layout = mk.shardings(jax.eval_shape(make), mesh, RULES)
     rows, columns = (getattr(layout["opt_state"][0], name)["params"]["up"] for name in ("v_row", "v_col"))
     assert (rows["kernel"].spec, columns["kernel"].spec) == (P("fsdp"), P("tensor"))
-    assert rows["bias"].spec == P(None)  # a place that nothing fills
+    assert rows["bias"].spec == P(None)  # Nothing fills this place.
     state = jax.jit(make, out_shardings=layout)()
 
     @jax.jit
@@ -94,7 +94,7 @@ def test_adafactor_of_an_nnx_optimizer_and_of_plain_arrays(mesh):
     assert found["v_row", "up", "kernel"] == P("fsdp")
     assert found["v_col", "up", "kernel"] == P("tensor")
     params = {"a": {"plain": jnp.ones((16, 32))}}
-    alone = mk.shardings(FACTORED.init(params), mesh, RULES)  # nothing here says what its rows are rows of
+    alone = mk.shardings(FACTORED.init(params), mesh, RULES)  # Nothing here says which parameter the rows belong to.
     assert alone[0].v_row["a"]["plain"].spec == P(None)
     both = mk.shardings({"params": params, "state": FACTORED.init(params)}, mesh, RULES)
     assert both["state"][0].v_row["a"]["plain"].spec == P("fsdp")
