@@ -1,4 +1,4 @@
-"""A model of nobody in particular with the methods that a pipeline needs, and dropout; see meshkit.step.pipelined."""
+"""Provide a model that has dropout and the methods that a pipeline needs; see meshkit.step.pipelined."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ VOCAB, EMBED = 64, 16
 
 
 class Layers(nnx.Module):
-    """Residual layers, stacked."""
-
     def __init__(self, layers: int, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(EMBED**-0.5)
         self.kernel = nnx.Param(init(rngs.params(), (layers, EMBED, EMBED)), out_sharding=("layers", "embed", None))
 
 
 class Staged(nnx.Module):
-    """A look-up, residual layers with dropout, an output head."""
+    """A look-up, residual layers with dropout, and an output head."""
 
     def __init__(self, layers: int = 4, rate: float = 0.3, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(1.0)
@@ -47,7 +45,7 @@ class Staged(nnx.Module):
 
 
 class NotStaged(nnx.Module):
-    """A model without the methods."""
+    """A model without a pipeline's methods."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.layers = Layers(4, rngs=rngs)
@@ -57,7 +55,7 @@ class NotStaged(nnx.Module):
 
 
 def own_loss(model, batch, rng):
-    """A plain function; the metric says that it ran."""
+    """Return the loss sum, the weight and a metric that shows that this function ran."""
     logits = model(batch["tokens"])
     losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), {"own": jnp.max(logits)}

@@ -1,4 +1,4 @@
-"""Data: deterministic, resumable from one integer, and every process loads only its rows."""
+"""Test that data are deterministic and resume from one integer, and that every process loads only its rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_resumed_iterator_continues_exactly(tokens):
 
 
 def test_an_epoch_shows_every_window_once_and_the_next_one_in_another_order(tokens):
-    batches = batches_of(experiment(), tokens)  # 20 windows: 40 rows are two epochs
+    batches = batches_of(experiment(), tokens)  # There are 20 windows, so 40 rows are two epochs.
     rows = np.concatenate([np.asarray(batches.at(step)["tokens"]) for step in range(5)])
     whole = tokens[:-1].reshape(20, 16)
     for epoch in (rows[:20], rows[20:]):
@@ -92,7 +92,7 @@ def test_a_process_loads_only_the_rows_of_its_devices(tokens):
 
 
 class _OfProcess:
-    """A batch's array as one process of several sees it: the devices of the mesh in equal runs, one run each."""
+    """A batch's array as one process of several sees it: the mesh's devices in equal runs, one run each."""
 
     def __init__(self, like, process, processes):
         self.shape, self.dtype, self.sharding = like.shape, like.dtype, self
@@ -108,10 +108,10 @@ class _OfProcess:
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 8, 1)])
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_any_number_of_processes_reads_the_same_examples_in_the_same_order(tokens, mesh, processes):
-    """Each reads the rows of its own devices; put together they are the batch of one process, at every step."""
+    """Each process reads the rows of its own devices; together they are the batch of one process, at every step."""
     sizes = [f"mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), mesh)]
     batches = batches_of(experiment(*sizes), tokens)
-    for step in (0, 3, 1):  # in any order: the step alone says what is read
+    for step in (0, 3, 1):  # The order is arbitrary, because the step alone says what is read.
         found = {}
         for process in range(processes):
             like = {name: _OfProcess(x, process, processes) for name, x in batches.like.items()}
@@ -121,12 +121,12 @@ def test_any_number_of_processes_reads_the_same_examples_in_the_same_order(token
                 np.testing.assert_array_equal(found.setdefault(row, values), values)
         np.testing.assert_array_equal([found[row] for row in range(8)], np.asarray(batches.at(step)["tokens"]))
         shuffled = np.asarray(batches_of(experiment(), tokens).at(step)["tokens"])
-        np.testing.assert_array_equal([found[row] for row in range(8)], shuffled)  # and those of any mesh
+        np.testing.assert_array_equal([found[row] for row in range(8)], shuffled)  # They are the same on any mesh.
 
 
 def test_batches_lie_as_the_rules_say(tokens):
     batch = batches_of(experiment(), tokens).at(0)["tokens"]
-    assert {s.data.shape for s in batch.addressable_shards} == {(2, 16)}  # data x fsdp = 4 pieces of 8 rows
+    assert {s.data.shape for s in batch.addressable_shards} == {(2, 16)}  # data x fsdp = 4 pieces of 8 rows.
     assert isinstance(batch, jax.Array)
 
 
@@ -203,7 +203,7 @@ def test_a_text_that_no_memory_holds_is_refused_unread(tmp_path, name):
 
 
 def own(tmp_path, monkeypatch, code, *overrides):
-    """An experiment whose data are of a module beside it."""
+    """Return an experiment whose data come from a module beside it."""
     (tmp_path / "own_source.py").write_text("import numpy as np\n" + textwrap.dedent(code))
     monkeypatch.delitem(sys.modules, "own_source", raising=False)
     path = tmp_path / "own.toml"
@@ -226,7 +226,7 @@ def test_a_stream_is_read_in_its_order_and_made_anew_with_the_next_seed(tmp_path
     batches = Batches(data_of(spec).train, abstract_batch(resolve(spec), mesh, spec.rules), spec.data.seed)
     steps = [np.asarray(b["tokens"])[:, 0] for b in batches.iterate(0, 4)]
     np.testing.assert_array_equal(np.concatenate(steps), [*range(20), *range(100, 112)])
-    # a run that resumes gets what comes next, not the beginning
+    # A run that resumes gets what comes next, not the beginning.
     resumed = [np.asarray(b["tokens"])[:, 0] for b in batches.iterate(2, 4)]
     np.testing.assert_array_equal(resumed, steps[2:])
 
@@ -262,7 +262,7 @@ def test_rows_of_an_array_are_examples(tmp_path):
     np.save(tmp_path / "rows.npy", rows)
     data = data_of(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.1"))
     assert (len(data.train), len(data.validation)) == (36, 4)
-    np.testing.assert_array_equal(data.train[9]["tokens"], rows[10][:-1])  # the tenth is held out
+    np.testing.assert_array_equal(data.train[9]["tokens"], rows[10][:-1])  # The tenth is held out.
     np.testing.assert_array_equal(data.validation[0]["targets"], rows[9][1:])
     with pytest.raises(ConfigError, match=r"rows of 17 ids; an example of 32 tokens takes one more(.|\n)*= 16"):
         data_of(experiment(f"data.source={tmp_path / 'rows.npy'}", "train.sequence_length=32"))

@@ -1,4 +1,4 @@
-"""Delayed scaling in a training step: the histories of tensors are no gradients, and are the same on every mesh."""
+"""Test delayed scaling in a training step: histories of tensors are no gradients, and are the same on every mesh."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GatedLayer(nnx.Module):
 
 
 class FlaxDense(linen.Module):
-    """A language model of one matmul by flax's own delayed scaling."""
+    """A language model of one matmul with flax's own delayed scaling."""
 
     @linen.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ class FlaxDense(linen.Module):
 
 
 def of_current_scales(*, rngs: nnx.Rngs, fp8: bool = False) -> nnx.Module:
-    """A model whose author knows of fp8 alone."""
+    """Return a model whose author knows of fp8 alone."""
     return Llama(fp8=fp8, rngs=rngs)
 
 
@@ -100,7 +100,7 @@ def on_one():
     ids=["recomputed", "replicas", "one device", "compressed"],
 )
 def test_a_step_is_the_same_on_every_mesh_and_in_micro_batches(on_one, overrides):
-    """Largest numbers within a few roundings of bf16; summed over two micro-batches they would be twice as large."""
+    """The largest numbers differ by a few roundings of bf16; sums over micro-batches would be twice as large."""
     losses, variables = trained(*DELAYED, *GATED, *overrides)
     np.testing.assert_allclose(losses, on_one[0], rtol=1e-3)
     for found, expected in zip(jax.tree.leaves(variables), jax.tree.leaves(on_one[1]), strict=True):

@@ -1,4 +1,4 @@
-"""optimizer.memory = "host": the same training, moments outside of GPU memory, and a plan that shows both sides."""
+"""Test optimizer.memory = "host": equal training, moments outside of GPU memory, and a plan that shows both sides."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ CONFIGS = Path(__file__).parents[2] / "configs/experiments"
 
 @cache
 def program(memory: str) -> TrainProgram:
-    """A perceptron in fp32, FSDP over 8 devices. With this eps Adam's steps are not divisions of numbers as small as
-    their own rounding, so that a rounding of a gradient stays one."""
+    """Return a perceptron in fp32 with FSDP over 8 devices.
+
+    With this eps, Adam does not divide numbers that are as small as their own rounding, so a gradient's rounding stays
+    small.
+    """
     options = ["train.precision=fp32", "optimizer.eps=1", f"optimizer.memory={memory}"]
     spec = load(CONFIGS / "mlp.toml", options)
     return make_train_step(spec, build_mesh(spec.mesh, spec.cluster))
@@ -42,14 +45,14 @@ def stepped(program: TrainProgram, state: TrainState, steps: range) -> TrainStat
 
 
 def memories(state: TrainState) -> tuple[set[str | None], set[str | None]]:
-    """Of moments, and of everything else that a step carries."""
+    """Return the memory kinds of moments, and of everything else that a step carries."""
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
     others = [x for x in jax.tree.leaves(state) if not any(x is m for m in moments)]
     return {x.sharding.memory_kind for x in moments}, {x.sharding.memory_kind for x in others}
 
 
 def test_three_steps_from_host_memory_are_those_from_device_memory():
-    """The same operations on the same numbers, fused differently: a few fp32 roundings of the largest entry."""
+    """The same operations on the same numbers are fused differently, for a few fp32 roundings of the largest entry."""
     found = {}
     for memory in ("device", "host"):
         made = program(memory)
@@ -83,7 +86,7 @@ def test_it_does_not_go_with_local_sgd():
 
 @cache
 def planned(memory: str) -> Plan:
-    """The debug Llama, larger, with FSDP over one DGX H100."""
+    """Return the plan of a larger debug Llama, with FSDP over one DGX H100."""
     cluster = ["cluster=dgx_h100", "mesh.data=", "mesh.fsdp=8", "mesh.tensor=", "rules.preset=fsdp"]
     sizes = ["model.embed=512", "model.mlp=2048", "model.head_dim=64", "train.sequence_length=512"]
     train = ["train.global_batch=8", "train.remat=full", f"optimizer.memory={memory}"]
@@ -92,8 +95,10 @@ def planned(memory: str) -> Plan:
 
 @pytest.mark.deviceless
 def test_the_plan_shows_the_memory_that_is_saved_and_what_it_costs():
-    """Two fp32 moments of every parameter leave the GPU. Temporaries grow by no copy of them: while they are there,
-    activations are not. Each moment crosses the host link twice a step."""
+    """Two fp32 moments of every parameter leave the GPU, and each crosses the host link twice a step.
+
+    Temporaries do not grow by a copy of them, because activations are gone while moments are there.
+    """
     host, device = planned("host"), planned("device")
     moments = 2 * (device.report.memory.parameters_bytes or 0)
     assert host.compiled.memory["argument"] == device.compiled.memory["argument"] - moments

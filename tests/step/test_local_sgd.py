@@ -1,4 +1,4 @@
-"""Local SGD: each round equals its definition, written out in numpy, and only the outer gradient crosses the axis."""
+"""Test that a round of local SGD equals its definition in numpy, and that only the outer gradient crosses the axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshkit.step.local_sgd import LocalSgd, wait_before_backward
 
 REPLICAS, EVERY, ROUNDS, BATCH = 4, 3, 5, 8
 IN, OUT = 6, 10
-RATE, DECAY = 0.05, 0.5  # of the inner optimizer, SGD with momentum, whose state stays with the replica
+RATE, DECAY = 0.05, 0.5  # These are of the inner optimizer, SGD with momentum, whose state stays with the replica.
 SPECS = {"bias": PartitionSpec(), "kernel": PartitionSpec(None, "fsdp")}
 
 
@@ -28,7 +28,7 @@ def mesh():
 
 
 def inner_step(params, velocity, batch, beside):
-    """Least squares by SGD with momentum."""
+    """Return parameters, velocity and loss after a step of least squares by SGD with momentum."""
     x, y = batch
 
     def loss(params):
@@ -49,7 +49,7 @@ def inner_step_by_hand(params, velocity, batch):
 
 
 def rounds_by_hand(params, batches, *, learning_rate, momentum, nesterov, staleness):
-    """The formulas of the module's docstring, in fp64, replica by replica."""
+    """Return anchor and losses by the formulas of the module's docstring, in fp64, replica by replica."""
     anchor = {k: v.astype(np.float64) for k, v in params.items()}
     zeros = {k: np.zeros_like(v) for k, v in anchor.items()}
     outer, before, velocities = zeros, zeros, [zeros] * REPLICAS
@@ -80,7 +80,7 @@ def problem():
 
 
 def run(local, params, batches):
-    """All rounds of a LocalSgd, each state where its shardings say; anchor, outer state, losses [rounds, H, R]."""
+    """Return anchor, outer state and losses [rounds, H, R] after all rounds, each state where its shardings say."""
     shardings = {k: NamedSharding(local.mesh, s) for k, s in SPECS.items()}
     anchor = jax.tree.map(jax.device_put, params, shardings)
     outer = jax.tree.map(jax.device_put, local.init(anchor), local.outer_shardings(anchor))
@@ -93,8 +93,8 @@ def run(local, params, batches):
     return anchor, outer, np.stack(losses)
 
 
-# fp32: a round is EVERY steps of a few dot products of up to BATCH * OUT = 80 terms; rounding errors add up like a
-# random walk over ROUNDS * EVERY steps, and the inner steps contract them. Relative to the largest entry.
+# In fp32, a round is EVERY steps of a few dot products of up to BATCH * OUT = 80 terms. Rounding errors add up like a
+# random walk over ROUNDS * EVERY steps, and the inner steps contract them. They are relative to the largest entry.
 TOLERANCE = 4 * np.sqrt(ROUNDS * EVERY) * np.sqrt(BATCH * OUT) * 2.0**-24
 
 
@@ -114,8 +114,10 @@ def test_rounds_equal_their_definition(mesh, learning_rate, momentum, nesterov, 
 
 
 def test_one_step_of_plain_sgd_and_an_outer_step_of_one_is_data_parallelism(mesh):
-    """every = 1, learning_rate = 1, momentum = 0 and a stateless inner step: the mean of the replicas is one step with
-    the mean gradient."""
+    """The mean of the replicas is one step with the mean gradient.
+
+    This holds for every = 1, learning_rate = 1, momentum = 0 and a stateless inner step.
+    """
     params, batches = problem()
 
     def plain(params, carry, batch, beside):
@@ -157,7 +159,7 @@ def absent():
 
 
 def compiled_round(absent, staleness, size=1024):
-    """[(collective, how often a round runs it)] over the slow axis, and the schedule, of a round on 2 x 8 H100."""
+    """Return [(collective, runs in a round)] over the slow axis, and the schedule, of a round on 2 x 8 H100."""
     from meshkit.compile.program import compile_absent
 
     mesh, cluster = absent
@@ -192,7 +194,7 @@ def compiled_round(absent, staleness, size=1024):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_only_the_outer_gradient_crosses_the_axis_once_a_round(absent, staleness):
-    """Parameters of a GPU in fp32, once per H steps: at the end of the round, or (stale) in H padded pairs."""
+    """A GPU's parameters cross in fp32 once per H steps: at the end of the round, or (stale) in H padded pairs."""
     found, _ = compiled_round(absent, staleness)
     elements = 1024 * 1024 // 8 + 1024
     piece = 2 * -(-elements // (2 * EVERY))
@@ -215,9 +217,10 @@ STALE_8B = [
 @pytest.mark.deviceless
 @pytest.mark.slow
 def test_the_stale_exchange_of_a_llama_is_overlapped_whole():
-    """All that crosses InfiniBand but the loss and its weight (scalars) runs under the output head."""
+    """All that crosses InfiniBand, except the loss and its weight (scalars), runs under the output head."""
     report = plan_experiment(load("configs/experiments/llama3_8b.toml", STALE_8B)).report
     rows = [r for r in report.communication if tuple(r.axes) == ("data",)]
     ops = [op for r in rows for op in r.ops if op.payload_bytes > 4096]
-    assert sum(op.count for op in ops) == pytest.approx(2)  # some in what XLA takes out of the loop over the steps
+    # Some of it is in what XLA takes out of the loop over the steps.
+    assert sum(op.count for op in ops) == pytest.approx(2)
     assert sum(op.exposed_s for op in ops) <= 0.01 * sum(op.busy_s for op in ops)

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel loss: no GPU ever holds a whole row of logits."""
+"""Test the vocabulary-parallel loss, with which no GPU ever holds a whole row of logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshkit.step.loss import cross_entropy
 from tests.hlo_text import printed
 
 DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
-# Sizes that no other dim has, so that a dim of VOCAB in the compiled program is the vocabulary and nothing else.
+# No other dim has these sizes, so a dim of VOCAB in the compiled program is the vocabulary and nothing else.
 VOCAB, BATCH, LENGTH, TENSOR = 1360, 8, 64, 8
 SIZES = [
     f"model.vocab={VOCAB}", f"train.global_batch={BATCH}", f"train.sequence_length={LENGTH}", "train.evaluate_every=0",
@@ -27,19 +27,19 @@ SIZES = [
 
 
 def shapes(hlo: str) -> list[tuple[int, ...]]:
-    """Dims of every array that a module's text mentions, those inside of fusions included."""
+    """Return the dims of every array that a module's text mentions, those inside of fusions included."""
     return [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:pred|[subf]+\d+\w*)\[([\d,]+)\]", hlo)]
 
 
 def whole_logits(hlo: str) -> set[tuple[int, ...]]:
-    """Shapes with a whole vocabulary beside at least one GPU's tokens."""
-    smallest = VOCAB * LENGTH  # of one sequence
+    """Return shapes with a whole vocabulary beside at least one GPU's tokens."""
+    smallest = VOCAB * LENGTH  # This is the size for one sequence.
     return {s for s in shapes(hlo) if VOCAB in s and np.prod(s) >= smallest and s != (VOCAB, 128) and s != (128, VOCAB)}
 
 
 @pytest.mark.deviceless
 def test_a_step_for_absent_gpus_holds_no_whole_logits():
-    """2 x 8 H100, tensor over the NVLink domain: forward, backward and optimizer."""
+    """On 2 x 8 H100 with tensor over the NVLink domain, this covers forward, backward and optimizer."""
     cluster = ["cluster={name='dgx_h100',hosts=2}", "mesh.data=", "mesh.fsdp={infiniband=2}", f"mesh.tensor={TENSOR}"]
     experiment = load(DEBUG, [*SIZES, *cluster])
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
@@ -61,7 +61,7 @@ def test_a_step_on_devices_holds_no_whole_logits():
 
 
 def test_whole_logits_are_found_where_the_vocabulary_is_not_cut():
-    """The test's own test: without a tensor axis they are there."""
+    """The search of this file finds whole logits where there is no tensor axis."""
     mesh = ["mesh.data=", "mesh.fsdp=8", "mesh.tensor=", 'rules.preset="fsdp"']
     experiment = load(DEBUG, [*SIZES, *mesh])
     program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
@@ -70,7 +70,7 @@ def test_whole_logits_are_found_where_the_vocabulary_is_not_cut():
 
 
 def test_cross_entropy_and_its_gradient_are_those_of_one_device():
-    """Both are sums over 1360 logits in another order, fp32: sqrt(1360) u = 2.2e-6 of the largest entry."""
+    """Both are fp32 sums over 1360 logits in another order: sqrt(1360) u = 2.2e-6 of the largest entry."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("tensor",), axis_types=(AxisType.Auto,))
     logits = jax.random.normal(jax.random.key(0), (4, LENGTH, VOCAB)) * 5
     targets = jax.random.randint(jax.random.key(1), (4, LENGTH), 0, VOCAB)

@@ -1,4 +1,4 @@
-"""Muon: the updates of optax.contrib.muon, of the matrices that the names of dims tell, on any mesh."""
+"""Test Muon: the updates of optax.contrib.muon, for the matrices that the names of dims tell, on any mesh."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_matrices_of_layers_and_experts_are_muons_and_all_else_is_adamws():
     moe = {f"layers/{name}" for name in attention | experts} | {f"prefix/{name}" for name in attention | mlp}
     assert set(matrices_of(Moe, dense_layers=1)[1]) == moe
     pairs = {f"layers/{kind}/{name}" for kind in ("sliding", "full") for name in attention | experts}
-    assert set(matrices_of(GptOss)[1]) == pairs  # no bias, no sink, no router
+    assert set(matrices_of(GptOss)[1]) == pairs  # No bias, sink or router is among them.
     assert not any("bias" in path or "embedding" in path or "positions" in path for path in matrices_of(GPT)[1])
 
 
 def test_axes_that_cut_matrices_move_to_the_stack():
-    """Three layers of eight experts, which one axis cuts: twelve of a half, and three layers padded to four."""
+    """One axis shards eight experts of three layers: twelve matrices of a half, and three layers padded to four."""
     state, found = matrices_of(Moe, layers=3)
     gate = found["layers/moe/experts/gate"]
     assert gate.stored.spec == PartitionSpec(None, "expert", "fsdp", None)
@@ -60,11 +60,11 @@ def test_axes_that_cut_matrices_move_to_the_stack():
     assert found["layers/attention/query/kernel"].matrices == 4
     x = np.arange(math.prod(shape := state["layers"]["moe"]["experts"]["gate"].shape), dtype=np.float32).reshape(shape)
     np.testing.assert_array_equal(gate.from_rows(gate.to_rows(jnp.asarray(x)), x.shape), x)
-    np.testing.assert_array_equal(gate.to_rows(jnp.asarray(x))[0, 1, 4], x[1, 4])  # of the second half the fifth
+    np.testing.assert_array_equal(gate.to_rows(jnp.asarray(x))[0, 1, 4], x[1, 4])  # It is the fifth of the second half.
 
 
 def test_updates_are_those_of_optax():
-    """Of a Moe's parameters, two steps; optax is given the same dims."""
+    """Two steps of a Moe's parameters agree; optax is given the same dims."""
     state, _ = matrices_of(Moe, layers=2, embed=24, mlp=40, vocab=32, experts=4)
     one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
     matrices = find_matrices(state, one, RULES)
@@ -106,7 +106,7 @@ def test_updates_are_those_of_optax():
     compared = 0
     for at, x in jax.tree_util.tree_leaves_with_path(found):
         if "/".join(str(k.key) for k in at) in matrices:
-            # five cubic steps of sums of 40 products, each magnifying what is small by 3.4 at most
+            # There are five cubic steps of sums of 40 products, each of which magnifies small values by 3.4 at most.
             np.testing.assert_allclose(x, wanted[jax.tree_util.keystr(at)], rtol=0, atol=2e-5 * float(jnp.abs(x).max()))
             compared += 1
     assert compared == len(matrices) == 7
@@ -137,7 +137,7 @@ MESHES = {
 
 
 def trained(spec, mesh, state=None):
-    """Parameters and moments after three steps, from the same start."""
+    """Return parameters and moments after three steps from the same start, the start, and the program."""
     program = make_train_step(spec, mesh)
     state = program.init() if state is None else state
     first = jax.tree.map(np.asarray, state)
@@ -153,8 +153,10 @@ def trained(spec, mesh, state=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
 def test_sharded_training_equals_one_device(overrides):
-    """AdamW's eps is of the size of gradients, as in tests/equivalence; so is what Muon may magnify: singular values
-    that are rounding alone come out 3.4^5 times as large, so that the bound is 500 times that of a gradient."""
+    """AdamW's eps is of the size of gradients, as in tests/equivalence, and so is what Muon may magnify.
+
+    Singular values that are rounding alone come out 3.4^5 times as large, so the bound is 500 times that of a gradient.
+    """
     sizes = ["train.global_batch=16", "train.sequence_length=16", 'train.precision="fp32"', "model.vocab=64"]
     sizes += ["model.embed=32", "model.mlp=32", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-2"]
     on = [*sizes, 'optimizer.algorithm="muon"', "optimizer.eps=1e-2"]
@@ -166,7 +168,7 @@ def test_sharded_training_equals_one_device(overrides):
     tolerance = 500 * math.sqrt(32 * 16 * 16) * 2.0**-24
     for (path, w), g in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
         assert np.abs(g - w).max() <= tolerance * max(1e-8, np.abs(w).max()), jax.tree_util.keystr(path)
-    # fp32: one moment of a matrix, two of all else, and counters
+    # In fp32, there are one moment of a matrix, two of all else, and counters.
     moments = sum(x.size for x in jax.tree.leaves(program.abstract_state.opt_state) if x.ndim)
     counts = {path: x.size for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state.params)}
     matrices = find_matrices(program.model.params, build_mesh(spec.mesh, spec.cluster), spec.rules)

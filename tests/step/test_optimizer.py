@@ -1,4 +1,4 @@
-"""Optimizer and FLOPs: closed forms."""
+"""Test optimizer and FLOP against closed forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_schedules_warm_up_and_end(schedule, last):
 
 
 def test_adamw_takes_the_textbook_first_step():
-    """Adam's first step is -lr sign(g); decay adds -lr wd w to kernels, not to scales."""
+    """Adam's first step is -lr sign(g); decay adds -lr wd w to kernels, but not to scales."""
     spec = OptimizerTable(learning_rate=0.1, weight_decay=0.5, clip=0.0, schedule="constant")
     params = {"kernel": jnp.full((2, 2), 2.0), "scale": jnp.full((2,), 2.0)}
     optimizer = make_adamw(spec, 10)

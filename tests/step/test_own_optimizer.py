@@ -1,4 +1,4 @@
-"""`optimizer.class`: the same door as a model's, state cut like the parameters, the same steps as on one device."""
+"""Test `optimizer.class`: where it is found, its state, sharded like parameters, and steps equal to one device's."""
 
 import json
 import sys

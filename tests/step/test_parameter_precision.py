@@ -1,4 +1,4 @@
-"""`train.parameter_precision`: parameters in 16 bits between steps, everything else as ever."""
+"""Test `train.parameter_precision`: parameters have 16 bits between steps, and everything else is unchanged."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`[pipeline]` in a training program: checkpoints that know nothing of stages, models of others, refusals."""
+"""Test `[pipeline]` in a training program: checkpoints without stages, models of others, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = [
 PLAIN = ["pipeline=", "mesh.pipeline=", "mesh.fsdp=4"]
 OTHER = ["pipeline.layout=", "pipeline.virtual_stages=1", "pipeline.schedule=1f1b", "mesh.pipeline=4", "mesh.fsdp=1"]
 SIZES = ("vocab", "embed", "mlp", "heads", "kv_heads", "head_dim")
-UNSIZED = [f"model.{name}=" for name in SIZES]  # takes the sizes of SMALL back
+UNSIZED = [f"model.{name}=" for name in SIZES]  # These remove the sizes of SMALL.
 STAGED = [
     *("model.class=tests.step.staged_model:Staged", "model.preset=", "model.layers=4", "rules.preset=fsdp"),
     *('pipeline.head="replicated"', 'train.precision="fp32"', "pipeline.layout=", "mesh.tensor=", "mesh.fsdp=4"),
@@ -46,7 +46,7 @@ def bits(tree) -> dict[str, np.ndarray]:
 
 
 def random_state(program):
-    """A state as checkpoints hold it, every array of random numbers."""
+    """Return a state as checkpoints hold it, with random numbers in every array."""
     random = np.random.default_rng(0)
     abstract = program.arrangement.saved if program.arrangement else program.abstract_state
     return jax.tree.map(
@@ -55,7 +55,7 @@ def random_state(program):
 
 
 def test_a_checkpoint_knows_nothing_of_stages(tmp_path):
-    """Saved from two stages of two chunks of 7 layers; restored without a pipeline, and in four stages, bit by bit."""
+    """It is saved from two stages of two chunks of 7 layers, and restored bit by bit in four stages and in none."""
     staged, plain, other = program_of(), program_of(*PLAIN), program_of(*OTHER)
     saved = random_state(staged)
     assert bits(random_state(plain)).keys() == bits(saved).keys()
@@ -64,7 +64,7 @@ def test_a_checkpoint_knows_nothing_of_stages(tmp_path):
     chunks = np.asarray(state.params["layers"]["mlp"]["down"]["kernel"])
     assert (
         chunks.shape[0] == 8
-    )  # chunks 0 and 2 on the first stage, 1 and 3 on the second, of which the last has one place empty
+    )  # Chunks 0 and 2 are on the first stage, 1 and 3 on the second, and the last chunk has one place empty.
     natural = np.asarray(saved.params["layers"]["mlp"]["down"]["kernel"])
     np.testing.assert_array_equal(chunks[:7], natural[[0, 1, 4, 5, 2, 3, 6]])
     assert not chunks[7].any()
@@ -85,7 +85,7 @@ def test_a_checkpoint_knows_nothing_of_stages(tmp_path):
 
 
 def test_arrays_on_their_way_to_disk_stay_cut_over_the_stages():
-    """Seven layers do not divide into two stages; no device may hold all of them for that."""
+    """Seven layers do not divide into two stages, but no device may hold all of them for that."""
     arrangement = program_of().arrangement
     assert arrangement is not None
     for x in jax.tree.leaves(arrangement.saved.params["layers"]):
@@ -93,7 +93,7 @@ def test_arrays_on_their_way_to_disk_stay_cut_over_the_stages():
 
 
 def test_layers_change_their_order_without_whole_copies():
-    """Each device exchanges shares of layers; none gathers, or sums, an array that is cut over the stages."""
+    """Devices exchange shares of layers; none gathers or sums an array that is sharded over the stages."""
     program = program_of()
     arrangement = program.arrangement
     assert arrangement is not None
@@ -109,7 +109,7 @@ def test_layers_change_their_order_without_whole_copies():
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_in_other_stages_and_in_none(tmp_path):
-    """The same losses, up to the rounding of fp32, however the run is cut; the same bits where it is not cut again."""
+    """However the run is sharded, losses agree up to the rounding of fp32; without a change, bits agree."""
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     common = ["model.vocab=256", f"data.source={tmp_path / 'corpus'}", 'train.precision="fp32"']
@@ -138,7 +138,7 @@ def test_the_program_says_what_its_pipeline_costs():
     program = program_of()
     assert program.pipeline is not None
     report = program.pipeline.report(4)
-    # 2 + 2 + 2 + 1 layers in 4 chunks of 2, and (S - 1) / v more than 4 microbatches
+    # 2 + 2 + 2 + 1 layers are in 4 chunks of 2, and there are (S - 1) / v more than 4 microbatches.
     assert report.executed_over_useful == pytest.approx(8 / 7 * (4 + 1 / 2) / 4, rel=1e-6)
     assert set(program.deferred) == {"fsdp"}
     assert "xla_gpu_experimental_parallel_collective_overlap_limit" in program.xla_options
@@ -153,7 +153,7 @@ def test_the_program_says_what_its_pipeline_costs():
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "model"), [("1f1b", STAGED), ("1f1b", DROPPED)])
 def test_dropout_does_not_depend_on_stages_or_schedule(schedule, model):
-    """Somebody else's model, and a Llama: the same masks in two stages of two chunks as in four stages."""
+    """Somebody else's model and a Llama draw the same masks in two stages of two chunks as in four stages."""
     found = []
     chunks = ["pipeline.schedule=interleaved_1f1b", "pipeline.virtual_stages=2"]
     one = [f"pipeline.schedule={schedule}", "pipeline.virtual_stages=1", "mesh.pipeline=4", "mesh.fsdp=2"]
@@ -166,7 +166,7 @@ def test_dropout_does_not_depend_on_stages_or_schedule(schedule, model):
         gradients["layers"] = program.arrangement.stack.restore(gradients["layers"])
         found.append((float(loss), bits(gradients)))
         sums = program.evaluate(state, batch)
-        assert abs(float(sums["loss_sum"] / sums["weight"]) - float(loss)) > 1e-3  # no dropout in an evaluation
+        assert abs(float(sums["loss_sum"] / sums["weight"]) - float(loss)) > 1e-3  # An evaluation has no dropout.
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     for path, wanted in found[0][1].items():
         np.testing.assert_allclose(found[1][1][path], wanted, atol=1e-5 * np.abs(wanted).max(), err_msg=path)

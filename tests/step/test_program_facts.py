@@ -1,4 +1,4 @@
-"""StepFacts: what make_train_step says of a step, and what of it a sidecar of a trace holds."""
+"""Test StepFacts: what make_train_step says of a step, and which of it the record beside a trace holds."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_only_ids_in_sequences_are_tokens():
     of = {name: facts_of(file=MLP.with_name(f"{name}.toml")) for name in ("mlp", "vit_cpu", "llama_debug_cpu")}
     assert {name: (f.tokens, f.examples) for name, f in of.items()} == {
         "mlp": (None, 64),
-        "vit_cpu": (None, 64),  # of images, though a sequence of patches
+        "vit_cpu": (None, 64),  # The examples are images, though their patches are a sequence.
         "llama_debug_cpu": (16 * 128, 16),
     }
     assert all(f.model_flops > 0 for f in of.values())
@@ -41,7 +41,7 @@ def test_only_ids_in_sequences_are_tokens():
 def test_a_state_is_parameters_and_two_moments_in_fp32():
     facts = facts_of()
     assert facts.state_bytes >= 12 * facts.parameters
-    assert facts.parameters_bytes < 4 * facts.parameters  # cut over the mesh
+    assert facts.parameters_bytes < 4 * facts.parameters  # They are sharded over the mesh.
     assert facts.optimizer_bytes >= 2 * facts.parameters_bytes
 
 

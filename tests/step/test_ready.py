@@ -1,4 +1,4 @@
-"""`mk.sharded_step`: models of others, unedited, train as unsharded ones do, and the same step is planned."""
+"""Test `mk.sharded_step`: models of others, unedited, train as unsharded ones do, and plan takes the same step."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ SPEC = mk.MeshSpec.parse({"data": 2, "fsdp": 4})
 
 
 class Theirs(nnx.Module):
-    """Without names, with state of its own."""
+    """A model without names, with state of its own."""
 
     def __init__(self, rngs):
         self.first, self.last = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)

@@ -1,4 +1,4 @@
-"""`[compression]` and `[local_sgd]` in an experiment: what a step computes with them, and that runs resume exactly."""
+"""Test `[compression]` and `[local_sgd]` in an experiment: what a step computes, and that runs resume exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("programs_kept")
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "mlp.toml"
 BATCH = 16
 TINY = [
-    # Kernels of 128 x 512, cut in two by fsdp: 128 KiB a shard, so they travel compressed.
+    # fsdp shards kernels of 128 x 512 in two: 128 KiB a shard, so they travel compressed.
     *("model.embed=128", "model.mlp=512", "model.layers=4", f"train.global_batch={BATCH}"),
     *("cluster.gpus_per_host=4", "mesh.data=2", "mesh.fsdp=2", "train.precision=fp32", "train.steps=6"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "train.evaluate_every=0"),
@@ -31,9 +31,9 @@ TINY = [
 COMPRESSED = ["compression.axis=data"]
 LOCAL = ["local_sgd.axis=data", "local_sgd.every=3"]
 UNIT_ROUNDOFF = 2.0**-24
-# fp32 sums of up to 512 terms in another order, through the 8 matmuls of forward and backward; errors add up like a
+# fp32 sums of up to 512 terms are in another order, through the 8 matmuls of forward and backward. Errors add up like a
 # random walk, relative to the largest entry (see test_sharded_equals_single).
-TOLERANCE = np.sqrt(8) * np.sqrt(512) * UNIT_ROUNDOFF  # 3.8e-6
+TOLERANCE = np.sqrt(8) * np.sqrt(512) * UNIT_ROUNDOFF  # This is 3.8e-6.
 
 
 def experiment(*overrides):
@@ -64,19 +64,22 @@ def flat(tree):
 
 @pytest.mark.parametrize(("accumulate", "dtype"), [(1, "bf16"), (1, "int8"), (2, "fp8")])
 def test_compressed_gradients_are_the_plain_ones_within_the_bound(accumulate, dtype):
-    """Each of the R = 2 replicas errs by e max|its gradient|, their sum by e max|sum|: at most 2 R e max|gradient of a
-    replica|. That gradient is of half the batch, divided by the size of all of it; it is no larger than the whole one
-    where halves do not cancel, and 4 times leaves room for where they do."""
+    """The compressed gradient differs by at most 2 R e max|gradient of a replica|, for R = 2 replicas.
+
+    Each replica errs by e max|its gradient|, and their sum by e max|sum|. A replica's gradient is of half the batch,
+    divided by the size of all of it; it is no larger than the whole one where halves do not cancel, and 4 times leaves
+    room for where they do.
+    """
     compressed = program_of(f"train.accumulate={accumulate}", *COMPRESSED, f"compression.dtype={dtype}")
     found = flat(compressed.gradients(compressed.init(), batch_for(compressed))[1])
     for name, value in plain_gradients().items():
         error, largest = np.abs(found[name] - value).max(), np.abs(value).max()
         assert error <= 2 * 2 * WIRES[dtype].error * 4 * largest, name
-        assert error > 10 * TOLERANCE * largest, name  # it did travel in few bits
+        assert error > 10 * TOLERANCE * largest, name  # The error shows that the gradient traveled in few bits.
 
 
 def test_residuals_are_carried_sharded_and_add_up():
-    """compressed + residuals = plain, residuals being in units of the sum over the batch."""
+    """compressed + residuals = plain, where residuals are in units of the sum over the batch."""
     program = program_of("train.accumulate=1", *COMPRESSED, "compression.dtype=int8")
     state, batch = program.init(), batch_for(program)
     found = flat(program.gradients(state, batch)[1])
@@ -91,10 +94,10 @@ def test_residuals_are_carried_sharded_and_add_up():
 
 
 def test_a_round_of_local_sgd_is_steps_of_each_replica_and_then_the_mean():
-    """every = 3, outer learning rate 1 without momentum: by hand, two runs of three plain steps, on half a batch each.
+    """With outer learning rate 1 and no momentum, a round is two runs of three plain steps on half a batch each.
 
     AdamW turns the sign of a gradient into a step of learning_rate (3e-3), so an entry whose gradient is mere rounding
-    error may go the other way at every step; all but one in a thousand agree to 1e-5.
+    error may go the other way at every step. All but one in a thousand agree to 1e-5.
     """
     outer = ["local_sgd.learning_rate=1.0", "local_sgd.momentum=0.0", "local_sgd.nesterov=false"]
     rounds = program_of(*LOCAL, *outer)
@@ -121,8 +124,10 @@ def test_a_round_of_local_sgd_is_steps_of_each_replica_and_then_the_mean():
 
 
 def test_one_step_a_round_with_sgd_is_data_parallelism(monkeypatch):
-    """every = 1, outer learning rate 1, no momentum, inner SGD without clipping: the mean of the replicas' parameters
-    is a plain step with the mean of their gradients, which is the gradient of the batch."""
+    """The mean of the replicas' parameters is a plain step with the mean of their gradients, the batch's gradient.
+
+    This holds for every = 1, outer learning rate 1, no momentum, and inner SGD without clipping.
+    """
     monkeypatch.setattr("meshkit.step.train_step.make_optimizer", lambda *_: optax.sgd(0.1))
     outer = ["local_sgd.axis=data", "local_sgd.every=1", "local_sgd.learning_rate=1.0", "local_sgd.momentum=0.0"]
     plain, rounds = program_of("train.seed=0"), program_of(*outer)
@@ -131,7 +136,7 @@ def test_one_step_a_round_with_sgd_is_data_parallelism(monkeypatch):
     found, metrics = rounds.step(rounds.init(), rounds.stack([batch]))
     assert metrics["loss"].shape == (1,)
     for name, value in flat(found.params).items():
-        # A step moves parameters by far less than their size: a few roundings of theirs.
+        # A step moves parameters by far less than their size, for a few of their roundings.
         atol = 4 * UNIT_ROUNDOFF * np.abs(value).max()
         np.testing.assert_allclose(value, wanted[name], rtol=0, atol=atol, err_msg=name)
 
