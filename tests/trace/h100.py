@@ -1,4 +1,4 @@
-"""Traces that an H100 left, as run folders; tests/data/SOURCES.md says of what."""
+"""Provide traces of an H100 as run folders; tests/data/SOURCES.md describes them."""
 
 import gzip
 import shutil
@@ -8,7 +8,7 @@ TRACES = Path(__file__).parent.parent / "data/traces"
 
 
 def run_folder(tmp_path, name):
-    """The run folder of a capture that is kept in tests/data."""
+    """Return the run folder of a capture that is kept in tests/data."""
     kept, trace = TRACES / name, tmp_path / name / "trace"
     session = trace / "plugins/profile/p0"
     session.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""SQLite as nsys exports it, written from the ranges of nsys-jax's Parquet or by hand.
+"""Write SQLite files as nsys exports them, from the ranges of nsys-jax's Parquet or by hand.
 
-Tables and columns as in nsys' "SQLite Export Schema Reference"
-(docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html), less those that nobody here reads.
+Tables and columns are those of nsys' "SQLite Export Schema Reference"
+(docs.nvidia.com/nsight-systems/2021.5/nsys-exporter/exported_data.html), except those that nobody here reads.
 """
 
 import sqlite3
@@ -38,38 +38,38 @@ class Export:
         self._strings, self._calls = {}, 0
 
     def add(self, table, *rows):
-        """Adds rows of equal keys."""
+        """Add rows of equal keys."""
         names = ", ".join(f'"{name}"' for name in rows[0])
         values = ", ".join("?" for _ in rows[0])
         self.database.executemany(f"INSERT INTO {table} ({names}) VALUES ({values})", [tuple(r.values()) for r in rows])
 
     def string(self, text):
-        """The id of a text."""
+        """Return the id of a text."""
         if text not in self._strings:
             self._strings[text] = len(self._strings) + 1
             self.add("StringIds", {"id": self._strings[text], "value": text})
         return self._strings[text]
 
     def range(self, text, start, end, thread, *, registered=True):
-        """An NVTX range; of a registered text its id alone is in the table."""
+        """Add an NVTX range; of a registered text the table has only the id."""
         said = {"text": None, "textId": self.string(text)} if registered else {"text": text, "textId": None}
         where = {"start": start, "end": end, "eventType": NVTX_PUSH_POP, "globalTid": thread, **said}
         self.add("NVTX_EVENTS", where)
 
     def launch(self, at, thread):
-        """A call of CUDA; returns its correlation id."""
+        """Add a call of CUDA and return its correlation id."""
         self._calls += 1
         call = {"start": at, "end": at, "globalTid": thread, "correlationId": self._calls}
         self.add("CUPTI_ACTIVITY_KIND_RUNTIME", {**call, "nameId": self.string("cuLaunchKernel")})
         return self._calls
 
     def kernel(self, name, start, end, device, *, at, thread, node=None):
-        """A kernel, and the call that launched it."""
+        """Add a kernel and the call that launched it."""
         what = {"demangledName": self.string(name), "graphNodeId": node}
         self._operation("KERNEL", start, end, device, at, thread, what)
 
     def copy(self, kind, start, end, device, *, at, thread):
-        """A copy of a CUpti_ActivityMemcpyKind."""
+        """Add a copy of a CUpti_ActivityMemcpyKind."""
         self._operation("MEMCPY", start, end, device, at, thread, {"copyKind": kind, "bytes": 4})
 
     def _operation(self, table, start, end, device, at, thread, what):
@@ -85,7 +85,8 @@ class Export:
 
 
 def export_of(rows, device_of):
-    """The export whose projection onto the GPUs the rows of nsys-jax's trace.parquet are; each thunk is one kernel.
+    """Return the export whose projection onto the GPUs is the rows of nsys-jax's trace.parquet; a thunk is one kernel.
+
 
     Args:
         rows: as dictionaries.
@@ -94,7 +95,7 @@ def export_of(rows, device_of):
     made = Export()
     holds = {row["ParentId"] for row in rows if "Thunk:#" in row["Name"]}
     for thread, device in device_of.items():
-        now, opened = 0, []  # of the host
+        now, opened = 0, []  # This is the host's time.
         global_tid = rows[0]["PID"] << 24 | thread
 
         def close(until, opened=opened, global_tid=global_tid):
@@ -107,7 +108,7 @@ def export_of(rows, device_of):
         for row in sorted((r for r in rows if r["TID"] == thread), key=lambda r: r["RangeId"]):
             close(row["ParentId"])
             now += 1
-            text = row["Name"].removeprefix("TSL:")  # the domain stands apart
+            text = row["Name"].removeprefix("TSL:")  # The domain is a column of its own.
             opened.append((row["RangeId"], text, now))
             if "Thunk:#" in text and row["RangeId"] not in holds:
                 now += 1

@@ -1,4 +1,4 @@
-"""Kernels inside CUDA graphs get their instructions back: in traces of an H100, and in small ones."""
+"""Test that kernels inside CUDA graphs get their instructions back, in traces of an H100 and in small ones."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ from tests.trace.trace_files import collective, profile_traces, program, write_t
 
 
 def raw_events(run):
-    """(start ps, end ps, name, stats) of what ran on the GPU, in time, read by jax."""
+    """Return (start ps, end ps, name, stats) of what ran on the GPU, ordered by time and read by jax."""
     found = []
     for plane in ProfileData.from_file(str(next(run.rglob("*.xplane.pb")))).planes:
         if plane.name.startswith("/device:GPU"):
@@ -37,7 +37,7 @@ def raw_events(run):
 
 
 def union_ps(spans, window):
-    """Covered picoseconds of a window, as integers."""
+    """Return the covered picoseconds of a window, as an integer."""
     total, reach = 0, window[0]
     for start, end in sorted((max(s, window[0]), min(e, window[1])) for s, e in spans):
         if end > reach:
@@ -52,7 +52,7 @@ def in_ps(seconds):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run folder and measurement of each trace that is kept."""
+    """Return the run folder and the measurement of each trace that is kept."""
     folders = {name: run_folder(tmp_path_factory.mktemp(name), name) for name in ("h100_debug", "h100_llama_1b")}
     return {name: (folder, measure_run(folder)) for name, folder in folders.items()}
 
@@ -68,7 +68,7 @@ def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(runs):
     def spans(wanted):
         return [(start, end) for start, end, name, stats in events if wanted(name, stats.get("hlo_op"))]
 
-    def copies(name, op):  # slices of stacked arrays in the loops' bodies, and what crosses the host link
+    def copies(name, op):  # These are slices of stacked arrays in the loops' bodies, and what crosses the host link.
         return name.lower().startswith("memcpy") and op in ("command_buffer_21", "command_buffer_115", None)
 
     compute_ps = union_ps(spans(lambda name, op: not copies(name, op)), window)
@@ -84,7 +84,7 @@ def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(runs):
 def test_every_kernel_of_a_graph_gets_its_instruction(runs, name):
     captured, trace = runs[name][1].captured, runs[name][1].trace
     assert (trace.facts.kernels_mapped_share, trace.facts.graph_s, trace.notes) == (1.0, 0.0, ())
-    # what the program says of how often each runs: an instruction that was mistaken for another would show
+    # The program says how often each runs, so an instruction that was mistaken for another would show.
     runs, nodes = captured.schedule.known_runs(), {n.name: n for n in captured.program.graph_nodes}
     seen = dict(zip(trace.timeline.op_names, trace.kernels.count.tolist()))
     compiled = {op: n for op, n in seen.items() if n and not nodes[op].library and not nodes[op].copies}
@@ -106,7 +106,7 @@ def test_classes_of_a_real_training_are_those_of_its_kernels_names(runs):
         if opens[0] <= start < opens[-1]:
             named[kind_of_kernel(name)] += end - start
             memsets += end - start if name.startswith("Memset") else 0
-    for kind in ("matmul", "attention"):  # with the memsets of their workspaces, a thousandth
+    for kind in ("matmul", "attention"):  # The memsets of their workspaces are a thousandth.
         busy_ps = in_ps(kinds[kind].busy_s * report.window.steps)
         assert named[kind] < busy_ps < named[kind] + memsets < 1.01 * busy_ps
     attention = {op.name: op for op in kinds["attention"].ops}
@@ -118,7 +118,7 @@ def test_classes_of_a_real_training_are_those_of_its_kernels_names(runs):
 
 
 def test_the_process_beside_a_training_reads_a_gpus_trace_in_which_nobody_waits(runs, tmp_path):
-    """What live captures do; these four steps are one to it, as it takes a trace for one step."""
+    """Live captures do this; to the watcher these four steps are one, as it takes a trace for one step."""
     run, measured = runs["h100_llama_1b"]
     record, program = open_capture(run).record, tmp_path / "program.hlo.pb"
     program.write_bytes(gzip.decompress((run / "trace/program-p0.hlo.pb.gz").read_bytes()))
@@ -144,10 +144,12 @@ def test_a_plan_with_the_rates_of_a_real_training_gives_its_tensor_cores_their_s
     calibrated = captured.cluster.model_copy(update={"calibration": str(file)})
     pricer = step_pricer(schedule, calibrated, Assumptions(contention=False, slowest=False))
     times, counts = kernel_seconds(trace, schedule), kernel_runs(trace, schedule)
-    busy = (310.8 + 0.72 * (0.79 * 45.3 + 0.65 * 69.5)) / 551.4  # ms of matmuls, and of attention by its power
+    # These are ms of matmuls, and of attention by its power.
+    busy = (310.8 + 0.72 * (0.79 * 45.3 + 0.65 * 69.5)) / 551.4
     assert tensor_share(trace, schedule, calibrated.gpu) == pytest.approx(busy, abs=0.005)
     found = {}
-    for kind, took_s in (("forward", 45.3e-3), ("backward", 69.5e-3)):  # cuDNN's, of heads of 64, for 16 layers
+    # These are cuDNN's times, of heads of 64, for 16 layers.
+    for kind, took_s in (("forward", 45.3e-3), ("backward", 69.5e-3)):
         priced = measured = 0.0
         for i in (i for body in schedule.computations.values() for i in body):
             if i.cost and i.cost.attention_flops and i.cost.attention_backward is (kind == "backward"):
@@ -155,7 +157,7 @@ def test_a_plan_with_the_rates_of_a_real_training_gives_its_tensor_cores_their_s
                 measured += counts[i.name] * times[i.name]
         assert measured == pytest.approx(took_s, rel=2e-3)
         found[kind] = priced / measured
-    # the plan gives the tensor cores the share of the step that they had, and with it the clock
+    # The plan gives the tensor cores the share of the step that they had, and with it the clock.
     assert found == pytest.approx({"forward": 1.0, "backward": 1.0}, rel=0.01)
 
 
@@ -163,7 +165,8 @@ def test_hfu_of_a_real_training_is_what_its_layers_and_its_head_multiply(runs, t
     step = runs["h100_llama_1b"][1].report.step
     width, tokens, length, layers = 2048, 8 * 4096, 4096, 16
     weights = layers * (2 * width**2 + 2 * width * 512 + 3 * width * 8192) + width * 128_256
-    attention = layers * 4.5 * 4 * tokens * length / 2 * width  # causal; forward, forward again, backward 2.5
+    # Attention is causal; it runs forward, forward again, and backward for 2.5 times as much.
+    attention = layers * 4.5 * 4 * tokens * length / 2 * width
     assert "MFU (HFU 51.8 %)" in write_html(runs["h100_llama_1b"][1].report, tmp_path / "x.html").read_text()
     assert step.hfu * step.time_s * 989.4e12 == pytest.approx(6 * weights * tokens + attention, rel=1e-3)
 
@@ -179,13 +182,13 @@ def test_a_bare_trace_has_classes_by_name_and_beside_its_program_instructions(ru
     assert beside.kernels == whole.kernels
     by_name, known = ({c.kind: c.time_s for c in r.kernels.classes} for r in (bare, whole))
     assert by_name.keys() == known.keys()
-    assert by_name["matmul"] == pytest.approx(known["matmul"], rel=0.002)  # without the memsets of workspaces
+    assert by_name["matmul"] == pytest.approx(known["matmul"], rel=0.002)  # The memsets of workspaces are missing.
 
 
 def test_what_is_said_of_a_trace_with_graphs(runs):
     debug, llama = (measured.report for _, measured in runs.values())
     found = {f.code: f for f in (*debug.findings, *llama.findings)}
-    assert "graphs" not in found["host_bound"].hint  # they ran
+    assert "graphs" not in found["host_bound"].hint  # The step used graphs.
     assert "on the GPU" in found["exposed_copies"].message
     assert "remat" in found["exposed_copies"].hint
     assert [w.code for w in debug.warnings] == ["one_step"]
@@ -208,7 +211,7 @@ def test_what_a_capture_adds_is_told_from_steps_after_the_first(tmp_path, before
 
 
 def graph_events(kernels, *, launches=3, buffer="command_buffer_3", step_us=100):
-    """Launches of one graph, a kernel every 10 us, each after a kernel of its own."""
+    """Yield launches of one graph, with a kernel every 10 us, each after a kernel of its own."""
     stats = {"hlo_op": buffer, "hlo_module": "jit_f", "cuda_graph_id": 4}
     for launch in range(launches):
         t = launch * step_us
@@ -267,7 +270,7 @@ def test_collectives_that_are_more_than_the_programs_withhold_the_axes(tmp_path)
 def test_a_kernel_without_an_instruction_has_the_class_of_its_name(tmp_path):
     kernels = ["loop_add_fusion_1", "loop_subtract_fusion_9", "some_kernel"]
     trace = read(tmp_path, kernels)
-    assert trace.facts.graph_s == pytest.approx(2 * 2 * 10e-6)  # of two steps
+    assert trace.facts.graph_s == pytest.approx(2 * 2 * 10e-6)  # There are two steps.
     part = kernels_part(trace.timeline.op_names, trace.kernels, dict.fromkeys(["fusion"]))
     assert {op.name for c in part.classes for op in c.ops if c.kind == UNMAPPED} == {"some_kernel"}
     by_name = kernels_part(trace.timeline.op_names, trace.kernels, {})

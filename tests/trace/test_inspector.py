@@ -1,4 +1,4 @@
-"""NCCL Inspector's files, made in each format: rows, waiting, stragglers, and what is said of what they lack."""
+"""Test NCCL Inspector's files, made in each format: rows, waiting, stragglers, and the warnings of what they lack."""
 
 from __future__ import annotations
 
@@ -49,16 +49,18 @@ def write(
     late: tuple[int, ...] = (LATE, LATE + GPUS),
     scatters: tuple[int, int, int] = ONE,
 ) -> list[Path]:
-    """A job of 2 x 4 GPUs: all-reduces inside hosts, for which some GPUs are late, and reduce-scatters across.
+    """Write a job of 2 x 4 GPUs: all-reduces inside hosts, for which some GPUs are late, and reduce-scatters across.
 
-    `scatters`: how many a step, of how many bytes kept, and their microseconds.
+
+    Args:
+        scatters: how many a step, of how many bytes kept, and their microseconds.
     """
     each, kept, time_us = scatters
     folder.mkdir()
     for host in range(HOSTS):
         for first in range(0, GPUS, gpus_per_process):
             lines = []
-            pid = 99 + host * GPUS + first  # 99 sorts behind 100 as text
+            pid = 99 + host * GPUS + first  # As text, 99 sorts behind 100.
             metadata = {"inspector_output_format_version": version, "hostname": f"n{host}", "pid": pid}
             for gpu in range(first, first + gpus_per_process):
                 waits = host in (i // GPUS for i in late) and host * GPUS + gpu not in late
@@ -93,7 +95,7 @@ def test_rows_are_means_a_gpu_in_every_format(tmp_path: Path, version: str) -> N
     assert inside.transfer_s == pytest.approx(2 * STEPS * 100e-6)
     assert inside.wait_s == pytest.approx(2 * STEPS * WAIT_US * 3 / 4 * 1e-6)
     assert inside.bus_bandwidth_bytes_per_s == pytest.approx(MESSAGE * 1.5 / 100e-6)
-    # NCCL counts what each rank keeps; the payload is what goes in, as everywhere in a report
+    # NCCL counts what each rank keeps; the payload is what goes in, as everywhere in a report.
     assert (across.collective, across.payload_bytes) == ("reduce-scatter", STEPS * MESSAGE)
     assert across.wait_s == 0
     assert report.window.devices == HOSTS * GPUS
@@ -121,7 +123,7 @@ def test_steps_and_the_late_gpu(tmp_path: Path) -> None:
 
 
 def steps_of(files: list[Path], time_s: float) -> list[Path]:
-    """The files, with a metrics.jsonl of steps of this length beside their folder."""
+    """Return the files, with a metrics.jsonl of steps of this length beside their folder."""
     records = [{"step": i, "step_time_s": time_s} for i in range(STEPS)]
     (files[0].parent.parent / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return files
@@ -147,7 +149,7 @@ def test_what_is_shown_has_no_empty_bars(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", FORMATS)
 def test_the_verdict_names_the_late_rank_in_every_format(tmp_path: Path, version: str) -> None:
     report = profile_inspector(steps_of(write(tmp_path / "seen", version, late=(6,)), 1.25e-3))
-    # (2 x (100 us + 30 us x 3/4 of half of the hosts) + 50 us) of 1.25 ms
+    # The share is (2 x (100 us + 30 us x 3/4 of half of the hosts) + 50 us) of 1.25 ms.
     assert report.verdict == (
         AT_MOST.format("21.8", "1.25 ms") + "81.7 % of it is the all-reduce in groups of 4. Nothing stands out in it."
     )
@@ -193,7 +195,7 @@ def test_links_and_small_messages(tmp_path: Path, cluster: Cluster, scatters, co
     assert report.verdict
     assert told in report.verdict.replace("The reduce", "the reduce")
     assert all(f.evidence and f.hint and f.step_s is None for f in report.findings)
-    # without places no link is known; many small messages are seen beside the best rate of the others
+    # Without places no link is known; many small messages are seen beside the best rate of the others.
     assert [f.code for f in profile_inspector(files).findings] == ([code] if code == "small_collectives" else [])
 
 
@@ -204,8 +206,8 @@ def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: C
     assert (across.axes, across.link, across.gpus_per_domain) == (("data",), "infiniband", 1)
     assert across.wire_bytes_infiniband == across.wire_bytes
     assert inside.bus_bandwidth_peak_bytes_per_s
-    assert report.stragglers is None  # the files do not tell the four GPUs of a process apart
-    # several axes of one shape: no axis is named
+    assert report.stragglers is None  # The files do not tell the four GPUs of a process apart.
+    # Several axes have one shape, so no axis is named.
     alike = MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 2, "tensor": 2})
     placement = alike.placement(cluster)
     assert shape_on(placement, Communicator(2, 1)) is None
@@ -218,7 +220,7 @@ def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: C
 
 def test_what_is_lost_is_said(tmp_path: Path) -> None:
     files = write(tmp_path / "seen", dropped=5)
-    with files[0].open("a") as file:  # cut short by a kill, and a payload that no header precedes
+    with files[0].open("a") as file:  # A kill cut the file short, and another has a payload that no header precedes.
         file.write('{"coll_perf": {"coll": "AllRed')
     files[1].unlink()
     report = profile_inspector(find_inspector_files(tmp_path / "seen"))

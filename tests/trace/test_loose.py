@@ -1,4 +1,4 @@
-"""Traces without a run folder: where they lie, which program they are of, where its executions begin."""
+"""Test traces without a run folder: where they are found, their program, and where its executions begin."""
 
 import gzip
 import shutil
@@ -91,10 +91,11 @@ def test_collectives_that_cuda_graphs_hide_withhold_the_axes(tmp_path):
 
 
 def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():
-    loose, trace = read(GEMM)  # eight programs are called jit_dot
+    loose, trace = read(GEMM)  # Eight programs are called jit_dot.
     assert (loose.program.module, loose.program.program_id) == ("jit_dot", 49)
     assert loose.read.schedule.fingerprint
-    plane = ProfileData.from_file(str(GEMM)).find_plane_with_name("/device:GPU:0")  # an independent reader
+    # jax's reader is independent of ours.
+    plane = ProfileData.from_file(str(GEMM)).find_plane_with_name("/device:GPU:0")
     events = [(e.start_ns, e.end_ns, dict(e.stats).get("program_id")) for line in plane.lines for e in line.events]
     mine = sorted(begin for begin, _, program in events if program == 49)
     kernels = len(mine) // 3
@@ -109,17 +110,17 @@ def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():
 
 
 def test_streams_that_are_called_by_what_they_do_not_run_mislead_nobody(tmp_path):
-    """marin#8053 made small: by the streams' labels 3.17 s of communication are exposed, by what ran 1.02 s are.
+    """The streams' labels give 3.17 s of exposed communication, but what ran gives 1.02 s (marin#8053, made small).
 
     NCCL's kernels run on the stream of the compute, next to matmuls on one that is called after NCCL.
     """
     reduce = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
     events, streams = [], {"gemm": "Stream #38(NCCL)", reduce: "Stream #7(Compute)", "fusion": "Stream #7(Compute)"}
     for step in range(4):
-        at = 10e6 * step  # us
+        at = 10e6 * step  # Times are in us.
         events.append(("fusion", at, at + 4e6, {}))
-        events.append((reduce, at + 4e6, at + 7.17e6, {}))  # 3.17 s
-        events.append(("gemm", at + 5.02e6, at + 10e6, {}))  # from 1.02 s after it began
+        events.append((reduce, at + 4e6, at + 7.17e6, {}))  # It takes 3.17 s.
+        events.append(("gemm", at + 5.02e6, at + 10e6, {}))  # It starts 1.02 s after the collective.
     path = write_planes(tmp_path / "x.xplane.pb", plane_text("/device:GPU:0", events, streams))
     total = read(path)[1].sweeps[0].total
     assert total.communication_s == pytest.approx(3.17)
@@ -141,14 +142,14 @@ def test_folders_as_jax_lays_them_out(tmp_path):
         assert [f.name for f in files] == ["host.xplane.pb", "host2.xplane.pb.gz"]
         assert others == runs[:1]
     loose, trace = read(tmp_path)
-    assert {s.device for s in trace.steps.steps} == {0, 1, 2, 3}  # both files call theirs 0 and 1
+    assert {s.device for s in trace.steps.steps} == {0, 1, 2, 3}  # Both files call their devices 0 and 1.
     assert dict(loose.hosts) == {0: "host", 1: "host2"}
     codes = [n.code for n in loose.notes]
     assert codes == ["steps_found", "no_program", "assumed_order", "other_profiles"]
 
 
 def session(folder, name, trace, host="host"):
-    """A session that jax would have left below a folder."""
+    """Return the folder of a session that jax would have left below a folder."""
     made = folder / "plugins" / "profile" / name
     made.mkdir(parents=True, exist_ok=True)
     shutil.copy(trace, made / f"{host}.xplane.pb")
@@ -156,7 +157,7 @@ def session(folder, name, trace, host="host"):
 
 
 def test_traces_below_the_folder_of_a_run_are_found(tmp_path):
-    """MaxText's RUN/tensorboard, from RUN and from the folder of its runs."""
+    """MaxText's RUN/tensorboard is found from RUN and from the folder of its runs."""
     run = tmp_path / "runs" / "mine"
     (run / "checkpoints" / "0" / "default").mkdir(parents=True)
     older, newer = (session(run / "tensorboard", f"2026_01_0{day}_00_00_00", SYNTHETIC) for day in (1, 2))
@@ -192,7 +193,7 @@ def test_a_program_that_is_whole_in_one_session_is_not_put_together_with_another
 def test_a_run_folder_is_not_loose(tmp_path):
     run = tmp_path / "runs" / "mine"
     session(run / "trace", "p0", SYNTHETIC)
-    assert is_loose(run)  # nothing was recorded beside it
+    assert is_loose(run)  # Nothing was recorded beside it.
     (run / "trace" / "capture-p0.json").write_text("{}")
     for path in (run, run / "trace", tmp_path / "runs", run / "report.json", run / "nowhere"):
         assert not is_loose(path)
@@ -271,7 +272,7 @@ def test_one_damaged_trace_of_several_is_said(tmp_path):
 
 
 def windows(counts, *, first=0, last=None, once=()):
-    """Windows of executions 100 us long, of ops that run so often in each; the events from `first` to `last` exist."""
+    """Return windows found in executions of 100 us with these counts of ops, from the events `first` to `last`."""
     events = []
     for execution in range(10):
         at = 100.0 * execution
@@ -298,7 +299,8 @@ def test_of_two_executions_of_a_known_program_the_first_is_a_step():
 
 
 def test_two_captured_steps_give_one_as_long_as_their_record_says():
-    trace = Path(__file__).parents[1] / "data" / "traces" / "h100_debug" / "vm.xplane.pb.gz"  # its program is beside it
+    # Its program is beside it.
+    trace = Path(__file__).parents[1] / "data" / "traces" / "h100_debug" / "vm.xplane.pb.gz"
     loose = open_loose(trace)
     (swept,) = read_trace(loose.files, loose.program).sweeps
     assert swept.total.window_s == pytest.approx(3153.003e-6, abs=1e-9)

@@ -1,4 +1,4 @@
-"""Many processes' traces, one after the other: memory stays that of a few, numbers those of all."""
+"""Test traces of many processes, read one after the other: memory stays that of a few, and numbers are those of all."""
 
 import tracemalloc
 
@@ -24,7 +24,7 @@ def one_process(path, late_us, kernels=KERNELS):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Two files, of a process that is on time and of one that is late: the others are the same."""
+    """Return two files, of a process that is on time and of one that is late; the others are the same."""
     folder = tmp_path_factory.mktemp("traces")
     return one_process(folder / "early.pb", 0), one_process(folder / "late.pb", 40)
 
@@ -62,7 +62,7 @@ def test_memory_is_that_of_one_file_and_of_what_is_kept(monkeypatch, paths, tmp_
         return used
 
     few = [one_process(tmp_path / name, 0, kernels=KERNELS // 10) for name in ("early", "late")]
-    read(paths, 2, late=0)  # what is loaded once
+    read(paths, 2, late=0)  # This loads what is loaded once.
     grown, grown_of_few = (peak(20, of) - peak(4, of) for of in (paths, few))
-    # of the 16 others totals and instances are kept, and no span of any kernel, which takes 24 bytes
+    # Of the 16 others, totals and instances are kept, but no span of any kernel, which takes 24 bytes.
     assert grown - grown_of_few < 0.1 * 16 * (STEPS - 1) * (KERNELS - KERNELS // 10) * 24

@@ -1,4 +1,4 @@
-"""Measured costs on their way back: fits that plan reads, and the profile that XLA schedules by."""
+"""Test how measured costs return: as fits that plan reads, and as the profile by which XLA schedules."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def seconds(gather):
 
 @pytest.fixture
 def trace(tmp_path):
-    """One execution on two GPUs: gathers of three sizes, the second GPU early at each; a matmul, a copy."""
+    """Return a trace of one execution on two GPUs: two kernels, and three gathers for which the second is early."""
     planes = []
     for device, early_us in ((0, 0), (1, 30)):
         events, t = [gpu_op("gemm_fusion", 0, 1000), gpu_op("loop_fusion", 1000, 2000)], 3000.0
@@ -46,7 +46,7 @@ def trace(tmp_path):
 def test_costs_are_without_the_wait(trace):
     costs = measured_costs(trace)
     for gather in GATHERS:
-        assert costs[gather.name] == pytest.approx(seconds(gather), abs=2e-12)  # a trace counts whole ps
+        assert costs[gather.name] == pytest.approx(seconds(gather), abs=2e-12)  # A trace counts whole ps.
     assert costs["gemm_fusion"] == pytest.approx(1e-3)
 
 
@@ -93,7 +93,7 @@ def test_a_calibration_is_written_as_plan_reads_it(trace, tmp_path):
     assert (fit.link, fit.collective, fit.gpus_per_domain, fit.domains, fit.points) == ("nvlink", "all-gather", 2, 1, 3)
     assert (fit.latency_s, fit.bytes_per_s) == pytest.approx((LATENCY_S, BANDWIDTH), rel=1e-6)
     assert found.measured_on.gpu == "h100_sxm"
-    # in a step that does little else than wait, tensor cores ran at the full clock: a long run's rate is less
+    # In a step that mostly waits, tensor cores ran at the full clock; a long run's rate is less.
     assert found.rates.matmul_flops_per_s == pytest.approx({"bf16": 6e14 / full_clock(cluster.gpu, "bf16")})
     assert found.rates.memory_bytes_per_s == pytest.approx(2.4e12)
 
@@ -103,8 +103,9 @@ def test_a_calibration_is_written_as_plan_reads_it(trace, tmp_path):
     [
         ([(1e6, 1e-3, 1), (2e6, 2e-3, 5)], (0, 1e9)),
         ([(1e6, 1.1e-3, 1), (2e6, 2.1e-3, 1)], (1e-4, 1e9)),
-        ([(1e6, 1e-3, 1)], (0, 1e9)),  # one size: all of it bandwidth
-        ([(1e6, 2e-3, 1), (2e6, 1e-3, 1)], (0, 1e9)),  # faster when larger: no line, the mean rate
+        ([(1e6, 1e-3, 1)], (0, 1e9)),  # There is one size, so all of it is bandwidth.
+        # It is faster when larger, so there is no line but the mean rate.
+        ([(1e6, 2e-3, 1), (2e6, 1e-3, 1)], (0, 1e9)),
     ],
 )
 def test_lines(points, line):

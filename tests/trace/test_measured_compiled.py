@@ -1,4 +1,4 @@
-"""XLA schedules by measured costs: the program of an absent cluster is put in another order when they change."""
+"""Test that XLA schedules by measured costs: the program of an absent cluster is reordered when they change."""
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +36,18 @@ def test_the_closed_loop_reaches_the_scheduler(tmp_path):
     first = plan()
     (step,) = first.timeline.steps
     costs = {first.timeline.op_names[op]: b - a for op, (a, b) in zip(step.compute_op, step.compute)}
-    # gathers that take twenty times as long as anyone thought
+    # These gathers take twenty times as long as predicted.
     for i, (a, b) in zip(step.collective, step.communication):
         costs[first.timeline.collectives[i].name] = 20 * (b - a)
     file = write_pgle(tmp_path / "pgle.pbtxt", costs)
     second = plan(**{OPTION: str(file)})
     assert second.report.program.fingerprint != first.report.program.fingerprint
     counts = [sum(row.count for row in p.report.communication) for p in (first, second)]
-    assert counts[0] == counts[1]  # another order of the same program
+    assert counts[0] == counts[1]  # The second program is the same in another order.
 
-    # a file of the same name with other costs is another program: nothing stale is taken from the cache
+    # A file of the same name with other costs is another program, so nothing stale comes from the cache.
     write_pgle(file, {"no_such_instruction": 1e-3})
-    # (the checker also stops the autotuner, whose small programs are in no profile)
+    # The checker also stops the autotuner, whose small programs are in no profile.
     with pytest.raises(ProgramError, match=r"missing instructions|Failed to get configs"):
         plan(**{OPTION: str(file), "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_ERROR"})
     assert plan(**{OPTION: str(file)}).report.program.fingerprint != second.report.program.fingerprint

@@ -1,4 +1,4 @@
-"""What reading a trace takes in memory, and that what it reads does not depend on how much is read at a time."""
+"""Test how much memory reading a trace takes, and that the result does not depend on how much is read at a time."""
 
 import gzip
 import tracemalloc
@@ -13,18 +13,18 @@ from meshkit.trace.reader import read_trace
 
 
 def made(path, *, devices=1, layers=100, steps=5):
-    """A trace with the stats that the CUDA collector gives a kernel, and how many kernels it has."""
+    """Write a trace with the stats that the CUDA collector gives a kernel; return it and its number of kernels."""
     kernels = trace_speed.trace_kernels(steps, layers)
     path.write_bytes(trace_speed.xspace(kernels, devices))
     return TraceFile(path, {i: i for i in range(devices)}), len(kernels) * devices
 
 
 def test_reading_takes_less_than_the_trace_beside_it(tmp_path, monkeypatch):
-    """The file's own bytes are outside of what is counted here."""
+    """The file's own bytes are not counted here."""
     file, events = made(tmp_path / "x.xplane.pb", layers=20, steps=100)
     monkeypatch.setattr(operations, "BLOCK", 1 << 11)
     monkeypatch.setattr(xspace, "CHUNK", 1 << 10)
-    read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)  # imports
+    read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)  # This imports what reading needs.
     tracemalloc.start()
     found = read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)
     peak = tracemalloc.get_traced_memory()[1]

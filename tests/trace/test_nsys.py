@@ -1,4 +1,4 @@
-"""Traces of Nsight Systems, real and made ones, against a plain loop that shares no code with the reader."""
+"""Test traces of Nsight Systems, real and made-up ones, against a plain loop that shares no code with the reader."""
 
 import random
 import re
@@ -37,7 +37,7 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def files():
-    """Of both runs the rows of each file with the devices of its threads, which XLA starts in the order of devices."""
+    """Return the rows of each file of both runs, with the devices of its threads, which XLA starts in device order."""
     folder = PAX / "nvtx_gpu_proj_trace" / "trace.parquet"
     found = {MAXTEXT: [MAXTEXT / "nvtx_gpu_proj_trace" / "trace.parquet"], PAX: sorted(folder.iterdir())}
     rows = {run: [parquet.read_table(file).to_pylist() for file in paths] for run, paths in found.items()}
@@ -60,7 +60,7 @@ def measured(maxtext):
 
 
 def executions(files):
-    """(device, number) -> its thunks that hold none, as (instruction, start, end) in ns, in order of start."""
+    """Return (device, number) -> innermost thunks as (instruction, start, end) in ns, in order of start."""
     found = {}
     for rows, device_of in files:
         row_of = {row["RangeId"]: row for row in rows}
@@ -99,8 +99,10 @@ def in_both(some, others):
 
 
 def parts(found, device, number):
-    """ns of one step, which ends where the next begins: window, compute, communication, overlapped, exposed; and how
-    many thunks run in it."""
+    """Return ns of one step, which ends where the next begins, and how many thunks run in it.
+
+    The ns are window, compute, communication, overlapped and exposed.
+    """
     begin, end = found[device, number][0][1], found[device, number + 1][0][1]
     every = [thunk for (of, _), thunks in found.items() if of == device for thunk in thunks]
     inside = [(op, max(a, begin), min(b, end)) for op, a, b in every if a < end and b > begin]
@@ -112,7 +114,7 @@ def parts(found, device, number):
 
 
 def wait_s(found, numbers, *, clocked):
-    """Seconds that a device waits in a step, as a mean: until the last one has come, or longer than the quickest."""
+    """Return mean seconds that a device waits in a step: until the last has come, or longer than the quickest."""
     total, steps = 0, 0
     for number in numbers:
         instances = defaultdict(list)
@@ -132,7 +134,7 @@ def wait_s(found, numbers, *, clocked):
 
 @pytest.mark.parametrize(("run", "thunks", "mapped"), [(MAXTEXT, 980, 1), (PAX, 2610, 0)])
 def test_times_and_counts_are_those_of_a_plain_loop(run, thunks, mapped, files, tmp_path):
-    if not mapped:  # names of ranges alone
+    if not mapped:  # Without the dump, only the names of ranges are known.
         shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("dump"))
     found, (loose, trace) = executions(files[run]), read(run if mapped else tmp_path / "run")
     assert (loose.module is None) == (not mapped)
@@ -186,7 +188,7 @@ def test_pax_on_four_a100s_blames_no_gpu(measured):
     assert {s.step: s.left_out for s in report.per_step if s.left_out} == {0: "warm-up", 1: "warm-up"}
     found = {f.code: f for f in report.findings[:2]}
     assert found.keys() == {"low_rate_kernels", "host_bound"}
-    assert found["low_rate_kernels"].hint.startswith("fewer and larger kernels")  # 1,892 that take 5 us each
+    assert found["low_rate_kernels"].hint.startswith("fewer and larger kernels")  # 1,892 kernels take 5 us each.
     assert "which the trace names" in next(w.message for w in report.warnings if w.code == "gpu_of_trace")
     assert sum(f.seconds for f in report.findings if f.code == "waiting_for_peers") < 1e-3
     assert not [d for d in report.stragglers.devices if d.late]
@@ -196,7 +198,7 @@ def test_pax_on_four_a100s_blames_no_gpu(measured):
 
 
 def overlap_of(thunks):
-    """`mk.overlap` of one execution, up to its last thunk."""
+    """Return `mk.overlap` of one execution, up to its last thunk."""
     begin, end = thunks[0][1], max(end for *_, end in thunks)
     spans = {
         which: np.array([(a - begin, b - begin) for op, a, b in thunks if bool(COLLECTIVE.match(op)) == which]) * 1e-9
@@ -210,10 +212,11 @@ def test_pax_has_the_numbers_that_its_analysis_by_others_gave(files):
     names = ("window", "compute", "communication", "overlapped", "exposed", "idle")
     third = overlap_of(found[0, 2])
     in_ms = [1e3 * getattr(third, f"{name}_s") for name in names]
-    assert in_ms == pytest.approx([127.31, 120.62, 7.80, 4.47, 3.33, 3.36], abs=0.006)  # the truth has two decimals
+    # The analysis gives two decimals.
+    assert in_ms == pytest.approx([127.31, 120.62, 7.80, 4.47, 3.33, 3.36], abs=0.006)
     steady = [overlap_of(found[device, number]) for device in (0, 1) for number in (2, 3, 4)]
     shares = [100 * each.overlapped_s / each.communication_s for each in steady]
-    assert (min(shares), max(shares)) == pytest.approx((51.8, 62.7), abs=0.06)  # one decimal is given
+    assert (min(shares), max(shares)) == pytest.approx((51.8, 62.7), abs=0.06)  # The analysis gives one decimal.
 
 
 def test_sqlite_and_parquet_of_one_run_give_equal_reports(files, measured, tmp_path):
@@ -225,7 +228,8 @@ def test_sqlite_and_parquet_of_one_run_give_equal_reports(files, measured, tmp_p
 
 
 def made(run=range(3), *, apart=False):
-    """Two processes of one GPU each that run `jit_f`: a matmul, an all-gather at its end, one copy before.
+    """Return two processes of one GPU each that run `jit_f`: a matmul, an all-gather at its end, one copy before.
+
 
     Args:
         run: numbers of its executions.
@@ -270,7 +274,8 @@ def test_thunks_outside_of_their_module_get_that_of_their_neighbours(tmp_path):
     labels, of = inside.devices[0].label.tolist(), apart.devices[0].label.tolist()
     assert [inside.labels[i] for i in labels[:-1]] == [apart.labels[i] for i in of[:-1]]
     assert inside.devices[0].run[:-1].tolist() == apart.devices[0].run[:-1].tolist() == [-1, 0, 0, 1, 1, 2]
-    assert (apart.labels[of[-1]].op, apart.labels[of[-1]].module) == ("all-gather-start.2", "")  # nothing comes after
+    # Nothing comes after it.
+    assert (apart.labels[of[-1]].op, apart.labels[of[-1]].module) == ("all-gather-start.2", "")
 
 
 def test_launching_threads_name_the_global_ids_of_devices(tmp_path):

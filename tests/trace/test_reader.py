@@ -1,4 +1,4 @@
-"""Traces -> device steps: a GPU trace with hand-computed numbers, and small ones written for one trap each."""
+"""Test how traces become device steps, in a GPU trace worked out by hand and in small ones with one trap each."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_synthetic_gpu_trace_gives_the_hand_computed_numbers(num_steps):
     assert trace.notes == ()
     assert [(s.device, s.step) for s in trace.timeline.steps] == [(0, 10), (0, 11), (1, 10), (1, 11)]
     for step in trace.timeline.steps:
-        late = 5 * step.device  # GPU 1 joins its collectives 5 us later
+        late = 5 * step.device  # GPU 1 joins its collectives 5 us later.
         found = sweep(step, 2)
         assert found.total.window_s == microseconds(150)
         assert found.total.compute_s == microseconds(65)
@@ -41,7 +41,7 @@ def test_synthetic_gpu_trace_gives_the_hand_computed_numbers(num_steps):
         assert found.total.overlapped_s == microseconds(30 - late)
         assert found.total.exposed_s == microseconds(50)
         assert found.total.idle_s == microseconds(35)
-        # 70-80 is shared; exposed: all-gather alone 50-70 (75 on GPU 1), all-reduce alone 80-100
+        # 70-80 is shared; the all-gather alone is exposed at 50-70 (75 on GPU 1), the all-reduce alone at 80-100.
         assert found.sole_exposed_s[:2] == pytest.approx([(20 + late) * 1e-6, 20e-6])
         assert found.exposed_share_s.sum() == microseconds(50)
     assert sweep(trace.timeline.steps[0], 2).exposed_share_s[:2] == pytest.approx([25e-6, 25e-6])
@@ -50,14 +50,14 @@ def test_synthetic_gpu_trace_gives_the_hand_computed_numbers(num_steps):
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ([1959, 141.6, 126.7, 126.5, 126.6], {0: "warm-up", 1: "warm-up"}),  # Pax on A100s, in ms
+        ([1959, 141.6, 126.7, 126.5, 126.6], {0: "warm-up", 1: "warm-up"}),  # These are ms of Pax on A100s.
         ([100, 101, 99, 100, 180, 100], {4: "outlier"}),
         ([100, 102, 98, 101, 99], {}),
-        ([103, 95, 101, 99], {}),  # the others differ by more
+        ([103, 95, 101, 99], {}),  # The others differ by more.
         ([500, 100], {}),
         ([500, 400, 100, 100], {0: "warm-up", 1: "warm-up"}),
-        ([100, 20, 100, 20, 100, 20], {}),  # windows that are no steps
-        ([130, 120, 110, 100], {}),  # it gets faster and faster: nobody knows what is usual
+        ([100, 20, 100, 20, 100, 20], {}),  # These windows are not steps.
+        ([130, 120, 110, 100], {}),  # Steps get faster and faster, so the usual time is unknown.
     ],
 )
 def test_warm_up_and_outliers_are_told_from_the_usual_steps(times, expected):
@@ -127,7 +127,7 @@ def test_a_loop_of_any_name_is_not_compute_where_the_program_says_so(tmp_path):
 
 
 def test_work_handed_to_a_thread_pool_ends_at_its_marker(tmp_path):
-    # the thunk's own event is 1 us long; the pool worked for 50
+    # The thunk's own event is 1 us long, but the pool worked for 50.
     events = [cpu_op("dot.1", 0, 1), cpu_end("dot.1", 0, 50), cpu_op("add", 60, 61), cpu_end("add", 60, 60.5)]
     _, step = read_one(write_trace(tmp_path / "x", "/host:CPU", events))
     assert sweep(step, 0).total.compute_s == microseconds(50.5)
@@ -179,10 +179,10 @@ def test_kernels_that_compute_and_communicate_at_once_are_both(tmp_path):
 
 
 def test_seconds_that_are_told_are_of_the_usual_steps(tmp_path):
-    """The first of five steps takes nine times as long, and what runs at once in it is not told."""
+    """The first of five steps takes nine times as long, and what overlaps in it is not counted."""
     fused = {"name": "cutlass_gemm_all_reduce_kernel"}
     events, now = [], 0
-    for longer in (9, 1, 1, 1, 1, 1):  # what follows the last step is not in it
+    for longer in (9, 1, 1, 1, 1, 1):  # What follows the last step is not in it.
         events += [gpu_op("fusion", now, now + 10 * longer)]
         events += [gpu_op("custom-call.7", now + 10 * longer, now + 40 * longer, **fused)]
         now += 50 * longer
@@ -211,7 +211,7 @@ def test_a_trace_that_is_all_graphs_names_the_flag(tmp_path):
 
 
 def three_executions(lost=()):
-    """Three executions of a program that gathers twice; events in `lost` are not there."""
+    """Return three executions of a program that gathers twice, without the events in `lost`."""
     events = []
     for i in range(3):
         t = 100 * i
@@ -265,7 +265,7 @@ def test_executions_are_matched_by_run_id_where_one_device_lost_the_first(tmp_pa
 
 
 def test_seconds_of_operations_add_up_to_compute(tmp_path):
-    # two streams: the second half of `a` runs beside `b`
+    # There are two streams: the second half of `a` runs beside `b`.
     a, b = gpu_op("a", 0, 20), gpu_op("b", 10, 20)
     trace, _ = read_one(write_trace(tmp_path / "x", "/device:GPU:0", [a, b, gpu_op("c", 30, 40)]))
     by_name = dict(zip(trace.steps.op_names, trace.kernels.time_s))

@@ -1,4 +1,4 @@
-"""Waiting told from transfer: hand-made instances of collectives over several devices and processes."""
+"""Test how waiting is told from transfer, in handmade instances of collectives over several devices and processes."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ US = 1e-6
 
 
 def run(tmp_path, devices, coll, groups, *, clocks=None, processes=None):
-    """Reads the trace of one execution; `devices` is device -> [(start_us, end_us)] of the collective's instances.
+    """Read the trace of one execution; `devices` is device -> [(start_us, end_us)] of the collective's instances.
+
 
     Args:
         clocks: process -> epoch ns at which it believes its trace began; one process without them.
@@ -53,7 +54,7 @@ def test_the_early_one_waits_and_the_late_one_is_blamed(tmp_path):
 
 
 def test_slowness_of_all_but_one_is_no_wait_where_clocks_can_tell(tmp_path):
-    # both arrive at 10; one leaves earlier: it was faster, and the other did not wait
+    # Both arrive at 10, and one leaves earlier: it was faster, and the other did not wait.
     trace = run(tmp_path, {0: [(10, 60)], 1: [(10, 30)]}, REDUCE, [[0, 1]])
     assert transfer_us(trace) == {0: 50, 1: 20}
     assert trace.skew.wait_clock_free_s == pytest.approx(30 * US)
@@ -76,12 +77,12 @@ def test_without_all_members_nothing_is_known(tmp_path):
 def test_one_lost_event_makes_its_collective_unknown_not_wrong(tmp_path):
     trace = run(tmp_path, {0: [(10, 20), (30, 50)], 1: [(15, 20)]}, REDUCE, [[0, 1]])
     assert not any(np.isfinite(w.transfer_s[0]) for w in trace.sweeps if w.transfer_s is not None)
-    # its second time on device 0 must not be held against the first on device 1
+    # Its second time on device 0 must not be compared with the first on device 1.
     assert trace.skew.stragglers == ()
 
 
 def test_a_permute_waits_for_its_neighbours_only(tmp_path):
-    # 0 -> 1 -> 2: device 0 exchanges with 1 alone, so that device 2, which is late, does not delay it
+    # In 0 -> 1 -> 2, device 0 exchanges with 1 alone, so device 2, which is late, does not delay it.
     devices = {0: [(10, 30)], 1: [(20, 60)], 2: [(50, 60)]}
     trace = run(tmp_path, devices, PERMUTE, [[0, 1], [1, 2]])
     assert transfer_us(trace) == {0: 10, 1: 10, 2: 10}
@@ -95,7 +96,7 @@ def test_a_permute_that_lost_events_everywhere_but_on_one_device_says_nothing(tm
 
 @pytest.mark.parametrize("ahead_us", [0, 480_000, -7_000])
 def test_clocks_of_processes_are_aligned_by_the_ends(tmp_path, ahead_us):
-    # process 1 believes that its trace began `ahead_us` later than it did
+    # Process 1 believes that its trace began `ahead_us` later than it did.
     devices = {d: [(10 + 100 * i + 3 * (d % 2), 60 + 100 * i) for i in range(5)] for d in range(4)}
     clocks = {0: 1_700_000_000_000_000_000, 1: 1_700_000_000_000_000_000 + ahead_us * 1000}
     trace = run(tmp_path, devices, REDUCE, [[0, 2], [1, 3]], clocks=clocks, processes={0: 0, 1: 0, 2: 1, 3: 1})
@@ -115,7 +116,7 @@ def test_a_straggler_in_another_process_is_found(tmp_path):
 
 
 def test_bad_clocks_are_not_used_and_it_is_said(tmp_path):
-    # ends that scatter by far more than anybody waits: no offset makes these clocks agree
+    # The ends scatter by far more than anybody waits, so no offset makes these clocks agree.
     scatter = [0, 400, -300, 350, -200]
     devices = {
         0: [(1000 * i, 1000 * i + 60) for i in range(1, 6)],
@@ -129,7 +130,7 @@ def test_bad_clocks_are_not_used_and_it_is_said(tmp_path):
 
 
 def test_clocks_of_a_chain_of_groups():
-    # no group spans the job: 0-1, 1-2, 2-3, each 20 times; every clock is ahead by another offset
+    # No group spans the job: 0-1, 1-2 and 2-3 each run 20 times, and every clock is ahead by another offset.
     ahead = np.array([0.0, 0.3, -0.2, 5.0])
     rng = np.random.default_rng(0)
     rows = []
@@ -140,12 +141,13 @@ def test_clocks_of_a_chain_of_groups():
     clocks = align(instance, process, end)
     assert clocks is not None
     assert clocks.connected
-    np.testing.assert_allclose(clocks.offset_s, ahead, atol=3e-6)  # three steps of the chain, 1 us of noise on each
+    # The chain has three steps, with 1 us of noise on each.
+    np.testing.assert_allclose(clocks.offset_s, ahead, atol=3e-6)
     assert clocks.residual_s < 5e-6
 
 
 def test_clocks_that_drift():
-    # 10 parts in a million: after a minute half a millisecond
+    # 10 parts in a million are half a millisecond after a minute.
     instance = np.repeat(np.arange(600), 2)
     process = np.tile([0, 1], 600)
     true_end = np.repeat(np.arange(600) * 0.1, 2)

@@ -1,4 +1,4 @@
-"""The reader of XSpace files against the runtime's own, and against files that no writer would write."""
+"""Test the reader of XSpace files against the runtime's own reader, and on files that no writer would write."""
 
 import random
 import warnings
@@ -21,7 +21,7 @@ STATS = ("hlo_op", "hlo_module", "correlation_id", "program_id", "run_id", "memc
 
 
 def assert_reads_as_the_runtime_does(path):
-    """Names, times and stats of every event of every line; returns how many."""
+    """Check names, times and stats of every event of every line; return the number of events."""
     ours = read_xspace(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -98,7 +98,7 @@ def number(field, value):
 
 
 def test_fields_in_any_order_read_right(tmp_path):
-    # an event with its duration first, an unknown field in front of its stat, and the stat's value before its id
+    # The event has its duration first, an unknown field before its stat, and the stat's value before its id.
     stat = number(7, 2) + number(1, 1)
     event = number(3, 9) + message(15, b"?") + message(4, stat) + number(2, 8) + number(1, 6)
     names = message(5, message(2, message(2, b"hlo_op") + number(1, 1)) + number(1, 1))
@@ -133,7 +133,7 @@ def test_a_long_line_that_is_entered_at_many_places_has_the_same_events(tmp_path
     assert spans_of(buffer) == walked(buffer)
     if seed == 0:
         assert len(event_starts(buffer, 11, buffer.size)[0]) > 3_900
-    for _ in range(15):  # damaged: an error, or what a walk field by field finds
+    for _ in range(15):  # A damaged file is an error, or gives what a walk field by field finds.
         buffer.memory[rng.randrange(buffer.size)] = rng.randrange(256)
         found = spans_of(buffer)
         assert found == walked(buffer)
@@ -142,13 +142,13 @@ def test_a_long_line_that_is_entered_at_many_places_has_the_same_events(tmp_path
 
 
 def spans_of(buffer):
-    """Begin and end of each event of a line; None for one that is damaged."""
+    """Return the begin and end of each event of a line, or None for a damaged one."""
     with suppress(WireError):
         return np.concatenate([np.stack(spans, axis=1) for spans in event_spans(buffer, 0, buffer.size)]).tolist()
 
 
 def walked(buffer):
-    """The same, one field after the other."""
+    """Return the same as `spans_of`, one field after the other."""
     at, found = 0, []
     with suppress(WireError):
         while at < buffer.size:
@@ -184,7 +184,7 @@ def test_lines_that_count_from_the_epoch(tmp_path, since_ns):
 
 def test_a_recorded_gpu_trace_joins_its_kernels():
     found = read_operations(TraceFile(DATA / "traces" / "tracelens_jax08_gemm.xplane.pb", {i: i for i in range(8)}))
-    (operations,) = found.devices.values()  # seven of its planes are of idle GPUs
+    (operations,) = found.devices.values()  # Seven of its planes are of idle GPUs.
     labels = [found.labels[i] for i in operations.label]
     assert len(labels) == 54
     assert sum(bool(label.op) for label in labels) == 42
@@ -225,7 +225,7 @@ def test_names_of_fused_kernels(name, fused):
     [(b"\x0a\x00" * 10_001, "more than 10,000 planes"), (b"\x0a\x84\xb5\x18" + b"\x1a\x02\x22\x00" * 100_001, "lines")],
 )
 def test_more_planes_or_lines_than_any_trace_has(tmp_path, content, message):
-    """Each of them takes hundreds of times its bytes in memory."""
+    """Each plane or line takes hundreds of times its bytes in memory."""
     (tmp_path / "x.xplane.pb").write_bytes(content)
     with pytest.raises(TraceError, match=message):
         read_xspace(tmp_path / "x.xplane.pb")

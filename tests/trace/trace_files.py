@@ -1,4 +1,4 @@
-"""Small XSpace files, written event by event."""
+"""Write small XSpace files, event by event."""
 
 from jax.profiler import ProfileData
 
@@ -25,7 +25,13 @@ def collective(name, kind, axis, *, group_size=2, payload_bytes=1024):
 
 
 def plane_text(plane, events, line=None):
-    """One plane as a text proto; events are (name, start_us, end_us, stats); a line, or by event name several."""
+    """Return one plane as a text proto.
+
+
+    Args:
+        events: (name, start_us, end_us, stats) of each.
+        line: the name of the line, or of several lines by event name.
+    """
     keys = sorted({k for *_, stats in events for k in stats})
     names = list(dict.fromkeys(name for name, *_ in events))
     line = line or ("Stream #7(Kernel)" if "GPU" in plane else "thread")
@@ -48,7 +54,7 @@ def plane_text(plane, events, line=None):
 
 
 def clock_text(start_ns, seconds=1.0):
-    """The plane that says when the profile ran."""
+    """Return the plane that says when the profile ran."""
     stats = (("profile_start_time", start_ns), ("profile_stop_time", start_ns + round(seconds * 1e9)))
     text = "".join(f"stats{{metadata_id:{i} uint64_value:{v}}}" for i, (_, v) in enumerate(stats, 1))
     text += "".join(f'stat_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, (n, _) in enumerate(stats, 1))
@@ -61,12 +67,12 @@ def write_planes(path, *texts):
 
 
 def write_trace(path, plane, events):
-    """An XSpace with one plane of device 0."""
+    """Write an XSpace with one plane of device 0."""
     return TraceFile(write_planes(path, plane_text(plane, events)), {0: 0})
 
 
 def program(*collectives, **known):
-    """What is known of the program that the operations are of."""
+    """Return what is known of the program that the operations belong to."""
     return TracedProgram("jit_f", {c.name: c for c in collectives}, **known)
 
 
@@ -75,6 +81,6 @@ def gpu_op(op, start, end, name=None, **stats):
 
 
 def profile_traces(path, *, mesh=None, cluster=None, out=None):
-    """The report of bare traces with the traced program's predicted times, as `meshkit profile` makes it."""
+    """Return the report of bare traces with the traced program's predicted times, as `meshkit profile` makes it."""
     found = measure_traces(path, TracedJob(mesh, cluster))
     return found.write(out, found.price())
