@@ -1,4 +1,4 @@
-"""No damaged, dishonest or merely different file of weights is believed."""
+"""Test that no damaged, dishonest or merely different file of weights is believed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.weights.weight_files import (
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small Llama in one file."""
+    """Return a folder with a small Llama in one file."""
     model, params = make("llama")
     write_weights(params, tmp_path / "out", model.hf_layout())
     return tmp_path / "out"
@@ -95,7 +95,7 @@ def test_a_truncated_file_is_refused(folder):
 
 
 def change(folder, edit):
-    """The header of the only file, edited."""
+    """Edit the header of the only file."""
     header, data = parts(folder / "model.safetensors")
     edit(header)
     raw(folder / "model.safetensors", header, data)
@@ -239,7 +239,7 @@ def test_an_ambiguous_folder_is_refused(sharded, folder):
 
 
 def mutate(content, rng):
-    """A damaged copy of a file's bytes, outside of what the tensors hold or in its length."""
+    """Return a copy of a file's bytes with damage in its header or its length."""
     header_end = 8 + int.from_bytes(content[:8], "little")
     kind = rng.choice(["flip", "cut", "grow", "zero", "swap", "length"])
     out = bytearray(content)
@@ -262,7 +262,7 @@ def mutate(content, rng):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_damage_is_refused_or_harmless_and_never_a_wrong_value(folder, seed):
-    """Damage to the header or the length of a file. A flip inside a tensor cannot be seen: the format has no hashes."""
+    """The damage is in the header or the length; the format has no hashes, so a flip inside a tensor cannot be seen."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
     for round_ in range(5):

@@ -1,4 +1,4 @@
-"""Weights in and out of safetensors: bit-equal on any mesh, a slice at a time, in every layout that is read."""
+"""Test weights in and out of safetensors: bit-equal on any mesh, a slice at a time, in every layout that is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPERTS = mk.ShardingRules({"embed": "fsdp", "experts": "expert", "layers": "dat
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small Llama in one file."""
+    """Return a folder with a small Llama in one file."""
     model, params = make("llama")
     write_weights(params, tmp_path / "out", model.hf_layout())
     return tmp_path / "out"
@@ -78,7 +78,7 @@ def test_the_names_are_those_of_the_published_checkpoints(folder):
 
 
 def test_a_mixture_of_qwen_must_weigh_its_experts_to_one(tmp_path):
-    """transformers takes the key for false where config.json has none."""
+    """transformers takes the key as false where config.json has none."""
     model, params = make("qwen moe")
     write_weights(params, tmp_path / "out", model.hf_layout())
     names = load_file(tmp_path / "out" / "model.safetensors")
@@ -93,7 +93,7 @@ def test_a_mixture_of_qwen_must_weigh_its_experts_to_one(tmp_path):
 
 
 def test_tensors_are_what_the_layout_says(tmp_path):
-    """Against plain numpy: a query kernel [layers, embed, heads, head_dim] is [heads * head_dim, embed] in the file."""
+    """In plain numpy, a query kernel [layers, embed, heads, head_dim] is [heads * head_dim, embed] in the file."""
     model, params = make("llama")
     write_weights(params, tmp_path / "out", model.hf_layout())
     file = load_file(tmp_path / "out" / "model.safetensors")
@@ -118,7 +118,7 @@ def test_shards_hold_at_most_what_they_may_and_the_index_knows_them(tmp_path):
 
 
 def test_only_the_slices_of_a_device_are_read(folder, monkeypatch):
-    """FSDP over 8 of `embed`: every parameter is cut in 8, and each byte is asked for once, in pieces of an eighth."""
+    """With FSDP over 8 of `embed`, every parameter is in 8 pieces, and each byte is asked for once."""
     asked, original = [], weights.read_slice
 
     def counted(row, sizes, files, ranges, dtype):
@@ -137,7 +137,7 @@ def test_only_the_slices_of_a_device_are_read(folder, monkeypatch):
     read_weights(
         folder, model.hf_layout(), abstract(model, mesh_of(data=4, fsdp=2), mk.ShardingRules({"embed": "fsdp"}))
     )
-    assert sum(n for _, n in asked) == sum(sizes.values())  # the four replicas of this host share what is read
+    assert sum(n for _, n in asked) == sum(sizes.values())  # The four replicas of this host share what is read.
 
 
 def test_a_slice_touches_no_other_tensors(folder):
@@ -161,7 +161,8 @@ def test_writing_fetches_one_tensor_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "fetch", counted)
     model, params = make("moe")
     write_weights(params, tmp_path / "out", model.hf_layout())
-    assert max(fetched) == 40 * 16 * 4  # the embedding; of three stacks of experts never more than one expert
+    # This is the embedding; of three stacks of experts, never more than one expert is fetched.
+    assert max(fetched) == 40 * 16 * 4
     assert sum(fetched) == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
@@ -179,7 +180,7 @@ def test_half_precision_files_are_read_as_the_fp32_they_stand_for(tmp_path, dtyp
 
 
 def rewrite(params, folder, model, dtype, name):
-    """The folder with all tensors in another dtype."""
+    """Write the parameters to the folder, with all tensors in another dtype."""
     write_weights(params, folder, model.hf_layout())
     arrays = {n: x.astype(dtype) for n, x in load_file(folder / "model.safetensors").items()}
     save(folder / "model.safetensors", {n: (name, a.shape, a.tobytes()) for n, a in arrays.items()})
@@ -211,7 +212,7 @@ def test_a_tied_model_may_repeat_its_table(tmp_path):
     write_weights(params, tmp_path / "out", model.hf_layout())
     path = tmp_path / "out" / "model.safetensors"
     tensors = {n: ("F32", x.shape, x.tobytes()) for n, x in load_file(path).items()}
-    inv_freq = ("F32", (4,), bytes(16))  # old versions wrote it; it follows from rope_theta
+    inv_freq = ("F32", (4,), bytes(16))  # Old versions wrote it, though it follows from rope_theta.
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": inv_freq}
     save(path, tensors | more | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     assert_same_bits(read(tmp_path / "out", "tied llama"), params)
@@ -266,7 +267,7 @@ def test_a_layout_of_another_model_is_refused(tmp_path):
 
 
 def test_a_layout_of_ones_own_needs_no_class_of_ours(tmp_path):
-    """Any model: a row per parameter, with dims merged, turned and stacked as its files have them."""
+    """Any model needs only a row per parameter, with dims merged, transposed and stacked as its files have them."""
     layout = Layout(
         rows=(Row("w", "block.{layers}.w", "(b a)", "layers a b"),),
         sizes={"layers": 2, "a": 3, "b": 4},

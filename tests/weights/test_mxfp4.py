@@ -1,4 +1,4 @@
-"""Checkpoints in MXFP4: a file by the letter of the format is read as the numbers it stands for, in parts too."""
+"""Test that a checkpoint in MXFP4 that follows the format is read as the numbers it stands for, in parts too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def numbers_of(blocks, scales):
-    """Number by number, as the format is written down."""
+    """Return the numbers, one by one, as the format is written down."""
     out = np.zeros((*scales.shape, 32))
     for at in np.ndindex(*scales.shape):
         for i in range(32):
@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_format_and_parts_those_of_the_whole():
 
 @pytest.fixture
 def folder(tmp_path):
-    """GPT-OSS as OpenAI publishes it: the experts' kernels are blocks and scales, everything else bf16."""
+    """Return GPT-OSS as OpenAI publishes it: experts' kernels are blocks and scales, everything else is bf16."""
     model, params = make("gpt oss")
     write_weights(params, tmp_path / "out", model.hf_layout(), dtype="bf16")
     file = tmp_path / "out" / "model.safetensors"

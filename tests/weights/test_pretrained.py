@@ -1,4 +1,4 @@
-"""`checkpoint.initial`: a new run starts from the weights of a folder."""
+"""Test `checkpoint.initial`: a new run starts from the weights of a folder."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_a_new_run_starts_from_the_weights_and_a_resumed_one_does_not(tmp_path, 
     assert_same_bits(run("resumed").params, later.params)
     with pytest.raises(ConfigError, match="there is no folder"):
         run("without")
-    assert not (tmp_path / "without" / "experiment.toml").exists()  # so that a mended experiment may use the folder
+    assert not (tmp_path / "without" / "experiment.toml").exists()  # A corrected experiment may use the folder.
 
 
 def test_only_parameters_depend_on_the_seed():
-    """What `first_state` relies on: optimizer state, and all but the random stream, is the same for any weights."""
+    """`first_state` relies on it: optimizer state, and all but the random stream, are the same for any weights."""
     states = []
     for seed in (0, 1):
         spec = load(EXPERIMENT.with_name("mlp.toml"), ["cluster=cpu8", "mesh.fsdp=8", f"train.seed={seed}"])

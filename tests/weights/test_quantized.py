@@ -1,4 +1,4 @@
-"""Block-scaled fp8 matrices are read as the numbers that they stand for, whole and in parts."""
+"""Test that block-scaled fp8 matrices are read as the numbers that they stand for, whole and in parts."""
 
 from __future__ import annotations
 

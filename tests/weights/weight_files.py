@@ -1,4 +1,4 @@
-"""Small models, and files of safetensors by the letter of the format, for the tests of weights."""
+"""Provide small models, and safetensors files that follow the format exactly, for the tests of weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe(name, **changes):
 
 
 def fill(model):
-    """Random parameters; no initializer is compiled for them."""
+    """Return random parameters without compiling an initializer."""
     rng = np.random.default_rng(0)
     abstract_params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), abstract_params)
@@ -42,7 +42,7 @@ def fill(model):
 
 @functools.cache
 def make(name):
-    """A model without arrays, and parameters for it."""
+    """Return a model without arrays, and parameters for it."""
     model = describe(name)
     return model, fill(model)
 
@@ -52,7 +52,7 @@ def mesh_of(**axes):
 
 
 def abstract(model, mesh, rules):
-    """ShapeDtypeStructs with the shardings that the rules give."""
+    """Return ShapeDtypeStructs with the shardings that the rules give."""
     shards = nnx.to_pure_dict(mk.shardings(nnx.state(model, nnx.Param), mesh, rules))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shards)
@@ -74,7 +74,7 @@ def read(folder, name="llama"):
 
 
 def save(path, tensors, *, pad=0):
-    """A safetensors file by the letter of the format: name -> (dtype, shape, bytes)."""
+    """Write a safetensors file that follows the format exactly: name -> (dtype, shape, bytes)."""
     header, at = {}, 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
@@ -88,7 +88,7 @@ def raw(path, header, data, *, pad=0):
 
 
 def parts(path):
-    """(header, data) of a file."""
+    """Return (header, data) of a file."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]), content[8 + length :]
