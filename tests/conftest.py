@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test, with collective timeouts that two busy cores cannot trip."""
+"""Give every test eight virtual CPU devices, with collective timeouts that two busy cores cannot reach."""
 
 import atexit
 import gc
@@ -13,19 +13,22 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
         "--xla_cpu_collective_timeout_seconds=1800",
-        # most of a test's time is compiling what runs once
-        "--xla_backend_optimization_level=0",  # of LLVM
+        # A test spends most of its time on compiling what runs once.
+        "--xla_backend_optimization_level=0",  # This is LLVM's level.
         "--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE",
         "--xla_cpu_emitter_verification_level=0",
         "--xla_cpu_parallel_codegen_split_count=1",
     ]
 )
-if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the tests, and none of another run
+# Programs are compiled once in a run of the tests, and none is taken from another run.
+if "MESHKIT_CACHE" not in os.environ:
     os.environ["MESHKIT_CACHE"] = tempfile.mkdtemp(prefix="meshkit-tests-")
     atexit.register(shutil.rmtree, os.environ["MESHKIT_CACHE"], ignore_errors=True)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else processes that tests interrupt ignore it, too
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the processes that tests start compiles all anew
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell starts background processes with SIGINT ignored.
+    # Otherwise the processes that tests interrupt would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Otherwise each process that a test starts would compile all sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import jax
@@ -40,11 +43,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook(["meshkit.parallel", "models"], "tests.shapes.check")
 
 
-# A busy machine is slow to make examples, too, which says nothing about them.
+# On a busy machine hypothesis is slow to make examples, which says nothing about them.
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
 
-# Files of half a minute and more, the longest first: at the end, workers share out the short ones.
+# These files take half a minute or more, the longest first, so that workers share out the short ones at the end.
 LONG = (
     *("test_sharded_equals_single", "test_kill_matrix", "test_explain", "test_gradients", "test_context", "test_cli"),
     *("test_bytes", "test_expert", "test_docs", "test_precision", "test_trainer", "test_third_party", "test_moe"),
@@ -53,18 +56,18 @@ LONG = (
 )
 
 
-_BYTES_OF_A_WORKER = 4 * 2**30  # with the process that compiles for it
+_BYTES_OF_A_WORKER = 4 * 2**30  # This includes the process that compiles for a worker.
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Return one worker more than there are cores, where memory allows: many tests wait for a process of theirs."""
+    """Return one worker more than cores, where memory allows, because many tests wait for processes of their own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(cores + 1, memory_bytes // _BYTES_OF_A_WORKER))
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # xdist's own order: by the number of a file's tests
+    config.option.loadscopereorder = False  # xdist's own order is by the number of a file's tests.
 
 
 def pytest_collection_modifyitems(items):
@@ -72,7 +75,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What collecting made stays until the end: no garbage collection looks through it again."""
+    """Freeze what collecting made, so that no garbage collection looks through it again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
@@ -80,7 +83,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module")
 def programs_kept():
-    """Keeps what tests compile for all that ask for this: a run and the run that resumes it are one program.
+    """Keep compiled programs for all tests that ask for this, so that a run and its resumption share one program.
 
     meshkit's own cache compiles it for each of them, since lines of the test are in its keys.
     """

@@ -1,4 +1,4 @@
-"""A plan that gets Ctrl-C after so many seconds, and what is left of it; for tests and for `benchmarks.attack`."""
+"""Interrupt a plan with Ctrl-C after some seconds and look for what is left; for tests and for `benchmarks.attack`."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from pathlib import Path
 MLP = Path(__file__).parents[1] / "configs" / "experiments" / "mlp.toml"
 PLAN = ["plan", str(MLP), "--set", "cluster=dgx_h100", "--no-cache"]
 START = "from meshkit.cli import main; print('started', flush=True); code = main(); print('done'); exit(code)"
-LONGEST_S = 6.0  # of such a plan on a quiet core; the last moment that is tried
+LONGEST_S = 6.0  # Such a plan takes this long on a quiet core, which is the last moment that is tried.
 
 
 def processes_of(session):
-    """Return the processes of a session that are no zombies."""
+    """Return the processes of a session that are not zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -28,7 +28,7 @@ def processes_of(session):
 
 
 def interrupted_after(seconds, folder):
-    """Return how a plan ended and in how long; None where it had ended before."""
+    """Return how a plan ended and how long that took, or None where it had ended before."""
     environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
         [sys.executable, "-c", START, *PLAN],
@@ -44,11 +44,11 @@ def interrupted_after(seconds, folder):
         if process.poll() is not None:
             return None
         began = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        os.killpg(process.pid, signal.SIGINT)  # A terminal also sends it to all of them.
         printed, said = process.communicate(timeout=20)
         if printed.endswith("done\n"):
             return None
         took = time.monotonic() - began
-        while (left := processes_of(process.pid)) and time.monotonic() - began < 2:  # what is killed is gone soon
+        while (left := processes_of(process.pid)) and time.monotonic() - began < 2:  # Killed processes are gone soon.
             time.sleep(0.02)
         return process.returncode, took, said, left

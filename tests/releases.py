@@ -1,4 +1,4 @@
-"""What differs between the releases of jax that the tests run under: the one of constraints.txt, and the oldest."""
+"""Tell apart the releases of jax under which the tests run: that of constraints.txt, and the oldest."""
 
 import re
 from importlib import metadata
@@ -22,5 +22,5 @@ _ITS_OWN = re.compile(
 
 
 def without_jaxlibs_lines(stderr: str) -> str:
-    """What a process said on stderr, but for what jaxlib 0.11 says there where no GPU is: no variable silences it."""
+    """Return what a process wrote to stderr, without the lines that jaxlib 0.11 always writes where no GPU is."""
     return _ITS_OWN.sub("", stderr)

@@ -1,4 +1,4 @@
-"""The check that tests put on signatures with shapes (`Float[Array, "batch length embed"]`)."""
+"""Check signatures with shapes (`Float[Array, "batch length embed"]`) in tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jaxtyping
 
 
 def check(fn):
-    """fn, whose arguments and result must have the shapes that its signature names; other annotations are pyright's."""
+    """Return fn with a check that its arguments and result have the named shapes; pyright checks other annotations."""
     hints = getattr(fn, "__annotations__", {})
     shaped = {name: hint for name, hint in hints.items() if _has_shape(hint)}
     if not shaped:

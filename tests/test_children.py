@@ -1,4 +1,4 @@
-"""Temporary folders and processes end with who made them: at once where Python hears of it, else at the next start."""
+"""Test that temporary folders and processes end with their maker, at once or at the next start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshkit.children import (
 from meshkit.private import MARK
 
 ROOT = Path(__file__).parents[1]
-# A process that writes into its temporary folder as fast as it can, as a compiler does that dumps.
+# This process writes into its temporary folder as fast as it can, as a compiler does that dumps.
 WRITER = """
 import itertools, os, pathlib, tempfile
 from meshkit.children import serve
@@ -41,7 +41,7 @@ def answer(_):
             print(os.getpid(), file=open(pathlib.Path(os.environ["SAYS"], str(os.getpid())), "w"))
 serve(answer)
 """
-# What plans: a thread that nobody waits for is in the block when Ctrl-C comes.
+# This program plans; a thread that nobody waits for is in the block when Ctrl-C comes.
 PLANNER = """
 import sys, threading, time
 from meshkit.children import Child
@@ -54,7 +54,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-# What tunes: workers, each of which compiles.
+# This program tunes: each of its workers compiles.
 WORKER = """
 from meshkit.children import Child, serve
 serve(lambda _: Child("writer").ask({}))
@@ -70,7 +70,7 @@ with workers.open_workers({"experiment": "x.toml"}, 2) as pool:
     except KeyboardInterrupt:
         raise SystemExit(130)
 """
-# What answers, prints, raises and dies as it is told.
+# This program answers, prints, raises and dies as it is told.
 TOLD = """
 import os, subprocess, sys, time
 from meshkit.children import Child, serve
@@ -97,7 +97,7 @@ serve(answer)
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A temporary folder of its own, for this process and those it starts."""
+    """Return a folder with a temporary folder in it, for this process and those that it starts."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "says").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -140,7 +140,7 @@ def is_alive(pid):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
 @pytest.mark.parametrize(("program", "compilers"), [("planner.py", 1), ("tuner.py", 2)])
 def test_what_is_stopped_in_a_compile_leaves_no_process_and_no_folder(place, program, compilers, number):
-    # as from a terminal: what a shell starts in the background, these tests among it, ignores SIGINT
+    # A terminal does this too: what a shell starts in the background, these tests among it, ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([sys.executable, str(place / program)])
     signal.signal(signal.SIGINT, before)
@@ -160,7 +160,7 @@ def test_a_child_is_kept_for_the_next_request_of_its_like(place):
 
     def process(**more):
         with kept.use({**os.environ, **more}) as child:
-            assert child.log() == ""  # of this request alone
+            assert child.log() == ""  # The log is of this request alone.
             assert child.ask(0) == [0]
             (child.folder / "large").write_text("x")
             return child.fileno(), child.folder
@@ -168,7 +168,7 @@ def test_a_child_is_kept_for_the_next_request_of_its_like(place):
     first = process()
     assert process(OTHER="1") == first
     assert not (first[1] / "large").exists()
-    with kept.use(os.environ) as child, kept.use(os.environ) as another:  # two at a time
+    with kept.use(os.environ) as child, kept.use(os.environ) as another:  # Two are in use at a time.
         assert another.folder != child.folder == first[1]
     second = process(LIKE="1")
     assert second[1] != first[1]
@@ -202,7 +202,8 @@ def test_a_folder_that_is_in_use_and_those_of_others_stay(place):
         assert one.is_dir()
         assert another.is_dir()
     assert left(place) == sorted(["meshkit-other", f"{PREFIX}file", f"{PREFIX}link", f"{PREFIX}mine"])
-    assert (place / "tmp" / f"{PREFIX}mine" / "notes").read_text() == "x"  # of that name, and not made by us
+    # It has the right name, but we did not make it.
+    assert (place / "tmp" / f"{PREFIX}mine" / "notes").read_text() == "x"
     assert (place / "says").is_dir()
 
 
@@ -245,7 +246,7 @@ def test_a_child_answers_one_request_after_the_other(place):
             child.ask("refuse")
         with pytest.raises(ChildFailed, match=r"^ValueError: of its own$"):
             child.ask("raise")
-        assert child.ask(0) == [0]  # and goes on
+        assert child.ask(0) == [0]  # The child goes on.
         assert "asked for raise" in child.log()
         assert "Traceback" in child.log()
     assert left(place) == []
@@ -255,7 +256,7 @@ def test_a_child_answers_one_request_after_the_other(place):
     ("number", "how"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGABRT, "SIGABRT"), (None, "exit code 3")]
 )
 def test_a_child_that_dies_loses_its_own_request(place, number, how):
-    """As XLA makes it with SIGABRT, and the kernel with SIGKILL where memory runs out."""
+    """XLA sends SIGABRT, and the kernel sends SIGKILL where memory runs out."""
     with Child("told") as other, Child("told") as child:
         other.send(1)
         child.send(60 if number else "end")

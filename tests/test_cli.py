@@ -1,4 +1,4 @@
-"""The command line from outside: exit codes, what is on stdout, files written."""
+"""Test the command line from outside: exit codes, standard output, and the files that it writes."""
 
 import json
 import os
@@ -225,7 +225,7 @@ def test_no_terminal_escape_of_a_file_reaches_the_terminal(verb, text, tmp_path,
 
 @pytest.mark.parametrize("make", [str, Text])
 def test_a_name_of_megabytes_is_cut_where_it_would_be_wrapped(make, capsys):
-    """Wrapping and colouring such a line takes time by its square: a minute for four mebibytes."""
+    """Wrapping and colouring such a line takes quadratic time: a minute for four mebibytes."""
     table = Table()
     table.add_row(make("a" * 2**22))
     for shown in (make("[" * 2**22), table):

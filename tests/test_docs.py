@@ -1,12 +1,13 @@
-"""The documentation does what it says: its Python runs, its commands parse, its experiments load, its tables are whole.
+"""Test that the documentation's Python runs, commands parse, experiments load, and tables are complete.
 
-How a page marks its blocks:
 
-- every ```python block is run, the blocks of a page one after the other in one namespace; what a line
-  `print(...)  # text` prints must be the text. `<!-- not run: why -->` above a block leaves it out,
-  `<!-- deviceless -->` says that it compiles for absent GPUs;
-- every `meshkit VERB ...` in a ```console block or in inline code must parse, every `make TARGET` must exist;
-- every ```toml block must parse; one that has cluster, model, mesh and train is an experiment and must load.
+A page marks its blocks like this:
+
+- Every ```python block runs, and the blocks of a page run one after the other in one namespace. What a line
+  `print(...)  # text` prints must be the text. `<!-- not run: why -->` above a block leaves it out, and
+  `<!-- deviceless -->` says that it compiles for absent GPUs.
+- Every `meshkit VERB ...` in a ```console block or in inline code must parse, and every `make TARGET` must exist.
+- Every ```toml block must parse. One that has cluster, model, mesh and train is an experiment and must load.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ def python_pages():
 
 
 def command_lines(page):
-    """Every shown command: lines of console blocks (joined where they end with a backslash), and inline code."""
+    """Yield every shown command: lines of console blocks (joined where they end with a backslash), and inline code."""
     for _, text in blocks(page, "console"):
         for line in text.replace("\\\n", " ").splitlines():
             if line.startswith("$ meshkit "):
@@ -66,7 +67,7 @@ def command_lines(page):
 
 
 def cells(page, heading):
-    """The body rows of the first table below a heading, as lists of cells."""
+    """Return the body rows of the first table below a heading, as lists of cells."""
     section = read(page).split(f"\n{heading}\n", 1)[1]
     table = re.search(r"^\|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", section, re.MULTILINE)
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
@@ -92,7 +93,7 @@ def test_shown_commands_parse(page, line):
     context = group.make_context("meshkit", ["--help"], resilient_parsing=True)
     command = group.get_command(context, verb)
     assert command is not None, f"{page}: there is no verb '{verb}'"
-    if arguments:  # without any, it is only the name of the verb
+    if arguments:  # Without any arguments, it is only the name of the verb.
         command.make_context(verb, arguments, parent=context)
 
 
@@ -197,7 +198,7 @@ def test_the_numbers_page_repeats_the_catalog():
 
 
 def numbers(row):
-    """The numbers of a table's row, each with its unit."""
+    """Return the numbers of a table's row, each with its unit."""
     return [(float(n), unit) for n, unit in re.findall(r"([\d.]+) (\S+B/s|[GM]iB|[mu]?s)\b", " ".join(row))]
 
 

@@ -1,6 +1,6 @@
-"""The house: rows as the docs show them, no cycle, no name twice, no missing path in the docs, no jax at the door.
+"""Test the structure of the code: layers as the docs show them, no import cycle, unique names, and no early jax.
 
-Of the tests: none imports, calls or patches a private name of meshkit.
+The docs name no missing path, and tests do not import, call or patch a private name of meshkit.
 """
 
 import ast
@@ -34,12 +34,12 @@ MODULES = {module_of(p): p for p in FILES}
 
 @pytest.fixture(scope="module")
 def trees():
-    """Of each module, parsed where they are asked for: every worker collects this file, one runs it."""
+    """Return the parsed modules; every worker collects this file, but only one parses them."""
     return {p: ast.parse(p.read_text(encoding="utf-8")) for p in FILES}
 
 
 def imports_of(tree):
-    """Modules of meshkit that a module imports: at its top, inside of functions, or by name while it runs."""
+    """Yield modules of meshkit that a module imports: at its top, inside functions, or by name at run time."""
     dynamic = False
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshkit"):
@@ -54,14 +54,14 @@ def imports_of(tree):
             dynamic |= name in ("import_module", "__import__", "find_spec", "resolve_name", "run_module")
         elif isinstance(node, ast.alias):
             dynamic |= node.name in ("import_module", "find_spec", "resolve_name", "run_module")
-    if dynamic:  # any text of it that names a module of ours may be what it imports
+    if dynamic:  # Any text of it that names a module of ours may be what it imports.
         texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
         yield from (named for text in texts if (named := text.partition(":")[0]) in MODULES)
 
 
 @pytest.fixture(scope="module")
 def imports(trees):
-    """Module -> those of meshkit that it imports; the door, whose table of public names has them all, is left out."""
+    """Return the meshkit imports of each module, except of `meshkit` itself, which has all public names."""
     inside = {name: path for name, path in MODULES.items() if name != "meshkit"}
     return {name: set(imports_of(trees[path])) - {name, "meshkit"} for name, path in inside.items()}
 
@@ -125,7 +125,7 @@ def test_a_public_class_name_stands_once(trees):
 
 
 def test_a_small_module_has_several_users(imports):
-    """What one module alone uses, in less than 60 lines, is a part of that module."""
+    """If only one module uses a module of less than 60 lines, it belongs into that module."""
     users = Counter(m for found in imports.values() for m in found)
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     small = {n for n, count in lines.items() if count < 60 and users[n] == 1 and not n.endswith(".cli")}
@@ -133,7 +133,7 @@ def test_a_small_module_has_several_users(imports):
 
 
 def private_names(trees):
-    """Names of functions, classes, methods, attributes and constants of meshkit that are for itself alone."""
+    """Return names of functions, classes, methods, attributes and constants that are private to meshkit."""
     found = set()
     for tree in trees:
         for node in ast.walk(tree):
@@ -147,12 +147,13 @@ def private_names(trees):
 
 
 def private_uses(tree, private):
-    """Private names of meshkit that a test imports, reads from an object, or names to patch, each with its line."""
+    """Yield private names of meshkit that a test imports, reads from an object, or patches, each with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("meshkit", "benchmarks", "models")):
             yield from ((node.lineno, alias.name) for alias in node.names if re.match("_(?!_)", alias.name))
         elif isinstance(node, ast.Attribute) and node.attr in private:
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):  # of a class of the test
+            # A class of the test may have such attributes itself.
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Call):
             texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
@@ -188,8 +189,8 @@ def test_no_test_uses_a_private_name(trees):
 
 
 def test_one_module_prints(trees):
-    """Others would send a terminal the escapes that are in names of files."""
-    fixed = {"meshkit.verbs.train.session"}  # on the way out, from a thread
+    """Other modules would send a terminal the escapes that are in names of files."""
+    fixed = {"meshkit.verbs.train.session"}  # This one prints from a thread, at the exit.
     found = set()
     for name, path in MODULES.items():
         for node in ast.walk(trees[path]):
@@ -199,7 +200,7 @@ def test_one_module_prints(trees):
 
 
 def test_one_module_starts_processes_of_python(trees):
-    """Another way would have its own answer to who dies, who is left over and what is imported; a job's own is one."""
+    """Another way would differ in who dies, who is left over and what is imported; only jobs have their own."""
     ways = ("sys.executable", "os.fork", "os.posix_spawn")
     found = {
         name

@@ -1,4 +1,4 @@
-"""Ctrl-C at a random moment of a plan ends it with 130, soon; no process and no folder is left."""
+"""Test that Ctrl-C at a random moment ends a plan soon, with code 130, without a process or a folder left."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Calls of the library that people get wrong: each has one error that says what to try instead."""
+"""Test calls of the library that people get wrong: each has one error that says what to try instead."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Model(nnx.Module):
 
 @jax.tree_util.register_pytree_node_class
 class Holding:
-    """With a leaf that is no array, as Equinox's modules have."""
+    """A tree with a leaf that is not an array, as Equinox's modules have."""
 
     def tree_flatten(self):
         return (jnp.tanh, X), None

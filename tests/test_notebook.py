@@ -1,4 +1,4 @@
-"""The notebook of docs: its outputs are there and small, and a kernel that runs it anew says the same."""
+"""Test that the docs' notebook has small outputs, and that a kernel that runs it again gives the same."""
 
 import json
 import os
@@ -10,7 +10,7 @@ NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebooks" / "first_report.ipyn
 
 
 def outputs(cells):
-    """Of every cell of code: the texts of its outputs by MIME type, in order."""
+    """Return the texts of every code cell's outputs by MIME type, in order."""
     shown = []
     for cell in cells:
         if cell["cell_type"] == "code":
@@ -21,8 +21,8 @@ def outputs(cells):
 
 def check(cells):
     imports, plan, explanation, tuned, rows = outputs(cells)
-    assert imports == []  # no log, no warning
-    progress, report = plan  # one report: a kernel is not shown what is rendered for its HTML
+    assert imports == []  # There is no log and no warning.
+    progress, report = plan  # There is one report, since a kernel does not show what is rendered for its HTML.
     assert progress["text/plain"].startswith("planned in ")
     for part in ("text/html", "text/plain"):
         assert "reduce-scatter f32" in report[part]
@@ -32,7 +32,7 @@ def check(cells):
     progress, search = tuned
     assert progress["text/plain"].startswith("4 of 4 variants, best ")
     assert "why it wins" in search["text/html"]
-    printed = "".join(part["stream"] for part in rows)  # in as many pieces as the kernel likes
+    printed = "".join(part["stream"] for part in rows)  # The kernel may split it into any number of pieces.
     assert "us exposed" in printed
     assert "report.html" in printed
 
@@ -54,5 +54,5 @@ def test_a_kernel_runs_it():
     notebook = nbformat.read(NOTEBOOK, 4)
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False).execute()
     check(notebook["cells"])
-    if os.environ.get("MESHKIT_WRITE_NOTEBOOK"):  # `make notebook`
+    if os.environ.get("MESHKIT_WRITE_NOTEBOOK"):  # `make notebook` sets it.
         nbformat.write(notebook, NOTEBOOK)

@@ -1,4 +1,4 @@
-"""The package from outside: names, costs of import, a notebook that has already used jax."""
+"""Test the package from outside: public names, the cost of importing, and a notebook that has already used jax."""
 
 import subprocess
 import sys

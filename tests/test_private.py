@@ -1,4 +1,4 @@
-"""Folders of meshkit's own: made, marked, closed to others; somebody else's is left as it is."""
+"""Test meshkit's own folders: they are made, marked and closed to others, and other people's are left alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_that_others_may_enter_is_refused_and_keeps_its_mode(tmp_path, mode)
 def test_one_with_files_that_meshkit_did_not_make_is_refused(tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o700)
-    assert private_folder(folder) == folder  # empty
+    assert private_folder(folder) == folder  # The folder is empty.
     (folder / MARK).unlink()
     (folder / "thesis.tex").touch()
     assert why(folder) == "there are files in it, and meshkit did not make it"

@@ -1,4 +1,4 @@
-"""The README says what is so: its plan, its library example, its experiment file."""
+"""Test that the README's plan, library example and experiment file are correct."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@needs_pinned_jaxlib  # another XLA makes another program
+@needs_pinned_jaxlib  # Another XLA makes another program.
 @pytest.mark.deviceless
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_the_plan_shown_is_the_plan_printed(page, capsys):

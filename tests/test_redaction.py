@@ -1,4 +1,4 @@
-"""Secrets taken out of texts and of what this process prints."""
+"""Test that secrets are removed from texts and from what this process prints."""
 
 import hashlib
 import io
@@ -104,7 +104,7 @@ def test_json_with_a_value_that_is_escaped_stays_json():
 
 
 MIB = 2**20
-# what a quadratic search takes minutes for: 100 kB of the first held the interpreter for 7 s
+# A quadratic search takes minutes for these: 100 kB of the first held the interpreter for 7 s.
 LONG = {
     "letters": "a",
     "schemes": "a://",
@@ -134,7 +134,7 @@ def test_a_line_of_4_mib_is_read_in_linear_time(piece):
 
 
 def lines_run(work) -> int:
-    """Lines of meshkit's redaction that run in a call."""
+    """Return how many lines of meshkit's redaction run in a call."""
     count = 0
 
     def trace(frame, event, _):
@@ -162,7 +162,7 @@ def secret_of_lines(count: int) -> dict[str, str]:
 def test_a_write_takes_no_more_work_with_thousands_of_secrets(text):
     def work(count):
         environment = secret_of_lines(count)
-        redact_values(text, environment)  # what is made of an environment is made once
+        redact_values(text, environment)  # An environment is processed only once.
         return lines_run(lambda: redact_values(text, environment))
 
     assert work(3500) <= work(100)
@@ -172,7 +172,7 @@ def test_work_grows_with_the_text_and_not_faster():
     environment, text = secret_of_lines(3500), "0123456789abcdef" * 64
     redact_values(text, environment)
     once, four = (lines_run(lambda times=times: redact_values(text * times, environment)) for times in (1, 4))
-    assert once < four <= 5 * once  # the joints between the four have places that one text has not
+    assert once < four <= 5 * once  # The joints between the four have places that one text does not have.
 
 
 def test_every_line_of_a_long_secret_is_taken_out():
@@ -228,7 +228,7 @@ def test_what_is_printed_shows_no_secret(monkeypatch):
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)
     redact_streams()
-    redact_streams()  # once is enough
+    redact_streams()  # A second call changes nothing.
     print("out: hf_12345678", flush=True)
     sys.stderr.writelines(["err: hf_12345678\n", "more\n"])
     assert streams["stdout"].getvalue() == "out: ***\n"

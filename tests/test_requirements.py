@@ -1,4 +1,4 @@
-"""requirements.txt: what constraints.txt pins, each with hashes, complete, and without addresses."""
+"""Test that requirements.txt has what constraints.txt pins, with hashes, complete, and without addresses."""
 
 import re
 from importlib import metadata
@@ -19,7 +19,7 @@ LINE = re.compile(
 
 @pytest.fixture(scope="module")
 def pinned():
-    """Name -> version of requirements.txt."""
+    """Return name -> version of requirements.txt."""
     text = (ROOT / "requirements.txt").read_text()
     lines = [line for line in text.replace(" \\\n   ", "").splitlines() if not line.startswith("#")]
     found = [LINE.fullmatch(line) for line in lines]
@@ -37,7 +37,7 @@ def test_it_agrees_with_the_constraints(pinned):
 
 @needs_pinned_jaxlib
 def test_it_has_every_package_that_any_of_them_needs(pinned):
-    """From the metadata of what is installed, which is what the constraints pin."""
+    """The installed packages, whose metadata is read, are those that the constraints pin."""
     todo = [Requirement(r) for r in metadata.requires("meshkit") or ()]
     wanted = {"", "plan", "dev"}
     todo = [r for r in todo if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in wanted)]

@@ -1,4 +1,4 @@
-"""What docs/concepts/security.md promises: no code out of data, no secrets in what is written."""
+"""Test the promises of docs/concepts/security.md: no code comes out of data, and no secrets are written."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama_debug_cpu.toml"
 SOURCES = sorted(p for folder in ("meshkit", "models", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 
-# Modules that make code or objects out of data.
+# These modules make code or objects out of data.
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "torch",
                      "xml.etree", "xml.dom", "xml.sax.expatreader",
                      "jax.experimental.serialize_executable"}  # fmt: skip
-# Functions that run text as code or as a shell's words, or unpack where an archive says.
+# These functions run text as code or as a shell's words, or unpack where an archive says.
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pty.spawn", "tempfile.mktemp",
                    "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "torch.load", "np.loads",
                    "pd.read_pickle", "subprocess.getoutput", "subprocess.getstatusoutput"}  # fmt: skip
@@ -35,7 +35,7 @@ FORBIDDEN_METHODS = {"extractall", "read_pickle", "to_pickle"}
 
 
 def findings(text: str) -> list[str]:
-    """What a source has that it must not have."""
+    """Return what a source contains but must not."""
     found = []
     for node in ast.walk(ast.parse(text)):
         names = []
@@ -210,7 +210,7 @@ print("the model prints", os.environ["HUB_ACCESS_TOKEN"])
 
 @pytest.mark.slow
 def test_no_file_and_no_line_of_a_run_has_a_secret(tmp_path):
-    """A real training, its profile, a plan's error and the doctor, with secrets in the environment."""
+    """A real training, its profile, a plan's error and the doctor run with secrets in the environment."""
     environment = {**os.environ, **NAMES, "MESHKIT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     environment["XLA_FLAGS"] = "--xla_dump_hlo_module_re=s3cr3t-thing-value"
     loud = tmp_path / "loud.py"

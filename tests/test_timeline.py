@@ -1,4 +1,4 @@
-"""The sweep against hand-computed cases, and against a brute force that colours an integer grid cell by cell."""
+"""Test the sweep against cases worked out by hand, and against brute force on an integer grid, cell by cell."""
 
 import math
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from meshkit.errors import ConfigError
 from meshkit.timeline import DeviceStep, overlap, sweep
 
-WINDOW = 24  # cells of the grid
+WINDOW = 24  # The grid has this many cells.
 
 
 def test_overlap_of_the_synthetic_step():
-    # one GPU of the synthetic trace, in us: see tests/data/SOURCES.md
+    # This is one GPU of the synthetic trace, in us: see tests/data/SOURCES.md.
     compute = np.array([(0, 10), (10, 50), (105, 120)]) * 1e-6
     communication = np.array([(20, 80), (70, 100)]) * 1e-6
     found = overlap(compute, communication, (0.0, 150e-6))
@@ -26,7 +26,7 @@ def test_overlap_of_the_synthetic_step():
 
 
 def test_compute_under_compute_counts_once():
-    # summing the pairwise intersections would give 4 s of overlap for 2 s of communication
+    # Summing the pairwise intersections would give 4 s of overlap for 2 s of communication.
     found = overlap([(0, 4), (0, 4)], [(1, 3)], (0, 4))
     assert (found.compute_s, found.overlapped_s, found.exposed_s) == (4, 2, 0)
 
@@ -77,7 +77,7 @@ def spans_strategy(max_size=8):
     owners=st.lists(st.integers(-1, 3), min_size=8, max_size=8),
 )
 def test_sweep_equals_brute_force(compute, communication, copies, owners):
-    rows = np.array([0, 1, 1, 2, 3])  # collectives 1 and 2 share a row; the last is unmapped communication
+    rows = np.array([0, 1, 1, 2, 3])  # Collectives 1 and 2 share a row; the last row is unmapped communication.
     owner = np.array(owners[: len(communication)], np.intp)
     step = DeviceStep(
         device=0,
@@ -102,7 +102,7 @@ def test_sweep_equals_brute_force(compute, communication, copies, owners):
 
 
 def brute_force(compute, communication, copies, owner, rows):
-    """The definitions of the report contract, one cell of the grid at a time."""
+    """Return the definitions of the report contract, evaluated one cell of the grid at a time."""
     total = dict.fromkeys(("compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s"), 0.0) | {
         "window_s": float(WINDOW)
     }

@@ -1,4 +1,4 @@
-"""The wheel alone, in an empty folder: what is written by `new`, explained, planned and trained without a clone."""
+"""Test that the wheel alone, in an empty folder, writes, explains, plans and trains an experiment without a clone."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from hatchling.builders.wheel import WheelBuilder
 ROOT = Path(__file__).parent.parent
 SETTINGS = ("model.layers=1", "train.steps=2", "train.sequence_length=16", "train.evaluate_every=0", "profile.steps=")
 TINY = " ".join(f"--set {setting}" for setting in SETTINGS)
-# Each line a command of one process, which imports jax once; exit codes are printed.
+# Each line is a command; all run in one process, which imports jax once, and exit codes are printed.
 COMMANDS = f"""
 new --out a.toml
 explain a.toml --no-compile
@@ -40,7 +40,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """Runs Python with the wheel and what meshkit depends on, without the clone that the environment links to."""
+    """Return a function that runs Python with the wheel and its dependencies, without the clone of the environment."""
     installed, empty = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("empty")
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--no-compile", "--target", str(installed), wheel], check=True)
@@ -49,7 +49,7 @@ def run(wheel, tmp_path_factory):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages), "XLA_FLAGS": flags, "HOME": str(empty)}
 
     def run(*arguments):
-        command = [sys.executable, "-S", "-P", *arguments]  # -S: no .pth, so no clone
+        command = [sys.executable, "-S", "-P", *arguments]  # With -S no .pth file is read, so there is no clone.
         return subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=300)
 
     run.empty = empty
@@ -70,7 +70,7 @@ def test_there_is_no_models_among_the_installed_packages(run, wheel):
 
 @pytest.mark.deviceless
 def test_the_wheel_alone_writes_explains_and_plans(run):
-    """It trains, too: `make wheel-check`."""
+    """`make wheel-check` trains with it, too."""
     (run.empty / "own").mkdir()
     done = run("-c", SCRIPT, COMMANDS)
     parts = {text.split("\n", 1)[0]: text for text in done.stdout.split("$ ")[1:]}
@@ -80,12 +80,12 @@ def test_the_wheel_alone_writes_explains_and_plans(run):
     assert "models/__init__.py exists, and `new` overwrites nothing" in done.stderr
     assert "try 'llama3_8b'" in done.stderr
     assert "try 'llama'" in done.stderr
-    assert not list(run.empty.rglob("models/moe.py"))  # what the model does not import is not copied
+    assert not list(run.empty.rglob("models/moe.py"))  # Only what the model imports is copied.
     own = run.empty / "own" / "models" / "llama.py"
     own.write_text(own.read_text().replace('"embed": c.embed}', '"mine": c.embed}'))
     assert (
         '"mine"' in run("-m", "meshkit", "explain", "own/b.toml", "--no-compile", "--json").stdout
-    )  # and not the shipped one
+    )  # The shipped model is not used.
     header = (run.empty / "a.toml").read_text().splitlines()[1:3]
     assert all("a.toml" in line for line in header)
     assert "plan a.toml --set cluster=dgx_h100" in header[1]
