@@ -1,4 +1,4 @@
-"""The debug Llama at a size that trains in a second, for the tests that ask for `programs_kept`: one program of all."""
+"""Provide a debug Llama that trains in a second, so that all tests with `programs_kept` share one program."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`meshkit bench`: every collective verified, the fit, the files; on eight devices, and on two processes with four."""
+"""Test `meshkit bench`: verified collectives, the fit and files, on eight devices and on two processes with four."""
 
 import io
 import json
@@ -97,8 +97,8 @@ def test_sizes_and_counts_are_those_of_nccl_tests():
     assert (gather.count, gather.operand_elements, gather.result_elements) == (128, 128, 1024)
     scatter = make_case(BY_NAME["reduce-scatter"], "x", 8, 4096)
     assert (scatter.count, scatter.operand_elements, scatter.result_elements) == (128, 1024, 128)
-    assert make_case(BY_NAME["all-to-all"], "x", 3, 4096).size_bytes == 4092  # whole pieces
-    assert make_case(BY_NAME["all-gather"], "x", 8, 1).size_bytes == 32  # one element of each
+    assert make_case(BY_NAME["all-to-all"], "x", 3, 4096).size_bytes == 4092  # The size is in whole pieces.
+    assert make_case(BY_NAME["all-gather"], "x", 8, 1).size_bytes == 32  # This is one element of each device.
     assert make_case(BY_NAME["barrier"], "x", 8, 4096).size_bytes == 4
 
 
@@ -143,7 +143,7 @@ def test_the_fit_finds_a_line_in_spite_of_outliers():
     times[4] *= 5
     line = fit_line(list(sizes), list(times))
     assert line is not None
-    # errors below 0.1 % have equal weights, so the line may be off by about as much
+    # Errors below 0.1 % have equal weights, so the line may be off by about as much.
     assert line.latency_s == pytest.approx(20e-6, rel=5e-3)
     assert line.bytes_per_s == pytest.approx(3e9, rel=5e-3)
     assert line.residual_median < 5e-3
@@ -226,9 +226,9 @@ def test_a_cluster_file_can_name_its_calibration(measured):
 
 
 def test_what_gpus_say_of_the_network_model(measured, tmp_path):
-    """Rows as an H100's: the constants stand in the report, on the page, and in the calibration."""
+    """With rows like an H100's, the constants stand in the report, on the page, and in the calibration."""
     report, _ = measured
-    assert report.network is None  # no NCCL between CPUs
+    assert report.network is None  # There is no NCCL between CPUs.
     cluster = Cluster.load("dgx_h100")
     (template, *_) = (row for row in report.rows if row.collective == "all-reduce")
     made = [
@@ -361,7 +361,8 @@ def test_two_processes_of_four_devices(tmp_path):
     every = {row.collective for row in report.rows}
     assert every == {*BY_NAME, "copy"}
     for row in report.rows:
-        if row.collective in ("all-reduce", "copy"):  # of all devices, not only of the first process's
+        # Those of all devices are counted, not only of the first process's.
+        if row.collective in ("all-reduce", "copy"):
             assert row.checked == 8 * row.count
     found = calibration.load(tmp_path / "calibration.toml")
     assert found.find("infiniband", "all-reduce", 1, 2) is not None

@@ -1,6 +1,6 @@
-"""What one process of a gang does in test_gang_checkpoints: restores, falls back, fails to save, and saves.
+"""Run one process of the gang of test_gang_checkpoints: it restores, falls back, fails to save, and saves.
 
-Started with the environment of `launch local`; writes what it saw into `rank<i>.json`.
+It is started with the environment of `launch local` and writes what it saw into `rank<i>.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshkit.verbs.checkpoint.store import CheckpointStore
 
 
 def main(folder: Path) -> None:
-    """Goes through all of it; every process the same."""
+    """Restore, fall back, fail to save, and save; every process does the same."""
     rank, size = join_gang()
     seen: dict = {"processes": size, "devices": len(jax.devices())}
     wanted = abstract(random_state(0, shape=(2, 4)))
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
     seen["same"] = same_bits(state, random_state(seen["restored"], shape=(2, 4)))
 
     real = manifest.fingerprint
-    if rank == 1:  # the disk of one host is full
+    if rank == 1:  # The disk of one host is full.
 
         def full(path, *, sync):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))

@@ -1,4 +1,4 @@
-"""Checkpoints: verified, never wrong in silence, and errors of the background save surface."""
+"""Test that checkpoints are verified and never silently wrong, and that errors of a background save are reported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_is_taken(store):
         restored = store.restore_latest(abstract(state_at(0)))
     assert int(restored.step) == 2
     assert (store.folder / "3.corrupt").is_dir()
-    store.save(state_at(3))  # the step can be done again
+    store.save(state_at(3))  # The step can be done again.
     store.wait()
     assert store.steps() == [3, 2]
 
@@ -147,7 +147,7 @@ def test_a_second_damaged_copy_of_a_step_replaces_no_evidence(store):
 
 @pytest.mark.parametrize(("verify", "finds"), [("full", True), ("own", True), ("off", False)])
 def test_what_each_way_to_verify_finds(store, verify, finds):
-    """A bit of the file that holds orbax's shardings, which a restore with shardings of its own does not read."""
+    """The bit is in the file of orbax's shardings, which a restore with shardings of its own does not read."""
     flip_a_bit(store.folder / "3" / "state" / "_sharding")
     careful = CheckpointStore(store.folder, CheckpointTable(verify=verify))
     if finds:
@@ -175,7 +175,7 @@ def test_other_data_is_said(store):
 
 
 class Disk:
-    """Hashing, which every save ends with, that fails or waits as the test says."""
+    """Make hashing, with which every save ends, fail or wait as the test says."""
 
     def __init__(self, monkeypatch):
         self.error, self.gate = None, threading.Event()
@@ -199,7 +199,7 @@ def disk(monkeypatch):
 
 
 def ended(store):
-    """Waits for the save in the background as a training does: by looking again at every step."""
+    """Wait for the save in the background, as a training does by looking again at every step."""
     store.saving.wait(60)
     store.check()
 
@@ -218,9 +218,9 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_next_save_works(tmp_path
     ]
     assert store.news() == {"checkpoint_error": "checkpoint 2: No space left on device: x"}
     assert store.news() == {}
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]  # the last good one stays, no half one does
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]  # The last good one stays, and no half-written one does.
     disk.error = None
-    store.save(state_at(2))  # the same step again, and it is not taken for done
+    store.save(state_at(2))  # The same step is saved again, and it is not taken as done.
     store.wait()
     assert [p.name for p in tmp_path.iterdir()] == ["2"]
     assert store.steps() == [2]
@@ -248,9 +248,9 @@ def test_a_save_that_outlasts_the_interval_is_waited_for_and_said_once(tmp_path,
     for step in (1, 2, 3):
         disk.gate.clear()
         threading.Timer(0.2, disk.gate.set).start()
-        store.save(state_at(step))  # the second and third wait here for the one before
+        store.save(state_at(step))  # The second and third saves wait here for the one before.
     store.wait()
-    assert store.steps() == [3, 2, 1]  # none is skipped, and none is overtaken
+    assert store.steps() == [3, 2, 1]  # No checkpoint is skipped, and none is overtaken.
     assert len(said) == 1
     assert re.match(r"warning: training waited [\d.]+ s for checkpoint 1, which took [\d.]+ s to write", said[0])
     assert store.news()["checkpoint_wait_s"] > 0
@@ -309,7 +309,7 @@ def test_what_a_killed_save_left_is_no_checkpoint(store):
 
 
 def test_a_state_changed_after_save_returns_is_saved_as_it_was(tmp_path, disk):
-    """The step donates its state: what is written in the background must be a copy, or held."""
+    """The step donates its state, so what is written in the background must be a copy, or held."""
     store, state = CheckpointStore(tmp_path), state_at(1)
     disk.gate.clear()
     store.save(state)

@@ -1,4 +1,4 @@
-"""meshkit checkpoint: lists, finds what is corrupt, and exports the very weights that were trained."""
+"""Test meshkit checkpoint: it lists checkpoints, finds corrupt ones, and exports the very weights that were trained."""
 
 import shutil
 import tomllib
@@ -36,7 +36,7 @@ def test_the_manifest_of_a_run_says_what_it_needs_to_go_on(trained):
     assert record["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert tomllib.loads(record["experiment"])["train"]["steps"] == 2
     assert record["data"]["examples a step"] == 8
-    assert record["data"]["examples"] > 1000  # windows of the standard library
+    assert record["data"]["examples"] > 1000  # These are windows of the standard library.
     assert record["arrays"]["params/embedding"].startswith("float32[")
 
 
@@ -47,7 +47,7 @@ def test_a_flipped_bit_is_found(trained, tmp_path, capsys):
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    assert main(["checkpoint", "list", str(run)]) == 0  # of full size
+    assert main(["checkpoint", "list", str(run)]) == 0  # The file has its full size, and `list` looks no further.
     assert main(["checkpoint", "verify", str(run)]) == 3
     assert "1 of 2 checkpoints are corrupt: 2." in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(run), "--step", "1"]) == 0
@@ -86,7 +86,8 @@ def test_after_a_quarantine_both_are_listed_and_the_good_one_is_exported(trained
     assert main(["checkpoint", "verify", str(run)]) == 3
     assert "1 of 2 checkpoints are corrupt: 2.corrupt." in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(run), "--step", "1"]) == 0
-    assert main(["checkpoint", "export", str(run), "--trust", "--out", str(tmp_path / "weights")]) == 0  # of step 1
+    # The weights are of step 1.
+    assert main(["checkpoint", "export", str(run), "--trust", "--out", str(tmp_path / "weights")]) == 0
     assert "wrote the weights of step 1" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(run), "--trust", "--out", str(tmp_path / "other"), "--step", "2"]) == 2
     assert "no checkpoint of step 2" in capsys.readouterr().err

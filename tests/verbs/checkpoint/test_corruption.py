@@ -1,4 +1,4 @@
-"""Damaged checkpoints: whatever file is damaged, no run goes on with a wrong state."""
+"""Test that no run goes on with a wrong state, whatever file of a checkpoint is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of two processes: one that fails, or finds damage, speaks for both; any mesh restores what they saved."""
+"""Test checkpoints of two processes: one speaks for both when it fails, and any mesh restores what they saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 
 def run_gang(folder: Path) -> list[dict]:
-    """Two processes of four devices, as `launch local` starts them; what each of them saw."""
+    """Run two processes of four devices, as `launch local` starts them, and return what each of them saw."""
     command = [sys.executable, "-m", "tests.verbs.checkpoint.gang_program", str(folder)]
     environments = LocalPart(2, 4, virtual=True).environments(0)
     logs = [folder / f"rank{i}.log" for i in range(2)]
@@ -39,7 +39,7 @@ def run_gang(folder: Path) -> list[dict]:
 
 
 def damage_in_share_of(checkpoint: Path, rank: int) -> str:
-    """Flips a bit in the largest file that this process alone verifies."""
+    """Flip a bit in the largest file that only this process verifies; return its name."""
     sizes = {name: size for name, (size, _) in read_manifest(checkpoint).files.items()}
     name = max(share_of_files(sizes, rank, 2), key=lambda n: sizes[n])
     campaign.apply(checkpoint, campaign.Damage("flip", name, 8 * (sizes[name] // 2)))
@@ -48,24 +48,24 @@ def damage_in_share_of(checkpoint: Path, rank: int) -> str:
 
 def test_two_processes_restore_fall_back_fail_and_save_as_one(tmp_path):
     folder = tmp_path / "checkpoints"
-    campaign.save_steps(folder)  # by one process, on 4 x 2
+    campaign.save_steps(folder)  # One process saves them on 4 x 2.
     name = damage_in_share_of(folder / "20", 1)
     seen = run_gang(tmp_path)
     for found in seen:
         assert (found["processes"], found["devices"]) == (2, 8)
         assert f"{name} has other contents than were written, found by process 1" in found["warned"][0]
-        assert (found["restored"], found["same"]) == (10, True)  # on 2 x 4
+        assert (found["restored"], found["same"]) == (10, True)  # They are restored on 2 x 4.
         assert found["failed"].startswith("checkpoint 30: process 1: No space left on device")
         assert found["after_failure"] == [10]
         assert found["after_save"] == [30, 10]
     assert "checkpoint 30 could not be saved; the newest is 10" in seen[0]["said"][0]
-    assert seen[1]["said"] == []  # one line for the job
+    assert seen[1]["said"] == []  # There is one line for the job.
     assert sorted(p.name for p in folder.iterdir()) == ["10", "20.corrupt", "30"]
 
     record = read_manifest(folder / "30").record
     assert (record["processes"], record["mesh"]) == (2, {"data": 2, "tensor": 4})
     assert {name.split("/")[1] for name in record["files"]} >= {"ocdbt.process_0", "ocdbt.process_1"}
-    for shape in ((4, 2), (2, 4), (8, 1), (1, 1)):  # and one process restores what two have saved
+    for shape in ((4, 2), (2, 4), (8, 1), (1, 1)):  # One process also restores what two have saved.
         wanted = random_state(30, shape=shape)
         restored = CheckpointStore(folder, CheckpointTable(verify="full")).restore_latest(abstract(wanted))
         assert restored is not None

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: no byte of a manifest changes unseen, its parts are shared out exactly once, and which stay."""
+"""Test manifests on disk: every changed byte is noticed, parts are shared out exactly once, old ones are removed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshkit.verbs.checkpoint.manifest import (
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder of three files with its manifest."""
+    """Return a folder of three files with its manifest."""
     folder = tmp_path / "7"
     (folder / "state" / "d").mkdir(parents=True)
     for name, size in (("state/d/a", 300), ("state/b", 20), ("state/empty", 0)):
@@ -48,7 +48,8 @@ def test_it_is_json_with_versions_and_a_hash_of_every_file(checkpoint):
 
 def test_no_bit_of_the_manifest_changes_unseen(checkpoint):
     path, whole = checkpoint / MANIFEST, (checkpoint / MANIFEST).read_bytes()
-    for at in [*range(0, len(whole), 7), *range(len(whole) - 90, len(whole))]:  # the seal at its end, byte by byte
+    # The seal at the end is tested byte by byte.
+    for at in [*range(0, len(whole), 7), *range(len(whole) - 90, len(whole))]:
         changed = bytearray(whole)
         changed[at] ^= 1 << at % 8
         path.write_bytes(changed)
@@ -76,7 +77,8 @@ def test_every_file_is_in_one_share_and_shares_are_of_like_size(count):
     shares = [share_of_files(sizes, i, count) for i in range(count)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
-    assert max(loads) - min(loads) <= max(sizes.values())  # greedy: no share is ahead by more than one file
+    # The distribution is greedy, so no share is larger than another by more than one file.
+    assert max(loads) - min(loads) <= max(sizes.values())
     assert math.isclose(sum(loads), sum(sizes.values()))
 
 
@@ -144,7 +146,7 @@ def test_setting_aside_overwrites_nothing(folder):
 
 def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(folder, monkeypatch):
     (folder / "9" / "file").touch()
-    monkeypatch.setattr("shutil.rmtree", lambda *a, **k: None)  # killed here
+    monkeypatch.setattr("shutil.rmtree", lambda *a, **k: None)  # The process is killed here.
     remove_step(folder, 9)
     assert whole_steps(folder) == [10]
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Whose checkpoints they are: another run's are refused, and a writer that lost its folder commits nothing."""
+"""Test whose checkpoints they are: another run's are refused, and a writer that lost its folder commits nothing."""
 
 import shutil
 
@@ -69,12 +69,12 @@ def test_an_old_checkpoint_without_a_run_is_restored_with_a_note(tmp_path):
         np.testing.assert_array_equal(restored.params["kernel"], state_at(3).params["kernel"])
         store.save(state_at(4))
         store.wait()
-    assert run_of_checkpoints(tmp_path) is None  # one says none
+    assert run_of_checkpoints(tmp_path) is None  # One of them names none.
 
 
 @pytest.fixture
 def fork(tmp_path):
-    """One run with checkpoint 3, and a copy of its whole folder: they went on to 6, and to 6 and 9, with other data."""
+    """Return two copies of a run with checkpoint 3, which went on to 6, and to 6 and 9 with other data."""
     with take_run(tmp_path / "a") as a:
         saved(tmp_path / "a", 3, owner=a)
         shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("owner"))
@@ -142,9 +142,9 @@ def test_a_checkpoint_without_identity_after_one_that_has_it_is_refused(tmp_path
 
 
 def test_what_a_run_does_to_its_own_checkpoints_breaks_no_chain(tmp_path):
-    """Older ones go, a damaged one is passed over and saved again, one that is removed by hand is not missed."""
+    """Older ones go, a damaged one is passed over and saved again, and one removed by hand is not missed."""
     with take_run(tmp_path) as owner:
-        saved(tmp_path, 1, 2, 3, 4, owner=owner)  # of which two are kept
+        saved(tmp_path, 1, 2, 3, 4, owner=owner)  # Two of these are kept.
         assert checkpoints(tmp_path) == ["3", "4"]
         assert read_manifest(tmp_path / "checkpoints" / "3").record["previous"]["step"] == 2
     (tmp_path / "checkpoints" / "4" / "meshkit.json").write_text("{}")
@@ -190,13 +190,13 @@ def test_a_writer_whose_folder_was_taken_over_commits_and_removes_nothing(tmp_pa
         store.check()
         assert "checkpoint 3 could not be saved" in said[0]
         assert "has taken it over" in said[0]
-        assert checkpoints(tmp_path) == ["1", "2"]  # 1 would have gone with 3
+        assert checkpoints(tmp_path) == ["1", "2"]  # 1 would have gone with 3.
         with pytest.raises(ConfigError, match="may no longer write it"):
             store_of(tmp_path, owner)
 
 
 def test_a_takeover_between_the_last_look_and_the_commit_lets_nothing_through(tmp_path, monkeypatch):
-    """The one who takes over renames what is half written before it looks which checkpoints there are."""
+    """The new owner renames what is half written before it looks which checkpoints there are."""
     with take_run(tmp_path) as owner:
         store = store_of(tmp_path, owner, say=lambda line: None)
         monkeypatch.setattr(owner, "check", lambda: remove_unfinished(tmp_path / "checkpoints"))

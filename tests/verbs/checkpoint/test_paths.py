@@ -1,4 +1,4 @@
-"""Files that a checkpoint's manifest or a capture's sidecar names stay in their folder, whoever wrote them."""
+"""Test that files named by a checkpoint's manifest or a capture's record stay in their folder, whoever wrote them."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ ARRAYS = {"w": "float32[1]"}
 
 
 def checkpoint(tmp_path, names):
-    """A checkpoint of step 5 whose manifest, with a right seal, names these files with their right hashes."""
+    """Return a checkpoint of step 5 whose manifest has a right seal, these names, and their right hashes."""
     folder = tmp_path / "checkpoints" / "5"
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "data").write_text("data")

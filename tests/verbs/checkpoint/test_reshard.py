@@ -1,4 +1,4 @@
-"""A checkpoint of one mesh on another: every bit of parameters, moments, random key and position is the same."""
+"""Test a checkpoint of one mesh on another: every bit of parameters, moments, random key and position is the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshkit.verbs.checkpoint.store import CheckpointStore
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """By 4 x 2."""
+    """Return a folder with a checkpoint saved on 4 x 2."""
     folder = tmp_path_factory.mktemp("reshard")
     store = CheckpointStore(folder)
     store.save(random_state(7, shape=(4, 2)))

@@ -1,4 +1,4 @@
-"""Snapshots in host memory: what is restored is what was taken, bit for bit, or nothing."""
+"""Test snapshots in host memory: what is restored is what was taken, bit for bit, or nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sharding(*spec):
 
 
 def state_of(step, *, wide=8):
-    """Arrays sharded over both axes, over one, over none; in three dtypes; a scalar, and one without elements."""
+    """Return a state with arrays sharded over both axes, one and none, in three dtypes, one scalar and one empty."""
     draw = np.random.default_rng(step)
     put = lambda array, *spec: jax.device_put(array, sharding(*spec))
     return TrainState(
@@ -60,7 +60,7 @@ def snapshots(run="run", said=None, folder=Path("nowhere")):
 
 
 def taken(*steps):
-    """Snapshots of these steps, whole, as a process leaves them behind."""
+    """Take whole snapshots of these steps, as a process leaves them behind."""
     store = snapshots()
     for step in steps:
         store.take(state_of(step))
@@ -101,7 +101,7 @@ def test_a_restored_state_stays_as_it_is_when_its_slot_is_written_over(memory):
 
 def test_one_that_was_not_whole_is_none(memory):
     taken(4, 8)
-    slots_here()[0].reserve(100)  # a third one, whose process ends while it copies
+    slots_here()[0].reserve(100)  # The process of a third one ends while it copies.
     assert_same(restored(), state_of(8))
     slots_here()[1].reserve(100)
     assert restored() is None
@@ -109,7 +109,7 @@ def test_one_that_was_not_whole_is_none(memory):
 
 def test_a_corrupt_one_is_passed_over_with_a_word(memory):
     taken(4, 8)
-    os.pwrite(memory.descriptors[1], b"?", 4100)  # in the data, which begins on a page
+    os.pwrite(memory.descriptors[1], b"?", 4100)  # The byte is in the data, which begins on a page.
     said = []
     assert_same(restored(said=said), state_of(4))
     assert said == ["warning: the snapshot of step 8 is corrupt; it is skipped."]
@@ -124,7 +124,7 @@ def test_one_of_another_run_or_of_other_arrays_or_older_than_a_checkpoint_is_non
 
 
 def test_what_was_not_restored_is_none_from_then_on(memory):
-    """Steps after the restored one are made again; on other devices or with other kernels not bit for bit."""
+    """Steps after the restored one are made again, and on other devices or kernels not bit for bit."""
     taken(4, 8)
     os.pwrite(memory.descriptors[1], b"?", 4100)
     assert_same(restored(), state_of(4))
@@ -168,7 +168,7 @@ def test_where_memory_is_short_training_goes_on_without_snapshots(memory, monkey
 
 
 def test_where_others_do_not_have_the_last_one_the_one_before_it_stays(memory, monkeypatch):
-    """As when their host is lost meanwhile: this process may get as far as the next snapshot before it ends."""
+    """When their host is lost meanwhile, this process may get as far as the next snapshot before it ends."""
 
     def fail(*_, **__):
         raise RunError("process 1 has said nothing")
@@ -188,7 +188,7 @@ def test_a_snapshot_counts_once_another_host_has_it_where_one_copies(memory, mon
     said = []
     store = snapshots(said=said)
     store.take(state_of(4))
-    while memory.slots[0].record() is None:  # it is being hashed
+    while memory.slots[0].record() is None:  # It is being hashed.
         time.sleep(0.01)
     assert store.enabled
     memory.slots[0].say_copied(True)
@@ -209,7 +209,7 @@ def test_nothing_of_the_memory_is_left_once_it_is_closed():
 
 
 def on_another_mesh(state):
-    """The same arrays on shardings that no process had when the snapshot was taken."""
+    """Return the same arrays on shardings that no process had when the snapshot was taken."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     spec = {"both": ("tensor", "data"), "bf16": (None, "data"), "copies": ()}
     put = lambda x, *axes: jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(*axes)))
@@ -227,7 +227,7 @@ def test_a_written_snapshot_comes_back_bit_for_bit_on_another_mesh_until_there_i
     write_snapshots({0: memory}, 1, tmp_path / "written")
     like = {"like": on_another_mesh(state_of(0)), "folder": tmp_path / "written"}
     assert_same(restored(**like), on_another_mesh(state_of(8)))
-    assert_same(restored(**like), on_another_mesh(state_of(8)))  # the slots are empty by now
+    assert_same(restored(**like), on_another_mesh(state_of(8)))  # The slots are empty by now.
     assert restored(**like, run="another") is None
     assert restored(**like, after=8) is None
     store = snapshots(folder=tmp_path / "written")

@@ -1,4 +1,4 @@
-"""A disk that is full, or cannot be written: training goes on, says so, and saves again when it can."""
+"""Test a disk that is full or cannot be written: training goes on, says so, and saves again when it can."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mount(*words):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 2 MiB; the checkpoints here take about a tenth of that."""
+    """Yield the folder of a file system of 2 MiB, of which a checkpoint takes about a tenth."""
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
@@ -47,7 +47,7 @@ def small_disk(tmp_path):
 
 
 def fill(folder):
-    """Leaves 16 KiB, room to begin a checkpoint and not to end it; or less, where one is just being written."""
+    """Leave at most 16 KiB, which is room to begin a checkpoint but not to end it."""
     with contextlib.suppress(OSError):
         (folder / "filler").write_bytes(bytes(shutil.disk_usage(folder).free - (16 << 10)))
 
@@ -68,7 +68,7 @@ def test_a_full_disk_costs_one_checkpoint_and_no_state(small_disk):
     save(store, 20)
     assert "checkpoint 20 could not be saved; the newest is 10: No space left on device" in said[0]
     assert "No space left on device" in store.news()["checkpoint_error"]
-    assert [p.name for p in store.folder.iterdir()] == ["10"]  # what was half written gives its space back
+    assert [p.name for p in store.folder.iterdir()] == ["10"]  # What was half written gives its space back.
     filler.unlink()
     save(store, 30)
     assert len(said) == 1
@@ -125,7 +125,7 @@ def test_a_training_goes_on_over_a_full_disk_and_says_so_in_terminal_and_metrics
 
 
 def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path, monkeypatch):
-    """tensorstore's threads go on with other arrays after the first error: a file appears while the folder goes."""
+    """tensorstore's threads go on with other arrays after the first error, so a file appears while the folder goes."""
     monkeypatch.setattr(saving, "QUIET_S", 1.5)
     folder = tmp_path / "20.partial-1"
     folder.mkdir()
@@ -133,11 +133,11 @@ def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path, monkey
 
     def write():
         while time.monotonic() < ends:
-            with contextlib.suppress(OSError):  # until the folder is gone
+            with contextlib.suppress(OSError):  # It is suppressed until the folder is gone.
                 (folder / f"{time.monotonic_ns()}").write_bytes(b"x")
 
     def make_again():
-        """A little later, when the folder has been gone for a moment."""
+        """Make the folder again a little later, when it has been gone for a moment."""
         write()
         for _ in range(3):
             time.sleep(0.1)
@@ -164,7 +164,7 @@ def test_what_is_made_again_later_goes_with_the_next_save_or_at_the_end(small_di
 
 @pytest.mark.parametrize("mine", [False, True])
 def test_writes_that_nobody_waits_for_leave_no_traceback_and_the_users_own_do(tmp_path, caplog, mine):
-    """As orbax's: of many that fail on a full disk it waits for the first alone."""
+    """Of many writes that fail on a full disk, orbax waits for the first alone."""
     CheckpointStore(tmp_path)
     file = "somewhere" if mine else tmp_path / "20.partial-1" / "state" / "ocdbt.process_0"
 
@@ -201,7 +201,7 @@ def test_a_save_ends_when_the_last_array_does():
 
 
 def test_a_part_that_takes_longer_than_a_save_may_is_none_for_anybody(tmp_path, monkeypatch):
-    """The others have given up by then; that one of two is slow is what this process says of itself."""
+    """The others have given up by then, and this process reports that its own part was slow."""
     said = []
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointTable(), say=said.append)
     save(store, 10)

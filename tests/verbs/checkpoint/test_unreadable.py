@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read: tried again, then an error with nothing renamed; never taken for corrupt."""
+"""Test checkpoints that cannot be read: they are tried again, then an error, but never renamed as corrupt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def run(saved):
-    """A run folder of two checkpoints, which another user can reach."""
+    """Yield a run folder of two checkpoints, which another user can reach."""
     folder = Path(tempfile.mkdtemp(prefix="meshkit-test-"))
     folder.chmod(0o755)
     shutil.copytree(saved, folder / "checkpoints")
@@ -60,7 +60,7 @@ def names(run):
 
 @contextmanager
 def as_nobody():
-    """The files' permissions hold, which they do not for root."""
+    """Enforce the files' permissions, which do not hold for root."""
     if os.geteuid() == 0:
         os.seteuid(NOBODY)
     try:
@@ -72,7 +72,7 @@ def as_nobody():
 
 @pytest.fixture
 def storage(monkeypatch):
-    """Makes the reading of manifests, of contents, or of arrays fail as often as is said."""
+    """Return a function that makes reading manifests, contents or arrays fail a number of times."""
 
     def fail(where: str, error: BaseException, times: int) -> list[str]:
         met: list[str] = []
@@ -151,7 +151,7 @@ def test_a_permission_that_is_missing_ends_with_2_and_renames_nothing(run, what)
 
 
 def test_a_restore_that_fails_over_damaged_files_is_of_a_corrupt_checkpoint(run, storage):
-    """With verify = "off" nothing was compared before; then the failure has the contents read."""
+    """With verify = "off" nothing was compared before, so the failure makes it read the contents."""
     checkpoint = run / "checkpoints" / str(DAMAGED)
     largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(bytes(largest.stat().st_size))

@@ -1,4 +1,4 @@
-"""How machines meet: names, ports, clocks and certificates, each made wrong on purpose, and a gang of two."""
+"""Test doctor's network checks: names, ports, clocks and certificates, each wrong on purpose, and a gang of two."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Each thing that doctor looks at, made wrong on purpose: named, with the numbers and a way out."""
+"""Test everything that doctor checks, made wrong on purpose: it is named, with the numbers and a remedy."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_open_files(monkeypatch, files, status):
 
 def test_disk(tmp_path):
     assert ("disk", "error") not in wrong(check_disk(tmp_path / "new" / "run"))
-    assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+    assert list(tmp_path.iterdir()) == []  # The check leaves nothing behind.
     found = wrong(check_disk(tmp_path, needed_bytes=1 << 60))
     assert "the checkpoints of this experiment take" in found[("disk", "error")]
 
@@ -168,7 +168,7 @@ def test_what_an_experiment_needs():
     experiment = load(ROOT / "configs/experiments/llama_debug_cpu.toml", ["checkpoint.every=5", "checkpoint.keep=2"])
     found, needed_bytes = check_experiment(experiment)
     parameters = float(re.search(r"has ([\d.]+) M parameters", found.message)[1]) * 1e6
-    assert needed_bytes == pytest.approx(3 * 12 * parameters, rel=0.5e5 / parameters)  # printed to 0.1 M
+    assert needed_bytes == pytest.approx(3 * 12 * parameters, rel=0.5e5 / parameters)  # The number is printed to 0.1 M.
     wrong_class = ["model.class=models.llama:Nope"]
     found, needed_bytes = check_experiment(load(ROOT / "configs/experiments/llama_debug_cpu.toml", wrong_class))
     assert (found.status, "Nope" in found.message, needed_bytes) == ("error", True, None)

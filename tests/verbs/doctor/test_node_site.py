@@ -1,4 +1,4 @@
-"""doctor says what the site allows, and whether a restart would compile again."""
+"""Test that doctor says what the site allows, and whether a restart would compile again."""
 
 import pytest
 

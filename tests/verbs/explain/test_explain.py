@@ -1,4 +1,4 @@
-"""explain: shipped experiments are silent, compiled or not; what is wrong shows, with an exit code; its JSON."""
+"""Test explain: shipped experiments have no findings, faults show with an exit code, and the JSON is complete."""
 
 import json
 import tomllib
@@ -22,19 +22,20 @@ from meshkit.verbs.explain.explainer import Explanation, explain
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "configs/experiments").glob("*.toml"))
-# The default suite compiles what takes seconds, or what other tests plan too; the slow one all of them, as they are.
+# The default suite compiles what takes seconds, or what other tests plan too; the slow one compiles all of them as they
+# are.
 ON_16 = ("cluster={name='dgx_h100',hosts=2}", "mesh.data={infiniband=2}", "mesh.fsdp=4")
 DEFAULT = {"llama3_8b": (), "llama_debug_cpu": ON_16, "mixtral_8x7b": ("model.layers=2",), "mlp": ()}
 COMPILED = [pytest.param(f, DEFAULT[f.stem], id=f"{f.stem}, default") for f in SHIPPED if f.stem in DEFAULT]
 COMPILED += [pytest.param(f, (), id=f.stem, marks=pytest.mark.slow) for f in SHIPPED if DEFAULT.get(f.stem) != ()]
 DEBUG = ROOT / "configs/experiments/llama_debug_cpu.toml"
 MLP = ROOT / "configs/experiments/mlp.toml"
-ON_H100S = ["cluster={name='dgx_h100',hosts=1}"]  # eight GPUs, as the CPU experiments have devices
+ON_H100S = ["cluster={name='dgx_h100',hosts=1}"]  # It has eight GPUs, as the CPU experiments have eight devices.
 
 
 @cache
 def planned(file, *overrides):
-    """The plan of an experiment on GPUs; compiled once for all tests of this module."""
+    """Return the plan of an experiment on GPUs, compiled once for all tests of this module."""
     experiment = load(file, overrides)
     return plan_experiment(load(file, [*overrides, *ON_H100S]) if experiment.cluster.is_cpu else experiment)
 
@@ -61,12 +62,14 @@ def test_every_collective_of_a_shipped_experiment_is_explained(file, overrides):
     lint = planned(file, *overrides).lint
     for allowed in lint.allowed:
         print(f"allowed: {allowed.code} {allowed.path}: {allowed.reason}")
-    assert [f for f in lint.findings if f.code != "ragged_way"] == []  # a note, with what other ways would take
+    # This one is a note with the times of other ways.
+    assert [f for f in lint.findings if f.code != "ragged_way"] == []
     assert len(lint.allowed) <= 3
     assert all(row.explanation and not row.exceeds for row in lint.collectives)
 
 
-# Of 2 x 8 H100: name -> preset, mesh, more; Llama 3 8B with two layers unless the model is a key of "more".
+# On 2 x 8 H100, each name maps to a preset, a mesh, and more settings. The model is Llama 3 8B with two layers unless
+# "more" has a model.
 OVER_16 = "data={nvlink=8,infiniband=2}"
 HSDP = "data={infiniband=2},fsdp=8"
 WITH_TENSOR = "data={nvlink=2,infiniband=2},tensor=4"
@@ -135,7 +138,7 @@ def test_no_mesh_of_experts_has_findings(mesh):
     ],
 )
 def test_the_axis_of_a_cross_host_saver_is_explained(saver, says):
-    # Kernels of 128 x 512, large enough to travel compressed.
+    # Kernels of 128 x 512 are large enough to travel compressed.
     large = ("model.embed=128", "model.mlp=512", "mesh={data=2,fsdp=4}", "rules.preset=hsdp", "train.steps=48")
     lint = planned(MLP, *large, saver).lint
     assert lint.findings == []
@@ -144,14 +147,16 @@ def test_the_axis_of_a_cross_host_saver_is_explained(saver, says):
 
 @pytest.mark.deviceless
 def test_the_gathers_and_reductions_of_the_debug_llama_are_its_closed_forms():
-    """FSDP 4 x TP 2 x DP 2: gradients are reduced once, over data in exactly the bytes of one GPU's fp32 shards; the
-    weights are gathered at most three times, twice as written."""
+    """With FSDP 4 x TP 2 x DP 2, gradients are reduced once and weights are gathered at most three times.
+
+    The reduction over data has exactly the bytes of one GPU's fp32 shards. Two of the gathers are as written.
+    """
     lint = planned(DEBUG, *ON_16).lint
     by_words = {(row.collective, row.axes): row for row in lint.collectives if row.bound_bytes}
     gathers = by_words["all-gather", ("fsdp",)]
     assert gathers.payload_bytes <= gathers.bound_bytes
     reduced = by_words["all-reduce", ("data",)]
-    assert reduced.payload_bytes == pytest.approx(reduced.bound_bytes, rel=0.02)  # norms are combined elsewhere
+    assert reduced.payload_bytes == pytest.approx(reduced.bound_bytes, rel=0.02)  # Norms are combined elsewhere.
 
 
 @pytest.mark.deviceless
@@ -218,7 +223,7 @@ def test_strict_is_3_for_a_warning_and_0_where_it_is_allowed(capsys):
 
 
 def test_an_error_cannot_be_allowed_fails_strict_and_stops_train_before_it_compiles(capsys):
-    """Llama 3 8B whole on every GPU: 8.03e9 parameters in fp32 and two moments are 89.7 GiB."""
+    """Llama 3 8B whole on every GPU has 8.03e9 parameters in fp32 and two moments, which are 89.7 GiB."""
     sets = ["rules.preset=data", "mesh={data={nvlink=8,infiniband=2}}"]
     sets += ["lint.allow=[{code='state_too_large', reason='x'}]"]
     file = ROOT / "configs/experiments/llama3_8b.toml"
@@ -251,7 +256,8 @@ def test_an_allow_entry_that_silences_nothing_is_a_note_and_passes_strict(capsys
     assert code == 0
     assert "note unused_allow" in out
     known = "lint.allow=[{code='unexplained_collective', path='collective/**', reason='x'}]"
-    assert "unused_allow" not in run(capsys, DEBUG, "--set", known)[1]  # nobody compiled, so nobody looked
+    # Nothing was compiled, so collectives were not checked.
+    assert "unused_allow" not in run(capsys, DEBUG, "--set", known)[1]
 
 
 def test_rules_prints_the_resolved_table_as_toml(capsys):
@@ -302,12 +308,12 @@ def test_a_parameter_dim_that_does_not_divide_is_2_with_the_numbers(capsys):
     code, _, err = run(capsys, DEBUG, "--set", "model.mlp=385", "--no-compile")
     assert code == 2
     assert "size 385, which the 2 GPUs of mesh axis 'tensor' do not divide" in err
-    # [2 layers, 385, 128] fp32, 128 cut in 2: half of one more row of 385
+    # Of [2 layers, 385, 128] fp32 with 128 sharded in 2, the cost is half of one more row of 385.
     assert "padding it to 386 would cost 256 B more a GPU" in err
 
 
 class Bare(nnx.Module):
-    """Knows nothing of meshkit: no names, no constraints."""
+    """A model that knows nothing of meshkit: it has no names and no constraints."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.table = nnx.Embed(256, 64, rngs=rngs)

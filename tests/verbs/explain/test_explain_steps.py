@@ -1,4 +1,4 @@
-"""`mk.lint` and `mk.explain` of steps that are no experiment's: any function that `mk.plan` takes."""
+"""Test `mk.lint` and `mk.explain` of steps without an experiment: any function that `mk.plan` takes."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,8 @@ def found(step, args, target, rules=RULES):
 def test_a_modules_step_is_linted_each_time_it_is_asked_for(target):
     step, args = mk.sharded_step(loss, target["mesh"], RULES), (*mk.abstract(make, target["mesh"], RULES), X)
     first = mk.explain(step, args, rules=RULES, compile=False, **target)
-    again = mk.explain(step, args, rules=RULES, compile=False, **target)  # jax remembers the step: traced anew
+    # jax remembers the step, so it must be traced anew.
+    again = mk.explain(step, args, rules=RULES, compile=False, **target)
     assert first == again
     assert first.findings == ()
     assert [p.path for p in first.parameters] == ["first/bias", "first/kernel", "last/bias", "last/kernel"]
@@ -74,7 +75,7 @@ def test_what_is_wrong_with_an_own_loop_is_said(target):
     many = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(9)}
     (sums,) = [f for f in mk.lint(lambda p, x: x, (many, X), rules=rules, **target) if f.code == "unmatched_parameter"]
     assert sums.message.startswith("9 of 9 parameters have no dim names")
-    assert sums.hint.startswith('auto={"axis": "fsdp"} of the rules')  # not the table of a file that there is not
+    assert sums.hint.startswith('auto={"axis": "fsdp"} of the rules')  # There is no file whose table could be named.
     none = mk.ShardingRules({"act_batch": "data"})
     assert found(step, (whole, X), target, none)["idle_axis"].path == "fsdp"
 
@@ -119,7 +120,7 @@ def test_each_collective_of_a_compiled_step_has_its_reason(target):
     assert reasons["reduce-scatter", ("fsdp",)] == "gradients, reduced over fsdp once a step"
     assert explained.placement.settings == ()
 
-    def bare(model, x):  # no constraint: XLA gathers the batch over the axis that cuts the weights
+    def bare(model, x):  # Without a constraint, XLA gathers the batch over the axis that shards the weights.
         return jnp.mean((model(x) - x) ** 2)
 
     explained = mk.explain(mk.sharded_step(bare, target["mesh"], RULES), args, rules=RULES, **target)

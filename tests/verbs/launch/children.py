@@ -1,4 +1,4 @@
-"""Gangs of small Python children, without jax, for the tests of the supervisor."""
+"""Run gangs of small Python children, without jax, for the tests of the supervisor."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def done():
 
 
 class Run:
-    """A supervisor of small Python children in a folder, and what it showed."""
+    """Run a supervisor of small Python children in a folder, and keep what it shows."""
 
     def __init__(self, folder, body, *, processes=2, policy=FAST):
         self.folder, self.shown = folder, []
@@ -56,10 +56,10 @@ class Run:
 
 
 def alive(file):
-    """Whether the process whose number a child wrote down still runs; a zombie does not."""
+    """Return whether the process whose id a child wrote down still runs; a zombie does not."""
     try:
         state = Path(f"/proc/{int(file.read_text())}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # gone before, or between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # It was gone before, or between opening and reading.
         return False
     return state != "Z"
 

@@ -1,7 +1,7 @@
-"""Environments that are wrong: each is one message with the numbers, in time, with exit code 2 or 4. Nothing hangs.
+"""Test wrong environments: each ends in time with one message with numbers and exit code 2 or 4, and nothing hangs.
 
 The first half needs one process, which does not get as far as jax. In the second half real processes of `meshkit train`
-meet, or fail to; there each has to be gone within 30 s of its start, and gets twice that, or more where this machine is
+meet, or fail to. There each has to be gone within 30 s of its start, and gets twice that, or more where this machine is
 so busy that starting a process alone takes long.
 """
 
@@ -31,11 +31,11 @@ SLURM = {
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3"}
 TORCHRUN = {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "gpu003", "MASTER_PORT": "29500"}
 POD = {"JOB_COMPLETION_INDEX": "3"}
-LIMIT_S = 30  # that a person may have to wait
+LIMIT_S = 30  # A person may have to wait this long.
 
 
 def bare():
-    """This environment without what any launcher or jax would read in it."""
+    """Return this environment without what any launcher or jax would read in it."""
     ours = ("MESHKIT_", "XLA_", "JAX_", "SLURM_", "OMPI_", "PMI")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {
@@ -77,7 +77,7 @@ def test_what_one_process_sees_for_itself(environment, says, monkeypatch, capsys
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
-    monkeypatch.setattr("meshkit.distributed.join.wait_for_name", None)  # it does not get so far
+    monkeypatch.setattr("meshkit.distributed.join.wait_for_name", None)  # The process does not get so far.
     monkeypatch.setattr("meshkit.sharding.mesh.prepare_platform", lambda *_, **__: None)
     monkeypatch.setattr("meshkit.distributed.join.keep_stdout", lambda: None)
     monkeypatch.setattr("meshkit.cli.leave_gang", lambda code: None)
@@ -126,7 +126,7 @@ def start(folder, process, coordinator, size=2, *, code="", **more):
 
 @functools.cache
 def limit_s():
-    """Twice the limit; on a busy machine ten times what a process takes that says at once what is wrong."""
+    """Return twice the limit, or more on a busy machine: ten times what a process takes to say what is wrong."""
     began = time.monotonic()
     process = start("runs/none", "", "127.0.0.1:61000")
     process.communicate(timeout=200)
@@ -135,7 +135,7 @@ def limit_s():
 
 
 def ends(*processes):
-    """Exit code and what was said, of each, which has to be over in time."""
+    """Return the exit code and the words of each process, all of which have to be over in time."""
     deadline = time.monotonic() + limit_s()
     try:
         said = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[1] for process in processes]
@@ -214,7 +214,7 @@ def test_a_coordinator_that_nobody_knows(tmp_path, process):
     ("coordinator", "more"), [("127.0.0.1:{}", {}), ("192.0.2.1:{}", {"MESHKIT_JOIN_TIMEOUT": 15})]
 )
 def test_a_coordinator_that_cannot_be_reached(tmp_path, coordinator, more):
-    """The second address is of a network kept for documentation; there one waits 300 s unless told otherwise."""
+    """The second address belongs to a network for documentation, where one waits 300 s unless told otherwise."""
     address = coordinator.format(free_port())
     ((code, said),) = ends(start(tmp_path, 1, address, **more))
     assert (code, f"process 1 of 2 did not reach the coordinator {address} within" in said) == (4, True), said
@@ -222,7 +222,7 @@ def test_a_coordinator_that_cannot_be_reached(tmp_path, coordinator, more):
 
 @real
 def test_whom_a_process_waits_for_is_said_in_time(tmp_path):
-    """Where others may come minutes later there is no end yet after 30 s, but there is a line that names them."""
+    """Others may come minutes later, so the wait has not ended after 30 s, but a line names them."""
     process = start(tmp_path, 0, here(), 3, MESHKIT_JOIN_TIMEOUT=300)
     try:
         said = ""

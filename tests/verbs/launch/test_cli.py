@@ -1,4 +1,4 @@
-"""`meshkit launch` on the command line: help shows examples, and a failed process leaves the gang."""
+"""Test `meshkit launch` on the command line: help shows examples, and a failed process leaves the gang."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_a_failed_process_of_several_does_not_wait_for_the_others(environment, c
         monkeypatch.setenv(name, value)
     left, limited = [], []
     monkeypatch.setattr("os._exit", left.append)
-    # It would end this very process, minutes after its tests.
+    # A real thread would end this very process, minutes after its tests.
     limit = SimpleNamespace(start=lambda: limited.append(code))
     monkeypatch.setattr("threading.Thread", lambda **_: limit)
     leave_gang(code)

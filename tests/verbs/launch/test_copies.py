@@ -1,4 +1,4 @@
-"""Copies of snapshots at another launcher: what comes back is what was sealed, for who has the job's certificate."""
+"""Test copies of snapshots at another launcher: who has the job's certificate gets back what was sealed."""
 
 import os
 import socket
@@ -54,7 +54,7 @@ def seal(slot, step, size=5 << 20):
 
 
 def copied(held, keeper, job, said, *, rank=RANK, until=lambda slots: all(s.said_copied() is not None for s in slots)):
-    """Copies what a process has, as its launcher does during an attempt."""
+    """Copy what a process has, as its launcher does during an attempt."""
     deadline = time.monotonic() + 60
     with SnapshotCopies({rank: held}, (HERE, keeper.port), job, said.append):
         while not until([slot for slot in held.slots if slot.record()]):
@@ -63,7 +63,7 @@ def copied(held, keeper, job, said, *, rank=RANK, until=lambda slots: all(s.said
 
 
 def fetched(keeper, job):
-    """What a new launcher gets: step -> data."""
+    """Return what a new launcher gets: step -> data."""
     with memory() as held:
         steps = fetch_copies({RANK: held}, (HERE, keeper.port), job)
         found = {slot.record()["step"]: bytes(slot.read()) for slot in held.slots if slot.record()}
@@ -85,7 +85,7 @@ def test_a_new_launcher_gets_both_snapshots_bit_for_bit(job, keeper):
     ("sealed", "kept"),
     [
         ([(1, 4), (0, 8), (1, 12), (0, 16), (1, 20)], [16, 20]),
-        ([(0, 4), (1, 8), (1, 6)], [4, 6]),  # another gang goes on from step 4: its step 8 may be another one
+        ([(0, 4), (1, 8), (1, 6)], [4, 6]),  # Another gang goes on from step 4, so its step 8 may be another one.
     ],
 )
 def test_the_copies_are_of_what_the_process_has_last(job, keeper, sealed, kept):
@@ -131,7 +131,7 @@ def test_who_has_another_certificate_or_none_gets_nothing(job, keeper, tmp_path)
 
 
 def test_a_copy_on_its_way_does_not_keep_the_launcher(job):
-    """Its neighbour has stopped: nothing reads what it sends."""
+    """Its neighbour has stopped, so nothing reads what it sends."""
     with memory() as held, socket.create_server((HERE, 0)) as silent:
         seal(held.slots[0], 4)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Hosts that do not come back: a spare replaces one, or the job goes on with fewer, from memory."""
+"""Test hosts that do not come back: a spare replaces one, or the job goes on with fewer, from memory."""
 
 import sys
 
@@ -16,7 +16,7 @@ FROM_MEMORY = "the snapshot of step 14 is restored; no checkpoint is read"
 
 
 def run(folder, options, *, spares=0, lost=(2,)):
-    """Losses of a run that loses hosts for good, and all that its launchers say."""
+    """Return the losses of a run that loses hosts for good, and all that its launchers say."""
     with several_hosts(folder, options, 3, spares=spares, experiment=THREE_HOSTS) as hosts:
         hosts.wait_for_gate()
         hosts.lose(*lost)
@@ -39,7 +39,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_its_share_of_the_snapshot(wi
 
 
 def test_fewer_hosts_go_on_from_memory_as_they_do_from_the_disk(with_a_spare, tmp_path):
-    """Bit for bit; a global batch that is summed up otherwise changes the last digits beside the larger mesh."""
+    """Losses agree bit for bit; those of the larger mesh differ in the last digits, since it sums in another order."""
     losses, said = run(tmp_path / "memory", MEMORY_ALONE)
     assert said.count(FROM_MEMORY) == 2
     assert "2 of 3 hosts go on, on a smaller mesh (launch.hosts = 2)" in said

@@ -1,7 +1,7 @@
-"""Hangs planted in real gangs: named in at most 12 lines, and ended.
+"""Test hangs planted in real gangs: they are named in at most 12 lines, and ended.
 
-Three cheap cases here, on whatever machine; all of them are `slow`. `python -m benchmarks.hangs` prints the table, and
-holds each to its limit and 5 s.
+Three cheap cases run by default on any machine, and all of them are `slow`. `python -m benchmarks.hangs` prints the
+table, and holds each to its limit and 5 s.
 """
 
 import sys

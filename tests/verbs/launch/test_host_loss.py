@@ -1,4 +1,4 @@
-"""Hosts that are lost: the next attempt goes on from memory wherever one of two neighbours is left."""
+"""Test hosts that are lost: the next attempt goes on from memory wherever one of two neighbours is left."""
 
 import signal
 import sys
@@ -42,7 +42,7 @@ def test_a_process_that_is_lost_alone_takes_no_neighbour(alone, tmp_path):
 
 
 def test_one_host_after_the_other_is_lost(alone, tmp_path):
-    """The second one after the first has got its share, and before the next snapshot."""
+    """The second is lost after the first has got its share, and before the next snapshot."""
     with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.lose(1)

@@ -1,6 +1,7 @@
-"""Two hosts: network namespaces of this machine, joined by one cable. What crosses the network really does.
+"""Test gangs over two hosts: network namespaces of this machine, joined by one cable.
 
 Each has its own name, /etc/hosts and ports, and runs its part of the gang, as `meshkit launch local --hosts 2` does.
+What crosses the network really does.
 """
 
 import json
@@ -17,7 +18,7 @@ import pytest
 from meshkit.distributed.certificates import make_certificates, write_certificates
 
 ROOT = Path(__file__).resolve().parents[3]
-ADDRESSES = ["198.18.7.1", "198.18.7.2"]  # of the range that RFC 2544 keeps for tests
+ADDRESSES = ["198.18.7.1", "198.18.7.2"]  # RFC 2544 keeps this range for tests.
 PROCESS = """
 import jax, numpy as np
 from meshkit.distributed.join import join_gang
@@ -46,7 +47,7 @@ def spaces_are_possible():
 
 
 class Host:
-    """A network namespace with a name of its own; a sleeping process keeps it."""
+    """A network namespace with a name of its own, kept by a sleeping process."""
 
     def __init__(self, index):
         self.index = index
@@ -91,7 +92,7 @@ def hosts(tmp_path):
 
 
 def environment(**variables):
-    """That of this process without what it sets for itself."""
+    """Return the environment of this process without what it sets for itself."""
     own = ("MESHKIT_", "XLA_", "JAX_")
     return {name: value for name, value in os.environ.items() if not name.startswith(own)} | variables
 
@@ -134,7 +135,7 @@ def test_a_gang_over_two_hosts(hosts, tmp_path):
 @needs_spaces
 @pytest.mark.multiprocess
 def test_a_failure_on_one_host_ends_the_other(hosts, tmp_path):
-    """Nothing on the second host can see the first one's process die; the connection to its coordinator tells."""
+    """Nothing on the second host sees the first one's process die; the connection to its coordinator tells."""
     process = PROCESS + "import os, time\nif rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(600)\n"
     codes, outputs = finish([launch(host, tmp_path, process) for host in hosts])
     assert all(code not in (0, 2) for code in codes)
@@ -169,7 +170,7 @@ def losses(out):
 
 
 def listening(host, port):
-    """IPv4 addresses of a host on which something listens on a port, as the kernel has them: lowest byte first.
+    """Return a host's IPv4 addresses on which something listens on a port, as the kernel has them: lowest byte first.
 
     An IPv4 address in the table of IPv6 is the end of a mapped one; all zeros are all interfaces in both.
     """
@@ -192,7 +193,7 @@ def received_bytes(host):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mtls", [False, True])
 def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
-    """It is the training that one machine makes, its gradients cross the cable, and one interface alone is open."""
+    """The losses are those of one machine, gradients cross the cable, and only one interface is open."""
     alone = train(tmp_path / "alone", "--processes", "2")
     said, _ = alone.communicate(timeout=300)
     assert alone.returncode == 0, said
@@ -220,14 +221,15 @@ def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
     codes, outputs = finish(started)
     assert codes == [0, 0], "\n".join(outputs)
     assert losses(tmp_path / "two") == losses(tmp_path / "alone") != []
-    assert open_at == {"010712C6"}  # 198.18.7.1, the lowest byte first: no other interface, not even loopback
+    # This is 198.18.7.1, the lowest byte first; no other interface is open, not even loopback.
+    assert open_at == {"010712C6"}
     import jax
 
     from meshkit.config.experiment import load
     from meshkit.planning.resolved import resolve
     from meshkit.step.state import describe_model
 
-    # Each host receives its half of the summed gradients and sends the other: fp32 once a step, at the least.
+    # Each host receives its half of the summed gradients and sends the other, at least once a step in fp32.
     parameters = sum(
         leaf.size for leaf in jax.tree.leaves(describe_model(resolve(load(ROOT / EXPERIMENT, SETS))).params)
     )
@@ -251,7 +253,8 @@ print("has", bytes(slot.read()).decode(), flush=True)
 
 
 def keep_and_lose(hosts, tmp_path, lose):
-    """Two launchers whose processes have a snapshot, of which host 1 is lost; what both print, and exit codes.
+    """Return exit codes and output of two launchers whose processes have a snapshot, of which host 1 is lost.
+
 
     Args:
         hosts: the machines.
@@ -289,10 +292,10 @@ def wait_until(look, said):
 @needs_spaces
 @pytest.mark.multiprocess
 def test_a_lost_hosts_share_comes_back_over_the_network(hosts, tmp_path):
-    """By the certificate, which has the name of host 0 alone, and on the interfaces between the hosts."""
+    """The certificate has the name of host 0 alone, and only the interfaces between the hosts are used."""
 
     def lose(started, start, said):
-        assert listening(hosts[0], 61000) == {"010712C6"}  # 198.18.7.1, the lowest byte first
+        assert listening(hosts[0], 61000) == {"010712C6"}  # This is 198.18.7.1, the lowest byte first.
         started[1].kill()
         started[1].wait()
         return start(hosts[1])
@@ -308,7 +311,7 @@ def test_a_lost_hosts_share_comes_back_over_the_network(hosts, tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_hosts_that_no_longer_reach_each_other_end_the_attempt_and_meet_again(hosts, tmp_path):
-    """No process and no launcher is gone, and nobody says a word: the kernel ends connections after some 20 s."""
+    """No process or launcher is gone, and nobody says a word: the kernel ends connections after some 20 s."""
 
     def lose(started, start, said):
         hosts[1].run("ip", "link", "set", "mk1", "down")

@@ -1,4 +1,4 @@
-"""Launchers of several hosts begin together, hear how an attempt ends elsewhere, and wait for one that is gone."""
+"""Test that launchers of several hosts begin together, hear how an attempt ends elsewhere, and wait for a lost one."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def launcher(index, address, certificates, show=print, fewer=(), **launch):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """Makes the launcher of a host; all that were made end with the test."""
+    """Yield a function that makes the launcher of a host; all of them end with the test."""
     write_certificates(tmp_path / "mtls", make_certificates([HERE]))
     monkeypatch.setenv("MESHKIT_JOIN_TIMEOUT", "60")
     address, said = f"{HERE}:{free_port()}", []
@@ -53,7 +53,7 @@ def place(tmp_path, monkeypatch):
 
 
 def at_once(*calls):
-    """What each call returns or raises, all of them running at the same time."""
+    """Return what each call returns or raises, with all of them running at the same time."""
     found = [None] * len(calls)
 
     def run(i):
@@ -83,7 +83,7 @@ def news_of(host):
 
 
 def go_on(host):
-    """The exit code that another launcher has told, where the job is over."""
+    """Return the exit code that another launcher has told, where the job is over."""
     try:
         host.meet(1, [])
     except EndedElsewhere as ended:
@@ -146,7 +146,7 @@ def test_one_that_ends_while_others_are_at_work_tells_those_too_that_were_done(p
     meet(*hosts)
     found = at_once(
         lambda: hosts[0].settle(0.5) or hosts[0].withdraw(75),
-        lambda: hosts[1].settle(60) and (time.sleep(0.5) or go_on(hosts[1])),  # it comes last
+        lambda: hosts[1].settle(60) and (time.sleep(0.5) or go_on(hosts[1])),  # It comes last.
         lambda: news_of(hosts[2]) and go_on(hosts[2]),
     )
     assert found == [None, 75, 75]
@@ -191,7 +191,7 @@ def test_a_new_launcher_gets_snapshots_and_one_that_has_been_there_gets_none_bac
         data[:] = b"abc"
         mine.seal(data, {"step": 4})
         assert mine.wait_until_copied(60)
-    mine.clear()  # its process finds that the state was wrong
+    mine.clear()  # Its process finds that the state was wrong.
     meet(*hosts, attempt=1)
     with hosts[1].sharing([memory[1]]):
         assert mine.record() is None
@@ -210,7 +210,7 @@ def test_without_certificates_it_is_an_error_that_says_how_to_make_them():
 
 
 def begin(*hosts, attempt):
-    """The launchers meet where some may get no place; these wait in threads of their own, which are returned."""
+    """Let launchers meet of which some may get no place; return their threads, in which these wait."""
     threads = [threading.Thread(target=at_once, args=(lambda h=h: h.meet(attempt, []),)) for h in hosts]
     for thread in threads:
         thread.start()
@@ -238,7 +238,7 @@ def test_a_spare_replaces_a_lost_host_at_once_and_whoever_comes_back_is_the_spar
     waiting.start()
     hosts[2].failed("process 2 failed")
     assert {news_of(hosts[0]), news_of(hosts[3])} == {"host 2: process 2 failed"}
-    time.sleep(0.5)  # for the one that came back to be there, which does not matter
+    time.sleep(0.5)  # The one that came back is then there, which does not matter.
     meet(hosts[0], hosts[2], hosts[3], attempt=2)
     assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
     assert at_once(*(lambda h=h: h.settle(60) for h in (hosts[0], hosts[2], hosts[3]))) == [None] * 3
@@ -253,7 +253,7 @@ def test_a_sick_host_gives_its_place_to_a_spare_and_gets_one_again_only_if_nobod
     hosts = [place(i, spares=1) for i in range(COUNT + 1)]
     waiting = begin(hosts[3], attempt=0)
     meet(*hosts[:2], hosts[2])
-    while not Path(hosts[1].spare_file).exists():  # the spare may come after the others have met
+    while not Path(hosts[1].spare_file).exists():  # The spare may come after the others have met.
         assert hosts[0].news() is None
     assert not hosts[0].spare_file
     hosts[1].step_back()
@@ -265,7 +265,7 @@ def test_a_sick_host_gives_its_place_to_a_spare_and_gets_one_again_only_if_nobod
     assert places(hosts[0], hosts[2], hosts[3]) == {0: (0, 3), 2: (2, 3), 3: (1, 3)}
     while "host 1 is a spare" not in place.said:
         assert hosts[0].news() is None
-    assert not Path(hosts[1].spare_file).exists()  # the spare that is left is sick
+    assert not Path(hosts[1].spare_file).exists()  # The spare that is left is sick.
     hosts[2].__exit__()
     assert news_of(hosts[0]) == "host 2 is lost"
     meet(hosts[0], hosts[3], attempt=2)
@@ -298,7 +298,7 @@ def test_the_others_go_on_with_fewer_hosts_and_write_what_all_had_and_grow_again
     hosts[0].failed("process 0 failed")
     assert news_of(hosts[2]) == "host 0: process 0 failed"
     began = time.monotonic()
-    meet(hosts[0], hosts[2], attempt=2)  # none of the last attempt is lost, so nobody is waited for
+    meet(hosts[0], hosts[2], attempt=2)  # None of the last attempt is lost, so nobody is waited for.
     assert time.monotonic() - began < 30
     assert places(hosts[0], hosts[2]) == {0: (0, 2), 2: (1, 2)}
 

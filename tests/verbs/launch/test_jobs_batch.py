@@ -1,4 +1,4 @@
-"""The scripts for SLURM and MPI: they say what they should, and they run, against a srun, scontrol and mpirun of paper.
+"""Test the scripts for SLURM and MPI: their text, and that they run with stand-ins for srun, scontrol and mpirun.
 
 The files under launch/ are the renderings that launch/README.md says.
 """
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RENDERED = re.findall(r"^\| \[(\S+)\]\(\1\) \| `meshkit (.*)` \|$", (ROOT / "launch/README.md").read_text(), re.M)
 JOB = Job("llama", "e.toml", (), "run folder", hosts=2, gpus_per_host=8, max_restarts=2)
 
-# Starts every task of a step on this machine, as srun and mpirun start them on theirs.
+# It starts every task of a step on this machine, as srun and mpirun start them on theirs.
 STARTER = """#!{python}
 import os, pathlib, subprocess, sys
 words = sys.argv[1:]
@@ -43,7 +43,7 @@ import signal
 signal.signal(signal.SIGTERM, lambda *_: [c.terminate() for c in children])
 sys.exit(max(128 - c if c < 0 else c for c in [c.wait() for c in children]))
 """
-# One process: says what its environment is, then ends as the file `codes` says for this attempt.
+# One process says what its environment is, then ends as the file `codes` says for this attempt.
 PROCESS = """#!/usr/bin/env bash
 case "$*" in *"launch certificates"*) exec {python} "$@" ;; esac
 [ -z "${{MESHKIT_MTLS-}}" ] || {{ stat -c '%a %n' "$MESHKIT_MTLS" "$MESHKIT_MTLS"/*; exit 0; }}
@@ -60,7 +60,7 @@ exit "$(sed -n "$((MESHKIT_ATTEMPT + 1))p" codes)"
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder with the programs of a cluster."""
+    """Return a folder with the programs of a cluster."""
     programs = tmp_path / "bin"
     programs.mkdir()
     scontrol = '#!/bin/sh\n[ "$1" = requeue ] && echo "$2" > requeued\n[ "$1" = show ] && printf "gpu7\\ngpu8\\n"\n'
@@ -109,7 +109,8 @@ def test_every_process_is_told_its_place(site, launcher):
         place, coordinator, *arguments = (site / f"run folder/logs/attempt0/rank{rank}.log").read_text().splitlines()
         assert place == f"{rank} of 2, attempt 0, devices all"
         assert re.fullmatch(r"gpu7:6[1-4]\d{3}", coordinator)
-        assert arguments == [*job.command(())]  # word for word: no shell has read them
+        # The arguments are unchanged, word for word, because no shell has read them.
+        assert arguments == [*job.command(())]
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])
@@ -131,7 +132,7 @@ def test_certificates_are_made_on_the_first_host_and_removed_with_the_job(site, 
     assert code == 0, said
     make, *starts = (site / "started").read_text().splitlines()
     assert "gpu7" in make
-    assert ("--container-image=image" in make) == (launcher == "slurm")  # where meshkit is
+    assert ("--container-image=image" in make) == (launcher == "slurm")  # The container has meshkit.
     assert len(starts) == 1
     for rank in range(2):
         listed = (site / f"run folder/logs/attempt0/rank{rank}.log").read_text()
@@ -173,7 +174,7 @@ def test_a_job_whose_certificates_cannot_be_made_ends_at_once(site):
     ("codes", "steps", "code", "attempts", "says"),
     [
         ([0], [], 0, 1, ""),
-        ([2], [], 2, 1, ""),  # the user's to mend
+        ([2], [], 2, 1, ""),  # The user must correct this.
         ([4, 137, 0], [5, 9, 12], 0, 3, ""),
         ([4, 1, 4, 0], [5, 9, 12], 4, 3, "all 2 restarts are used up"),
         ([4, 4, 4, 0], [0, 0, 0], 4, 2, "2 attempts in a row have reached no step after 0"),
@@ -193,12 +194,13 @@ def test_what_follows_the_end_of_an_attempt(site, launcher, codes, steps, code, 
     assert len(list((site / "run folder/logs").iterdir())) == attempts
     assert (site / "requeued").exists() == (launcher == "slurm" and code == 75)
     coordinators = {p.read_text().splitlines()[1] for p in site.glob("run folder/logs/*/rank0.log")}
-    assert attempts < 3 or len(coordinators) > 1  # a random port each time: three equal ones in 1 of 10^7 runs
+    # The port is random each time: three equal ones happen in 1 of 10^7 runs.
+    assert attempts < 3 or len(coordinators) > 1
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])
 def test_the_logs_of_another_job_are_not_written_over(site, launcher):
-    """One that was given the same run folder meanwhile."""
+    """Another job was given the same run folder meanwhile."""
     (site / "codes").write_text("4\n0\n0\n")
     (site / "next").write_text(
         '[ "$1" -gt 0 ] || { mkdir "run folder/logs/attempt1"; echo another >"run folder/logs/attempt1/rank0.log"; }'
@@ -218,7 +220,7 @@ def test_slurms_signal_reaches_the_tasks_and_the_job_goes_back_into_the_queue(si
         while not (site / "ready").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(0.3)  # both tasks have set their traps
+        time.sleep(0.3)  # By then both tasks have set their traps.
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     finally:
@@ -234,7 +236,7 @@ def test_what_sbatch_is_told():
         assert expected in directives
     assert "--partition=gpu" in directives
     assert [d for d in directives if d.startswith("--mem")] == ["--mem=900G"]
-    assert not any("gpu-bind" in d or "gpus-per-task" in d for d in directives)  # every process must see all GPUs
+    assert not any("gpu-bind" in d or "gpus-per-task" in d for d in directives)  # Every process must see all GPUs.
 
 
 def test_containers_are_optional():

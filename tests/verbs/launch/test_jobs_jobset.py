@@ -1,4 +1,4 @@
-"""The JobSet: valid by its own schema, with the policies that a gang needs. Nothing is sent to a cluster."""
+"""Test the JobSet: it is valid by its own schema and has a gang's policies. Nothing is sent to a cluster."""
 
 import json
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_exit_codes_decide_what_follows():
     spec = jobset(JOB, SITE)["spec"]
     rules = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     codes = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
-    assert codes == [[75], [2, 3, 130]]  # any other end is a crash, which the backoff limit of 0 lets through
+    assert codes == [[75], [2, 3, 130]]  # Any other end is a crash, which the backoff limit of 0 lets through.
     preempted, final = spec["failurePolicy"]["rules"]
     assert preempted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert "exit code 75 matching" in preempted["onJobFailureMessagePatterns"]
@@ -100,13 +100,13 @@ def test_one_pod_a_host_with_shared_memory_and_no_rights():
 
 
 def test_certificates_are_read_by_the_pods_group_where_the_image_is_of_another_user_than_root():
-    """A Secret's files are root's: their mode lets in the group, which fsGroup makes that of the container."""
+    """A Secret's files are root's, so their mode lets in the group, which fsGroup makes that of the container."""
     made = pod()
     (volume,) = (v["secret"] for v in made["volumes"] if "secret" in v)
     assert volume["defaultMode"] == 0o440
     assert made["securityContext"]["fsGroup"] == 1000
     assert pod(site=Kubernetes("image", fs_group=65532))["securityContext"]["fsGroup"] == 65532
-    assert "securityContext" not in pod(site=Kubernetes("image", mtls=False))  # the secret is in no file
+    assert "securityContext" not in pod(site=Kubernetes("image", mtls=False))  # The secret is in no file.
 
 
 def test_the_environment_of_a_process_a_host():
@@ -131,7 +131,7 @@ def test_processes_for_each_gpu_are_started_inside_the_pod():
     words = [word.replace("$(MESHKIT_COORDINATOR)", "a:1") for word in command[5:]]
     words = ["0" if word.startswith("$(") else word for word in words]
     local = typer.main.get_command(launch_app).commands["local"]
-    assert local.make_context("local", words).params["hosts"] == 4  # it is a command that `launch local` takes
+    assert local.make_context("local", words).params["hosts"] == 4  # It is a command that `launch local` takes.
 
 
 def test_the_limits_of_what_is_stuck_reach_the_processes():

@@ -1,7 +1,7 @@
-"""Faults at every moment of a real gang (2 processes x 4 devices): down in time, up again, no loss differs by a bit.
+"""Test faults at every moment of a real gang (2 processes x 4 devices): it ends in time, restarts, and loses no bit.
 
-The six cells here are the attempts of one run, one fault each, so that they cost seven starts instead of twelve.
-Every cell by itself: `make kill-matrix`, or the slow tests. What gates and faults are: benchmarks/kill_matrix.
+The six cells here are the attempts of one run, one fault each, so that they cost seven starts instead of twelve. `make
+kill-matrix` or the slow tests run every cell by itself. benchmarks/kill_matrix explains gates and faults.
 """
 
 import re
@@ -31,8 +31,8 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
 ]
 
-# One after the other, in one run with a checkpoint every 4 steps. Two attempts in a row without a new step end a run,
-# so each that makes none is between two that do; beside the commit of step 8, training goes on as far as step 12.
+# The cells follow each other in one run with a checkpoint every 4 steps. Two attempts in a row without a new step end a
+# run, so each that makes none is between two that do. Beside the commit of step 8, training goes on as far as step 12.
 SIX = (
     (Cell("kill -9 of rank 0, the coordinator", "step"), 6),
     (Cell("exception on rank 1", "start"), 0),
@@ -41,7 +41,7 @@ SIX = (
     (Cell("SIGSTOP of rank 1", "save"), 16),
     (Cell("SIGTERM to rank 1 alone", "step"), 17),
 )
-# What the launcher says of each.
+# The launcher says this of each.
 SAID = (
     r"process 0 ended first: killed by SIGKILL .*in phase 'step' at step 6",
     r"process 1 ended first: exit code 1 [^\n]*\n(  \| [^\n]*\n)*  \| [^\n]*InjectedError: an injected fault of",
@@ -73,7 +73,7 @@ def chain(tmp_path_factory):
     launch.start()
     try:
         hits = [hit_at_gate(launch, i, gates[i], *FAULTS[cell.fault]) for i, (cell, _) in enumerate(SIX)]
-        codes = [launch.end()]  # the last fault was SIGTERM
+        codes = [launch.end()]  # The last fault was SIGTERM.
         launch.start()
         codes.append(launch.end())
         return Chain(hits, codes, launch.said, leftovers(launch), launch.losses(), alone)
@@ -83,7 +83,7 @@ def chain(tmp_path_factory):
 
 @pytest.mark.parametrize("number", range(len(SIX)), ids=[cell.name for cell, _ in SIX])
 def test_the_gang_is_down_in_time_and_the_cause_is_said(chain, number):
-    """Promised: 15 s. Of the phases, what the victim's own pulse said; beside a commit, training goes on."""
+    """15 s are promised; the victim's own pulse says its phase, except beside a commit, where training goes on."""
     cell, hit = SIX[number][0], chain.hits[number]
     assert hit.detection_s < 2 * DOWN_S
     assert hit.pulse in ("", cell.phase) or cell.phase == "commit"
@@ -93,12 +93,12 @@ def test_the_gang_is_down_in_time_and_the_cause_is_said(chain, number):
 def test_the_run_ends_with_the_losses_of_one_left_alone(chain):
     assert chain.codes == [75, 0], chain.said
     assert [step for step, _ in chain.losses] == list(range(1, 25))
-    assert chain.losses == chain.alone  # bit for bit
+    assert chain.losses == chain.alone  # The losses agree bit for bit.
     assert chain.left == []
 
 
 def test_a_gang_goes_on_from_the_last_snapshot_that_all_have_in_memory(chain, tmp_path):
-    """Rank 1 is killed before it copies the state of step 16, which rank 0 keeps. There is no checkpoint at all."""
+    """Rank 1 is killed before it copies the state of step 16, which rank 0 keeps; there is no checkpoint at all."""
     options = ("--max-restarts", "2", "--set", "checkpoint.every=0", "--set", "checkpoint.snapshot_every=2")
     gate = Gate("save", 1, 16)
     launch = Launch(tmp_path, {0: gate}, options)
@@ -110,17 +110,17 @@ def test_a_gang_goes_on_from_the_last_snapshot_that_all_have_in_memory(chain, tm
         launch.kill()
     assert hit.pulse == "save"
     assert "the snapshot of step 14 is restored; no checkpoint is read" in launch.said
-    assert launch.losses() == chain.alone  # bit for bit
+    assert launch.losses() == chain.alone  # The losses agree bit for bit.
     assert leftovers(launch) == []
 
 
 def test_a_lost_host_gets_its_share_of_the_state_from_its_neighbours_memory(chain, tmp_path):
-    """The launcher of host 1 goes with its process before that copies step 16. Nobody has a checkpoint."""
+    """The launcher of host 1 goes with its process before that copies step 16, and nobody has a checkpoint."""
     with several_hosts(tmp_path, MEMORY_ALONE) as hosts:
         hosts.wait_for_gate()
         hosts.lose(1)
         hosts.replace(1)
-        assert hosts.end() == chain.alone  # bit for bit
+        assert hosts.end() == chain.alone  # The losses agree bit for bit.
     assert re.search(r"host 1 received its share of the snapshots of steps? .*14.* from the next host", hosts.said)
     assert hosts.said.count("the snapshot of step 14 is restored; no checkpoint is read") == 2
     assert "attempt 0 ended on another host: host 1 is lost" in hosts.said
@@ -141,10 +141,10 @@ def test_every_cell(cell, alone, tmp_path):
 
 @pytest.mark.slow
 def test_a_soak(tmp_path):
-    """300 steps, 10 faults. Memory, with four times what was measured to spare.
+    """In 300 steps with 10 faults, memory grows by at most four times the measured growth.
 
-    Measured: the launcher 0.2 MiB over ten restarts; a process 3.5 MiB over steps 100 to 300, which is some 30 kB for
-    each of the 40 checkpoints; without checkpoints 0.1 MiB.
+    The launcher grew by 0.2 MiB over ten restarts. A process grew by 3.5 MiB over steps 100 to 300, which is some 30 kB
+    for each of the 40 checkpoints, and by 0.1 MiB without checkpoints.
     """
     found = soak(tmp_path, plan(SEED))
     assert problems(found) == []

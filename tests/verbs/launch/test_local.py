@@ -1,4 +1,4 @@
-"""What `meshkit launch local` gives each process, and what it refuses. No process is started that imports jax."""
+"""Test what `meshkit launch local` gives each process, and what it refuses, without a process that imports jax."""
 
 import os
 import socket
@@ -41,13 +41,14 @@ def test_one_process_for_each_gpu_and_one_for_all(processes, devices, ids):
     base = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     environments = LocalPart(processes, devices).environments(0, base=base)
     assert [read_gang(environment).local_device_ids for environment in environments] == ids
-    assert all(e["CUDA_VISIBLE_DEVICES"] == base["CUDA_VISIBLE_DEVICES"] for e in environments)  # all see all
+    # All processes see all GPUs.
+    assert all(e["CUDA_VISIBLE_DEVICES"] == base["CUDA_VISIBLE_DEVICES"] for e in environments)
 
 
 def test_every_attempt_has_a_port_of_its_own():
     part = LocalPart(1, 1)
     ports = {part.environments(i, base={})[0]["MESHKIT_COORDINATOR"] for i in range(8)}
-    assert len(ports) > 4  # 8 random ones of 4000: fewer than 5 different ones in 1 of 10^9 runs
+    assert len(ports) > 4  # Of 8 random ports of 4000, fewer than 5 differ in 1 of 10^9 runs.
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch):

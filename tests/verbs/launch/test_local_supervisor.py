@@ -1,6 +1,6 @@
-"""The gang on this machine: first failure, whole gang down, restarts. Children are plain Python, without jax.
+"""Test the gang on this machine: the first failure ends all of it, and it restarts. Children are plain Python.
 
-Times: a limit in a test is a multiple of what the supervisor promises (it looks every 20 ms), for machines under load.
+A time limit in a test is a multiple of what the supervisor promises (it looks every 20 ms), for machines under load.
 """
 
 import json
@@ -33,7 +33,7 @@ NEEDS_PRCTL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="n
 def test_all_done(tmp_path):
     run = Run(tmp_path, "print('hello from', rank); sys.exit(0)")
     assert run() == 0
-    assert run.shown == ["[0] hello from 0"]  # of the others only the log
+    assert run.shown == ["[0] hello from 0"]  # What the other processes print is only in the log.
     assert (tmp_path / "logs/attempt0/rank1.log").read_text() == "hello from 1\n"
 
 
@@ -91,11 +91,11 @@ def test_no_progress_stops_before_the_budget(tmp_path):
     run = Run(tmp_path, "step(7); sys.exit(4)", policy=Policy(max_restarts=9, failure_grace_s=0.3, pause_s=0.01))
     with pytest.raises(RunError, match="2 attempts in a row have reached no step after 7"):
         run()
-    assert next_attempt(tmp_path / "logs") == 3  # one that got to step 7, and two that got no further
+    assert next_attempt(tmp_path / "logs") == 3  # One attempt got to step 7, and two got no further.
 
 
 def test_the_failure_that_is_the_cause_is_shown(tmp_path):
-    """jax aborts the other processes when one is gone; both ends may be seen at one look."""
+    """jax aborts the other processes when one is gone, so one look may see both ends."""
     body = """
         if rank == 0:
             mark("zero"); os.kill(os.getpid(), signal.SIGABRT)
@@ -104,7 +104,7 @@ def test_the_failure_that_is_the_cause_is_shown(tmp_path):
     run = Run(tmp_path, body, policy=Policy(max_restarts=0))
     gang = LocalGang(run.supervisor.command, run.supervisor.environments(0), tmp_path / "logs")
     with closing(Pulse()) as pulse, gang:
-        for member in gang.members:  # both have told of their end
+        for member in gang.members:  # Both have told of their end.
             assert select.select([member.channel], [], [], 60)[0]
         end = run.supervisor.watch(0, gang, _NothingNew(), Watchdog([pulse, pulse], Limits()))
     assert (end.failed.rank, end.received, end.stuck) == (1, None, None)
@@ -129,9 +129,9 @@ def test_stubborn_processes_and_their_children_are_killed(tmp_path):
     run = Run(tmp_path, body)
     started = time.monotonic()
     assert run() == 2
-    assert time.monotonic() - started < 30  # not the 99 s of the child
+    assert time.monotonic() - started < 30  # This is less than the 99 s of the child.
     assert not alive(tmp_path / "parent")
-    deadline = time.monotonic() + 10  # the child's end is init's to reap
+    deadline = time.monotonic() + 10  # init has to reap the child.
     while alive(tmp_path / "child") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(tmp_path / "child")
@@ -157,7 +157,7 @@ def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
 
 
 def test_a_lost_connection_is_not_named_as_the_cause(tmp_path):
-    """The one whose connection broke may be seen at the same look as the one that was killed."""
+    """One look may see both the process that lost its connection and the one that was killed."""
     from meshkit.verbs.launch.local import cause_first
     from meshkit.verbs.launch.processes import Ending
 
@@ -183,7 +183,8 @@ def test_the_whole_traceback_is_shown(tmp_path):
     with pytest.raises(RunError, match="exit code 1"):
         run()
     words = [line for line in run.shown if line.startswith("  | ")]
-    assert words[0] == "  | Traceback (most recent call last):"  # of more lines than are shown otherwise
+    # The traceback is shown although other words are cut to fewer lines.
+    assert words[0] == "  | Traceback (most recent call last):"
     assert words[-1] == "  | ValueError: far away"
 
 
@@ -217,7 +218,7 @@ def test_one_that_leaves_with_0_every_time_is_an_error(tmp_path):
         run()
 
 
-# A helper in a session of its own, below a process that is gone, that no signal but SIGKILL ends.
+# This helper is in a session of its own, below a process that is gone, and only SIGKILL ends it.
 HELPER = """
         import subprocess
         code = ("import os, signal, sys, time;"
@@ -253,7 +254,7 @@ def _terminate_once(there):
 
 @NEEDS_PRCTL
 def test_nobody_survives_the_launcher(tmp_path):
-    """Killed with SIGKILL, so that nothing of it runs any more: its processes, and helpers in sessions of their own."""
+    """The launcher is killed with SIGKILL, so only its processes and helpers in sessions of their own are left."""
     body = (
         HELPER
         + """
@@ -290,7 +291,7 @@ def test_a_later_launch_counts_on(tmp_path):
 
 
 def test_two_launchers_do_not_share_a_folder_of_logs(tmp_path):
-    """One that is gone without a word, as by SIGKILL, has let go of it; one of another host is waited for."""
+    """One that SIGKILL ended has let go of the folder; one of another host is waited for."""
     shown = []
     code = f"""
         import os, time; from pathlib import Path

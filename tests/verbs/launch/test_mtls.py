@@ -1,7 +1,7 @@
-"""Certificates made for a run: who has none is not let in, and cannot stop the job. Over loopback, with real processes.
+"""Test certificates made for a run: who has none is not let in and cannot stop the job, over loopback.
 
-The roll call and jax's own meeting share a port. Both are attacked: with bytes that mean nothing, by a process that
-claims a number of the job and has no certificate, and by one with a certificate of another authority.
+The rendezvous and jax's own meeting share a port, and real processes attack both: with bytes that mean nothing, by a
+process that claims a number of the job and has no certificate, and by one with a certificate of another authority.
 """
 
 import inspect
@@ -35,7 +35,7 @@ needs_jax_with_mtls = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Certificates of the job, and those of somebody else for the same address."""
+    """Return the folders of the job's certificates, and of somebody else's for the same address."""
     made = []
     for name in ("ours", "theirs"):
         made.append(tmp_path_factory.mktemp("mtls") / name)
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 
 def meet(folder, disturb):
-    """The roll call of two processes; `disturb` is called with the port before the second one comes."""
+    """Return the rendezvous of two processes; `disturb` is called with the port before the second one comes."""
     port, found = free_port(), []
     gang = lambda number: Gang(f"127.0.0.1:{port}", 2, number, mtls=str(folder))
     certificates = read_certificates(str(folder))
@@ -76,7 +76,7 @@ def say_in_the_open(said):
 
 
 def say_by_tls(folder):
-    """What a process with other certificates gets to hear, or one without (folder None)."""
+    """Return a disturber that connects by TLS with other certificates, or without any, and must hear nothing."""
 
     heard = []
 
@@ -86,7 +86,7 @@ def say_by_tls(folder):
         if folder is not None:
             context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
         plain = socket.create_connection(("127.0.0.1", port), timeout=10)
-        with context.wrap_socket(plain) as connection, suppress(OSError):  # an alert, or the end
+        with context.wrap_socket(plain) as connection, suppress(OSError):  # An alert or the end may come.
             connection.sendall(CLAIM)
             heard.append(connection.recv(1000))
         assert b"".join(heard) == b""
@@ -123,7 +123,7 @@ def test_connections_that_say_nothing_do_not_keep_a_process_out(folders):
 
 
 def test_a_process_without_certificates_is_told(folders):
-    """Process 0 has them and process 1 has not: neither waits longer than for one that is missing."""
+    """Process 0 has certificates and process 1 has none; neither waits longer than for one that is missing."""
     address, found = f"127.0.0.1:{free_port()}", []
     call = lambda number, certificates: call_roll(
         Gang(address, 2, number), 1.5, bind=address, certificates=certificates
@@ -212,7 +212,7 @@ def until(condition, seconds, *processes):
 @needs_jax_with_mtls
 @pytest.mark.multiprocess
 def test_an_intruder_on_the_coordinators_port_gets_nowhere(folders, tmp_path):
-    """Two processes that sum, and three kinds of intruders on the port of jax's coordinator while they do."""
+    """Two processes sum, while three kinds of intruders come to the port of jax's coordinator."""
     ours, theirs = folders
     port = free_port()
     job = {"MESHKIT_COORDINATOR": f"127.0.0.1:{port}", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_JOIN_TIMEOUT": "120"}
@@ -225,7 +225,7 @@ def test_an_intruder_on_the_coordinators_port_gets_nowhere(folders, tmp_path):
         (tmp_path / "end").touch()
     finally:
         ended, outputs = finish(members)
-    assert codes == [-signal.SIGABRT] * 2, said  # jax's way of saying that it was not let in
+    assert codes == [-signal.SIGABRT] * 2, said  # This is how jax says that it was not let in.
     assert not any("inside" in text for text in said)
     assert ended == [0, 0], "\n".join(outputs)
     assert all("summed" in text for text in outputs)
@@ -234,7 +234,7 @@ def test_an_intruder_on_the_coordinators_port_gets_nowhere(folders, tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_without_certificates_an_intruder_ends_the_job(tmp_path):
-    """Why there are any: what the guide says of a meeting in the open."""
+    """This shows what the guide says of a meeting without certificates."""
     port = free_port()
     job = {"MESHKIT_COORDINATOR": f"127.0.0.1:{port}", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_JOIN_TIMEOUT": "120"}
     members = [start(MEMBER, tmp_path, **job, MESHKIT_PROCESS_ID=str(i)) for i in range(2)]
@@ -275,7 +275,7 @@ def losses(out):
 
 
 def port_of(out):
-    """On which the coordinator of the run in a folder listens, by the environment of its processes."""
+    """Return the port of a run's coordinator, from the environment of its processes."""
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
@@ -292,7 +292,7 @@ def port_of(out):
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
 def test_wrong_lines_at_the_roll_call_of_a_launch_without_certificates_end_nothing(tmp_path):
-    """Each of them ended the job with exit code 2: a number that is taken, process 0's, another size; and they stay."""
+    """A number that is taken, process 0's and another size must not end the job, though the strangers stay."""
     launched, strangers = train(tmp_path / "run"), []
     lines = [
         {"id": i, "of": of, "host": "evil", "time": time.time(), "token": "t"} for i, of in ((1, 2), (0, 2), (1, 3))
@@ -320,7 +320,7 @@ def test_wrong_lines_at_the_roll_call_of_a_launch_without_certificates_end_nothi
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
 def test_a_training_under_attack_gives_the_same_losses(folders, tmp_path):
-    """From the first moment to the last; the run alone has no certificates, and the same losses bit for bit."""
+    """The attack lasts for the whole run; a run without certificates gives the same losses bit for bit."""
     alone = train(tmp_path / "alone")
     _, said = alone.communicate(timeout=400)
     assert alone.returncode == 0, said
@@ -331,7 +331,7 @@ def test_a_training_under_attack_gives_the_same_losses(folders, tmp_path):
         port = port_of(tmp_path / "attacked")
         while attacked.poll() is None:
             throw_bytes(port)
-            if len(intruders) < 6:  # they give up after 2 s each
+            if len(intruders) < 6:  # Each gives up after 2 s.
                 intruders.append(start(INTRUDER, f"127.0.0.1:{port}", ("", folders[1])[len(intruders) % 2]))
             time.sleep(0.5)
         _, said = attacked.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""A training loop of the user's own, as the guide has it, in a gang of two: one is killed, and it comes to the same."""
+"""Test a user's own training loop from the guide in a gang of two: one is killed, and the result is the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshkit.distributed.roll_call import free_port
 from meshkit.verbs.launch.jobs import command_name, make_job
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "own-loop.md").read_text(encoding="utf-8")
-# Stands in front of the guide's script: process 1 kills itself at step 8 of the first attempt.
+# This stands in front of the guide's script: process 1 kills itself at step 8 of the first attempt.
 KILLED = """
 import os, runpy, signal
 import meshkit as mk
@@ -51,7 +51,7 @@ def test_a_loop_of_one_s_own_is_killed_and_comes_to_the_same(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(1, 21))
     log = (tmp_path / "out" / "logs" / "attempt1" / "rank0.log").read_text()
-    # alone, without a launcher, on as many devices
+    # The script runs alone, without a launcher, on as many devices.
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     alone = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
@@ -76,7 +76,7 @@ def test_what_raises_keeps_nobody_waiting_and_is_shown(tmp_path):
 
 def test_a_script_that_says_nothing_is_watched_by_its_exit_code(tmp_path):
     (tmp_path / "train.py").write_text("import time; time.sleep(3)\n")
-    # a start of 0.3 s would be stuck for a training, which says what it does
+    # A training, which says what it does, would be stuck after a start of 0.3 s.
     done = launch(tmp_path, "train.py", "--stall-timeout", "0.05")
     assert done.returncode == 0, done.stderr
 
@@ -128,7 +128,7 @@ def test_a_loop_of_one_s_own_that_hangs_is_named_where_no_launcher_watches_it(tm
         env = {**os.environ, **job, **told, "MESHKIT_PROCESS_ID": str(process)}
         both.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
     said = [process.communicate(timeout=120)[1] for process in both]
-    assert {process.returncode for process in both} <= {4, -6}  # one may lose the coordinator first
+    assert {process.returncode for process in both} <= {4, -6}  # One may lose the coordinator first.
     text = "\n".join(said)
     assert "process 1 has not entered step 3, in which process 0 waits" in text
     assert "in phase 'data' at step 3" in text

@@ -1,6 +1,7 @@
-"""Signals: passed on, honoured together, and nobody waits for one that cannot save. Children are plain Python.
+"""Test signals: they are passed on and honoured together, and nobody waits for a process that cannot save.
 
-Times: a limit in a test is a multiple of what the supervisor promises, for machines under load.
+Children are plain Python. A time limit in a test is a multiple of what the supervisor promises, for machines under
+load.
 """
 
 import os
@@ -17,7 +18,7 @@ from tests.verbs.launch.children import Run, wait_for
 
 @pytest.fixture(autouse=True)
 def _a_terminal():
-    """Under nohup SIGHUP is ignored from the start, and the supervisor leaves it so."""
+    """Reset SIGHUP, which nohup ignores from the start and the supervisor leaves so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -28,7 +29,7 @@ def _a_terminal():
     [(signal.SIGTERM, 75, 75), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 75, 75), (signal.SIGINT, 130, 130)],
 )
 def test_a_signal_is_passed_on_and_nothing_restarts(tmp_path, number, child_code, code):
-    got = signal.SIGTERM if number == signal.SIGHUP else number  # a closed terminal
+    got = signal.SIGTERM if number == signal.SIGHUP else number  # A closed terminal sends SIGHUP.
     body = f"""
         signal.signal({int(got)}, lambda *_: (time.sleep(0.2), mark(f"saved{{rank}}"), os._exit({child_code})))
         mark(f"ready{{rank}}"); wait()
@@ -74,7 +75,7 @@ def test_who_does_not_save_in_time_is_killed(tmp_path):
 
 
 def test_one_that_fails_instead_of_saving_leaves_nothing_to_wait_for(tmp_path):
-    """A save takes all processes: the others would wait for it until the end of the grace."""
+    """A save takes all processes, so the others would wait for it until the end of the grace."""
     body = """
         pulse("save")
         signal.signal(signal.SIGTERM, (lambda *_: os._exit(4)) if rank else signal.SIG_IGN)
@@ -103,7 +104,7 @@ def test_a_gang_that_is_preempted_by_others_is_not_cut_short(tmp_path):
 
 
 def test_one_that_is_told_alone_before_the_loop_ends_the_others_too(tmp_path):
-    """It exits with 75 at once; the others would wait for it in a collective, or in the roll call."""
+    """It exits with 75 at once; the others would wait for it in a collective, or in the rendezvous."""
     body = """
         pulse("compile")
         if rank == 1:
@@ -124,7 +125,7 @@ def test_one_that_is_told_alone_leaves_none_in_a_collective(tmp_path):
     run = Run(tmp_path, body, policy=Policy(save_grace_s=600, failure_grace_s=0.3))
     began = time.monotonic()
     assert run() == 75
-    assert time.monotonic() - began < 60  # two graces, not the one to save
+    assert time.monotonic() - began < 60  # Two short graces pass, not the one for a save.
 
 
 @pytest.mark.parametrize(("phase", "code"), [("restore", 75), ("step", None), (None, 75)])

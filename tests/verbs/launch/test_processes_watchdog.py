@@ -1,8 +1,8 @@
-"""Processes that are alive and do not get on are named, stopped and started again. Children are plain Python.
+"""Test that processes which live but make no progress are named, stopped and started again.
 
-Times: the limits are seconds at most, and a child says where it is as it gets there, however late that is; on a machine
-so loaded that a healthy child is later than its limit, the attempt counts as stuck, so the tests of what is stuck make
-the other child's limits irrelevant.
+Children are plain Python. The limits are seconds at most, and a child says where it is as it gets there, however late
+that is. On a machine so loaded that a healthy child is later than its limit, the attempt counts as stuck, so the tests
+of what is stuck make the other child's limits irrelevant.
 """
 
 import os
@@ -65,12 +65,12 @@ def test_a_stopped_process_is_named_and_all_start_again(tmp_path, limits, says):
     text = "\n".join(shown)
     assert f"process 1 is stuck in attempt 0: it {says} for" in text
     assert "in phase 'step' at step 3" in text
-    assert "in is_stopped" in text  # of its stack
+    assert "in is_stopped" in text  # The function is in its stack.
     assert "restart 1 of 1" in text
 
 
 def test_a_process_that_waits_for_data_is_named_with_its_stack(tmp_path):
-    """Process 0 waits in the collective of step 4; process 1, which it waits for, has not come out of its data."""
+    """Process 0 waits in the collective of step 4 for process 1, which has not come out of its data."""
     body = """
         if attempt == 0:
             enter("data", 4) if rank == 1 else enter("step", 4)
@@ -81,7 +81,7 @@ def test_a_process_that_waits_for_data_is_named_with_its_stack(tmp_path):
     text = "\n".join(shown)
     assert "process 1 is stuck in attempt 0: it has not moved for" in text
     assert "in phase 'data' at step 4; 1 others wait" in text
-    assert "in waits_for_data" in text  # of its stack, the last lines of its log
+    assert "in waits_for_data" in text  # The function is in its stack, the last lines of its log.
 
 
 def test_a_stuck_gang_without_restarts_is_an_error(tmp_path):
@@ -92,7 +92,7 @@ def test_a_stuck_gang_without_restarts_is_an_error(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
 def test_a_library_that_keeps_the_interpreter_is_alive_and_has_the_limit_of_its_phase(tmp_path):
-    """No thread of Python runs in it, and its stack is told all the same."""
+    """No thread of Python runs in the library, but its stack is told all the same."""
     body = """
         def keeps(seconds): ctypes.PyDLL(None).usleep(int(1e6 * seconds))
         enter("compile", 0)
@@ -111,20 +111,20 @@ def test_a_library_that_keeps_the_interpreter_is_alive_and_has_the_limit_of_its_
 
 
 def gang_of(count):
-    """Members that run, as far as the watchdog looks: in this very process."""
+    """Return members that the watchdog sees as running: this very process."""
     members = [SimpleNamespace(rank=i, pid=os.getpid(), ending=None) for i in range(count)]
     return cast(LocalGang, SimpleNamespace(members=members, running=members))
 
 
 class Watched:
-    """One process, its watchdog, and a clock that goes on by looks."""
+    """One process, its watchdog, and a clock that advances with each look."""
 
     def __init__(self, pulse, limits):
         self.now, self.gang = 0.0, gang_of(1)
         self.dog = Watchdog([pulse], limits, clock=lambda: self.now)
 
     def called_after(self, seconds):
-        """When it is called stuck, if it is."""
+        """Return when the process is called stuck, and why, or None."""
         end = self.now + seconds
         while self.now < end:
             self.now += 1.0
@@ -136,7 +136,7 @@ class Watched:
 @pytest.mark.parametrize(
     ("phase", "limits", "after_s"),
     [
-        ("step", Limits(stall_s=100), 102),  # seen at 1 s for the first time
+        ("step", Limits(stall_s=100), 102),  # It is seen at 1 s for the first time.
         ("compile", Limits(stall_s=100), 602),
         ("save", Limits(stall_s=100, of_phase={"save": 40}), 42),
         ("compile", Limits(stall_s=0, of_phase={"compile": 40}), 42),
@@ -169,7 +169,7 @@ def test_one_that_gets_on_is_never_called():
 
 
 def test_a_job_that_was_suspended_is_not_stuck():
-    """The supervisor was stopped as well: of the hours in between nobody knows anything."""
+    """The supervisor was stopped as well, so nothing is known of the hours in between."""
     with closing(Pulse()) as pulse, Phases(pulse.path) as phases:
         phases.enter("step", 1)
         watched = Watched(pulse, Limits(stall_s=100))

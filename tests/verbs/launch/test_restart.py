@@ -1,4 +1,4 @@
-"""Two processes x four devices that train: one is killed, and the losses are those of a run that was left alone."""
+"""Test that two processes x four devices train with the losses of an undisturbed run, though one is killed."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def last_step(out):
 
 
 def gangs_of(out):
-    """Numbers of the processes that train into a folder, or wait to, by attempt and rank."""
+    """Return ids of the processes that train into a folder, or wait to, by attempt and rank."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -58,7 +58,7 @@ def gangs_of(out):
 
 
 def processes_of(out):
-    """Those of the present attempt."""
+    """Return the processes of the present attempt."""
     gangs = gangs_of(out)
     return gangs[min(gangs)] if gangs else {}
 
@@ -85,7 +85,7 @@ def test_a_killed_process_changes_no_loss(tmp_path, options):
             assert time.monotonic() < deadline
             assert killed.poll() is None
             time.sleep(0.02)
-        assert (gangs[1] == waiting) == (not options)  # those who waited have taken over
+        assert (gangs[1] == waiting) == (not options)  # Those who waited have taken over.
         _, said = killed.communicate(timeout=300)
     finally:
         killed.kill()
@@ -93,7 +93,7 @@ def test_a_killed_process_changes_no_loss(tmp_path, options):
     assert "process 1 ended first: killed by SIGKILL" in said
     assert "resuming" in said
     assert "trains again" in said
-    assert losses(tmp_path / "killed") == losses(tmp_path / "alone")  # bit for bit
+    assert losses(tmp_path / "killed") == losses(tmp_path / "alone")  # The losses agree bit for bit.
     assert gangs_of(tmp_path / "killed") == {}
     logs = {path.name for path in (tmp_path / "killed" / "logs").iterdir()}
     assert logs == {"attempt0", "attempt1", "launcher"}

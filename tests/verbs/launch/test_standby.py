@@ -1,4 +1,4 @@
-"""Processes of the next attempt that wait beside the present one: they take over, or are as if they had not been."""
+"""Test processes of the next attempt that wait beside the present one: they take over, or leave no trace."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_those_who_wait_take_over(tmp_path):
     """
     run = Run(tmp_path, WAITS + body.replace("\n    ", "\n"), policy=STANDBY)
     assert run() == 0
-    assert len(started(tmp_path, 1, 0)) == len(started(tmp_path, 1, 1)) == 1  # nobody was started for it afterwards
+    assert len(started(tmp_path, 1, 0)) == len(started(tmp_path, 1, 1)) == 1  # Nobody was started for it afterwards.
     assert not (tmp_path / "went2.0").exists()
     assert "attempt 1 goes" in (tmp_path / "logs" / "attempt1" / "rank1.log").read_text()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"attempt0", "attempt1"}
@@ -60,7 +60,7 @@ def test_those_who_wait_take_over(tmp_path):
 
 
 def test_one_who_has_ended_is_forgotten(tmp_path):
-    """Killed while it waits; the next attempt is started as the first one was."""
+    """It is killed while it waits, so the next attempt is started as the first one was."""
     body = """
     if attempt == 0:
         until("started1.0"); until("started1.1")
@@ -171,7 +171,7 @@ def test_a_process_that_nobody_let_wait_does_not(monkeypatch):
 
 
 def test_the_line_of_a_restart_adds_up():
-    """1 s to find it, 0.5 s to end the others; of 4 s until the first step the slower process's parts name 3."""
+    """Finding it takes 1 s and ending the others 0.5 s; of 4 s to the first step the slower process's parts name 3."""
     outage = Outage(failed_at=10.0, found_at=11.0, ended_at=11.5)
     slow = {"start": 0.4, "rendezvous": 0.5, "step": 2.5}
     line = outage.line([{"start": 0.1, "rendezvous": 0.5, "step": 1.0}, slow], now=15.5)

@@ -1,4 +1,4 @@
-"""`mk.live`: a step of anybody's loop, captured and measured while the loop goes on, which nothing of it ends."""
+"""Test `mk.live`: a step of any loop is captured and measured while the loop goes on, which no fault of it ends."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 from tests.interrupted import processes_of
 from tests.trace.trace_files import gpu_op, plane_text, profile_traces, write_planes
 
-ANY_TIME = 1e6  # a budget that every capture fits in
+ANY_TIME = 1e6  # Every capture fits in this budget.
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def step(mesh):
-    """A jitted step with an all-reduce over both axes, compiled, and its argument."""
+    """Return a jitted step with an all-reduce over both axes, compiled, and its argument."""
     x = jax.device_put(jnp.full((8, 64), 0.01), NamedSharding(mesh, PartitionSpec("data", "tensor")))
     jitted = jax.jit(lambda x: jnp.tanh(x) - x.mean(1, keepdims=True) - x.mean(0), out_shardings=x.sharding)
     return jitted, jax.block_until_ready(jitted(x))
@@ -41,7 +41,7 @@ def step(mesh):
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path, monkeypatch):
-    """Where processes beside the loop have their folders, which are gone at the end."""
+    """Keep the folders of processes beside the loop in one place, and check that they are gone at the end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []
@@ -54,9 +54,9 @@ def test_the_example_of_its_docstring_prints_a_line_on_a_step_of_the_loop(mesh, 
     def batches():
         for number in range(10_000):
             yield x
-            if number > 500:  # captured: the process that reads it wants one of the cores
+            if number > 500:  # The step is captured, and the process that reads it needs one of the cores.
                 time.sleep(0.02)
-            if number % 100 == 1 and names["live"].line:  # which was printed with the step before
+            if number % 100 == 1 and names["live"].line:  # The line was printed with the step before.
                 return
 
     names = {"mk": mk, "mesh": mesh, "batches": batches(), "state": x, "train_step": lambda x, _: (jitted(x), 2.5)}
@@ -146,7 +146,7 @@ def test_a_loop_that_ends_leaves_nothing_and_has_nothing_to_say(ends, tmp_path):
         start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(6)] == ["step\n"] * 6  # the reading process is starting
+        assert [process.stdout.readline() for _ in range(6)] == ["step\n"] * 6  # The reading process is starting.
         if ends == "interrupted":
             os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
@@ -159,15 +159,16 @@ def test_a_loop_that_ends_leaves_nothing_and_has_nothing_to_say(ends, tmp_path):
 
 
 def test_a_late_device_goes_by_its_id_in_the_job(tmp_path_factory):
-    """Of a process that drives GPUs 4 and 5 of the job; in its trace they are 0 and 1."""
+    """A process drives GPUs 4 and 5 of the job, which are 0 and 1 in its trace."""
     planes = []
-    for gpu, computes in enumerate((500, 700)):  # until which it computes, of 800 us
+    for gpu, computes in enumerate((500, 700)):  # Each GPU computes until this time, of 800 us.
         gather = gpu_op("all-gather-start", computes, 800, "ncclDevKernel_AllGather_RING_LL")
         planes.append(plane_text(f"/device:GPU:{gpu}", [gpu_op("loop_add_fusion", 0, computes), gather]))
     file = write_planes(tmp_path_factory.mktemp("late") / "late.xplane.pb", *planes)
     report = measure_traces(file, TracedJob(devices={0: 4, 1: 5})).report
     assert describe_report(7, report) == (
-        "captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %"  # means of 300 and 100, 200 more
+        # The means are of 300 and 100, and the GPU is 200 later.
+        "captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %"
     )
 
 

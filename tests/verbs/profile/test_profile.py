@@ -1,4 +1,4 @@
-"""Capture -> report of a small sharded program on eight CPU devices: every collective finds its axis."""
+"""Test capture and report of a small sharded program on eight CPU devices, in which every collective finds its axis."""
 
 import gzip
 import json
@@ -37,13 +37,13 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def cluster():
-    # two hosts of four, so that the outermost axis crosses domains
+    # There are two hosts of four, so that the outermost axis crosses domains.
     return Cluster.load({"name": "cpu_2x4", "gpu": "cpu", "hosts": 2, "gpus_per_host": 4, "scale_up": "shared_memory"})
 
 
 @pytest.fixture(scope="module")
 def step(mesh):
-    """A compiled step with a scanned MLP, sharded over all three axes, and its arguments."""
+    """Return a compiled step with a scanned MLP, sharded over all three axes, and its arguments."""
 
     def put(shape, *spec):
         return jax.device_put(jnp.full(shape, 0.01), NamedSharding(mesh, PartitionSpec(*spec)))
@@ -65,7 +65,7 @@ def step(mesh):
 
 @pytest.fixture(scope="module")
 def run(step, mesh, cluster, tmp_path_factory):
-    """A run folder with steps 10 to 13 captured, the way the trainer does it."""
+    """Return a run folder with steps 10 to 13 captured, the way the trainer does it."""
     folder = tmp_path_factory.mktemp("run")
     compiled, weights, x = step
     facts = StepFacts(model_flops=6.0e9, tokens=1024.0, training_steps=1000)
@@ -104,7 +104,7 @@ def test_every_collective_is_on_its_axis(report):
 
 
 def test_counts_include_loop_iterations(report, step):
-    # a device runs what is in the body of a loop (forward, backward) once per layer, and what is outside once
+    # A device runs the body of a loop (forward, backward) once per layer, and everything else once.
     text = step[0].as_text()
     bodies = set(re.findall(r"body=%([\w.\-]+)", text))
     expected = 0
@@ -126,20 +126,20 @@ def test_links_follow_the_cluster(report):
 
 
 def test_window_and_step(report):
-    # four steps were captured; what follows the last is not in the trace, so it is not counted
+    # Four steps were captured; what follows the last is not in the trace, so it is not counted.
     assert (report.window.steps, report.window.devices) == (3, 8)
     assert (report.window.processes_seen, report.window.processes_expected) == (1, 1)
     assert report.step.time_s > 0
     assert report.step.exposed_s > 0
-    assert report.step.mfu is None  # a CPU has no peak
-    assert report.step.bubble_s is None  # a trace does not say which slots of a pipeline were masked
+    assert report.step.mfu is None  # A CPU has no peak.
+    assert report.step.bubble_s is None  # A trace does not say which slots of a pipeline were masked.
     assert report.step.tokens_per_s_per_gpu == pytest.approx(1024 / report.step.time_s / 8)
     assert report.spread.time_s.worst_step in (10, 11, 12)
     assert report.training.hours == pytest.approx(report.step.time_s * 1000 / 3600)
 
 
 def test_loops_are_not_compute(run):
-    # a `while` event covers its body; were it compute, no collective inside it would be exposed
+    # A `while` event covers its body; if it were compute, no collective inside it would be exposed.
     timeline = profiler.measure_run(run).timeline
     assert not [name for name in timeline.op_names if name.startswith("while")]
     for device_step in timeline.steps:
@@ -181,7 +181,7 @@ def test_every_second_of_communication_is_attributed(report):
     quality = report.quality
     assert (quality.mapped_share, quality.axis_mapped_share, quality.kernels_mapped_share) == (1, 1, 1)
     assert quality.axes_withheld is False
-    assert quality.dropped_events is None  # the profiler said nothing
+    assert quality.dropped_events is None  # The profiler said nothing.
 
 
 def test_steps_of_a_run_are_chosen_by_their_numbers(run):
@@ -202,7 +202,7 @@ def test_invariants_hold_on_every_step(run):
 
 
 def test_waiting_and_transfer_split_what_was_busy(report):
-    assert report.quality.wait_method == "clocked"  # all devices are in one process: one clock
+    assert report.quality.wait_method == "clocked"  # All devices are in one process, so there is one clock.
     for row in report.communication:
         assert row.transfer_s + row.wait_s == pytest.approx(row.busy_s)
         assert row.bus_bandwidth_bytes_per_s == pytest.approx(row.wire_bytes / row.transfer_s)
@@ -228,7 +228,7 @@ def test_the_sidecar_says_what_was_captured(run):
 
 
 def test_measured_costs_are_written_for_the_compiler(report, run):
-    assert not (run / "calibration.toml").exists()  # messages of some kB tell no bandwidth
+    assert not (run / "calibration.toml").exists()  # Messages of some kB tell no bandwidth.
     names = set(re.findall(r'name: "([^"]+)" cost_us', (run / "pgle.pbtxt").read_text()))
     assert {op.name for row in report.communication for op in row.ops} <= names
 
@@ -262,8 +262,9 @@ def test_a_peak_is_told_from_one_before_the_first_step(step, before, first):
     memory = captured_memory(devices, before, program_bytes_of(step[0]))
     assert (memory.pool_bytes, memory.peak_bytes, memory.before_steps) == (20, 9, first)
     assert memory.program_bytes is not None
-    assert memory.program_bytes > sum(w.nbytes for w in step[1]) // 8  # a device's part of the weights at least
-    assert program_bytes_of(SimpleNamespace()) is None  # of an own loop's program, that says nothing
+    # The program needs at least a device's part of the weights.
+    assert memory.program_bytes > sum(w.nbytes for w in step[1]) // 8
+    assert program_bytes_of(SimpleNamespace()) is None  # The program of an own loop says nothing about its memory.
 
 
 def test_a_process_that_is_not_chosen_captures_nothing(step, mesh, tmp_path):
@@ -308,7 +309,7 @@ def edit_sidecar(run, **changes):
 
 
 def unsigned(run):
-    """As a capture whose sidecar does not know its trace's digest."""
+    """Make the capture one whose record does not know its trace's digest."""
     edit_sidecar(run, trace=None)
 
 
@@ -511,7 +512,7 @@ def test_a_calibration_of_another_machine_is_not_looked_for(run, tmp_path):
 
 
 def without_longest_thread(content):
-    """The trace without the line of its CPU plane that has the most in it."""
+    """Return the trace without the fullest line of its CPU plane."""
     (plane,) = [p for p in read_fields(content) if b"/host:CPU" in p[1][:200]]
     longest = max((f for f in read_fields(plane[1]) if f[0] == 3), key=lambda f: len(f[1]))
     kept = [f for f in read_fields(plane[1]) if f is not longest and f != longest]
@@ -520,7 +521,7 @@ def without_longest_thread(content):
 
 
 def read_fields(content):
-    """(number, bytes) of the messages, (number, int) of the numbers of a message."""
+    """Return (number, bytes) of the messages and (number, int) of the numbers of a message."""
     found, at = [], 0
     while at < len(content):
         key, at = varint(content, at)
@@ -564,7 +565,7 @@ def test_a_trace_that_lost_a_part_is_refused_or_measured_with_a_warning(run, tmp
     trace_of(folder).write_bytes(without_longest_thread(whole))
     try:
         said = {w.code for w in profiler.profile_run(folder).warnings}
-    except TraceError as error:  # where that thread had most of a device
+    except TraceError as error:  # That thread had most of a device.
         said = {error.message}
     refusal = "no execution of the program was seen on all devices."
     assert said & {"collective_counts", "executions", "missing_devices", refusal}

@@ -1,4 +1,4 @@
-"""Two processes of four devices over gloo, captured and merged: exact by the runtime's run id."""
+"""Test two processes of four devices over gloo, captured and merged exactly by the runtime's run id."""
 
 import json
 import os
@@ -96,22 +96,22 @@ def test_all_communication_is_on_its_axis(measured):
     assert {axis for row in report.communication for axis in row.axes} == {"data", "fsdp", "tensor"}
     for row in report.communication:
         assert row.link == ("infiniband" if "data" in row.axes else "nvlink")
-    assert {w.code for w in report.warnings} <= {"clocks"}  # a starved machine scatters the ends of collectives
+    assert {w.code for w in report.warnings} <= {"clocks"}  # On a starved machine, the ends of collectives scatter.
     check_invariants(report)
 
 
 def test_the_processes_are_merged_by_run_id(measured):
     steps = measured.trace.steps.steps
     assert (measured.report.window.processes_seen, measured.report.window.devices) == (2, 8)
-    assert {s.step for s in steps} == {3, 4, 5}  # four were captured; what follows the last is not in the trace
-    # every instance of every collective was seen on all of its members
+    assert {s.step for s in steps} == {3, 4, 5}  # Four steps were captured; what follows the last is not in the trace.
+    # Every instance of every collective was seen on all of its members.
     instances = 3 * sum(row.count * row.num_groups for row in measured.report.communication)
     assert measured.trace.skew.instances == instances
     assert all(row.transfer_s is not None for row in measured.report.communication)
 
 
 def test_clocks_of_one_host_need_no_offset(measured):
-    # both processes read the same clock: what is taken out is no more than what the ends of collectives scatter by
+    # Both processes read the same clock, so no more is taken out than the scatter of collectives' ends.
     quality = measured.report.quality
     assert quality.clocks == 2
     assert quality.clock_offset_s < 10 * quality.clock_residual_s
@@ -120,7 +120,7 @@ def test_clocks_of_one_host_need_no_offset(measured):
 def test_each_process_can_be_measured_alone(run):
     report = measure_run(run, only_process=1).report
     assert report.window.devices == 4
-    # groups along data have members in both processes
+    # Groups along data have members in both processes.
     unknown = {row.axes for row in report.communication if row.transfer_s is None}
     assert unknown == {row.axes for row in report.communication if "data" in row.axes}
 
@@ -129,7 +129,7 @@ def test_in_a_loop_each_process_hears_of_its_own_devices(run):
     for process in range(2):
         line, late, own, report = json.loads((run / "trace" / f"live-p{process}.json").read_text())
         assert line.startswith("captured step 2: ")
-        assert sorted(late) == own  # by their ids in the job
+        assert sorted(late) == own  # Devices have their ids in the job.
         report = Report.model_validate_json(report)
         assert (report.window.steps, report.window.devices) == (1, 4)
         known = {row.axes for row in report.communication if row.transfer_s is not None}

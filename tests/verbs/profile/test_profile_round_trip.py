@@ -1,4 +1,4 @@
-"""A GPU program's predicted step, written as the trace it would leave: measuring that trace gives the prediction back.
+"""Test that measuring a GPU program's predicted step, written as a trace, gives the prediction back.
 
 So everything between a kernel and a row is right for programs of GPUs: names, loops, groups, axes, links, overlap.
 """
@@ -57,9 +57,13 @@ def plan(cluster):
 
 
 def write_run(folder, plan, cluster, *, lost=0.0):
-    """A run folder of two processes whose GPUs all did what was predicted, three times, one execution after the other.
+    """Write a run folder of two processes whose GPUs all did what was predicted, three times in a row.
+
 
     Args:
+        folder: of the run.
+        plan: what was predicted.
+        cluster: of the plan.
         lost: share of the communication that ran in CUDA graphs, without a name.
     """
     (step,) = plan.timeline.steps
@@ -67,7 +71,7 @@ def write_run(folder, plan, cluster, *, lost=0.0):
     trace = folder / "trace"
     trace.mkdir()
     length_s = step.window[1] - step.window[0]
-    # an execution begins with its first kernel: what lies before it belongs to the one before
+    # An execution begins with its first kernel, so what lies before it belongs to the one before.
     events = []
     for i in range(EXECUTIONS):
         at = i * length_s
@@ -117,7 +121,7 @@ def test_measuring_a_predicted_trace_gives_the_prediction(plan, cluster, tmp_pat
     predicted = plan.report
     check_invariants(measured)
     assert measured.window.devices == 16
-    # each of some hundred boundaries is rounded to whole ps
+    # Each of some hundred boundaries is rounded to whole ps.
     near = {"rel": 1e-6, "abs": 1e-9}
     for name in ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s"):
         assert getattr(measured.step, name) == pytest.approx(getattr(predicted.step, name), **near), name
@@ -131,7 +135,7 @@ def test_measuring_a_predicted_trace_gives_the_prediction(plan, cluster, tmp_pat
         found = rows[1][key]
         assert (found.count, found.payload_bytes, found.wire_bytes) == (row.count, row.payload_bytes, row.wire_bytes)
         assert (found.time_s, found.exposed_s) == pytest.approx((row.time_s, row.exposed_s), **near)
-        assert found.wait_s == pytest.approx(0, abs=1e-9)  # all GPUs were in step
+        assert found.wait_s == pytest.approx(0, abs=1e-9)  # All GPUs were in step.
     assert measured.warnings == ()
     assert measured.quality.clock_offset_s == pytest.approx(0.3, abs=1e-9)
     joined = compare(predicted, measured)
@@ -149,6 +153,6 @@ def test_cuda_graphs_withhold_the_axes(plan, cluster, tmp_path, lost, withheld):
     assert all((row.time_s is None) is withheld for row in by_axis)
     codes = {w.code for w in report.warnings}
     assert ({"axes_withheld", "command_buffers"} <= codes) is withheld
-    # the step itself does not need the names
+    # The step itself does not need the names.
     assert report.step.communication_s == pytest.approx(plan.report.step.communication_s, rel=1e-6)
     assert np.isfinite(report.step.exposed_s)

@@ -1,4 +1,4 @@
-"""`meshkit profile` of traces that plain jax.profiler has left: rows, warnings, options; nothing is written unasked."""
+"""Test `meshkit profile` of traces that plain jax.profiler has left: rows, warnings, options, and no unasked output."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def step(mesh):
-    """A jitted step with collectives over both axes, and its arguments."""
+    """Return a jitted step with collectives over both axes, and its arguments."""
 
     def put(shape, *spec):
         return jax.device_put(jnp.full(shape, 0.01, jnp.float32), NamedSharding(mesh, PartitionSpec(*spec)))
@@ -73,12 +73,12 @@ def traced(folder, step, *, hlo=True):
 
 @pytest.fixture(scope="module")
 def file(step, tmp_path_factory):
-    """A trace by jax.profiler with its defaults, of four steps."""
+    """Return a trace of four steps by jax.profiler with its defaults."""
     return traced(tmp_path_factory.mktemp("jax"), step)
 
 
 def expected_groups(step, mesh):
-    """Replica groups of the compiled step's collectives, by what XLA prints."""
+    """Return the number of collectives with replica groups in the compiled step, as XLA prints it."""
     text = step[0].lower(*step[1:]).compile().as_text()
     kinds = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all)\(.*?(replica_groups=[^\s]+)", text)
     assert kinds
@@ -138,7 +138,7 @@ def test_a_jitted_step_that_is_another_program_in_its_second_call_is_told_of(mes
     with mk.profile(tmp_path, program=drifting, mesh=mesh) as capture:
         for _ in range(4):
             weights = drifting(weights, x)
-    assert capture.report.window.steps < 3  # which the four calls of one program would be
+    assert capture.report.window.steps < 3  # Four calls of one program would be three.
     assert "1 more of that name ran, since shapes or shardings" in capture.report.warnings[0].message
 
 
@@ -203,7 +203,8 @@ def test_profile_measures_jitted_functions_without_knowing_them(step, mesh, tmp_
         for _ in range(4):
             weights = jitted(weights, x)
             evaluate(weights, x)
-    # which of the two takes more of the devices' time is the machine's: where it has other work, either waits longest
+    # The machine decides which of the two takes more of the devices' time: where it has other work, either waits
+    # longest.
     chosen = capture.report.warnings[0].message
     (first, most), (second, less) = re.findall(r"'?(jit_\w+?)'?(?:, which has)? ([\d.]+) %", chosen)
     assert {first, second} == {"jit_update", "jit__lambda"}
@@ -212,7 +213,7 @@ def test_profile_measures_jitted_functions_without_knowing_them(step, mesh, tmp_
     check_invariants(report)
     assert (report.window.steps, report.window.devices) == (3, 8)
     seconds = {row.axes: row.exposed_s for row in report.communication}
-    assert set(seconds) == {("data",), ("tensor",), ()}  # the last is what the other program communicates
+    assert set(seconds) == {("data",), ("tensor",), ()}  # The last is what the other program communicates.
     assert None not in seconds.values()
     assert report.quality.mapped_share == 1
     assert report.step.tokens_per_s_per_gpu == pytest.approx(64 / report.step.time_s / 8)
@@ -318,7 +319,7 @@ def test_traces_of_gpus_make_whole_reports(name, tmp_path):
 
 
 def made(path, *, dot=300, gather=100, pause=0):
-    """A trace of four steps: a fusion, a matmul, an exposed gather, a pause."""
+    """Return a trace of four steps: a fusion, a matmul, an exposed gather, a pause."""
     events = []
     for step in range(4):
         at = step * (500 + dot + gather + pause)
@@ -365,7 +366,7 @@ def test_compare_names_what_became_slower_in_two_traces(tmp_path, changed, first
 
 
 def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
-    """A step of a Llama of 1B on one H100: no plan was made, and the trace holds the program."""
+    """A step of a Llama of 1B on one H100 has no plan, but its trace holds the program."""
     file = DATA / "traces" / "h100_llama_1b" / "vm.xplane.pb.gz"
     measured = measure_traces(file, TracedJob(cluster=Cluster.load("dgx_h100")))
     priced = measured.price()
@@ -374,7 +375,7 @@ def test_a_traced_program_is_priced_as_a_plan_of_it_where_its_gpus_are_named():
     by_trace = measure_traces(file, TracedJob())
     (note,) = [w.message for w in by_trace.report.warnings if w.code == "gpu_of_trace"]
     assert note == "Kernels are priced as on NVIDIA H100 80GB HBM3, which the trace names."
-    alone = by_trace.price().step  # nothing in it communicates, and one GPU has an interval of its own
+    alone = by_trace.price().step  # Nothing in it communicates, and one GPU has an interval of its own.
     assert (alone.time_s, alone.compute_s, alone.mfu) == (priced.step.time_s, priced.step.compute_s, priced.step.mfu)
     assert found.joined_by == "name"
     assert found.kernels_joined_share == pytest.approx(1, abs=0.01)
@@ -404,7 +405,7 @@ GATHERED_BYTES = 2 * 16384 * 8192
 
 
 def gathers(folder, *, rate=1.0, late_us=0, outlier_us=0):
-    """Six steps of a matmul and a gather on two H100s: the gather at a share of the model's rate, one GPU late."""
+    """Return six steps of a matmul and a gather on two H100s: the gather at a share of its rate, one GPU late."""
     (folder / "program.hlo.pb").write_bytes(serialized_hlo(GATHERED))
     alone_us = 1e6 * collective_time_s(
         "all-gather", payload_bytes=GATHERED_BYTES, gpus_per_domain=2, domains=1, cluster=Cluster.load("dgx_h100")
@@ -461,7 +462,7 @@ def test_collectives_below_their_rate_are_found_with_their_line_size_and_link(tm
     ],
 )
 def test_collectives_of_others_are_priced(trace, cluster, said):
-    """Gathers and scatters take what the model says, but for one of Pax that is slow on all four GPUs."""
+    """Gathers and scatters take what the model says, except one of Pax that is slow on all four GPUs."""
     measured = measure_traces(DATA / "traces" / trace, TracedJob(cluster=cluster))
     found = [f.message for f in measured.report.findings if f.code == "slow_link"]
     assert len(found) == len(said)

@@ -1,4 +1,4 @@
-"""rehearse: what runs on the GPU runs on virtual devices here; what reads its capture reads a made-up one."""
+"""Test rehearse: what runs on the GPU runs on virtual devices here, and what reads its capture reads a made-up one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshkit.verbs.rehearse import rehearsal
 
 TINY = "configs/experiments/mlp.toml"
 ON_16 = ('cluster={ name = "dgx_h100", hosts = 2 }', "mesh={ data = { infiniband = 2 }, fsdp = 8 }")
-STEPS, NS = 2, 1_000_000  # of a made-up trace; nanoseconds of a millisecond
+STEPS, NS = 2, 1_000_000  # These are the steps of a made-up trace, and the nanoseconds of a millisecond.
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ STEPS, NS = 2, 1_000_000  # of a made-up trace; nanoseconds of a millisecond
 def test_every_gpu_of_the_job_is_a_process_of_the_mocked_topology(cluster, topology):
     rehearsal.mock(cluster)
     try:
-        assert jax.config.values["jax_mock_gpu_topology"] == topology  # from the environment jax does not take it
+        assert jax.config.values["jax_mock_gpu_topology"] == topology  # jax does not take it from the environment.
     finally:
         jax.config.update("jax_mock_gpu_topology", "")
 
@@ -60,7 +60,7 @@ def test_the_process_on_the_gpu_sees_one_gpu_and_no_cuda_graphs():
     assert found["CUDA_VISIBLE_DEVICES"] == "3"
     assert found["XLA_FLAGS"].split() == ["--xla_x=1", *rehearsal.FLAGS]
     assert float(found["XLA_CLIENT_MEM_FRACTION"]) == experiment.train.memory_fraction
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found  # with both, jax stops
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found  # With both variables, jax stops.
 
 
 def test_without_a_gpu_the_verb_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -103,7 +103,7 @@ def test_a_folder_without_a_capture_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def planned():
-    """A step compiled for 16 absent H100s, as the one GPU of a rehearsal would compile it."""
+    """Return a step compiled for 16 absent H100s, as the one GPU of a rehearsal would compile it."""
     experiment = load(TINY, ON_16)
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
@@ -114,7 +114,7 @@ def planned():
 
 
 def kernels_of(schedule):
-    """Name -> (milliseconds that the made-up trace gives it, runs a step); each kernel its own number."""
+    """Return name -> (milliseconds in the made-up trace, runs a step), where kernels next to each other differ."""
     found = {}
     for i, times in schedule.walk():
         if i.kind == "kernel":
@@ -123,7 +123,7 @@ def kernels_of(schedule):
 
 
 def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=None, kind=None, **other):
-    """The files that a rehearsal leaves: one GPU, STEPS steps, kernels back to back, no collective."""
+    """Write the files that a rehearsal leaves: one GPU, STEPS steps, kernels back to back, no collective."""
     trace = folder / "trace"
     session = trace / "plugins" / "profile" / "p0"
     session.mkdir(parents=True)
@@ -158,7 +158,7 @@ def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=N
 
 
 def xspace(module, kernels):
-    """Text of an XSpace as CUPTI's collector writes it: one stream of kernels, numbered by run."""
+    """Return the text of an XSpace as CUPTI's collector writes it: one stream of kernels, numbered by run."""
     events, names, now = [], list(kernels), 0
     for run in range(STEPS):
         for name, (milliseconds, times) in kernels.items():
@@ -167,7 +167,7 @@ def xspace(module, kernels):
                     f'stats{{metadata_id:1 str_value:"{name}"}} stats{{metadata_id:2 str_value:"{module}"}} '
                     f"stats{{metadata_id:3 int64_value:{run}}}"
                 )
-                offset, length = now * NS * 1000, milliseconds * NS * 1000  # picoseconds
+                offset, length = now * NS * 1000, milliseconds * NS * 1000  # These are picoseconds.
                 metadata_id = names.index(name) + 1
                 events.append(f"events{{metadata_id:{metadata_id} offset_ps:{offset} duration_ps:{length} {stats}}}")
                 now += milliseconds
@@ -206,7 +206,7 @@ def test_measured_kernels_and_modelled_collectives_make_one_step(planned, tmp_pa
 
 @pytest.fixture
 def as_planned(planned, monkeypatch):
-    """The planned program is the one that was captured: one compile less."""
+    """Take the planned program as the captured one, which saves a compile."""
     program = SimpleNamespace(schedule=planned[3], options={}, peak_bytes=2**30)
     monkeypatch.setattr(rehearsal, "planned_program", lambda _: program)
 
@@ -219,12 +219,13 @@ def test_its_rates_are_a_calibration_that_plans_read(planned, tmp_path):
     write_capture(tmp_path, experiment, module, serialized, kernels)
     file = rehearsal.measure(experiment, tmp_path).calibration
     rates = calibration.load(file).rates
-    # held against the kernel model: with these rates it gives all matmuls together the seconds that they took
+    # With these rates the kernel model gives all matmuls together the seconds that they took.
     modelled, measured = 0.0, 0.0
     for instructions in schedule.computations.values():
         for i in instructions:
             if i.kind == "kernel" and i.cost.matmul_flops:
-                modelled += kernel_work(i.cost, experiment.cluster.gpu, rates, busy=0.0).arithmetic_s  # mocked
+                # A rehearsal mocks communication, so kernels ran at the full clock.
+                modelled += kernel_work(i.cost, experiment.cluster.gpu, rates, busy=0.0).arithmetic_s
                 measured += kernels[i.name][0] * 1e-3
     assert modelled == pytest.approx(measured)
     assert rates.memory_bytes_per_s is not None
@@ -235,7 +236,7 @@ def test_its_rates_are_a_calibration_that_plans_read(planned, tmp_path):
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("as_planned")
 def test_an_instruction_that_is_several_kernels_takes_all_of_them(planned, tmp_path):
-    """As cuDNN's attention backward: a trace shows three kernels of that name each time that it runs."""
+    """A trace shows three kernels of one name each time that cuDNN's attention backward runs."""
     experiment, module, serialized, schedule = planned
     kernels = {name: (milliseconds, 3 * times) for name, (milliseconds, times) in kernels_of(schedule).items()}
     write_capture(tmp_path, experiment, module, serialized, kernels)
@@ -273,7 +274,7 @@ def test_kernels_of_another_gpu_are_named_and_calibrate_that_one(planned, tmp_pa
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("as_planned")
 def test_of_a_pipeline_the_masked_slots_are_named(planned, tmp_path):
-    """Half of what the layer `up` does counts; what the schedule costs is in the report as a plan has it."""
+    """Half of what the layer `up` does counts; the schedule's cost is in the report as a plan has it."""
     experiment, module, serialized, schedule = planned
     kernels = kernels_of(schedule)
     counts = dict.fromkeys(("stages", "virtual_stages", "microbatches", "layers", "padding_layers", "warmup_ticks",
@@ -298,7 +299,7 @@ def test_kernels_that_the_trace_lacks_are_priced_and_named(planned, tmp_path, mo
     largest = max(schedule.walk(), key=lambda pair: pair[0].cost.bytes_accessed if pair[0].kind == "kernel" else 0)[0]
     left = {name: times for name, times in kernels.items() if name != largest.name}
     write_capture(tmp_path, experiment, module, serialized, left)
-    monkeypatch.setattr(rehearsal, "NOTABLE", 0.0)  # made-up kernels take milliseconds, and the missing one does not
+    monkeypatch.setattr(rehearsal, "NOTABLE", 0.0)  # Made-up kernels take milliseconds, but the missing one does not.
     report = rehearsal.measure(experiment, tmp_path).report
     assert report.step.compute_s > sum(milliseconds * times for milliseconds, times in left.values()) * 1e-3
     (warning,) = [w for w in report.warnings if w.code == "rehearsal_unnamed"]
@@ -337,7 +338,7 @@ def _twice_as_wide(i):
 
 
 def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
-    """Those of GPUs, those that follow from the program, and the user's, which win."""
+    """These are the options for GPUs, those that follow from the program, and the user's, which win."""
     experiment = load(TINY, (*ON_16, "xla.xla_gpu_graph_level=0"))
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
@@ -362,7 +363,7 @@ def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
 
 @pytest.mark.slow
 def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
-    """On eight virtual devices instead of one GPU of many: the same function, all devices its own."""
+    """Eight virtual devices stand in for one GPU of many: the function is the same, and all devices are its own."""
     experiment = load("configs/experiments/llama_debug_cpu.toml", ["train.tokens_total=20480"])
     tmp_path /= "new"
     rehearsal.rehearse(experiment, list(jax.devices()), tmp_path, 2)
@@ -370,7 +371,7 @@ def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
     assert (record["first_step"], record["num_steps"]) == (rehearsal.WARM_UP, 2)
     assert len(record["devices"]) == 8
     assert (record["work"]["tokens"], record["work"]["training_steps"]) == (16 * 128, 10)
-    ids = json.loads((tmp_path / rehearsal.IDS_FILE).read_text())["tokens"]  # of text, byte by byte
+    ids = json.loads((tmp_path / rehearsal.IDS_FILE).read_text())["tokens"]  # The ids are of text, byte by byte.
     assert ids["count"] == 16 * 128
     assert 40 < ids["different"] < 128
     assert 0.1 < ids["most"] / ids["count"] < 0.5
@@ -388,7 +389,7 @@ def test_a_rehearsal_runs_on_the_first_batch_of_its_data_or_on_ids_over_the_whol
     assert ids["count"] == 16 * 128
     made_up = "the batch is synthetic, with random ids: there is no file or folder /nowhere/tokens.u16."
     assert (made_up in capsys.readouterr().err) is (source != "python-stdlib")
-    spread = 4096 * (1 - (1 - 1 / 4096) ** (16 * 128))  # of so many draws
+    spread = 4096 * (1 - (1 - 1 / 4096) ** (16 * 128))  # This is the expected number of different ids in so many draws.
     assert ids["different"] < 128 if source == "python-stdlib" else ids["different"] == pytest.approx(spread, rel=0.05)
 
 
@@ -437,7 +438,7 @@ make = "NAME:make"
 
 @pytest.mark.parametrize("style", ["plain", "nnx"])
 def test_a_step_of_the_users_own_is_filled_run_and_captured(tmp_path, style):
-    """On eight virtual devices instead of one GPU of many."""
+    """Eight virtual devices stand in for one GPU of many."""
     name = f"rehearsed_by_a_user_{style}"
     (tmp_path / f"{name}.py").write_text(OF_A_USER)
     (tmp_path / "mine.toml").write_text(PROGRAM.replace("NAME", name))
@@ -446,7 +447,7 @@ def test_a_step_of_the_users_own_is_filled_run_and_captured(tmp_path, style):
     record = json.loads((tmp_path / "run" / "trace" / "capture-p0.json").read_text())
     assert (record["num_steps"], record["work"]["tokens"]) == (2, 512)
     forward = 2 * 16 * 32 * 64 * 64
-    assert record["work"]["model_flops"] == 2 * forward  # no gradient reaches the one-hot input
+    assert record["work"]["model_flops"] == 2 * forward  # No gradient reaches the one-hot input.
     assert record["mesh_spec"] == {"data": 8}
     (ids,) = json.loads((tmp_path / "run" / rehearsal.IDS_FILE).read_text()).values()
     assert ids["count"] == 16 * 32

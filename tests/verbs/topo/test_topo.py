@@ -1,4 +1,4 @@
-"""`meshkit topo`: reads, checks, writes, draws."""
+"""Test `meshkit topo`: it reads, checks, writes and draws machines."""
 
 import io
 import json
@@ -22,7 +22,7 @@ ARGUMENTS = [{"xml": P4D}, {"xml": NDV5}, {"matrix": TEXTS}, {"matrix": ASUS}]
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """Any machine, as if it had no driver."""
+    """Make any machine look as if it had no driver."""
     monkeypatch.setattr(LiveProbe, "nvml", lambda self: "no NVIDIA driver")
     monkeypatch.setattr(LiveProbe, "run_command", lambda self, *command: None)
 
@@ -93,7 +93,7 @@ def test_check_says_what_differs():
 
 def test_further_machines_of_a_file_are_listed():
     report = examine(matrix=TEXTS)
-    assert report.cluster is None  # two cards with two links each: nothing says what they are
+    assert report.cluster is None  # Two cards with two links each may be of several kinds.
     assert [other.num_gpus for other in report.others] == [2, 8, 8]
     assert report.others[2].cluster["gpu"] == "h100_sxm"
     assert examine(matrix=TEXTS, gpu="v100").cluster["gpu"] == "v100"

@@ -1,4 +1,4 @@
-"""A loss that also says which examples it saw, and where in the batch; a hook that says who calls it."""
+"""Provide a loss that tells which examples it saw, and where in the batch, and a hook that tells who calls it."""
 
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
@@ -8,7 +8,10 @@ from meshkit.step.loss import next_token
 
 
 def loss(model, batch, rng):
-    """Next token, and `examples`: the tokens weighted by their places. An integer below 2^24, exact in any order."""
+    """Return the loss of the next token, and `examples`: the tokens weighted by their places.
+
+    That sum is an integer below 2^24, so it is exact in any order.
+    """
     tokens = batch["tokens"].astype(jnp.float32)
     rows, columns = jnp.indices(tokens.shape)
     loss_sum, weight, _ = next_token(model, batch, rng)
@@ -16,7 +19,7 @@ def loss(model, batch, rng):
 
 
 def call_all(step):
-    """Adds `called`, how many processes have called this after the same step. It waits for all of them."""
+    """Add `called`, how many processes have called this after the same step; it waits for all of them."""
     numbers = multihost_utils.process_allgather(jnp.int32(step.number)).reshape(-1)
     step.add(called=sum(int(number) == step.number for number in numbers))
 

@@ -1,4 +1,4 @@
-"""One process and two, one mesh and another: the same examples in the same order, and the same losses to rounding."""
+"""Test one process and two, and two meshes: the same examples in the same order, and losses equal to rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshkit.weights.files import open_folder
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-# With this eps an AdamW step is linear in a gradient, so that a rounding of one stays a rounding.
+# With this eps an AdamW step is linear in a gradient, so the rounding of a gradient stays small.
 SETS = [
     'cluster={gpu="cpu", hosts=2, gpus_per_host=4, scale_up="shared_memory"}',
     *("model.layers=2", "model.embed=32", "model.mlp=64", "model.heads=4", "model.kv_heads=4", "model.head_dim=8"),
@@ -34,8 +34,8 @@ SETS = [
 FOUR_BY_TWO = ["mesh.data={nvlink=2, infiniband=2}", "mesh.tensor=2"]
 TWO_BY_FOUR = ["mesh.data={infiniband=2}", "mesh.tensor=4"]
 EIGHT = ["mesh.data={nvlink=4, infiniband=2}", "mesh.tensor=1"]
-# A loss is the mean of 256 sums over 256 logits, each behind 2 layers of 7 matmuls and the head, in fp32; sums in
-# another order err by the root of their length (at most 256 terms), one after the other like a random walk.
+# A loss is the mean of 256 sums over 256 logits, each behind 2 layers of 7 matmuls and the head, in fp32. Sums in
+# another order differ by the root of their length (at most 256 terms), one after the other like a random walk.
 TOLERANCE = np.sqrt(15) * np.sqrt(256) * 2.0**-24
 
 
@@ -54,7 +54,7 @@ def gang(out, mesh):
 
 
 def continued(run, folder, resume, mesh):
-    """The run of another folder, resumed after its third step."""
+    """Return the folder of a copied run, resumed after its third step."""
     shutil.copytree(run, folder)
     shutil.rmtree(folder / "checkpoints" / "6")
     resume(folder, mesh)
@@ -70,7 +70,7 @@ def runs(tmp_path_factory):
 
 
 def saved_state(run, step):
-    """All arrays of a checkpoint as numpy's, as orbax reads them on machines that are not those that saved."""
+    """Return all arrays of a checkpoint as numpy's, as orbax reads them on other machines than those that saved."""
     at, handler = epath.Path(run / "checkpoints" / str(step) / "state"), ocp.PyTreeCheckpointHandler()
     tree = handler.metadata(at).tree
     item = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), tree)
@@ -79,7 +79,7 @@ def saved_state(run, step):
 
 
 def calls(run):
-    """Step -> how many processes have called the hook after it."""
+    """Return step -> how many processes have called the hook after it."""
     return {r["step"]: r["called"] for r in read_metrics(run / "metrics.jsonl") if "called" in r}
 
 
@@ -88,11 +88,11 @@ def compare(a, b):
     assert [r["step"] for r in first] == [r["step"] for r in second] == [1, 2, 3, 4, 5, 6]
     assert [r["examples"] for r in first] == [r["examples"] for r in second]
     np.testing.assert_allclose([r["loss"] for r in first], [r["loss"] for r in second], rtol=TOLERANCE)
-    assert first[-1]["loss"] < first[0]["loss"]  # it learns: the steps do something
+    assert first[-1]["loss"] < first[0]["loss"]  # The loss falls, so the steps do something.
 
 
 def test_a_step_that_two_processes_capture_is_read_while_they_train(runs):
-    """The first captured one of them: on a debug model reading takes more than the steps that are left are worth."""
+    """Only the first capture is read: on a debug model reading takes more than the steps that are left are worth."""
     (seconds,) = [r["straggler_cpu_s"] for r in read_metrics(runs / "two" / "metrics.jsonl") if "straggler_cpu_s" in r]
     assert seconds > 0
 

@@ -1,4 +1,4 @@
-"""Goodput of a real run that is killed twice: once among its steps, once before them."""
+"""Test goodput of a real run that is killed twice, once among its steps and once before them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_second_of_a_run_that_is_killed_twice(tmp_path):
     process.kill()
     process.communicate()
     process = train(out, environment)
-    wait_for(lambda: len(read_attempts(out)) == 2)  # which it is before it has a step
+    wait_for(lambda: len(read_attempts(out)) == 2)  # This is so before it has a step.
     process.kill()
     process.communicate()
     process = train(out, environment)
@@ -58,18 +58,18 @@ def test_every_second_of_a_run_that_is_killed_twice(tmp_path):
     assert process.returncode == 0
     found = read_goodput(out)
     assert told["goodput"] == found.to_dict()
-    assert told["compile_cached"]  # by the first attempt
+    assert told["compile_cached"]  # The first attempt compiled it.
     first, second, third = read_attempts(out)
     assert (first.outcome, second.outcome, third.outcome) == (None, None, "done")
     assert (first.resumed_step, second.resumed_step) == (0, None)
     assert third.resumed_step >= 4
     assert third.resumed_step % 4 == 0
     assert found.attempts == 3
-    # a record is a second old at most: it may not know of the step whose checkpoint was written before the end
+    # A record is a second old at most, so it may not know of the step whose checkpoint was written before the end.
     assert found.lost_steps == max(0, first.last_step - third.resumed_step)
     assert min(found.seconds.values()) >= 0
     assert math.fsum(found.seconds.values()) == found.wall_s
-    # our watch began before the first process, and stopped after the last: what is between is all counted
+    # Our watch began before the first process and stopped after the last, and all in between is counted.
     assert found.wall_s <= ended - began
     assert found.wall_s == pytest.approx(third.began + third.wall_s - first.began, abs=1e-5)
     for phase in ("start", "compile", "init", "restore", "data", "step", "evaluate", "save", "restart"):

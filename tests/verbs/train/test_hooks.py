@@ -1,4 +1,4 @@
-"""Functions that a training calls every so many steps: when, with what, and how they fail."""
+"""Test functions that a training calls every so many steps: when, with what, and how they fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETS = ["cluster=cpu8", "mesh.fsdp=8", "train.evaluate_every=0", "train.steps=7"
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Writes a module beside an experiment file; returns what trains with its hooks."""
+    """Return a function that writes a module beside an experiment file and returns a loader of the experiment."""
     file = tmp_path / "mine.toml"
     file.write_text(MLP)
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""A run folder as TensorBoard and XProf find their way in it, and a whole run whose sinks misbehave."""
+"""Test a run folder as TensorBoard and XProf search it, and a whole run whose sinks misbehave."""
 
 import json
 import time
@@ -34,7 +34,7 @@ steps = [3, 5]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder with two captured steps of a sum over eight devices."""
+    """Return a run folder with two captured steps of a sum over eight devices."""
     folder = tmp_path_factory.mktemp("run")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, PartitionSpec("data")))
@@ -47,7 +47,7 @@ def run(tmp_path_factory):
 
 
 def test_the_trace_lies_where_tensorboard_looks_for_it(run):
-    # XProf takes as a session each folder LOGDIR/**/plugins/profile/SESSION with HOST.xplane.pb files
+    # XProf takes each folder LOGDIR/**/plugins/profile/SESSION with HOST.xplane.pb files as a session.
     files = list(run.glob("**/plugins/profile/*/*.xplane.pb"))
     assert [f.relative_to(run).parts[:-1] for f in files] == [("trace", "plugins", "profile", "p0")]
 
@@ -81,9 +81,9 @@ def test_a_sink_that_hangs_does_not_hold_a_run_up(tmp_path, capsys):
     (tmp_path / "hanging_sink.py").write_text("import time\ndef write(record):\n    time.sleep(3600)\n")
     began = time.perf_counter()
     train(load(tmp_path / "x.toml"), tmp_path / "run", show_progress=False)
-    assert time.perf_counter() - began < 1800  # one record alone would take an hour
+    assert time.perf_counter() - began < 1800  # One record alone would take an hour.
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(1, 9))
     captured = [r for r in records if "exposed_s" in r]
-    assert [r["step"] for r in captured] == [3, 4]  # the last one has no end in the trace
+    assert [r["step"] for r in captured] == [3, 4]  # The last one has no end in the trace.
     assert all(0 <= r["overlapped_share"] <= 1 and r["bytes_nvlink"] > 0 for r in captured)

@@ -1,4 +1,4 @@
-"""The collectives of a compiled step between processes, in their order; programs that differ are refused."""
+"""Test the collectives of a compiled step between processes, in their order; programs that differ are refused."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,10 @@ SPEC = mk.MeshSpec.parse({"data": 2, "tensor": 4})
 
 @pytest.fixture(scope="module")
 def program():
-    """Over tensor an all-reduce of 8 x 1 fp32 a device; a callback; over data a gather of 4 x 1; over both the sum."""
+    """Return a program with an all-reduce over tensor, a callback, a gather over data and a sum over both.
+
+    A device reduces 8 x 1 fp32 over tensor and gathers 4 x 1 over data.
+    """
     mesh = mk.build_mesh(SPEC, CLUSTER)
 
     def body(x):
@@ -36,7 +39,7 @@ def program():
 
 
 def order_of(program, devices_each):
-    """As if each process drove so many devices of the mesh."""
+    """Return the order as if each process drove so many devices of the mesh."""
     devices = [SimpleNamespace(process_index=i // devices_each) for i in range(8)]
     driven = SimpleNamespace(devices=np.array(devices, object).reshape(2, 4))
     order = order_of_step(program, cast(jax.sharding.Mesh, driven), SPEC.placement(CLUSTER))
@@ -45,7 +48,7 @@ def order_of(program, devices_each):
 
 
 def test_four_processes_of_two_devices(program):
-    """Mesh [data 2, tensor 4]: a row of tensor is two processes; a column of data joins 0 with 2 and 1 with 3."""
+    """On mesh [data 2, tensor 4], a row of tensor is two processes; a column of data joins 0 with 2 and 1 with 3."""
     order = order_of(program, 2)
     assert [(c.collective, set(c.axes)) for c in order.collectives] == [
         ("all-reduce", {"tensor"}),
@@ -69,7 +72,7 @@ def test_what_stays_within_a_process_keeps_no_other_waiting(program):
 def said(order, *, without=()):
     rows = zip(order.signature, order.collectives)
     told = [[row, str(c)] for i, (row, c) in enumerate(rows) if i not in without]
-    assert json.loads(json.dumps(told)) == told  # what process 0 hears is as what it says itself
+    assert json.loads(json.dumps(told)) == told  # What process 0 hears equals what it says itself.
     return told
 
 
@@ -84,7 +87,7 @@ def test_programs_that_differ_arerefuse_differenced_with_the_collective_at_which
 
 
 def test_an_attempt_of_the_same_launch_takes_the_order_that_was_read_before(program, tmp_path, monkeypatch):
-    """Known by a line that only the file has; another launch, and another split of the devices, read their own."""
+    """A line that only the file has shows it; another launch, and another split of devices, read their own order."""
     devices = [SimpleNamespace(process_index=i // 2) for i in range(8)]
     driven = cast(jax.sharding.Mesh, SimpleNamespace(devices=np.array(devices, object).reshape(2, 4)))
     order = lambda: order_of_step(program, driven, SPEC.placement(CLUSTER), tmp_path)

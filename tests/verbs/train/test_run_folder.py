@@ -1,4 +1,4 @@
-"""A run folder loses nothing: bad numbers, bad files and changed recipes stop a run before they cost one."""
+"""Test that a run folder loses nothing: bad numbers, bad files and changed recipes stop a run before they cost one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_run_that_is_extended_is_told_which_learning_rates_change(tmp_path, sc
     said = f"the {schedule} now ends at step 6: step 5 has a learning rate of {rates[4]}, after {rates[3]} at step 4; "
     assert (said in told) == (schedule != "constant")
     assert ("and others from step 2 on" in told) == (schedule != "constant")
-    assert schedule == "constant" or float(rates[4]) > float(rates[3])  # the rate rises again
+    assert schedule == "constant" or float(rates[4]) > float(rates[3])  # The rate rises again.
 
 
 @pytest.mark.parametrize("content", [b"", b"not = = toml", b"\xff\xfe"])

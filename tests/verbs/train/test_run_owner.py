@@ -1,4 +1,4 @@
-"""Two jobs with one --out: the second is turned away and harms nothing; after a kill it goes on where the first was."""
+"""Test two jobs with one --out: the second is refused and harms nothing, and after a kill it continues the first."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SETS = ["cluster=cpu8", "mesh.fsdp=8", "checkpoint.every=5", "checkpoint.keep=3"
 
 
 def train(folder, steps):
-    """The words of the command; a step waits, so that the first job leaves the CPU to the others."""
+    """Return the words of the command; a step waits, so that the first job leaves the CPU to the others."""
     (folder / "slow.py").write_text("import time, meshkit\nhook = meshkit.Hook(lambda step: time.sleep(0.05))\n")
     shutil.copy(ROOT / "configs/experiments/mlp.toml", folder)
     sets = [*SETS, f"train.steps={steps}", 'train.hooks=["slow:hook"]']
@@ -46,7 +46,7 @@ def test_the_second_job_on_a_folder_is_turned_away_and_a_killed_one_is_taken_ove
         said = capsys.readouterr().err
         assert f"another job has this run folder: process {first.pid} on host" in said
         assert "Traceback" not in said
-        os.kill(first.pid, signal.SIGSTOP)  # in the middle of whatever it writes
+        os.kill(first.pid, signal.SIGSTOP)  # The process stops in the middle of whatever it writes.
         reached = whole_steps(out / "checkpoints")[0]
     finally:
         first.kill()

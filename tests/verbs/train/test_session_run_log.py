@@ -1,4 +1,4 @@
-"""What a run says of its steps: captured ones get what was measured; nothing that fails reaches training."""
+"""Test what a run says of its steps: captured ones get what was measured, and no failure reaches training."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def test_captured_steps_get_their_numbers_while_training_goes_on(log, report, tm
     for step in (1, 2, 3):
         log.write({"step": step, "loss": 1.0})
     log.measure_capture()
-    log.write({"step": 4, "loss": 1.0})  # does not wait
+    log.write({"step": 4, "loss": 1.0})  # Writing does not wait.
     release.set()
     log.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -105,7 +105,7 @@ def test_a_full_disk_is_said_once(log, monkeypatch):
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(session.jax, "process_index", lambda: 1)
-    unopened = SimpleNamespace()  # neither a function nor a type of writer
+    unopened = SimpleNamespace()  # These are neither a function nor a type of writer.
     log = RunLog(SinkCode(unopened, unopened), tmp_path, 0, print)
     log.write({"step": 1})
     log.measure_capture()

@@ -1,4 +1,4 @@
-"""A signal before the first step ends a run at once; from then on it waits for the end of a step."""
+"""Test that a signal before the first step ends a run at once, and that later it waits for the end of a step."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.releases import without_jaxlibs_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 GANG = {"MESHKIT_COORDINATOR": "127.0.0.1:1", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_PROCESS_ID": "1"}
-# A C call that no signal interrupts, as a compilation is: a mutex that is locked a second time.
+# No signal interrupts this C call, which locks a mutex a second time, just as none interrupts a compilation.
 BUSY = """
     import ctypes, sys
     from pathlib import Path

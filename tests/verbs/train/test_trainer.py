@@ -1,4 +1,4 @@
-"""Training end to end on a tiny Llama: learning, resuming, signals, and what a run folder holds."""
+"""Test training end to end on a tiny Llama: learning, resuming, signals, and the contents of a run folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(corpus, out, *overrides, **options):
 
 @pytest.fixture
 def traced_once(monkeypatch):
-    """A second trace of the step or of the evaluation, which is a silent recompile, is an error."""
+    """Make a second trace of the step or of the evaluation, which is a silent recompile, an error."""
     chex.clear_trace_counter()
     for name in ("train", "evaluate"):
         traced = chex.assert_max_traces(getattr(train_step.StepFunctions, name), 1)
@@ -53,7 +53,7 @@ def losses(out) -> list[float]:
 
 @pytest.mark.parametrize("precision", [[], ['train.precision="fp8"', 'train.fp8_scaling="delayed"']])
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_path, precision):
-    """With dropout, whose masks go by the number of the step; delayed scales go by the steps before."""
+    """Dropout draws masks by the number of the step, and delayed scales depend on the steps before."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     every = ["checkpoint.every=3", *precision]
     whole = run(corpus, straight, "train.steps=7", *every)
@@ -64,7 +64,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_pat
     assert (result.step, result.loss) == (7, whole.loss)
     assert whole.loss < losses(straight)[0]
 
-    again = run(corpus, resumed, "train.steps=7", *every)  # nothing left to do
+    again = run(corpus, resumed, "train.steps=7", *every)  # Nothing is left to do.
     assert (again.step, again.resumed_step, again.loss) == (7, 7, whole.loss)
     assert len(losses(resumed)) == 7
 
@@ -74,14 +74,14 @@ def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path, traced_once
     result = run(corpus, out, "train.steps=4", "train.evaluate_every=2", "profile.steps=[2,3]")
     assert load(out / "experiment.toml").train.steps == 4
     records = read_metrics(out / "metrics.jsonl")
-    for record in records:  # the counters that need no trace: where a step's time went on the host
+    for record in records:  # These counters need no trace: they say where a step's time went on the host.
         parts = (record["data_wait_s"], record["device_wait_s"], record["host_s"])
         assert min(parts) >= 0
         assert record["device_wait_s"] <= record["step_time_s"]
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert {"loss", "step_time_s", "tokens_per_s", "mfu", "grad_norm", "learning_rate", "weight"} <= set(records[0])
     assert records[0]["weight"] == 8 * 32
-    assert records[0]["mfu"] is None  # a virtual CPU device has no peak
+    assert records[0]["mfu"] is None  # A virtual CPU device has no peak.
     assert [r["step"] for r in records if "evaluation_loss" in r] == [2, 4]
     assert result.evaluation_loss == records[-1]["evaluation_loss"]
     assert (out / "trace" / "capture-p0.json").is_file()
@@ -137,7 +137,7 @@ def test_a_folder_of_another_model_is_refused(corpus, tmp_path):
 
 
 class _Lost:
-    """Of a step that failed on the device: as jax has it, who reads it hears why."""
+    """An array of a step that failed on the device: whoever reads it hears why, as jax has it."""
 
     def is_ready(self):
         return True

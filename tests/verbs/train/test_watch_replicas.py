@@ -1,4 +1,4 @@
-"""The replica check: finds any flipped bit, says whose, and says nothing of a clean run."""
+"""Test the replica check: it finds any flipped bit, says whose it is, and says nothing of a clean run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def mesh():
 
 
 def state_on(mesh):
-    """Whole on all, cut over fsdp with four copies of each part, cut over everything."""
+    """Return arrays that are whole, sharded over fsdp with four copies of each part, and sharded over everything."""
     specs = {"whole": PartitionSpec(), "part": PartitionSpec("fsdp"), "single": PartitionSpec(("data", "fsdp"))}
     values = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
     return {name: jax.device_put(values, NamedSharding(mesh, spec)) for name, spec in specs.items()}
 
 
 def corrupt(array, *devices):
-    """The array with one bit flipped in the copy that each of these devices holds."""
+    """Return the array with one bit flipped in the copy that each of these devices holds."""
     copies = []
     for shard in array.addressable_shards:
         value = np.array(shard.data)
@@ -63,7 +63,7 @@ def test_every_flip_of_one_bit_changes_the_hash(dtype):
 def test_the_hash_tells_swapped_elements_apart_and_is_the_same_everywhere():
     assert hash_bits(jnp.array([1.0, 2.0])) != hash_bits(jnp.array([2.0, 1.0]))
 
-    def mix(x):  # plain Python integers: what any platform must come to
+    def mix(x):  # Any platform must come to the result of these plain Python integers.
         x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
         x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
         return x ^ (x >> 16)
@@ -76,7 +76,7 @@ def test_the_hash_tells_swapped_elements_apart_and_is_the_same_everywhere():
 def test_clean_replicas_pass(mesh):
     state = state_on(mesh)
     check = ReplicaCheck(mesh, state)
-    assert check.paths == ["part", "whole"]  # an array cut over every axis has no second copy
+    assert check.paths == ["part", "whole"]  # An array sharded over every axis has no second copy.
     check.check(state, 1)
 
 
@@ -121,7 +121,7 @@ def test_the_check_moves_eight_bytes_an_array(mesh):
     assert text
     moved = [line for line in text.splitlines() if " all-reduce(" in line or " all-gather(" in line]
     assert all("[10]" in line for line in moved), moved
-    assert len(moved) == 3  # min, max, and the verdict
+    assert len(moved) == 3  # They are min, max, and the verdict.
 
 
 @pytest.mark.parametrize("words", [[], ["train.replica_check_every=1"]], ids=["default", "every step"])
@@ -154,4 +154,4 @@ def test_zero_compares_nothing(tmp_path, monkeypatch):
 
 
 def test_the_share_of_the_state_that_has_replicas(mesh):
-    assert ReplicaCheck(mesh, state_on(mesh)).share == 2 / 3  # all but what is cut over everything
+    assert ReplicaCheck(mesh, state_on(mesh)).share == 2 / 3  # All but what is sharded over everything has replicas.

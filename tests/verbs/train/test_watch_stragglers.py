@@ -1,4 +1,4 @@
-"""Stragglers of a running job: judged by what each process does itself, and told in a gang of two."""
+"""Test stragglers of a running job: they are judged by what each process does itself, and named in a gang of two."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STEP = {"data_wait_s": 1e-3, "host_s": 2e-3, "step_time_s": 0.1, "host": "n0", "
         ({"host_s": 2.2e-2, "data_wait_s": 0.0}, "on its host, outside of the step: they wait 19.0 % of each step"),
         ({"data_wait_s": 1e-2, "clock_mhz": 1410}, "of each step; its GPU at 1,410 MHz, the others at 1,755"),
         ({"clock_mhz": 1410}, "process 2 on n0 may keep the others waiting: its GPU at 1,410 MHz, the others at 1,755"),
-        ({"data_wait_s": 5e-3}, None),  # 4 %
-        ({"step_time_s": 0.2}, None),  # all take equally long, in truth
+        ({"data_wait_s": 5e-3}, None),  # The wait is 4 %.
+        ({"step_time_s": 0.2}, None),  # All take equally long, in truth.
         ({"clock_mhz": None}, None),
         ({"clock_mhz": 1700}, None),
     ],
@@ -137,22 +137,22 @@ def test_a_gang_names_the_process_that_is_late(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "out" / "logs" / "attempt0" / "rank0.log").read_text()
-    # by the captured step once, and not by the data, which cost less
+    # The captured step names it once, and not the data, which cost less.
     (warning,) = [line for line in log.splitlines() if line.startswith("warning: ")]
     assert re.search(r"process 1 on \S+ makes 1 other wait \d+\.\d % of the step, computing", warning)
     news = dict(ast.literal_eval(log.split("news ")[1].splitlines()[0]))
     assert [number for number, new in news.items() if "straggler_cpu_s" in new] == [2, 4, 6, 8, 10, 12, 14, 16, 17]
-    # late in two captures in a row: in those of steps 10 (5th) and 12 it is process 1
+    # It is late in two captures in a row: in those of steps 10 (5th) and 12 it is process 1.
     assert [number for number, new in news.items() if "straggler" in new] == [12, 14, 16, 17]
     assert news[17]["straggler_share"] == pytest.approx(0.1)
     assert news[16]["straggler"] == 1
     assert 0.3 < news[16]["straggler_share"] < 1
-    # each process has one device, so what is said of the process is true of its device
+    # Each process has one device, so what is said of the process is true of its device.
     captured, device = log.split("captured ")[1].splitlines()[0].rsplit(" ", 1)
     captured = ast.literal_eval(captured)
     assert (captured["captured_step"], captured["late_device"]) == (16, int(device))
     assert captured["late_share"] == pytest.approx(news[16]["straggler_share"])
-    assert captured["late_share"] < 2 * captured["exposed_share"]  # a mean over both, of which one waits
+    assert captured["late_share"] < 2 * captured["exposed_share"]  # This is a mean over both, of which one waits.
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def captures(monkeypatch):
 
 
 def tables(shares, cpu_s=0.0, step=100):
-    """What four processes say, and what their tables say of who is late; process 2's GPU is slow."""
+    """Return what four processes say, and what their tables say of who is late; process 2's GPU is slow."""
     said = [{"host": f"n{p}", "clock_mhz": 1410 if p == 2 else 1755, "cpu_s": cpu_s, "step": step} for p in range(4)]
     late = [{"process": p, "share": s, "of_all": s / sum(shares.values()), "others": 3, "longer": 0.12 * (p == 2)}
             for p, s in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
@@ -181,9 +181,9 @@ WAIT, SLOW = "makes 3 others wait 8.0 % of the step", "its GPU at 1,410 MHz, the
     [
         ({2: 0.08}, {2: 0.08, 1: 0.01}, f"process 2 on n2 {WAIT}, computing 12.0 % longer than the median, {SLOW}"),
         ({1: 0.08}, {1: 0.08, 0: 0.02}, f"process 1 on n1 {WAIT}"),
-        ({1: 0.08}, {2: 0.08}, None),  # now one, now the other
-        ({1: 0.04}, {1: 0.04}, None),  # too little
-        ({0: 0.08, 1: 0.09, 3: 0.08}, {0: 0.08, 1: 0.09, 3: 0.08}, None),  # everybody waits for everybody
+        ({1: 0.08}, {2: 0.08}, None),  # The late process changes.
+        ({1: 0.04}, {1: 0.04}, None),  # This is too little.
+        ({0: 0.08, 1: 0.09, 3: 0.08}, {0: 0.08, 1: 0.09, 3: 0.08}, None),  # Everybody waits for everybody.
         ({}, {}, None),
     ],
 )
@@ -200,10 +200,10 @@ def test_captures_name_who_is_late_twice_in_a_row(captures, monkeypatch, first, 
 @pytest.mark.parametrize(
     ("cpu_s", "now", "following"),
     [
-        (0.05, 100, 200),  # with another like it: 0.1 s by step 200, 0.22 s by 400, 1.2 s by 1600
+        (0.05, 100, 200),  # With another like it, captures take 0.1 s by step 200, 0.22 s by 400, and 1.2 s by 1600.
         (0.11, 100, 400),
         (0.6, 100, 1600),
-        (0.05, 180, 300),  # 80 steps ran until all had answered: as long again, and the answer is with all
+        (0.05, 180, 300),  # 80 steps ran until all had answered; after as many again, all have the answer.
     ],
 )
 def test_captures_become_rarer_until_they_take_a_millisecond_a_step(captures, monkeypatch, cpu_s, now, following):
@@ -218,9 +218,9 @@ def test_captures_become_rarer_until_they_take_a_millisecond_a_step(captures, mo
 @pytest.mark.parametrize(
     ("lost_s", "each_s", "following"),
     [
-        (0.0446, 0.206, 200),  # as on an H100: with another like it 0.2 % of the steps' time by step 200
-        (0.0446, 0.005, 3200),  # 89 ms of 16 s: where steps are short the profiler's start weighs more
-        (0.0, 0.0, 200),  # nothing was read
+        (0.0446, 0.206, 200),  # As on an H100, with another like it this is 0.2 % of the steps' time by step 200.
+        (0.0446, 0.005, 3200),  # This is 89 ms of 16 s: where steps are short, the profiler's start weighs more.
+        (0.0, 0.0, 200),  # Nothing was read.
     ],
 )
 def test_captures_become_rarer_until_they_add_a_hundredth_to_the_steps(
