@@ -83,9 +83,8 @@ def test_the_wheel_alone_writes_explains_and_plans(run):
     assert not list(run.empty.rglob("models/moe.py"))  # Only what the model imports is copied.
     own = run.empty / "own" / "models" / "llama.py"
     own.write_text(own.read_text().replace('"embed": c.embed}', '"mine": c.embed}'))
-    assert (
-        '"mine"' in run("-m", "meshkit", "explain", "own/b.toml", "--no-compile", "--json").stdout
-    )  # The shipped model is not used.
+    # The copied model is used, not the shipped one.
+    assert '"mine"' in run("-m", "meshkit", "explain", "own/b.toml", "--no-compile", "--json").stdout
     header = (run.empty / "a.toml").read_text().splitlines()[1:3]
     assert all("a.toml" in line for line in header)
     assert "plan a.toml --set cluster=dgx_h100" in header[1]

@@ -152,9 +152,8 @@ def test_the_pure_step_computes_what_the_nnx_step_does_in_place():
     model, optimizer = make()
     pure, (donated, kept) = over_arrays(train_step, (model, optimizer, x))
     copies = jax.tree.map(jnp.copy, donated)
-    assert [leaf.shape for leaf in kept.values()] == [
-        x.shape
-    ]  # the model and the optimizer are donated, the batch is not
+    # The model and the optimizer are donated, but the batch is not.
+    assert [leaf.shape for leaf in kept.values()] == [x.shape]
     (loss,), changed = pure(copies, kept)
     assert loss == train_step(model, optimizer, x)
     for mine, theirs in zip(changed.values(), jax.tree.leaves(nnx.state([model, optimizer])), strict=True):

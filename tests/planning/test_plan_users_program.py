@@ -168,10 +168,11 @@ def test_the_axes_that_may_have_a_size_and_the_options_to_try_are_the_users(file
     vary = ["--vary", "program.options.layers=[4, 2]", "--axes", "fsdp", "--candidates", "3"]
     assert cli.main(["tune", str(file), *vary, "--jobs", "1", "--out", str(tmp_path / "t"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    # These are its mesh, and fsdp of 16 in two orders, with two, three or four layers.
     assert (found["space"], found["compiled"]) == (
         6,
         3,
-    )  # These are its mesh, and fsdp of 16 in two orders, with two, three or four layers.
+    )
     assert {"program.options.layers=4"} in [set(outcome["settings"]) for outcome in found["outcomes"]]
 
 

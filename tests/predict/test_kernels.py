@@ -88,11 +88,12 @@ def test_half_the_matmul_rate_is_twice_the_time_of_what_is_bound_by_it(tmp_path)
         (Rates(attention_flops_per_s={"forward": 1e14}), Cost(attention_flops=1e12), 0.01),
         (Rates(attention_flops_per_s={"backward": 1e14}), Cost(attention_flops=1e12, attention_backward=True), 0.01),
         (Rates(memory_bytes_per_s=1e12), Cost(bytes_accessed=1e9), 1e-3),
+        # A rate never exceeds the peak.
         (
             Rates(matmul_flops_per_s={"bf16": 1e20}),
             Cost({"bf16": 1e12}),
             1e12 / H100.peak_flops["bf16"],
-        ),  # A rate never exceeds the peak.
+        ),
         (Rates(memory_bytes_per_s=1e20), Cost(bytes_accessed=1e9), 1e9 / H100.memory_bytes_per_s),
     ],
 )
@@ -300,9 +301,8 @@ def test_tensor_cores_that_rest_are_faster_when_they_work():
     """
     attention_share = 0.72 * (0.79 * 0.082 + 0.65 * 0.126)  # The shares are weighed by power.
     assert step_gain(full_clock(H100, "bf16"), 1.0) == 1.0
-    assert step_gain(full_clock(H100, "bf16"), 0.564 + attention_share) == pytest.approx(
-        356.3 / 310.8, rel=0.002
-    )  # The constant comes from this measurement.
+    # The constant comes from this measurement.
+    assert step_gain(full_clock(H100, "bf16"), 0.564 + attention_share) == pytest.approx(356.3 / 310.8, rel=0.002)
     assert step_gain(full_clock(H100, "fp8"), 0.375 + attention_share) == pytest.approx(1.271, rel=0.02)
     assert step_gain(full_clock(H100, "bf16"), 0.0) == pytest.approx(H100.achieved["burst"] / H100.achieved["matmul"])
     assert step_gain(full_clock(catalog.gpu("a100_80gb"), "bf16"), 0.5) == 1.0  # There is no clock to gain.

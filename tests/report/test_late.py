@@ -90,10 +90,11 @@ def test_the_planted_cause_is_named_in_at_least_38_of_40_and_hardware_never_wher
         (None, planted.Plant()),
         ("memory", planted.Plant(memory={2: 1.5})),
         ("clock", planted.Plant(clock={2: 1.08}, memory={2: 1.08})),
+        # The GPU is throttled in every other step.
         (
             "clock",
             planted.Plant(warm={(number, 2): 1.12 for number in range(1, 9, 2)}),
-        ),  # The GPU is throttled in every other step.
+        ),
     ],
 )
 def test_hardware_is_named_where_kernels_of_one_bound_are_slower_alike(cause, plant, tmp_path):

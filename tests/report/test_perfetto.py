@@ -50,9 +50,8 @@ def test_events_of_a_thread_do_not_overlap(document):
         by_thread[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for spans in by_thread.values():
         spans.sort()
-        assert all(
-            end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans)
-        )  # The tolerance is a thousandth of a ns.
+        # The tolerance is a thousandth of a ns.
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_tracks_and_annotations(document):

@@ -71,10 +71,11 @@ def test_a_foreign_linen_model_is_constrained_and_computes_the_same(mesh, theirs
         cut = jax.jit(jax.value_and_grad(in_scope(mesh, loss)))(variables, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), cut, whole)
     assert [(a.logical_axes, a.spec) for a in record] == [
+        # fsdp is taken: a mesh axis shards one dim, the first that asks for it.
         (
             ("batch", "embed"),
             (("data", "fsdp"), ()),
-        ),  # fsdp is taken: a mesh axis shards one dim, the first that asks for it.
+        ),
         (("batch", "hidden"), (("data", "fsdp"), ("tensor",))),
         (("batch", "embed"), (("data", "fsdp"), ())),
     ]

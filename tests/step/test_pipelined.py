@@ -62,9 +62,8 @@ def test_a_checkpoint_knows_nothing_of_stages(tmp_path):
     assert staged.arrangement is not None
     state = staged.arrangement.from_saved(saved)
     chunks = np.asarray(state.params["layers"]["mlp"]["down"]["kernel"])
-    assert (
-        chunks.shape[0] == 8
-    )  # Chunks 0 and 2 are on the first stage, 1 and 3 on the second, and the last chunk has one place empty.
+    # Chunks 0 and 2 are on the first stage, 1 and 3 on the second, and the last chunk has one place empty.
+    assert chunks.shape[0] == 8
     natural = np.asarray(saved.params["layers"]["mlp"]["down"]["kernel"])
     np.testing.assert_array_equal(chunks[:7], natural[[0, 1, 4, 5, 2, 3, 6]])
     assert not chunks[7].any()

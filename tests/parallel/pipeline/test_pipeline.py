@@ -84,10 +84,11 @@ def test_metrics_come_with_the_loss():
     call = lambda p, b: pipeline(stage, loss, p, b, first_fn=first_fn, mesh=mesh, has_metrics=True)
     (value, metrics), _ = jax.jit(call)(params, batch)
     assert float(value) == pytest.approx(float(plain(params, batch)), rel=1e-6)
+    # Metrics are summed over stages and averaged over microbatches.
     assert jax.device_get(metrics) == {
         "stages_passed": 2.0,
         "microbatch": 1.5,
-    }  # Metrics are summed over stages and averaged over microbatches.
+    }
 
 
 def test_garbage_of_the_bubble_does_no_harm():
