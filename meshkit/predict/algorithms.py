@@ -107,11 +107,11 @@ def _taken(collective: str, choices: Sequence[Expected], payload: float, links: 
     least = min(estimates)
     pick = choices[estimates.index(least)]
     if links.k == 1 or pick.name == "nvls tree":
-        return _priced(collective, pick, payload, links)
+        return priced(collective, pick, payload, links)
     best, best_s, most = None, math.inf, model_constant("tie") * least
     for choice, estimate in zip(choices, estimates, strict=True):
         if estimate <= most and choice.name != "nvls tree":
-            found = _priced(collective, choice, payload, links)
+            found = priced(collective, choice, payload, links)
             if (seconds := found.time_s) < best_s:
                 best, best_s = found, seconds
     assert best is not None  # The tuner's choice is among them.
@@ -182,7 +182,7 @@ def channels_of(name: str, collective: str, payload: float, links: Links) -> int
     return min(most, each * peers)
 
 
-def _priced(collective: str, choice: Expected, payload: float, links: Links) -> Algorithm:
+def priced(collective: str, choice: Expected, payload: float, links: Links) -> Algorithm:
     if choice.name == "nvls":
         return _nvls(payload, links)
     if choice.name == "nvls tree":

@@ -28,7 +28,7 @@ LARGEST = 1e40  # larger than any quantity of a run
 _LONGEST_LINE, _LONGEST_INTEGER, _LARGEST_BYTES = 2**20, 18, 2**30
 TENSORBOARD_FOLDER = "tensorboard"
 Record = dict[str, Any]
-_CAPACITY = 1024  # records, which are some minutes of steps
+CAPACITY = 1024  # records, which are some minutes of steps
 
 
 class MetricsLog:
@@ -170,7 +170,7 @@ class Sink:
         finish: Callable[[], Any] | None = None,
     ):
         self.name, self._write, self._finish, self._say = name, write, finish, say
-        self._queue: queue.Queue[Record | None] = queue.Queue(_CAPACITY)
+        self._queue: queue.Queue[Record | None] = queue.Queue(CAPACITY)
         self._warned = False
         self.failed = self.dropped = 0
         self._thread = threading.Thread(target=self._run, name=f"meshkit-{name}", daemon=True)

@@ -52,7 +52,7 @@ MOST_UNMAPPED = 0.02  # With a larger share of communication without instruction
 _OUTLIER = 1.5  # An outlier takes longer than this multiple of the median step.
 _WARM_UP = 0.02  # A warm-up step is longer than every later usual step by at least this share of the median step.
 _MOST_APART = 3.0  # If step times differ by a larger factor, the steps are not of one kind.
-_KEPT_SPANS = 4_000_000  # Limit on the spans of all steps that are kept for drawing: 100 MB.
+KEPT_SPANS = 4_000_000  # Limit on the spans of all steps that are kept for drawing: 100 MB.
 _NO_SPANS = np.zeros((0, 2))
 _NO_INDEX = np.zeros(0, np.int32)
 Apart = Literal["warm-up", "outlier", "not chosen"]
@@ -230,7 +230,7 @@ def read_trace(
     # If files have no process numbers of their own, each file is a process with its own clock.
     if len({file.process for file in files}) < len(files):
         files = [replace(file, process=i) for i, file in enumerate(files)]
-    reader = _Reader(program, rows, num_steps, _KEPT_SPANS)
+    reader = _Reader(program, rows, num_steps, KEPT_SPANS)
     errors: list[TraceError] = []
     for file in files:
         try:

@@ -148,7 +148,7 @@ def test_a_forced_algorithm_is_priced_as_itself(sweep, tmp_path):
     predicted = dict(zip(algos, (float(row["predicted_us"]) for row in found), strict=True))
     cluster = Cluster.load("dgx_h100")
     links = find_links(cluster, 8, 1)
-    priced = [algorithms._priced("all-reduce", e, 2**24, links) for e in algorithms.expected("all-reduce", links)]
+    priced = [algorithms.priced("all-reduce", e, 2**24, links) for e in algorithms.expected("all-reduce", links)]
     of = {p.name: p.time_s * 1e6 for p in priced}
     assert predicted["default"] == predicted["NVLS"] == pytest.approx(of["nvls"], abs=1e-3)
     assert predicted["Ring"] == predicted["Ring, NVLS off"] > predicted["default"]

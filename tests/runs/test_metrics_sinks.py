@@ -58,7 +58,7 @@ def test_what_a_sink_raises_is_said_once(error):
 
 
 def test_a_sink_that_hangs_costs_nothing(monkeypatch):
-    monkeypatch.setattr("meshkit.runs.metrics._CAPACITY", 4)
+    monkeypatch.setattr("meshkit.runs.metrics.CAPACITY", 4)
     release, said = threading.Event(), []
     sink = Sink("mine", lambda record: release.wait(60), said.append)
     began = time.perf_counter()

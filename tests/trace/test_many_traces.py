@@ -52,7 +52,7 @@ def test_many_processes_are_one_measurement(tmp_path, processes):
 
 
 def test_memory_is_that_of_one_file_and_of_what_is_kept(monkeypatch, paths, tmp_path):
-    monkeypatch.setattr("meshkit.trace.reader._KEPT_SPANS", 10 * KERNELS)
+    monkeypatch.setattr("meshkit.trace.reader.KEPT_SPANS", 10 * KERNELS)
 
     def peak(processes, of):
         tracemalloc.start()

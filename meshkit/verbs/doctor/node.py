@@ -60,8 +60,8 @@ _COSTLY_MEMORY = (
     ("XLA_PYTHON_CLIENT_ALLOCATOR", ("platform",), " asks the driver for every buffer, which is very slow."),
     ("TF_FORCE_UNIFIED_MEMORY", ("1",), " lets GPU memory spill into the host's, at its bandwidth."),
 )
-_INTERFACES = Path("/sys/class/net")
-_SHM = Path("/dev/shm")
+INTERFACES = Path("/sys/class/net")
+SHM = Path("/dev/shm")
 _XLA_TIMEOUT_S = 60
 CHILD = "meshkit.verbs.doctor.child"
 
@@ -199,8 +199,8 @@ def check_limits(*, has_gpus: bool) -> list[Result]:
             checked.
     """
     found = []
-    if _SHM.is_dir():
-        size = shutil.disk_usage(_SHM).total
+    if SHM.is_dir():
+        size = shutil.disk_usage(SHM).total
         if size <= _SMALL_SHM_BYTES:
             hint = "docker run --shm-size=16g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
             found.append(
@@ -399,7 +399,7 @@ def _sockets(env: Mapping[str, str]) -> list[Result]:
     if not wanted:
         return []
     try:
-        there = sorted(p.name for p in _INTERFACES.iterdir())
+        there = sorted(p.name for p in INTERFACES.iterdir())
     except OSError:
         return []
     mode, names = (wanted[0], wanted[1:]) if wanted[0] in "=^" else ("", wanted)

@@ -60,7 +60,7 @@ def wrong(results):
     ],
 )
 def test_variables(monkeypatch, tmp_path, env, check, status, says):
-    monkeypatch.setattr(machine, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(machine, "INTERFACES", tmp_path)
     for name in ("eth0", "lo"):
         (tmp_path / name).mkdir()
     found = wrong(check_variables(env, memory_fraction=0.92))
@@ -80,7 +80,7 @@ def test_variables(monkeypatch, tmp_path, env, check, status, says):
     ],
 )
 def test_variables_that_are_fine(monkeypatch, tmp_path, env):
-    monkeypatch.setattr(machine, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(machine, "INTERFACES", tmp_path)
     for name in ("eth0", "lo"):
         (tmp_path / name).mkdir()
     assert wrong(check_variables(env, memory_fraction=0.92)) == {}
@@ -103,7 +103,7 @@ def test_gpus_that_the_cluster_has_and_the_machine_has_not():
 
 @pytest.mark.parametrize(("size", "status"), [(64 << 20, "error"), (512 << 20, "warning"), (16 << 30, "ok")])
 def test_shared_memory(monkeypatch, tmp_path, size, status):
-    monkeypatch.setattr(machine, "_SHM", tmp_path)
+    monkeypatch.setattr(machine, "SHM", tmp_path)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("U", (), {"total": size, "free": size})())
     (found,) = [r for r in check_limits(has_gpus=False) if r.check == "shared_memory"]
     assert found.status == status
