@@ -6,18 +6,19 @@ micro-batches or checkpoints, and no scale is stale after a resume or a jump of 
 over each tensor and, where the tensor is cut over the mesh, an all-reduce of one number.
 
 With *delayed* scaling the scale comes from the largest absolute values of the previous steps (Micikevicius et al.,
-2022), so a tensor is cast while it is computed. Larger numbers are clipped, and an infinity shows one step late. A
-history is a variable whose gradient is its next value, as in flax. Micro-batches and replicas take the maximum of their
-histories. A history of zeros, as at the start, gives a scale of one.
+2022), so a tensor is cast while it is computed. Numbers above that maximum are clipped to it. So is an infinity, which
+makes the tensor NaN only from the next step on. A history is a variable whose gradient is its next value, as in flax.
+Micro-batches and replicas take the maximum of their histories. A history of zeros, as at the start, gives a scale of
+one.
 
 Hopper's tensor cores keep 14 bits of a sum, which is enough in the forward pass. In the backward pass, where gradients
 of weights sum over all tokens, partial sums are promoted to fp32, as in flax, Transformer Engine and torchao
-(DeepSeek-V3, 2412.19437, 3.3.2, has the errors). Hopper needs up to 10 % longer for these matmuls. Blackwell sums in
-fp32 anyway.
+(section 3.3.2 of DeepSeek-V3, 2412.19437, measures the error of 14-bit sums). Hopper needs up to 10 % longer for these
+matmuls. Blackwell sums in fp32 anyway.
 
-These parts do not use fp8, and Peng et al., 2023, and Micikevicius et al., 2022, leave out the same: the embedding's
-look-up has no matmul. Norms, rotary positions and attention scores need more than three bits of mantissa. The output
-head stays in bf16, since its rounding errors enter the loss undamped.
+Some parts stay out of fp8, as in Peng et al., 2023, and Micikevicius et al., 2022. The embedding's look-up has no
+matmul. Norms, rotary positions and attention scores need more than three bits of mantissa. The output head stays in
+bf16, since its rounding errors enter the loss undamped.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Layouts:
         inputs: layout of the input as it arrives, and of the input's gradient.
         multiplied: layout of the input in the matmul; the move from `inputs` to this layout is in fp8.
         outputs: layout of the outputs.
-        gradients: layout of the outputs' gradients in the matmul, where the partitioner does not find it by itself.
+        gradients: layout of the outputs' gradients in the matmuls of `models.mxfp8`, which the partitioner does not
+            find by itself; fp8 and NVFP4 ignore it.
     """
 
     inputs: Layout = lambda x: x
@@ -94,7 +96,9 @@ def project_each(
     layouts: Layouts = AS_THEY_COME,
     histories: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
-    """Contract x with each kernel over the kernel's first `contracted` dims; gradients have the dtype of their kernel.
+    """Return the products of x with each kernel, summed over the kernel's first `contracted` dims.
+
+    The gradient of a kernel has the kernel's dtype, and that of x has the dtype of x.
 
     All kernels share one scale, and all gradients of their outputs share another, as if the kernels were one. So the
     gradients of x add up before they are scaled, and are reduced over the mesh once.
@@ -103,7 +107,7 @@ def project_each(
     them, the all-gather moves fp8. The input is also kept for the backward pass in fp8.
 
     Args:
-        histories: histories of delayed scaling, one for each kernel and all alike; none for current scaling.
+        histories: histories of delayed scaling, one for each kernel, all with equal values; empty for current scaling.
     """
     frozen = [lax.stop_gradient(kernel) for kernel in kernels]
     amax = _amax(*frozen)
@@ -136,7 +140,7 @@ def _project_backward(contracted, out_dtype, layouts, residuals, gradients):
     amax = _amax(*gradients)
     gradients = [_quantize(g, BACKWARD, _past(amax, histories, GRADIENT)) for g in gradients]
     newest = jnp.stack([*amaxes, amax])[None]
-    newest = jnp.where(newest <= _SMALLEST, 0.0, newest)  # of a tensor of zeros, which says nothing of the next one
+    newest = jnp.where(newest <= _SMALLEST, 0.0, newest)  # a tensor of zeros says nothing about the next step's tensor
     products = []
     for g, kernel in zip(gradients, kernels):
         rank, outputs = g.values.ndim, kernel.values.ndim - contracted
@@ -167,7 +171,7 @@ def _past(amax: jax.Array, histories: Sequence[jax.Array], column: int) -> jax.A
 
 
 def _quantize(x: jax.Array, dtype, amax: jax.Array) -> Scaled:
-    """x in fp8 under a scale that puts `amax` on fp8's largest number; 0 has the scale one."""
+    """Return x in fp8, with a scale that maps `amax` to fp8's largest number; if `amax` is 0, the scale is one."""
     scale = fp8_ops.compute_scale(amax, jnp.float32(1), fp8_ops.get_fp8_max(dtype, jnp.float32))
     scale = jnp.where(jnp.isfinite(amax), scale, jnp.nan)
     return Scaled(fp8_ops.quantize(x, dtype, scale, jnp.float32), scale)

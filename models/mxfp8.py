@@ -2,11 +2,12 @@
 dim that a matmul sums over (OCP Microscaling Formats, 1.0, 2023).
 
 Gradients are in e4m3 too: the scale of each block covers the range for which other recipes need e5m2. Scales are
-rounded up, so that nothing is clipped (Mishra et al., 2506.08027). A tensor that enters two matmuls has two forms, with
-blocks along one dim and along another. There is no state: a scale is computed from its block just before the cast.
+rounded up, so that nothing is clipped (Mishra et al., 2506.08027). A tensor that enters two matmuls is quantized twice,
+into two forms, because each matmul sums over another dim. There is no state: a scale is computed from its block just
+before the cast.
 
 The matmul is `jax.nn.scaled_matmul` (`meshkit.parallel.block_scaled`), a kernel of cuDNN on Blackwell. CPUs and other
-GPUs dequantize the same values before they multiply. `models.fp8` lists the parts of a model that stay in bf16.
+GPUs dequantize the same values before they multiply. `models.fp8` lists the parts of a model that are not quantized.
 """
 
 from __future__ import annotations
@@ -54,16 +55,19 @@ def quantize(x: jax.Array, axis: int = -1) -> Blocks:
     inverse = jnp.where(exponent == 255, jnp.nan, lax.bitcast_convert_type((254 - scale) << 23, jnp.float32))
     values = (blocks.astype(jnp.float32) * inverse).astype(VALUES).reshape(x.shape)
     scales = lax.bitcast_convert_type(jnp.squeeze(scale, axis + 1).astype(jnp.uint8), SCALES)
-    # Where XLA dequantizes before it multiplies, it would otherwise remove both casts (excess precision).
+    # Where XLA dequantizes before it multiplies, it would otherwise drop the cast to fp8 and the cast back, because it
+    # may keep more precision than asked for.
     return Blocks(*lax.optimization_barrier((values, scales)))
 
 
 def project_each(
     x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
 ) -> tuple[jax.Array, ...]:
-    """Do what `models.fp8.project_each` does, in MXFP8. Both forms of a kernel are made outside of the custom_vjp: FSDP
-    gathers these forms, and a recomputed forward pass and the backward pass share them. The backward pass keeps the
-    input in its second form."""
+    """Return what `models.fp8.project_each` returns, computed in MXFP8.
+
+    Both forms of a kernel are made outside of the custom_vjp. So FSDP gathers them in fp8, and a recomputed forward
+    pass and the backward pass share them. For the backward pass the input is kept in blocks along the length.
+    """
     matrices = [lax.stop_gradient(matrix_of(kernel, contracted)) for kernel in kernels]
     forms = tuple((quantize(matrix, 0), quantize(matrix, 1)) for matrix in matrices)
     return _project(x, tuple(kernels), forms, contracted, jnp.dtype(out_dtype), layouts)

@@ -18,7 +18,8 @@ def check_option(name: str, value, kind: str):
         kind: `bool`, `int`, `float`, or `Rate`, which may be zero.
 
     Raises:
-        ValueError: another type, not positive, or no share below 1.
+        ValueError: the value has another type; or an int is below 1, a float is not positive or not finite, or a Rate
+            is below 0 or not below 1.
     """
     if kind == "bool":
         wanted, fits = "true or false", isinstance(value, bool)

@@ -1,12 +1,12 @@
 """Vision Transformer as a Flax nnx module, with a loss and a source of images (Dosovitskiy et al., 2021).
 
 Patches of an image are the tokens of a transformer with bidirectional attention, learned positions and LayerNorm.
-Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes; the classes are a `vocab`.
-An experiment names `models.vit:ViT`, `models.vit:classification_loss` and, if it has no pictures,
+Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes. The classes have the axis
+`vocab`. An experiment names `models.vit:ViT`, `models.vit:classification_loss` and, if it has no images of its own,
 `models.vit:synthetic_images`.
 
-The experiment's `train.sequence_length` is the number of tokens of an image (`ViTConfig.tokens`), since model FLOP are
-computed from it.
+The experiment's `train.sequence_length` must be the number of tokens of an image (`ViTConfig.tokens`), since model FLOP
+are computed from it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class ViTConfig:
 
     def __post_init__(self):
         for name in ("embed", "mlp", "layers", "heads", "image", "patch", "channels", "classes"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} = {size!r} must be a whole number of at least 1.")
+            check_option(name, getattr(self, name), "int")
         check_option("scan_layers", self.scan_layers, "bool")
         if self.embed % self.heads:
             raise ValueError(f"embed = {self.embed} is not a multiple of heads = {self.heads}.")
@@ -115,7 +113,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k, v = (constrain(f(x), *HEAD_AXES) for f in (self.query, self.key, self.value))
-        # The scores of 197 x 197 tokens are small, and cuDNN's fused kernel needs lengths that 64 divides.
+        # Scores of 197 x 197 tokens are small, and `models.attention` uses cuDNN only for lengths that 64 divides.
         attended = jax.nn.dot_product_attention(q, k, v, implementation="xla")
         return self.output(constrain(attended, *HEAD_AXES))
 
@@ -197,7 +195,7 @@ class ViT(nnx.Module):
         return run_layers(layer, x, stacked, self.remat, self.config.scan_layers)[0]
 
     def matmul_parameters(self) -> int:
-        """Return N in model FLOP = 6 N tokens; patch projection and head count by the share of tokens they see."""
+        """Return N in model FLOP = 6 N tokens; patch projection and head count by the share of tokens they read."""
         c = self.config
         patches, head = (c.image // c.patch) ** 2 * c.pixels * c.embed, c.embed * c.classes
         return c.layers * (4 * c.embed**2 + 2 * c.embed * c.mlp) + round((patches + head) / c.tokens)
@@ -245,7 +243,7 @@ def synthetic_images(*, seed: int, experiment) -> SyntheticImages:
     config = make_config(experiment.model.preset or "vit_debug", **overrides)
     length = experiment.train.sequence_length
     if length != config.tokens:
-        raise ValueError(f"train.sequence_length = {length}, but an image has {config.tokens} tokens")
+        raise ValueError(f"train.sequence_length = {length}, but an image has {config.tokens} tokens.")
     return SyntheticImages(seed, config.image, config.channels, config.classes)
 
 
@@ -253,7 +251,8 @@ def synthetic_images(*, seed: int, experiment) -> SyntheticImages:
 class SyntheticImages:
     """Random access to labelled images; an image depends only on the seed and its index.
 
-    A class is a coarse pattern of at most 4 x 4 blocks, the same in all its images. The noise has the same variance.
+    Each class has a coarse pattern of at most 4 x 4 blocks. An image is the pattern of its class plus noise of the same
+    variance.
     """
 
     seed: int
