@@ -19,8 +19,8 @@ _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 # `jax.nn.scaled_matmul` multiplies [batch, m, k] by [batch, n, k].
 _BLOCK_SCALED = ("scaled_matmul", "scaled_matmul_wrapper")
 _RECOMPUTED = "rematted_computation"  # jax's name for the computation that jax.checkpoint repeats
-_ALL = np.array([1.0, 1.0, 1.0, 0.0])
-_ALL_SCALED = np.ones(4)
+# The fields of `TracedFlops` in which a FLOP counts. Only those of block-scaled matmuls count in the last field.
+_UNSCALED, _SCALED = np.array([1.0, 1.0, 1.0, 0.0]), np.ones(4)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def dead_updates(jaxpr: Any) -> tuple[str, ...]:
     used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
     made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
     dropped = sorted(name for name in entering if made[name] > kept[name])
-    # Prefer types of which no value is used: if some values are used, the type may be that of activations.
+    # Prefer types whose new values are all dropped. If some are used, activations may have the same type.
     return tuple([name for name in dropped if not kept[name]] or dropped)
 
 
@@ -110,20 +110,20 @@ def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
 
 
 def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
-    """Return the fields as `_of_equation` does, but count recomputed work in all of them."""
+    """Return the fields as `_of_equation` does, but as if `jax.checkpoint` did not recompute the equation itself."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return _ALL * _of_dot(equation)
+        return _UNSCALED * _of_dot(equation)
     if name == "scaled_dot":
-        return _ALL_SCALED * _of_dot(equation)
+        return _SCALED * _of_dot(equation)
     if name == "ragged_dot_general" or name == "ragged_dot":
         left, right = (v.aval.shape for v in equation.invars[:2])
-        return _ALL * (2.0 * math.prod(left) * right[-1])
+        return _UNSCALED * (2.0 * math.prod(left) * right[-1])
     if name in _BLOCK_SCALED:
         left, right = (v.aval.shape for v in equation.invars[:2])
-        return _ALL_SCALED * (2.0 * math.prod(left) * right[1])
+        return _SCALED * (2.0 * math.prod(left) * right[1])
     if name == "conv_general_dilated":
-        return _ALL * _of_convolution(equation)
+        return _UNSCALED * _of_convolution(equation)
     if name.startswith(_ATTENTION):
         return _of_attention(equation)
     if name == "pallas_call" or name.startswith("mosaic_gpu"):

@@ -1,11 +1,11 @@
 """Define the report of a pipeline: the cost of its schedule, and the useful share of a program's instructions.
 
 In a lockstep pipeline every stage computes in every tick, on garbage if it has no microbatch. A program and a timeline
-count this as compute; the schedule gives the share of it that is useful. The op_name paths of instructions have scopes
-of the pipeline, and the innermost scope determines the share (`PipelineReport.useful`).
+count this as compute; the pipeline's schedule gives the share of it that is useful. The op_name paths of instructions
+have scopes of the pipeline, and the innermost scope determines the share (`PipelineReport.useful`).
 
-`meshkit.parallel.pipeline` makes a PipelineReport. The facts of a step, the sidecar file of a trace and the report
-contain it.
+`meshkit.parallel.pipeline` makes a PipelineReport. `StepFacts` and the sidecar file of a trace contain it. The report
+has its cost, and its picture unless that is very large.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class PipelineReport(ScheduleCost):
     """A schedule's cost, its picture, and the useful share of a program's work."""
 
     picture: tuple[tuple[str, ...], ...]
-    """A row for each stage, a text for each tick: `F3` (forward pass of microbatch 3), `B1` (backward pass) or both,
-    `F3.1` with the chunk, empty for an idle tick."""
+    """A row for each stage and a text for each tick: `F3` (forward pass of microbatch 3), `B1` (backward pass), `F3 B1`
+    (both), or empty (idle). With several chunks on a stage, `F3.1` is chunk 1."""
     useful: dict[str, float]
     """Name of a scope -> useful share of the work in it, the mean over stages."""
 
@@ -65,12 +65,13 @@ class PipelineReport(ScheduleCost):
 
 
 def useful_flops(schedule: Schedule, pipeline: PipelineReport | None = None) -> float:
-    """Return the matmul and attention FLOP of one GPU and step, with recomputation, without a pipeline's masked work.
+    """Return the matmul and attention FLOP of one GPU in one execution of a program, recomputation included.
 
     Args:
-        schedule: schedule of the step. The branch of a conditional with the most FLOP counts, and one iteration of a
-            loop of unknown length.
-        pipeline: gives each instruction's `useful_share`; None counts everything.
+        schedule: the compiled program. A conditional counts as its branch with the most FLOP, a loop of unknown length
+            as one iteration.
+        pipeline: gives the `useful_share` of each instruction, so that work on garbage does not count; with None all
+            work counts.
     """
 
     def count(name: str) -> float:
