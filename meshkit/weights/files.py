@@ -52,7 +52,7 @@ DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dt
 _LONGEST_INDEX, _LONGEST_CONFIG = 100_000_000, 10_000_000  # The largest index and config.json that are read, in bytes.
 _LONGEST_SHOWN = 120  # Longest text in a message, in characters.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_AGAIN = "the download or copy once more: the file is damaged, or it is no safetensors file"
+_INTACT = "an intact copy: the file is damaged, or it is not a safetensors file"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Tensor:
     """The format's name for it, such as `F32`."""
     shape: tuple[int, ...]
     values: Any
-    """The library's lazy slice of the tensor, which returns numpy arrays for the dtypes in `DTYPES`."""
+    """The library's lazy slice of the tensor, which returns numpy arrays. For FP8, which the library cannot slice, this
+    is a memory map. After `dequantized`, that of a quantized tensor returns fp32."""
 
 
 Files = Mapping[str, Tensor]
@@ -89,7 +90,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, ValueError) as error:
         said = str(error).removeprefix("Error while deserializing header: ")
         raise ConfigError(
-            f"{path.name} is no intact safetensors file: {shown(said)}.", at=str(path), hint=_AGAIN
+            f"{path.name} is no intact safetensors file: {shown(said)}.", at=str(path), hint=_INTACT
         ) from None
     tensors = {name: Tensor(path, s.get_dtype(), tuple(s.get_shape()), s) for name, s in slices.items()}
     for name, tensor in tensors.items():
@@ -128,12 +129,13 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         config = _read_json(path, _LONGEST_CONFIG)
         if not isinstance(config, dict):
-            raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
+            raise ValueError(f"it is {a_type(config)}")
     except OSError as error:
         hint = "the config.json that belongs to the weights: without it nobody knows how they are meant"
         raise ConfigError(f"{CONFIG} cannot be read: {error.strerror}.", at=str(path), hint=hint) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{CONFIG} is not JSON: {shown(str(error))}.", at=str(path), hint="an intact copy") from None
+        message = f"{CONFIG} cannot be read as a JSON object: {shown(str(error))}."
+        raise ConfigError(message, at=str(path), hint="an intact copy") from None
     return config
 
 
@@ -151,7 +153,7 @@ def _nothing_in(folder: Path) -> ConfigError:
         return ConfigError(
             f"{pickles[0]} is a pickle, and loading a pickle runs whatever code is in it, so it is not read.",
             at=str(folder),
-            hint="the same weights as safetensors, e.g. saved again by save_pretrained on a machine that may run it",
+            hint="the same weights as safetensors, saved by save_pretrained where the pickle's code may run",
         )
     found = ", ".join(names[:5]) or "nothing"
     message = f"{folder} has neither {SINGLE} nor {INDEX}, but {found}{', ...' * (len(names) > 5)}."
@@ -167,7 +169,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         said = shown(f"no {error}" if isinstance(error, KeyError) else str(error)).rstrip(".")
         message = f"{INDEX} is no index of safetensors files: {said}."
-        raise ConfigError(message, at=str(folder / INDEX), hint=_AGAIN) from None
+        raise ConfigError(message, at=str(folder / INDEX), hint="an intact copy of the index") from None
     return files
 
 
@@ -210,13 +212,13 @@ def _inside(folder: Path, name: str) -> Path:
         message = f"{name} is a link to {target}, outside of the folder."
         raise ConfigError(message, at=str(path), hint="a copy of the file in its place, if the target is what you mean")
     if not stat.S_ISREG(target.stat().st_mode):
-        raise ConfigError(f"{name} is not a regular file.", at=str(path), hint=_AGAIN)
+        raise ConfigError(f"{name} is not a regular file.", at=str(path), hint="a regular file in its place")
     return path
 
 
 def _read_json(path: Path, longest: int) -> Any:
     if (size := path.stat().st_size) > longest:
-        raise ValueError(f"it has {size} bytes, more than {longest}")
+        raise ValueError(f"it has {size} bytes, and at most {longest} are read")
     return json.loads(read_regular(path, longest), object_pairs_hook=_unique)
 
 
@@ -245,7 +247,7 @@ def read_weights(folder: str | os.PathLike[str], layout: Layout, abstract: Any) 
 
     Raises:
         ConfigError: config.json describes another model, or a tensor is missing, surplus, of another shape or dtype, or
-            a file is damaged. Nothing is read before all of it is checked.
+            a file is damaged. No parameter is read before all files are checked.
     """
     folder = Path(folder)
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
@@ -288,7 +290,8 @@ def write_weights(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
     _check_free(folder)
-    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]  # The first part's row writes all parts.
+    # If several parameters share a tensor (`Row.part`), the row of the first one writes the tensor.
+    rows = [row for row in layout.rows if not row.part or row.part[0] == 0]
     rows += layout.repeated
     tensors = [(row, index, name) for row in rows for index, name in row.names(layout.sizes)]
     written = DTYPES[_WRITTEN[dtype]]
@@ -308,7 +311,11 @@ def write_weights(
 
 
 def _whole(layout: Layout, row: Row, arrays: Mapping[str, jax.Array], index: tuple[int, ...]) -> np.ndarray:
-    """Return the values of one tensor: the parameter at an index of its placeholders, or all parts stacked."""
+    """Return the values of one tensor: a slice of a parameter, or the stacked slices of all parameters that share it.
+
+    Args:
+        index: position of the slice along the parameter's leading dims, which have a tensor for each index.
+    """
     if row.part is None:
         return fetch(arrays[row.path], index)
     parts = [r for r in layout.rows if r.name == row.name and r.every == row.every]
@@ -365,7 +372,7 @@ def _check_tensors(folder: Path, layout: Layout, rows: Any, files: Files) -> Non
 def _check_tensor(tensor: Tensor, name: str, row: Row, shape: tuple[int, ...]) -> None:
     if tensor.dtype not in DTYPES:
         message = f"{name} is {tensor.dtype}, which is not one of {', '.join(DTYPES)}."
-        hint = "weights that are not quantized, or converted to F32 or BF16"
+        hint = "the same weights in one of these dtypes, not quantized"
     elif tensor.shape != shape:
         differ = {d for g, a, b in zip(row.groups, tensor.shape, shape) if a != b for d in g} or set(row.ours.split())
         named = [dim for group in row.groups for dim in group if dim in differ and dim != "part"]
@@ -541,9 +548,8 @@ def layout_of(spec: StepSpec) -> Layout:
     method = getattr(model, "hf_layout", None)
     if method is None:
         message = f"{name} has no method hf_layout(), which says what its weights are called in a file."
-        raise spec.places.error(
-            "checkpoint.initial", message, hint="models.llama:Llama or models.moe:Moe, or write one"
-        )
+        hint = "a model that has one, such as models.llama:Llama or models.moe:Moe, or adding one to this model"
+        raise spec.places.error("checkpoint.initial", message, hint=hint)
     with code.calling(f"hf_layout of {name}"):
         layout = method()
     if not isinstance(layout, Layout):

@@ -165,7 +165,8 @@ def test_a_config_that_means_another_model_is_refused(folder, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "is not JSON"), ("[]", "a JSON list"), (None, "cannot be read")]
+    ("content", "message"),
+    [("{", "JSON object: Expecting"), ("[]", "JSON object: it is a list"), (None, "cannot be read: No such file")],
 )
 def test_a_config_that_is_none_is_refused(folder, content, message):
     (folder / "config.json").unlink() if content is None else (folder / "config.json").write_text(content)
