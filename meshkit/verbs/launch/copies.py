@@ -115,7 +115,7 @@ class Keeper:
 
         `whole` has the sha256 of each complete snapshot of the process. Copies of other snapshots are dropped.
         """
-        memory = self._memory[rank]  # KeyError: this host has not begun the attempt yet, and the sender tries again
+        memory = self._memory[rank]  # KeyError before `keep` has been called with this rank: the sender tries again
         if record["sha256"] in [slot.sha256 for slot in memory.slots]:
             return _KEPT
         free = [slot for slot in memory.slots if slot.sha256 not in whole]
@@ -180,7 +180,8 @@ class SnapshotCopies:
                             self._copy(rank, slot, record, whole)
             except (OSError, ValueError) as error:
                 failures += 1
-                if failures == _FAILURES and not self._ends.is_set():  # hosts.py reports a lost host
+                # If the next host is lost, hosts.py reports that and ends this context manager.
+                if failures == _FAILURES and not self._ends.is_set():
                     self._show(f"snapshots cannot be copied to the next host at {self._address[0]}: {error}")
                 self._ends.wait(_AGAIN_S)
 

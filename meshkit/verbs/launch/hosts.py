@@ -4,9 +4,10 @@
     enough launchers are connected -> each gets a place or becomes a spare, and gets the port of the attempt -> attempt
     a process fails, a host is lost, or a launcher gives up -> all others get a message -> next meeting, or the end
 
-A place is the number that a host has in one attempt. The others wait for a lost launcher until the same command is
-started again, on the same or another machine. The memory of the new launcher is empty, so it fetches its processes'
-snapshots from the launcher of the next place, which keeps copies of them (copies.py).
+An attempt is one start of all processes of the job, up to their end. A place is the number that a host has in one
+attempt. The others wait for a lost launcher until the same command is started again, on the same or another machine.
+The memory of the new launcher is empty, so it fetches its processes' snapshots from the launcher of the next place,
+which keeps copies of them (copies.py).
 
 A spare is a launcher without a place. It replaces a lost launcher in the next attempt. If there is no spare and the
 lost launcher does not come back, the others go on with fewer hosts, if the experiment allows it. The mesh then changes,
@@ -38,7 +39,7 @@ from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # time limit for telling the others that this launcher has given up
-_SPARE_S = 10.0  # time limit for a launcher whose processes are still ending; then a spare replaces it
+_SPARE_S = 10.0  # how long a launcher whose processes are still ending is waited for, before a spare replaces it
 _LONGEST_LINE = 1 << 16
 _FEWER_HOSTS, _FIND_S = "meshkit.planning.fewer_hosts", 600.0
 
@@ -76,10 +77,10 @@ class Hosts:
         count: the number of hosts of the job.
         processes: the number of processes on each host.
         coordinator: host:port on which the launcher of host 0 listens.
-        certificates: folder of the job's certificates, the same ones on all hosts.
+        certificates: folder of the job's certificates, which are the same on all hosts.
         show: prints a line for the user.
         folder: the run folder, on a file system that all hosts share.
-        launch: how the job goes on without lost hosts; the same for all launchers.
+        launch: how the job goes on after it has lost hosts; the same for all launchers.
         fewer: at host 0, the smaller numbers of hosts with which the job can go on, the largest first.
 
     Raises:
@@ -129,7 +130,7 @@ class Hosts:
         self._over = False  # whether all other launchers know that the job is over
         self._was: tuple[int, int, int] | None = None  # attempt, place and size, when this launcher last had a place
         self._fetches = False  # whether this launcher, whose memory is empty, has to fetch snapshots
-        self._is_sick = False
+        self._is_sick = False  # whether `step_back` has been called
         self._memory: Sequence[SnapshotMemory] = ()
         self._keepers: Sequence[Address] = ()  # by place: the address of the launcher's `Keeper`
         self._keeper: Keeper | None = None
@@ -277,15 +278,18 @@ class Hosts:
                 del self._present[host]
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
-        """Return a launcher's first message; close the connection and return None if it is not of this job."""
+        """Return a launcher's first message; None if it is not of this job, or if its host is connected already.
+
+        If there is none, the connection is closed.
+        """
         try:
             message = json.loads(line)
             most = self.count + self._launch.spares
             if message["of"] != self.count or message["host"] not in range(1, most):
-                self._show(
-                    f"refused a launcher as host {message['host']} of {message['of']}: this job has {self.count} hosts"
-                )
-            elif message["host"] not in self._peers.keys() | self._present.keys():  # else it is still connected
+                said = f"--hosts {message['of']} --host-index {message['host']}"
+                fits = f"--hosts {self.count} and an index of 1 to {most - 1}"
+                self._show(f"refused a launcher with {said}: this job needs {fits}")
+            elif message["host"] not in self._peers.keys() | self._present.keys():
                 keep_alive(connection)
                 return message | {"keeper": (connection.getpeername()[0], message["keeper"])}
         except (ValueError, KeyError, TypeError, OSError):
@@ -294,7 +298,11 @@ class Hosts:
         return None
 
     def _tell_stop(self, messages: dict[int, dict[str, Any]]) -> None:
-        """If a launcher has reported that the job is over, pass this on to all present launchers."""
+        """If a launcher has reported that the job is over, pass this on to all present launchers.
+
+        Raises:
+            EndedElsewhere: a launcher of another host has reported it.
+        """
         host = next((host for host, message in sorted(messages.items()) if "stop" in message), None)
         if host is None:
             return
@@ -481,7 +489,7 @@ class Hosts:
 
     @contextmanager
     def sharing(self, memory: Sequence[SnapshotMemory]) -> Iterator[None]:
-        """Copy new snapshots to the next host, inside the block. A new launcher first fetches old snapshots from there.
+        """Copy new snapshots to the next host while the block runs. A new launcher first fetches old ones from there.
 
         Args:
             memory: the snapshot memory of each process here.

@@ -1,13 +1,15 @@
-"""The reaper: the parent of one process of a gang, which kills all descendants of the process when the launcher ends.
+"""Run one process of a job for the launcher, and kill it and all its descendants when the launcher ends.
 
-    launcher --socket--> reaper -> process of the gang -> its children, also in sessions of their own
-    the socket is closed (also by kill -9 of the launcher) -> SIGKILL to all of them
+    launcher --socket--> reaper -> process of the job -> its children, also in sessions of their own
+    the socket is closed (also by kill -9 of the launcher) -> SIGKILL to the process and all its descendants
 
 This is a separate program, which imports nothing of meshkit: `python -I -S reaper.py DESCRIPTOR`. It reads one line
 from the socket: the command, as JSON. It writes two lines: the process's PID, and when the process has ended, its exit
-code (or minus the signal) and the time. The process stays a zombie, so that its PID is not reused. On Linux orphaned
-descendants become children of the reaper (PR_SET_CHILD_SUBREAPER), and the process is killed when the reaper is killed
-(PR_SET_PDEATHSIG). On other systems the reaper kills only the process group.
+code (or minus the signal) and the time. If the process cannot be started, it writes only the text of the error.
+
+On Linux the ended process stays a zombie, so that its PID is not reused. Orphaned descendants become children of the
+reaper (PR_SET_CHILD_SUBREAPER), and the process is killed when the reaper is killed (PR_SET_PDEATHSIG). On other
+systems the reaper kills only the process group.
 
 A control group (cgroup) is not used. It would need rights that few jobs have, and another process to kill it when the
 launcher is gone. A leftover group would also get in the way of the scheduler's groups.
@@ -30,13 +32,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
 # Seconds to wait for descendants that cannot be killed, because of another user or of storage that does not answer.
 _LEAVE_S = 5.0
-_KEPT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SWALLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def keep(launcher: socket.socket) -> None:
     """Run the command that the launcher sends, report its start and end, and kill it when the socket is closed."""
-    for number in _KEPT:  # ignored here: a scheduler may signal every process of a job
-        if signal.getsignal(number) != signal.SIG_IGN:  # ignored, as under nohup: the process inherits that
+    for number in _SWALLOWED:  # a scheduler may signal every process of a job, and the reaper must go on
+        # A process inherits SIG_IGN but not a handler. So it ignores only what was ignored before, as under nohup.
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -113,7 +116,9 @@ def _reap(process: int) -> int | None:
 
 
 def _end(process: int, ending: int | None) -> int | None:
-    """Send SIGKILL to the process and all its descendants, until none is left or `_LEAVE_S` have passed.
+    """Send SIGKILL to the process and all its descendants, until none is left.
+
+    Once the process itself has ended, descendants that are left after `_LEAVE_S` are given up.
 
     Returns:
         The exit code of the process, or minus the signal.
@@ -151,7 +156,8 @@ def _below(pid: int) -> list[int]:
 
 
 def _kill(send: Callable[[int, int], None], number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # none left, only zombies (macOS), or another user's
+    # No process is left, or those that are left are zombies (on macOS) or another user's.
+    with suppress(ProcessLookupError, PermissionError):
         send(number, signal.SIGKILL)
 
 

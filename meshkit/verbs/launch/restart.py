@@ -1,12 +1,12 @@
-"""Start the next attempt's gang while the present one trains, so that a restart need not wait for imports.
+"""Start the processes of the next attempt while those of the present one train, so that a restart skips their imports.
 
     the attempt has made its first step -> Standby.start -> processes that import and wait (runs/standby.py)
-    failure -> Standby.take: all of them running, and their port free? -> a byte for each -> the next attempt's gang
+    failure -> Standby.take: all of them running, and their port free? -> a byte for each, and they are the next attempt
             -> if not: the next attempt starts new processes, as the first attempt did
 
-A process that ends while it waits is no failure of the run. The next attempt then starts without the standby.
+A process that ends while it waits is no failure of the run. The next attempt then starts new processes.
 
-    failure -> Outage: times of the failure -> first new step, parts of each process's start -> line on the lost time
+    failure -> Outage (its times) -> first step of the next attempt -> Outage.line: the lost time, part by part
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Outage:
     found_at: float
     """When the launcher noticed the failure."""
     ended_at: float
-    """When the last process of the gang had ended."""
+    """When the last process of the failed attempt had ended."""
 
     def line(self, starts: Sequence[Mapping[str, float]], now: float) -> str:
-        """Return a line on the time from the failure to the next step, with the seconds of each part.
+        """Return a line on the time from the failure to the next attempt's first step, with the seconds of each part.
 
         Args:
             starts: for each process of the next attempt, the seconds of its start by part. The last part is its first
-                step.
+                step. The line shows those of the process with the longest start.
             now: the time at which all processes had made that step.
         """
         slowest = dict(max(starts, key=lambda parts: sum(parts.values())))
@@ -67,11 +67,11 @@ Start = Callable[[int, Path, int | None], AbstractContextManager[Started]]
 
 
 class Standby:
-    """Hold at most one waiting gang. A context manager, which ends the gang and removes its files.
+    """Hold the waiting processes of at most one attempt. A context manager, which ends them and removes their files.
 
     Args:
-        start: starts a gang, given the attempt's number, a folder for logs, and a descriptor. Each process reads a
-            byte from the descriptor before it goes on.
+        start: starts the processes, given the attempt's number, a folder for logs, and a descriptor. Each process reads
+            a byte from the descriptor before it goes on.
         folder: the folder for the logs of waiting processes.
     """
 
@@ -99,7 +99,8 @@ class Standby:
             into: the stack that takes over the processes, and ends them when it closes.
 
         Returns:
-            The processes. None if no processes wait, one of them has ended, or their port is taken.
+            The processes. None if no processes wait, one of them has ended, their port is taken, or their logs cannot
+            be moved.
         """
         try:
             found = self._started
