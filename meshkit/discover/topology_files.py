@@ -1,7 +1,8 @@
 """Read NCCL's files that describe machines: its topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE) and its graph XML.
 
-NCCL's own dumps are complete. Vendors' files are partial: they have PCI addresses and slots, and some have invented
-addresses of switches. A value that a file leaves out stays unknown, unless its name or a comment names a known machine.
+NCCL's own dumps are complete. Vendors' files are partial: they have PCI addresses, and the speed and width of PCIe
+links. In some of them the addresses of switches are invented. A value that a file leaves out stays unknown, unless the
+file's name or a comment in it names a known machine.
 """
 
 from __future__ import annotations
@@ -268,7 +269,11 @@ class _System:
         return tuple(links)
 
     def _connections(self) -> Iterator[Connection]:
-        """Yield the path between each two devices of a host: listed NVLinks, or else the PCI path in the tree."""
+        """Yield the paths between devices of one host: NVLinks, or else the PCI path in the tree.
+
+        If no PCI device has a <gpu>, the file lists no NVLinks, so GPUs may have some: the path between two GPUs is
+        then unknown and left out.
+        """
         by_bus = {(gpu.host, gpu.bus): gpu.id for gpu in self.gpus}
         gpus = {gpu.id: gpu for gpu in self.gpus}
         direct: dict[tuple[str, str], int] = {}
@@ -311,7 +316,7 @@ def _graph(root: Element, at: str) -> Topology:
         connections=tuple(Connection(a, b, intra) for i, a in enumerate(ids) for b in ids[i + 1 :] if over_pcie),
         domains=() if over_pcie else (Domain("host", tuple(ids)),),
         scale_up="pcie" if over_pcie else "nvlink",
-        warnings=("this is NCCL's graph of rings and trees, not a topology: it tells only how many GPUs there are.",),
+        warnings=("this is NCCL's graph, not a topology: it has only the GPUs and the worst path between them.",),
     )
 
 
@@ -373,7 +378,7 @@ def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
         parser.Parse(data, True)
     except expat.ExpatError as error:
         what = f"the topology is not XML: {short(expat.ErrorString(error.code))}."
-        raise TraceError(what, at=f"{at}:{error.lineno}", hint="the whole file") from None
+        raise TraceError(what, at=f"{at}:{error.lineno}", hint="an intact copy of the file") from None
     except (LookupError, ValueError, UnicodeError):
         raise TraceError("the topology is not encoded as UTF-8.", at=at, hint="a UTF-8 file") from None
     return roots[0], tuple(comments)
