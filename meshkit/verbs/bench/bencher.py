@@ -85,14 +85,15 @@ def bench(
         experiment: the experiment whose cluster and mesh are measured. Its model is not used.
         out: folder for `bench.json`, `bench.html` and `calibration.toml`; None writes nothing.
         sizes: sizes in bytes; by default 1 KiB, 4 KiB, ... up to the largest that fits in memory.
-        budget_s: seconds for all collectives. When they are spent, larger sizes are left out, with a warning.
+        budget_s: seconds for all collectives. A case that would exceed them, judged by its previous size, is left out,
+            with a warning.
         case_budget_s: seconds of timed runs for one size of one collective; three runs at least, 21 at most.
         rates: whether to measure matmul, attention and memory rates too.
         console: the console that shows progress; stderr by default.
 
     Raises:
-        ConfigError: the attached devices are not those of the experiment, no size is given, or the environment of a job
-            of several processes is wrong.
+        ConfigError: the attached devices are not those of the experiment, `sizes` is empty or has a size below 1, or
+            the environment of a job of several processes is wrong.
         RunError: the other processes cannot be reached, or a size does not fit the devices' memory.
     """
     if not jax.distributed.is_initialized() and join_gang()[1] > 1:
@@ -180,14 +181,14 @@ class _Bench:
             for size, axis, case in cases:
                 name = axis.name if axis else None
                 bar.update(task, advance=1, description=f"{format_bytes(size)} {name or ''} {case.kind.name}")
-                if self._is_spent(next_s.get((name, case.kind.name), 0.0)):
+                if self._exceeds(next_s.get((name, case.kind.name), 0.0)):
                     left_out.add(size)
                     continue
                 self.rows.append(self._row(case, axis, measure(self.mesh, case, budget_s=self.case_budget_s)))
                 next_s[name, case.kind.name] = _FEWEST_PROGRAMS * FACTOR * self.rows[-1].time_s
         if left_out:
-            text = f"some or all of {', '.join(format_bytes(s) for s in sorted(left_out))} were left out: the time"
-            self._warn("budget", f"{text} budget of {format_seconds(self.budget_s)} was spent.")
+            text = f"some or all cases of {', '.join(format_bytes(s) for s in sorted(left_out))} were left out: they"
+            self._warn("budget", f"{text} would have exceeded the time budget of {format_seconds(self.budget_s)}.")
 
     def _cases(self) -> Iterator[tuple[int, MeshAxis | None, Case]]:
         axes = [axis for axis in self.experiment.mesh.axes if axis.size > 1]
@@ -198,7 +199,7 @@ class _Bench:
                     if not kind.is_barrier or size == self.sizes[0]:
                         yield size, axis, make_case(kind, axis.name, axis.size, size)
 
-    def _is_spent(self, next_s: float) -> bool:
+    def _exceeds(self, next_s: float) -> bool:
         """Return whether the next case would exceed the budget. Process 0 decides for all processes."""
         elapsed = time.perf_counter() - self.began
         return bool(gather([float(elapsed + next_s > self.budget_s)])[0, 0])
@@ -284,7 +285,8 @@ def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | No
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
     """Return a fit per link, collective and group shape, over all axes of that shape; and the rows with fitted times.
 
-    Copies and barriers get no fit, nor does a group shape that was measured with one size only.
+    A group shape is the number of NVLink domains that a group spans, and its number of GPUs in each. Copies and
+    barriers get no fit, nor does a group shape that was measured with one size only.
     """
     groups: dict[tuple, list[BenchRow]] = {}
     for row in rows:
@@ -336,9 +338,9 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
     """Fit a line to measured points of wire bytes per GPU and seconds; return None for fewer than two sizes.
 
     The fit minimizes the sum of absolute relative errors, by least squares with iterated weights 1 / |error|. Errors
-    are relative, so that small sizes count as much as large ones, and one disturbed size hardly moves the line. Both
-    terms stay physical: a latency that would be negative is 0, and if the time does not grow with the size, the
-    bandwidth is the highest measured one.
+    are relative, so that small sizes count as much as large ones. They are absolute rather than squared, so that one
+    disturbed size hardly moves the line. Both terms stay physical: a latency that would be negative is 0, and if the
+    time does not grow with the size, the bandwidth is the highest measured one.
     """
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:
