@@ -1,4 +1,4 @@
-"""`meshkit compare`."""
+"""`meshkit compare`: compare two reports, and check conditions on the comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compare(
         list[str],
         typer.Option(metavar="CONDITION", help="Exit with 3 if B, compared with A, meets CONDITION; repeatable."),
     ] = [],  # noqa: B006
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as HTML.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two reports by ratios; usable as a regression check in CI.

@@ -1,4 +1,4 @@
-"""`meshkit schema`."""
+"""`meshkit schema`: print the JSON Schema of an output, or of the experiment file."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def schema(
     ],
 ) -> None:
     """Print the JSON Schema of an output, or of the experiment file."""
-    name = name.removeprefix("meshkit.").removesuffix("/1")
+    name = name.removeprefix("meshkit.").removesuffix("/1")  # An output calls its schema `meshkit.report/1`.
     if name not in SCHEMAS:
-        raise ConfigError(f"there is no schema '{name}'.", hint=", ".join(sorted(SCHEMAS)))
+        raise ConfigError(f"there is no schema '{name}'.", hint=f"one of {', '.join(SCHEMAS)}")
     output(json.dumps(schema_of(name), indent=2))
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """Return the JSON Schema of an output or file in `SCHEMAS`. Only the module that defines it is imported."""
+    """Return the JSON Schema of a name in `SCHEMAS`. Only the module that defines it is imported."""
     module, _, maker = SCHEMAS[name].partition(":")
     found = getattr(importlib.import_module(module), maker)
     return found.model_json_schema(mode="serialization") if isinstance(found, type) else found()
