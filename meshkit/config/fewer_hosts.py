@@ -1,7 +1,7 @@
 """Fit an experiment to fewer hosts: `launch.hosts` -> overrides of the cluster, the mesh and the accumulation -> load.
 
-The global batch stays as it is. One mesh axis between NVLink domains becomes smaller, and the batch of a step is
-accumulated in more pieces, so that no device gets more examples at once than before.
+The global batch stays as it is. One mesh axis between NVLink domains becomes smaller. The batch of a step is cut into
+more micro-batches, of a pipeline or of accumulation, so that no device gets more examples at once than before.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ def fit_to_hosts(
     """Return the overrides that make an experiment run on fewer hosts.
 
     Args:
-        hosts: number of hosts that are left, fewer than the cluster has.
-        mesh: resolved on the cluster.
-        pipeline: with axis None if there is none.
+        hosts: number of hosts that are left.
+        mesh: the experiment's mesh, resolved on the cluster.
+        pipeline: the [pipeline] section, whose axis is None if there is no pipeline.
         replicas: mesh axes whose replicas have a state of their own, so that they keep their size.
 
     Raises:
-        SpecError: the cluster has fewer hosts, or neither a mesh axis nor the global batch divides so.
+        SpecError: the cluster has fewer hosts, the hosts are not whole NVLink domains, no mesh axis can become smaller,
+            or the global batch cannot be split evenly.
     """
     if hosts > cluster.hosts:
-        message = f"launch.hosts = {hosts} hosts cannot be left of a cluster that has {cluster.hosts}."
+        message = f"launch.hosts = {hosts} is more than the {cluster.hosts} hosts of the cluster."
         raise SpecError(message, key=_KEY, value=hosts, hint=f"launch.hosts = {cluster.hosts}")
     domains, odd = divmod(hosts * cluster.gpus_per_host, cluster.nvlink_domain_size)
     if odd:
@@ -54,22 +55,24 @@ def fit_to_hosts(
     batch = rules.mapping("activations").get("act_batch", ())
     of_parameters = {axis for axes in rules.mapping("parameters").values() for axis in axes}
     could = [axis for axis in mesh.axes if axis.name in batch and axis.name not in replicas]
-    could.sort(key=lambda axis: axis.name in of_parameters)  # one that shards no parameters is taken first
+    # An axis that shards no parameters comes first: if it becomes smaller, no GPU holds more parameters.
+    could.sort(key=lambda axis: axis.name in of_parameters)
     axis = _smaller_axis(could, hosts, share)
     axes = [axis if axis.name == other.name else other for other in mesh.axes]
     key, pieces, multiple = "train.accumulate", train.accumulate, 1
     if pipeline.axis is not None:
         key, pieces = "pipeline.microbatches", pipeline.microbatches
         multiple = mesh.sizes[pipeline.axis] if pipeline.virtual_stages > 1 else 1
-    ways, least = int(math.prod(mesh.sizes[name] for name in batch) * share), math.ceil(pieces / share)
-    for count in range(least, train.global_batch // ways + 1):
-        if train.global_batch % (ways * count) == 0 and count % multiple == 0:
+    ways = int(math.prod(mesh.sizes[name] for name in batch) * share)
+    least = math.ceil(pieces / share / multiple) * multiple
+    for count in range(least, train.global_batch // ways + 1, multiple):
+        if train.global_batch % (ways * count) == 0:
             meshes = (f"mesh.{each.name}={inline(each.to_plain())}" for each in axes)
             return [f"cluster.hosts={hosts}", *meshes, f"{key}={count}"]
     unit = ways * least
     raise SpecError(
-        f"a global batch of {train.global_batch} cannot be split evenly over the {ways} GPUs that shard it on {hosts} "
-        f"hosts, in at least {least} pieces.",
+        f"a global batch of {train.global_batch} cannot be split evenly into {ways} shards on {hosts} hosts, each of "
+        f"at least {least} micro-batches.",
         key=_KEY,
         value=hosts,
         hint=f"another number of hosts, or train.global_batch = {math.ceil(train.global_batch / unit) * unit}",
@@ -77,14 +80,18 @@ def fit_to_hosts(
 
 
 def _smaller_axis(could: Collection[MeshAxis], hosts: int, share: Fraction) -> MeshAxis:
-    """Return the first axis that keeps a whole number of NVLink domains, with its new size."""
+    """Return the first axis that keeps a whole number of NVLink domains, with its new size.
+
+    Raises:
+        SpecError: there is no such axis.
+    """
     for axis in could:
         if (factor := axis.number("infiniband") * share).denominator == 1:
             return replace(axis, infiniband=int(factor))
     sizes = ", ".join(f"{axis.name} {axis.number('infiniband')}" for axis in could) or "none"
     raise SpecError(
-        f"no mesh axis that shards the batch ({sizes}) can shrink evenly to {share} of its NVLink domains.",
+        f"no mesh axis that shards the batch ({sizes}) can shrink to {share} of its NVLink domains.",
         key=_KEY,
         value=hosts,
-        hint="a number of hosts that makes one of these axes smaller by a whole factor",
+        hint="a number of hosts that leaves one of these axes a whole number of NVLink domains",
     )

@@ -1,6 +1,8 @@
-"""The child process in which a launcher, which has no jax, finds the numbers of hosts that a job can go on with.
+"""Find the numbers of hosts with which a job can go on, in a child process of a launcher.
 
-{"file": experiment, "overrides": [...]} -> load -> planner.experiments_with_fewer_hosts -> [6, 4]
+    {"file": experiment, "overrides": [...]} -> load -> planner.experiments_with_fewer_hosts -> [6, 4]
+
+This needs jax and the model, which a launcher does not load.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from meshkit.planning.planner import experiments_with_fewer_hosts
 
 
 def answer(request: dict[str, Any]) -> list[int]:
-    """Return the numbers of hosts, the largest first."""
+    """Return the numbers of hosts, fewer than the experiment's, the largest first."""
     experiment = load(request["file"], request["overrides"])
     return [smaller.cluster.hosts for smaller in experiments_with_fewer_hosts(experiment)]
 

@@ -61,9 +61,9 @@ def test_a_pipeline_gets_more_microbatches(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "overrides", "said"),
     [
-        (9, (), "launch.hosts = 9 hosts cannot be left of a cluster that has 8"),
-        (5, (), "a global batch of 192 cannot be split evenly over the 40 GPUs"),
-        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "can shrink evenly to 1/2 of its NVLink domains"),
+        (9, (), "launch.hosts = 9 is more than the 8 hosts of the cluster"),
+        (5, (), "a global batch of 192 cannot be split evenly into 40 shards on 5 hosts"),
+        (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "can shrink to 1/2 of its NVLink domains"),
         (
             7,
             ("cluster.nvlink_domain_size=16", "mesh.fsdp={nvlink=16,infiniband=4}", "cluster.nvlink_switch=true"),
