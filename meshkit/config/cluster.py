@@ -2,8 +2,9 @@
 
 The GPUs in use are numbered domain by domain: `gpu_index = domain * gpus_used_per_domain + local`.
 
-A path between GPUs is as fast as its slowest hop: the NIC, the NIC's PCIe slot, the GPU's slot, or host memory if the
-path crosses it. Hops are compared by sustained rate. A `Link` has the peak and the sustained share of its slowest hop.
+A path between GPUs that does not use NVLink is as fast as its slowest hop: the GPU's link to its CPU, host memory if
+the path crosses it, and between hosts the NIC and the NIC's PCIe slot. Hops are compared by sustained rate. A `Link`
+has the peak and the sustained share of its slowest hop.
 """
 
 # A file may omit a key or give a name. A Cluster has the resolved value, so its fields have narrower types.
@@ -40,8 +41,8 @@ _LARGEST_MESH = {True: 4, False: 8}
 _PASSES_SCALE_UP = 2
 _PASSES_SCALE_OUT = 4
 
-# Protocol of a port -> prefix of the catalog's NICs. A ConnectX runs as InfiniBand or as Ethernet: the second table has
-# the label of a port that is not in the mode of its catalog entry.
+# Protocol of a port -> prefix of the catalog's NICs. A ConnectX runs as InfiniBand or as Ethernet: for a port that is
+# not in the mode of its catalog entry, the second table has the beginning of its label.
 _NIC_PREFIX = {"roce": "roce_", "ethernet": "tcp_", "infiniband": "ib_"}
 _OTHER_MODE = {"roce": "roce", "ethernet": "tcp", "infiniband": "infiniband"}
 
@@ -57,10 +58,13 @@ class Link:
     fabric: str
     """The fabric behind it: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ..."""
     bytes_per_s: float
-    """Peak rate of one GPU, one direction; between hosts, its share of the host's ports after oversubscription."""
+    """Peak rate of one GPU, one direction. A GPU has its share of the host's ports, after oversubscription."""
     achieved: float
+    """Sustained share of the peak rate."""
     latency_s: float
+    """Latency of one ring step of a large message (NCCL's Simple protocol)."""
     latency_small_s: float
+    """Latency of one ring step of a small message (NCCL's LL protocol)."""
 
 
 class Cluster(ClusterTable):
@@ -80,7 +84,7 @@ class Cluster(ClusterTable):
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:
         """Return a cluster from a shipped name, a file or a mapping of its keys; keyword arguments override keys.
 
-        A mapping has either `name` (a shipped cluster) or `file`, with keys that override it, or all keys of a cluster.
+        A mapping has `name` (a shipped cluster) or `file`, with keys that override it; or the keys of a new cluster.
 
         Args:
             source: a shipped name, a path (text that ends in `.toml` or has a slash, or a Path) or a table.
@@ -128,7 +132,7 @@ class Cluster(ClusterTable):
     def has_nvswitch(self) -> bool:
         """Return whether NVLink goes through switches, which give any group in a domain the bandwidth of all its links.
 
-        Without `nvlink_switch` in the file, it is as hosts of that NVLink generation and domain size are built.
+        If `nvlink_switch` is not set, the answer is how hosts of that NVLink generation and domain size are built.
         """
         if self.scale_up != "nvlink":
             return False
@@ -364,7 +368,7 @@ def _check_cpu_link(cluster: Cluster) -> None:
         return
     if given not in catalog.cpu_link_keys():
         hint = did_you_mean(given, catalog.cpu_link_keys())
-        raise _refused("cpu_link", given, f"the catalog has no link to a CPU '{given}'.", hint)
+        raise _refused("cpu_link", given, f"the catalog has no CPU link '{given}'.", hint)
     cpu = _cpu_link_of(cluster)
     takes = cpu.nvlinks * gpu.nvlink_bytes_per_s / gpu.nvlink_links if gpu.nvlink_links else 0.0
     if not cpu.nvlinks or takes != cpu.bytes_per_s:
@@ -423,8 +427,8 @@ def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> 
     """Return the share of a GPU's NVLinks that lead to members of its group, on a host without a switch.
 
     If all m GPUs of a domain are wired to each other, a group of g uses (g - 1) / (m - 1) of the links. A cube mesh has
-    a table of links. There a group is a block of neighbours in GPU order, and its GPU with the fewest links to members
-    counts.
+    a table of links. There a group is a block of neighbours in GPU order, and the GPU with the fewest links to members
+    of its group counts.
     """
     if domain == 1:
         return 1.0  # Nothing uses the links.

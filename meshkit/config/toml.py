@@ -1,14 +1,14 @@
 """Write plain tables as TOML, find the position of each key in a TOML text, and turn validation errors into messages.
 
-tomlkit writes documents. `inline` writes the one-line form, because hints show any value, even one that TOML does not
+tomlkit writes documents. `inline` writes values on one line, because hints show any value, even one that TOML does not
 have. TOML has no null, so a key whose value is None is left out.
 
 `tomllib` parses values without positions, so a scanner reads the same text for positions alone. It assumes that tomllib
 accepts the text, and on invalid text it stops without an error. The path of a key consists of the keys from the root
 and indices into arrays: `("rules", "override", "0", "path")`.
 
-pydantic validates tables strictly. Parsers raise a `SpecError` with the path of the key. A loader that has the document
-turns it into a `ConfigError` that names file and line.
+pydantic validates tables strictly. An error about a value is a `SpecError` with the path of the key. A loader that has
+the document turns it into a `ConfigError` that names file and line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STRINGS = (
     re.compile(r"'[^'\n]*'"),
 )
 _LONGEST_VALUE = 400  # A longer value is cut.
-_DEEPEST_KEY = 64  # A longer dotted key has positions for this many parts; no caller needs more.
+_DEEPEST_KEY = 64  # Of a longer dotted key only so many leading parts have positions; no caller needs more.
 FUNCTION_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 NAME_PATTERN = r"^[A-Za-z_][\w-]*$"
 _FORMS = {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}
@@ -68,7 +68,11 @@ _WANTED = {
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """Return a table as a TOML document: plain keys first, then one `[section]` for each table below."""
+    """Return a table as a TOML document, with a `[section]` for each table in it.
+
+    Tables are written inline if a plain key follows one of them, since sections would change the order of the keys; and
+    inside a section, if all of them are small.
+    """
     import tomlkit  # takes longer to import than an experiment to load
 
     def fill(section: Any, table: Mapping[str, Any], sections: Sequence[str]) -> Any:
@@ -319,7 +323,8 @@ class _Scanner:
             self._string()
         else:
             self._skip(_SCALAR)
-        end = min(self.position, begin + _LONGEST_VALUE)  # Each level of nested arrays copies its text.
+        # Without a limit, each level of nested arrays would copy the text of all levels inside it.
+        end = min(self.position, begin + _LONGEST_VALUE)
         yield WrittenKey(path, start, self.text[begin:end].rstrip(), defines)
         yield from inner
 
@@ -442,13 +447,13 @@ class TomlTable(BaseModel):
 
 
 def check_plain(table: Mapping[str, Any]) -> None:
-    """Refuse values that TOML allows but no key does: non-finite numbers, integers beyond 64 bits, deep nesting."""
+    """Refuse values that tomllib reads but no key has: non-finite numbers, integers beyond 64 bits, deep nesting."""
     pending: list[tuple[Key, Any]] = [((), table)]
     while pending:  # A loop, because dotted keys can nest deeper than the interpreter's stack.
         path, value = pending.pop()
         if len(path) > _DEEPEST_TABLE:
             raise SpecError(
-                f"tables are nested more than {_DEEPEST_TABLE} deep.",
+                f"tables or lists are nested more than {_DEEPEST_TABLE} deep.",
                 key=path[:1],
                 hint="fewer levels: no key of an experiment is that deep",
             )

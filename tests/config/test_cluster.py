@@ -78,7 +78,7 @@ def test_an_unknown_link():
         ({"name": "dgx1_p100", "nvlink_switch": True}, "no switch supports NVLink 1 of GPU 'p100'"),
         ({"name": "dgx1_p100", "nvlink_domain_size": 16, "hosts": 2}, "a domain of 16 GPUs would need"),
         ({"name": "workstation_2xrtx", "nvlink_switch": True}, "but the scale-up fabric is 'pcie'"),
-        ({"name": "dgx_h100", "cpu_link": "c2c"}, "no link to a CPU 'c2c'"),
+        ({"name": "dgx_h100", "cpu_link": "c2c"}, "the catalog has no CPU link 'c2c'"),
         ({"name": "dgx_h100", "cpu_link": "c2c_gh200"}, "GPU 'h100_sxm' has no link 'c2c_gh200'"),
         ({"name": "dgx_h100", "cpu_link": "power9_nvlink2_6gpu", "gpu": "p100"}, "GPU 'p100' has no link"),
         ({"name": "dgx_h100", "calibration": "missing.toml"}, "no calibration file '(.*/)?missing.toml'"),
