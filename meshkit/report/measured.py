@@ -1,4 +1,4 @@
-"""Make the parts of a report that only a measurement has: data quality, stragglers, and the history of the run."""
+"""Make the parts of a report that only a measurement has: data quality, stragglers, history and goodput of the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ COLUMNS = (
     "overlapped_share",
 )
 _MAX_POINTS = 300  # A small chart is about as many pixels wide.
-_WARM_UP = 0.05  # The trend leaves out this share of the steps at the start, while caches fill and clocks rise.
-_FEWEST_UNTRACED = 3  # The fewest steps for a step time without a trace.
-_FEWEST = 9  # The fewest steps for a trend: three in each third.
+_WARM_UP = 0.05  # The trend leaves out this share of the records at the start, while caches fill and clocks rise.
+_FEWEST_UNTRACED = 3  # The fewest steps before the trace from which their step time is computed.
+_FEWEST = 9  # The fewest values for a trend: three in each third.
 _NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # A smaller change, or one over fewer steps, may come from a single slow step.
 _MAX_STRAGGLERS = 32
 _OTHER_MEMORY = 0.15  # Drivers and ECC take a smaller share of a GPU's memory; a larger difference is another GPU.
@@ -51,7 +51,7 @@ _SECONDS = (
 def quality_part(
     trace: Trace, *, missing: Sequence[int] = (), overhead_s: float | None = None, steps_per_execution: int = 1
 ) -> schema.QualityPart:
-    """Return the data quality of a trace; seconds are means per training step.
+    """Return the data quality of a trace; seconds of work and of waits are means per training step.
 
     Args:
         missing: processes without a trace.
@@ -117,8 +117,8 @@ def stragglers_part(
 def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
     """Yield at most one note, `other_gpu`: the trace is of other devices than the cluster's.
 
-    Devices differ if one side has CPUs and the other GPUs, or if their name, vendor or compute capability differs, or
-    if their memory differs by more than 15 %.
+    Devices differ if one side has CPUs and the other GPUs, or if their name, vendor or major compute capability
+    differs, or if their memory differs by more than 15 %. What the trace does not say counts as equal.
     """
     if cluster is None:
         return
@@ -154,12 +154,12 @@ def gpu_of_trace(facts: Facts) -> Cluster | None:
 
 
 def bandwidth_notes(rows: Iterable[CommunicationPart]) -> Iterator[Note]:
-    """Yield at most one note: for some rows of communication, the bus bandwidth includes waiting."""
+    """Yield at most one note: the bus bandwidth of some rows of communication includes waiting."""
     low = [row for row in rows if row.bus_bandwidth_bytes_per_s is not None and row.transfer_s is None]
     if low:
         yield Note(
             "bus_bandwidth_with_waits",
-            f"{len(low)} rows of communication have members that were not seen: their bus bandwidth includes waiting, "
+            f"The time of waiting is unknown for {len(low)} rows of communication: their bus bandwidth includes it, "
             "and is a lower bound.",
         )
 
@@ -229,7 +229,7 @@ def summarize_metrics(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPar
 def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> float | None:
     """Return the median step time before the trace, in seconds; None if fewer than three steps are known.
 
-    Step 1 and earlier are left out, because they warm up.
+    Step 1 is left out, because it warms up.
     """
     if history is None:
         return None
@@ -244,8 +244,8 @@ def trend_warnings(history: schema.HistoryPart | None) -> list[Warning_]:
     if history is None or grown is None or grown <= _NOTABLE or len(history.steps) < _FEWEST_TO_WARN:
         return []
     message = (
-        f"The steps of this run got {format_percent(grown)} longer from its first third to its last; the captured ones "
-        "show one moment of it."
+        f"The steps of this run got {format_percent(grown)} longer from its first third to its last; the captured "
+        "steps are from one moment of it."
     )
     return [Warning_(code="step_time_trend", message=message)]
 

@@ -2,14 +2,14 @@
 
     environment of the job -> ask() -> answer -> read_answer() -> NcclCommunicator -> describe() -> a line of the hang
 
-The answer is JSON from NCCL 2.28.7; that of an older release is only kept as evidence. jax 0.12 asks for NCCL 2.18.1 or
-later with CUDA 12, and 2.27.7 or later with CUDA 13, so a new installation has JSON. The counts are of collectives that
-the host has launched, and leave out those in CUDA graphs: a lower count says which rank is behind, and not why.
+From NCCL 2.28.7 on the answer is JSON; that of an older release is only kept as evidence. jax accepts older releases,
+but a new installation gets the newest one. The counts are of collectives that the host has launched, and leave out
+those in CUDA graphs: a lower count says which rank is behind, and not why.
 
-Another job can own the socket, so an answer is told only if it names processes of this launcher and no others of this
-machine. Only numbers and names that match a pattern come from it into the message.
+Another job can own the socket. So an answer is reported only if it names processes of this launcher and no others of
+this machine. Of its texts, only names that match a pattern get into the message.
 
-Imports no jax, since the launcher asks.
+This module imports no jax, because the launcher, which asks, has none.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class _Answer(BaseModel):
 
 
 def ask(environment: Mapping[str, str]) -> str:
-    """Return what the service of a job with this environment answers within `MOST_S`, at most `MOST_BYTES`."""
+    """Return what the service of a job with this environment answers within `MOST_S`, at most `MOST_BYTES`.
+
+    It is "" if the environment turns the service off, or if nothing answers.
+    """
     if environment.get("NCCL_RAS_ENABLE", "").strip() == "0":
         return ""
     address = environment.get("NCCL_RAS_ADDR", "").strip() or "localhost:28028"
@@ -75,7 +78,8 @@ def _receive(address: str, received: bytearray) -> None:
     until = time.monotonic() + MOST_S
     with suppress(OSError, ValueError):
         while time.monotonic() < until:
-            # The processes of a machine share the socket: where the kernel chose one that is stopped, try another one.
+            # All processes of a machine listen on the same port, and the kernel chooses one of them for a connection.
+            # If that one is stopped and does not answer, a new connection may get another one.
             with suppress(TimeoutError), socket.create_connection(split_address(address), timeout=_FIRST_S) as channel:
                 channel.sendall(_QUESTION)
                 while time.monotonic() < until and len(received) < MOST_BYTES and (more := channel.recv(1 << 16)):
@@ -85,7 +89,7 @@ def _receive(address: str, received: bytearray) -> None:
 
 
 def read_answer(answer: str) -> list[NcclCommunicator]:
-    """Return the communicators of an answer, the largest first; [] where it is not JSON, or is cut."""
+    """Return the communicators of an answer, the largest first; [] if it is not JSON, or is cut."""
     try:  # lines that acknowledge the question come first
         told = _Answer.model_validate_json(answer[answer.index("\n{") :])
     except ValueError:
@@ -94,11 +98,13 @@ def read_answer(answer: str) -> list[NcclCommunicator]:
 
 
 def describe(answer: str, processes: Mapping[int, int]) -> str:
-    """Return a line on the worst communicator of an answer; "" where none has a problem, or it may be another job's.
+    """Return a line on the worst communicator of an answer; "" if none has a problem, or if it may be another job's.
+
+    The worst is the largest one with missing ranks, or else the largest one whose counts differ.
 
     Args:
         answer: from `ask`.
-        processes: the number in the job of each process here, by its process id; each leads a session.
+        processes: PID -> number in the job, of each process here; each of them leads a session.
     """
     found = read_answer(answer)
     known = _find_processes([r for c in found for r in (*c.ranks, *c.missing_ranks)], processes)
@@ -111,7 +117,7 @@ def describe(answer: str, processes: Mapping[int, int]) -> str:
 
 
 def _find_processes(ranks: Sequence[NcclRank], processes: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Return the process of the job for each host and process id; {} where one of this machine is not of the job."""
+    """Map the host and PID of each rank on this machine to its process in the job; {} if one is not of the job."""
     here = {host for host in {r.host for r in ranks} if _is_here(host)}
     found = {}
     for host, pid in {(r.host, r.pid) for r in ranks if r.host in here}:
@@ -121,7 +127,7 @@ def _find_processes(ranks: Sequence[NcclRank], processes: Mapping[int, int]) -> 
 
 
 def _is_here(host: str) -> bool:
-    """Whether this machine has an address."""
+    """Return whether an address is one of this machine's."""
     with suppress(OSError, ValueError):
         kind, _, _, _, address = socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:

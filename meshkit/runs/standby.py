@@ -1,6 +1,6 @@
-"""Let a standby process import its modules and wait, so that it can start the next attempt at once after a failure.
+"""Let a standby process import its modules and wait, so that it can replace a training process soon after a failure.
 
-    launcher, once an attempt trains -> the same command with MESHKIT_STANDBY -> imports -> waits for its turn
+    launcher, once the processes train -> the same command with MESHKIT_STANDBY -> imports -> waits for its turn
     a failure -> the launcher writes a byte for each process -> the process goes on like a newly started one
     the launcher ends -> the pipe closes -> the process ends
 
@@ -56,6 +56,7 @@ def _import(module: str) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     with suppress(Exception):
         importlib.import_module(module)
-    # Keep imported objects out of garbage collections. Otherwise tracing, with its many objects, takes a fifth longer.
+    # Keep imported objects out of garbage collections. Otherwise the tracing of jax, which makes many objects and so
+    # causes many collections, takes a fifth longer.
     gc.collect()
     gc.freeze()

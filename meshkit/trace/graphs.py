@@ -41,10 +41,10 @@ _FILL = re.compile(r"^memset", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bprop|bwd|compute_dot_do_o|convert_dq|reduce_head", re.IGNORECASE)
 _CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # Adds up partial results of the matmul kernel before it.
 _NUMBERS = ("partition-id", "replica-id")  # Each is a memset of four bytes.
-_NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # XLA's own kernels, and copies.
+_NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # Names of XLA's own kernels, and of copies.
 _SLICES = re.compile(r"copy|slice")
 MOST_CELLS = 30_000_000  # Limit on kernels x instructions of an alignment: about 5,000 kernels, 0.3 GB and 1 s.
-# The worth (score) of a pair of a kernel and an instruction; the alignment maximizes the sum.
+# The worth (score) of a pair of a kernel and an instruction. The alignment maximizes their sum minus the costs below.
 _SAME_NAME, _SAME_WORK, _SAME_STEM, _SAME_KIND, _COPIES, _ANY_LIBRARY, _FILLS = 4.0, 3.8, 2.0, 3.0, 2.0, 0.8, 0.5
 _AGAIN = 1.0  # The most that a second kernel of one instruction is worth.
 _LEFT_OUT, _UNKNOWN = 0.3, 0.5  # The costs of an instruction without a kernel, and of a kernel without an instruction.
@@ -52,7 +52,7 @@ _TAKEN = 0.7  # A pair's worth is multiplied by this if another graph has the in
 
 
 def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, ...]:
-    """Return a program's GPU instructions in order, with bodies of loops and calls in place; none without schedule."""
+    """Return a program's GPU instructions in order, those of loops and calls where they run; () without a schedule."""
     if schedule is None:
         return ()
     every = (i for i, _ in schedule.walk() if i.kind in ("kernel", "start", "collective") or i.opcode in _NUMBERS)
@@ -88,11 +88,12 @@ def _library(name: str) -> str:
 
 
 def _work(at: HloInstruction) -> Hashable:
+    """Return the opcode of an instruction with its shape and literal, fields 3 and 8 of HloInstructionProto."""
     return (at.opcode, *(value for number in (3, 8) for value in at.fields.get(number, ()) if number in at.fields))
 
 
 def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
-    """Set the instructions of operations that ran inside a program's graphs, in place; "" where unknown."""
+    """Set, in place, the instruction of each operation that ran inside a program's graphs; "" if it is unknown."""
     own = program.owns(found.labels)
     hidden = np.array([mine and _is_hidden(label) for label, mine in zip(found.labels, own)], bool)
     if not hidden.any():
@@ -116,14 +117,14 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
 
 
 def _is_hidden(label: Label) -> bool:
-    """Return whether an operation ran in a graph and its instruction is missing, a command buffer or a container."""
+    """Return whether an operation ran in a graph, and its label has no instruction, a command buffer or a container."""
     return label.graph and (not label.op or bool(_COMMAND_BUFFER.match(label.op)) or is_container(label))
 
 
 def _named(
     ops: DeviceOperations, rows: np.ndarray, labels: Sequence[Label], names: _Names
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield indices of the operations with one label and graph node, and their instruction.
+    """Yield the indices of all operations with the same label and graph node, and the name of their instruction.
 
     Args:
         rows: the operations to name, sorted by time.
@@ -182,7 +183,7 @@ class _Names:
         return "" if i is None else self._nodes[i].name
 
     def instructions(self, buffer: str, kernels: Sequence[str]) -> list[str]:
-        """Return the instruction of each kernel of a graph; "" where unknown. The kernels are in execution order."""
+        """Return the instruction of each kernel of a graph, in execution order; "" for a kernel where it is unknown."""
         key = (buffer, *kernels)
         if key not in self._found:
             found = self._compared(buffer, kernels) if self._nodes else [-1] * len(kernels)
@@ -222,7 +223,10 @@ class _Names:
         return worth
 
     def _compared(self, buffer: str, kernels: Sequence[str]) -> list[int]:
-        """Return the index of each kernel's instruction, -1 for none: the pairs in order with the highest worth."""
+        """Return the index of each kernel's instruction by the alignment with the highest sum; -1 for none.
+
+        All are -1 if the alignment would need more than `MOST_CELLS`.
+        """
         rows = [self._worth(kernel) for kernel in kernels]
         exact = [np.flatnonzero(row >= _SAME_WORK) for row in rows]
         near = np.concatenate(exact) if any(map(len, exact)) else np.arange(len(self._nodes))
@@ -240,13 +244,15 @@ class _Names:
         filled = False
         for j, row in enumerate(rows):
             worth = row[low:high] * np.where(taken, _TAKEN, 1.0)
-            reach = np.where(started, best + place, -np.inf)  # Sums to extend, comparable between instructions.
+            # Each instruction between two pairs costs _LEFT_OUT: the difference of their places, added here and
+            # subtracted below.
+            reach = np.where(started, best + place, -np.inf)
             ahead = np.maximum.accumulate(reach)
             source = np.maximum.accumulate(np.where(reach == ahead, np.arange(count), 0))
             ahead, source = np.roll(ahead, 1), np.roll(source, 1)
             ahead[0] = -np.inf
             value = ahead - place + _LEFT_OUT
-            fresh = value < -_UNKNOWN * j  # A new alignment from here has a higher sum than any earlier one.
+            fresh = value < -_UNKNOWN * j  # An alignment that begins with this pair has a higher sum.
             new = worth + np.where(fresh, -_UNKNOWN * j, value)
             origin = np.where(fresh, -1, source)
             second = _AGAIN if not _FILL.match(kernels[j]) else 0.2
