@@ -41,7 +41,7 @@ from meshkit.sharding.mesh import AnyMesh, DescribedMesh, described
 from meshkit.sharding.resolve import STATES, Placed, array_of, placements, placements_by_state
 from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
 from meshkit.step.given import Groups, Program, group_arguments, held_bytes
-from meshkit.step.muon import SCOPE
+from meshkit.step.muon import exchanged_elements
 from meshkit.step.program import TrainProgram, local_bytes
 from meshkit.units import format_bytes
 
@@ -337,7 +337,7 @@ def examine(
         compression=how.compression.axis,
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[how.compression.dtype],
         stages=_stages(program),
-        orthogonalizes=SCOPE if program.spec.optimizer.algorithm == "muon" else None,
+        orthogonalizes=exchanged_elements(model.params, mesh, rules) if how.optimizer.algorithm == "muon" else None,
     )
     return Examined(subject, strategy, allow)
 

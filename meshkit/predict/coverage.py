@@ -83,7 +83,8 @@ def flop_note(
     if dense >= more:
         why = (
             "XLA:GPU makes ragged matmuls (lax.ragged_dot) dense, so a GPU multiplies each row by the weights of all "
-            "its groups; for a mixture of experts try one expert per GPU (a longer expert axis), or a capacity_factor"
+            "its groups; for a mixture of experts try one expert per GPU (a longer expert axis), a capacity_factor, or "
+            "a grouped kernel that is not dense: jax.experimental.pallas.ops.gpu.ragged_dot_mgpu or tokamax.ragged_dot"
         )
         return FlopNote(DENSE, f"{counts}: {why}", tuple(i.name for i, _ in ragged), more / dense)
     why = "GPUs repeat each other's work: a matmul is not sharded over every axis that shards its batch or its weights"

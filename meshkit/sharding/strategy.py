@@ -28,6 +28,7 @@ _SMALL_BYTES = 2**20
 # XLA may flatten up to this many elements, sums of the loss and of metrics, into one array with the gradients.
 _SCALARS = SCALAR_BYTES // 4
 _LONGEST_TOP_K = 16
+MUON_SCOPE = "muon"  # the named scope of Muon's instructions
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-scatter"
 ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
@@ -173,8 +174,8 @@ class Strategy:
     """The axis over which gradients are compressed; None if they are not."""
     compressed_bytes: int = 1
     """Bytes of an element of a compressed gradient."""
-    orthogonalizes: str | None = None
-    """The name scope of an optimizer that multiplies matrices (Muon); None for other optimizers."""
+    orthogonalizes: Mapping[str, float] | None = None
+    """For Muon, mesh axis -> fp32 elements that each GPU exchanges over it in a step; None for other optimizers."""
     stages: StageRuns | None = None
     """Runs of a pipeline's stages, with which activations are those of one microbatch; None without a pipeline."""
 
@@ -287,10 +288,12 @@ class Strategy:
         return Term(words, frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE}), lambda p: p.elements <= 2 * total, bound)
 
     def _orthogonalized(self, over: Axes) -> Term:
-        where = f"{self.orthogonalizes}/"
+        assert self.orthogonalizes is not None
         words = f"Muon over {_names(over)}: matrices exchanged for whole ones, or multiplied in pieces"
         kinds = frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, PERMUTE})
-        return Term(words, kinds, lambda p: p.is_float and where in p.source)
+        elements = [self.orthogonalizes.get(axis, 0.0) for axis in over]
+        bound = 4 * sum(elements) if all(map(math.isfinite, elements)) else None
+        return Term(words, kinds, lambda p: p.is_float and f"{MUON_SCOPE}/" in p.source, bound)
 
     def _elements(self, w: Weight, over: Axes, kind: str) -> int:
         return w.size // self._ways(w.cuts[kind] - over)

@@ -13,6 +13,7 @@ stays cut.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -26,8 +27,8 @@ from meshkit.config.rules import ShardingRules
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed, path_name, placements
+from meshkit.sharding.strategy import MUON_SCOPE
 
-SCOPE = "muon"  # the named scope of its instructions
 _STACKED = ("layers", "dense_layers", "mtp_layers", "experts", None)  # dims of a stack, not of its matrices
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the defaults of optax.contrib.muon, as are the next two
 _STEPS = 5
@@ -115,6 +116,23 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
     return MatrixStack(stacked, inner, pieces, matrices, stored, moves)
 
 
+def exchanged_elements(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, float]:
+    """Return mesh axis -> elements that each GPU sends over it in a step, by two all-to-alls for each stack.
+
+    The number is infinite for an axis that cuts a matrix in no stack, which is multiplied in pieces.
+    """
+    found: dict[str, float] = defaultdict(float)
+    matrices = find_matrices(params, mesh, rules)
+    for p in placements(params, mesh, rules, kind="optimizer"):
+        if (matrix := matrices.get(p.path)) is None:
+            continue
+        for axis in (axis for axes in p.spec[matrix.stacked :] for axis in axes):
+            each = math.prod(p.shape[matrix.stacked :])
+            ways = math.prod(mesh.shape[a] for axes in p.spec[matrix.stacked :] for a in axes)
+            found[axis] += 2 * matrix.matrices // ways * each if matrix.stacked else math.inf
+    return found
+
+
 def muon(
     matrices: Mapping[str, MatrixStack],
     schedule: optax.Schedule,
@@ -130,14 +148,14 @@ def muon(
     """
 
     def labels(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda at, _: SCOPE if path_name(at) in matrices else "others", params)
+        return jax.tree_util.tree_map_with_path(lambda at, _: "muon" if path_name(at) in matrices else "others", params)
 
     own = optax.chain(
         _orthogonal_momentum(matrices, momentum, dtype),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
-    return optax.partition({SCOPE: own, "others": others}, labels)
+    return optax.partition({"muon": own, "others": others}, labels)
 
 
 def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype: Any) -> optax.GradientTransformation:
@@ -152,7 +170,7 @@ def _orthogonal_momentum(matrices: Mapping[str, MatrixStack], beta: float, dtype
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         ahead = optax.tree.bias_correction(mu, beta, count + 1)
         now = optax.tree.bias_correction(updates, beta, count)
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(MUON_SCOPE):
             directions = jax.tree_util.tree_map_with_path(
                 lambda at, m, g: orthogonalize(beta * m + (1 - beta) * g, matrices[path_name(at)]), ahead, now
             )

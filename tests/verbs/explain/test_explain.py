@@ -160,6 +160,15 @@ def test_the_gathers_and_reductions_of_the_debug_llama_are_its_closed_forms():
 
 
 @pytest.mark.deviceless
+def test_muon_exchanges_each_stack_of_matrices_twice_over_each_axis():
+    lint = planned(DEBUG, *ON_16, 'optimizer.algorithm="muon"').lint
+    assert lint.findings == []
+    rows = {row.axes: row for row in lint.collectives if row.explanation.startswith("Muon")}
+    assert {(row.collective, axes) for axes, row in rows.items()} == {("all-to-all", (a,)) for a in ("tensor", "fsdp")}
+    assert all(row.payload_bytes == row.bound_bytes for row in rows.values())
+
+
+@pytest.mark.deviceless
 def test_explain_compiles_checks_and_places_by_default_and_builds_the_step_once(capsys, monkeypatch):
     built = []
     monkeypatch.setattr(planner, "make_train_step", lambda *args: built.append(args) or make_train_step(*args))
