@@ -358,7 +358,7 @@ class TrainTable(ProgramTrainTable):
     replica_check_every: Natural | None = Field(
         default=None,
         description="number of steps between bit-for-bit comparisons of replicas, in addition to the one before "
-        "every checkpoint; 0 means no comparison at all",
+        "every checkpoint and snapshot; 0 means no comparison at all",
     )
     metrics: Function | None = Field(
         default=None,

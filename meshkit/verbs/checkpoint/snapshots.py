@@ -146,13 +146,6 @@ class Snapshots:
             self._say(f"warning: the written snapshot of step {part.record['step']} is corrupt; it is skipped.")
         return not broken
 
-    def drop(self) -> None:
-        """Drop the snapshots of this process, so that the next attempt resumes from a checkpoint."""
-        self.close()
-        for slot in self._slots:
-            slot.clear()
-        self._remove_written()
-
     def _remove_written(self) -> None:
         if self._agreement.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)

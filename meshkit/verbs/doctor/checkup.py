@@ -281,15 +281,15 @@ def _coordinator(gang: Gang) -> list[Result]:
     if gang.process_id != 0:
         return []
     bind = bind_address(gang.coordinator)
-    if bind is None:
-        message = f"{gang.coordinator} is not an address of this machine, so process 0 listens on all interfaces."
-        return [warning("coordinator", message, "an address of this machine that the others reach")]
-    address = split_address(bind)
+    address = split_address(bind) if bind else ("", gang.address[1])
     try:
         socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
     except OSError as e:
-        message = f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}."
+        message = f"process 0 cannot listen on {bind or f'port {address[1]}'}: {e.strerror or e}."
         return [error("coordinator", message, "a port that is free on its host")]
+    if bind is None:
+        message = f"{gang.coordinator} is not an address of this machine, so process 0 listens on all interfaces."
+        return [warning("coordinator", message, "an address of this machine that the others reach")]
     return [ok("coordinator", f"process 0 can listen on {bind}, and on no other interface")]
 
 

@@ -158,12 +158,12 @@ def local(
 
 
 def _with_lost_hosts(part: LocalPart, experiment: Experiment, restarts: int, *, own: bool) -> LocalPart:
-    """Return the part with `[launch]`. At host 0, also compute and show with how many hosts the job can go on.
+    """Return the part with `[launch]`. At host 0, a thread begins to find with how many hosts the job can go on.
 
     Raises:
         ConfigError: the job does not restart, or is not meshkit's own training, which alone can change its mesh.
     """
-    from meshkit.verbs.launch.hosts import find_fewer_hosts
+    from meshkit.verbs.launch.hosts import FewerHosts
 
     if not restarts:
         message = "[launch] needs restarts, but --max-restarts 0 forbids them."
@@ -175,9 +175,7 @@ def _with_lost_hosts(part: LocalPart, experiment: Experiment, restarts: int, *, 
         message = "launch.min_hosts changes the mesh of meshkit's own training, and a command follows `--`."
         raise experiment.error("launch.min_hosts", message, "launch.spares alone")
     if part.host_index == 0:
-        part = replace(part, fewer_hosts=find_fewer_hosts(experiment))
-        numbers = " or ".join(map(str, part.fewer_hosts)) or "no fewer"
-        say(f"after the loss of hosts this job can go on with {numbers} hosts")
+        part = replace(part, fewer_hosts=FewerHosts(experiment, say))
     return part
 
 

@@ -21,6 +21,7 @@ import json
 import os
 import signal
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -41,7 +42,7 @@ _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # time limit for telling the others that this launcher has given up
 _SPARE_S = 10.0  # how long a launcher whose processes are still ending is waited for, before a spare replaces it
 _LONGEST_LINE = 1 << 16
-_FEWER_HOSTS, _FIND_S = "meshkit.planning.fewer_hosts", 600.0
+_FEWER_HOSTS, _FIND_S = "meshkit.planning.fewer_hosts", 3600.0
 
 
 class EndedElsewhere(Exception):
@@ -52,21 +53,39 @@ class EndedElsewhere(Exception):
         self.code = code
 
 
-def find_fewer_hosts(experiment: Experiment) -> tuple[int, ...]:
-    """Return the smaller numbers of hosts with which an experiment can go on, down to `launch.min_hosts`.
+class FewerHosts:
+    """Finds the smaller numbers of hosts with which an experiment can go on, down to `launch.min_hosts`.
 
-    The largest comes first. A child process finds the numbers, because that needs jax and the model.
+    This needs jax and the model, and takes up to minutes. So a child process computes it, in a thread, while the job
+    starts.
 
-    Raises:
-        RunError: the child process failed, or gave no answer in time.
+    Args:
+        experiment: the experiment of the job.
+        show: prints a line for the user.
     """
-    overrides = [override.raw for override in experiment.document.overrides] if experiment.document else []
-    try:
-        with Child(_FEWER_HOSTS) as child:
-            return tuple(child.ask({"file": experiment.file, "overrides": overrides}, timeout_s=_FIND_S))
-    except (ChildFailed, TimeoutError) as error:
-        why = str(error) or f"no answer within {_FIND_S:.0f} s"
-        raise RunError(f"the meshes of fewer hosts could not be computed: {why}") from None
+
+    def __init__(self, experiment: Experiment, show: Callable[[str], None]):
+        self._experiment, self._show = experiment, show
+        self._numbers: Sequence[int] = ()
+        threading.Thread(target=self._find, name="meshkit-fewer-hosts", daemon=True).start()
+
+    def __call__(self) -> Sequence[int]:
+        """Return the numbers, the largest first; none as long as they are not known."""
+        return self._numbers
+
+    def _find(self) -> None:
+        document = self._experiment.document
+        overrides = [override.raw for override in document.overrides] if document else []
+        try:
+            with Child(_FEWER_HOSTS) as child:
+                request = {"file": self._experiment.file, "overrides": overrides}
+                self._numbers = tuple(child.ask(request, timeout_s=_FIND_S))
+        except (ChildFailed, TimeoutError, OSError) as error:
+            why = str(error) or f"no answer within {_FIND_S:.0f} s"
+            self._show(f"warning: this job cannot go on with fewer hosts; their meshes could not be computed: {why}")
+        else:
+            numbers = " or ".join(map(str, self._numbers)) or "no fewer"
+            self._show(f"after the loss of hosts this job can go on with {numbers} hosts")
 
 
 class Hosts:
@@ -81,7 +100,7 @@ class Hosts:
         show: prints a line for the user.
         folder: the run folder, on a file system that all hosts share.
         launch: how the job goes on after it has lost hosts; the same for all launchers.
-        fewer: at host 0, the smaller numbers of hosts with which the job can go on, the largest first.
+        fewer: at host 0, returns the smaller numbers of hosts with which the job can go on, the largest first.
 
     Raises:
         ConfigError: there are no certificates, or they do not fit.
@@ -107,7 +126,7 @@ class Hosts:
         show: Callable[[str], None],
         folder: Path,
         launch: LaunchTable,
-        fewer: Sequence[int] = (),
+        fewer: Callable[[], Sequence[int]] = tuple,
     ):
         if not certificates:
             raise ConfigError(
@@ -326,7 +345,7 @@ class Hosts:
             if all_come or complete or waited_s > (self._launch.wait_s if last is None else _SPARE_S):
                 return order[: self.count]
         elif complete or (last is not None and waited_s > self._launch.wait_s):
-            fits = next((size for size in self._fewer if size <= len(messages)), 0)
+            fits = next((size for size in self._fewer() if size <= len(messages)), 0)
             return order[:fits]
         return []
 

@@ -96,8 +96,8 @@ class LocalPart:
     """A file that exists while a spare waits that may replace this host when it is sick; empty for none."""
     launch: LaunchTable = field(default_factory=LaunchTable)
     """How the job goes on after it has lost hosts."""
-    fewer_hosts: tuple[int, ...] = ()
-    """At host 0, the smaller numbers of hosts with which the job can go on, the largest first."""
+    fewer_hosts: Callable[[], Sequence[int]] = tuple
+    """At host 0, returns the smaller numbers of hosts with which the job can go on, the largest first."""
 
     @property
     def first_rank(self) -> int:

@@ -29,7 +29,6 @@ from meshkit.console import say as say_line
 from meshkit.console import stderr
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement, is_first_process, join_gang
-from meshkit.errors import RunError
 from meshkit.linting.examine import announce_findings
 from meshkit.planning.resolved import examine_experiment, find_sinks, find_tokenizer, resolve
 from meshkit.predict.kernels import compute_peak_flops
@@ -379,20 +378,16 @@ class _Run:
         return ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
 
     def _check_replicas(self, step: TrainingStep) -> None:
-        """Raise an error if replicas differ. The next attempt resumes from a checkpoint whose replicas were equal."""
+        """Raise an error if replicas differ. Snapshots and checkpoints follow this check, so theirs were equal."""
         if self.experiment.train.replica_check_every == 0 or step.number == self.checked_step:
             return
         self.phases.enter("check", step.number)
-        try:
-            self._replicas.check(step.state, step.number)
-        except RunError:
-            if self.snapshots is not None:  # snapshots since the last check may be corrupt
-                self.snapshots.drop()
-            raise
+        self._replicas.check(step.state, step.number)
         self.checked_step = step.number
 
     def _snapshot(self, step: TrainingStep) -> None:
         if self.snapshots is not None:
+            self._check_replicas(step)
             self.phases.enter("save", step.number)
             self.goodput.mark(step.number)
             self.snapshots.take(step.state)
@@ -423,10 +418,12 @@ class _Run:
             self.progress.say(f"resuming {self.folder} after step {self.resumed_step}")
         elif read_metrics(self.folder / "metrics.jsonl"):
             self.progress.say(f"{self.folder} has metrics but no checkpoint: starting from the first step again")
-        compares = self.experiment.checkpoint.every and self.experiment.train.replica_check_every != 0
+        checkpoint, every = self.experiment.checkpoint, self.experiment.train.replica_check_every
+        compares = every != 0 and (every or checkpoint.every or checkpoint.snapshot_every)
         if compares and self.program.mesh.size > 1 and (share := self._replicas.share) < 1:
             self.progress.say(
-                f"{format_percent(share)} of the state has replicas; they are compared before a checkpoint"
+                f"{format_percent(share)} of the state has replicas, which are compared before it is saved; "
+                "the rest cannot be checked"
             )
         if self.data.unigram_entropy_nats is not None:
             self.progress.say(f"unigram entropy of the data: {self.data.unigram_entropy_nats:.3f} nats per token")

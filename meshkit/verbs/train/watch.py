@@ -99,9 +99,8 @@ class Stragglers:
         errors: Callable[[], Mapping[str, int]] = dict,
     ):
         self.line = Agreement("stragglers")
-        self._every = every if self.line.size > 1 else 0
-        self._say, self.clock_mhz, self._errors, self._growth = say, clock_mhz, errors, ErrorGrowth()
-        self._slow_steps = SlowSteps()
+        self._every, self._say, self.clock_mhz, self._errors = every, say, clock_mhz, errors
+        self._growth, self._slow_steps = ErrorGrowth(), SlowSteps()
         self._steps: list[Mapping[str, float]] = []
         self._window, self._thread = 0, None
         self._named: dict[int, float] = {}  # process -> share when it was named
@@ -163,7 +162,7 @@ class Stragglers:
                 self._say(f"warning: {line}")
             found = judge(every)
             self.tell(found, max(s["cpu_s"] for s in every))
-            if not found and (line := self._slow_steps.look(statistics.median(s["step_time_s"] for s in every))):
+            if not found and (line := self._slow_steps.look(every)):
                 self._say(f"warning: {line}")
             return self._sick_processes(every, found)
 
@@ -173,7 +172,7 @@ class Stragglers:
 
     def _sick_processes(self, every: Sequence[Mapping[str, Any]], found: Sequence[LateProcess]) -> dict[str, str]:
         """Map the processes on sick hosts to the reason: late in two comparisons in a row, or errors that grow."""
-        late = {each.process: each.message for each in found if each.share}
+        late = {each.process: each.message for each in found}
         twice = {process: message for process, message in late.items() if process in self._late}
         self._late = set(late)
         hosts = {process: s["host"] for process, s in enumerate(every) if s["host"] in self._growth.hosts}
@@ -198,21 +197,32 @@ class Stragglers:
 
 
 class SlowSteps:
-    """Compare the step times of windows in which no process is late: if all become slower, the network may be slow."""
+    """Compare windows in which no process is late: if all become slower, the clocks or the network may be slow."""
 
     def __init__(self):
-        self._fastest_s, self._reported_s = math.inf, 0.0
+        self._fastest_s, self._reported_s, self._clock_mhz = math.inf, 0.0, None
 
-    def look(self, step_s: float) -> str:
-        """Return a sentence if steps are 1.5 times as long as the fastest before and as the last reported, else ""."""
-        self._fastest_s = min(self._fastest_s, step_s)
+    def look(self, said: Sequence[Mapping[str, Any]]) -> str:
+        """Return a sentence if steps are 1.5 times as long as the fastest before and as the last reported, else "".
+
+        Args:
+            said: as for `judge`.
+        """
+        step_s = statistics.median(s["step_time_s"] for s in said)
+        clocks = [s["clock_mhz"] for s in said if s["clock_mhz"]]
+        clock_mhz = statistics.median(clocks) if clocks else None
+        if step_s < self._fastest_s:
+            self._fastest_s, self._clock_mhz = step_s, clock_mhz
         if step_s < _SLOWER * self._fastest_s:
             self._reported_s = 0.0
         elif step_s >= _AGAIN * self._reported_s:
             self._reported_s = step_s
+            why = "a link between hosts may be slow, or others use it" if len(said) > 1 else "the GPUs may be slow"
+            if clock_mhz and self._clock_mhz and clock_mhz < (1 - LEAST_SHARE) * self._clock_mhz:
+                why = f"the GPUs' clocks fell from {self._clock_mhz:,.0f} to {clock_mhz:,.0f} MHz"
             return (
                 f"a step takes {format_seconds(step_s)}, {step_s / self._fastest_s:.1f} times as long as the fastest "
-                "before, and no process is late: a link between hosts may be slow, or others use it"
+                f"before, and no process is late: {why}"
             )
         return ""
 

@@ -88,6 +88,10 @@ def test_the_coordinators_port(monkeypatch):
         found = wrong(check_network(read_gang(gang(port)), several=True))
         assert f"process 0 cannot listen on 127.0.0.1:{port}" in found[("coordinator", "error")]
         assert ("coordinator", "error") not in wrong(check_network(read_gang(gang(port, 1)), several=True))
+        monkeypatch.setattr(network, "bind_address", lambda _: None)  # as with the address of a service
+        found = wrong(check_network(read_gang(gang(port)), several=True))
+        assert f"process 0 cannot listen on port {port}" in found[("coordinator", "error")]
+        monkeypatch.undo()
     assert ("coordinator", "error") not in wrong(check_network(read_gang(gang(port)), several=True))
     monkeypatch.setattr(network, "bind_address", lambda _: None)
     assert (

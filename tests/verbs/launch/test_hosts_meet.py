@@ -32,7 +32,7 @@ def launcher(index, address, certificates, show=print, fewer=(), **launch):
         show=show,
         folder=certificates.parent if certificates else Path(),
         launch=LaunchTable(**launch),
-        fewer=fewer,
+        fewer=lambda: fewer,
     )
 
 

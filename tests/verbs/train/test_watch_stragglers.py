@@ -65,17 +65,24 @@ def test_the_clock_is_that_of_the_gpus_that_this_process_drives(visible, clock, 
 
 def test_steps_that_become_slower_for_all_are_reported_once_until_they_are_faster_or_slower_again():
     steps = SlowSteps()
-    found = [steps.look(step_s) for step_s in (0.12, 0.1, 0.14, 0.3, 0.4, 0.5, 0.1, 0.2)]
+    found = [steps.look([STEP | {"step_time_s": s}] * 2) for s in (0.12, 0.1, 0.14, 0.3, 0.4, 0.5, 0.1, 0.2)]
     assert [bool(line) for line in found] == [False, False, False, True, False, True, False, True]
-    assert found[3].startswith("a step takes 300 ms, 3.0 times as long as the fastest before, and no process is late")
+    assert found[3] == (
+        "a step takes 300 ms, 3.0 times as long as the fastest before, and no process is late: a link between hosts "
+        "may be slow, or others use it"
+    )
+    assert steps.look([STEP | {"step_time_s": 0.4, "clock_mhz": 1200}]).endswith("clocks fell from 1,755 to 1,200 MHz")
 
 
-def test_one_process_alone_has_nobody_to_wait_for():
-    said = []
-    alone = Stragglers(1, said.append)
-    alone.note(STEP)
-    assert alone.news() == {}
-    assert said == []
+def test_one_process_alone_watches_its_error_counters():
+    said, counts = [], iter([{"GPU 0: x": 1}, {"GPU 0: x": 3}])
+    alone = Stragglers(1, said.append, errors=lambda: next(counts))
+    for _ in range(2):
+        alone.note(STEP)
+        alone.join(10.0)
+    assert "straggler" not in alone.news()
+    assert len(said) == 1
+    assert "GPU 0: x: 2 more" in said[0]
 
 
 GANG = """
