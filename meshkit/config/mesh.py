@@ -122,7 +122,7 @@ class MeshSpec:
             ConfigError: the factors of a link do not multiply to the GPUs of a domain, or to the number of domains.
         """
         totals = {"nvlink": cluster.gpus_used_per_domain, "infiniband": cluster.num_nvlink_domains}
-        filled = {link: _resolve_link(self, link, total) for link, total in totals.items()}
+        filled = {link: _resolve_link(self, link, total, cluster) for link, total in totals.items()}
         factors = zip(self.axes, filled["nvlink"], filled["infiniband"])
         return MeshSpec(tuple(MeshAxis(axis.name, inside, across) for axis, inside, across in factors))
 
@@ -261,10 +261,10 @@ def _check_one_fill(spec: MeshSpec, link: str) -> None:
         )
 
 
-def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
+def _resolve_link(spec: MeshSpec, link: str, total: int, cluster: Cluster) -> list[int]:
     """Return the factors of one link, in the order of the axes; their product is `total`."""
     for axis in spec.axes:
-        _check_axis_fits(axis, link, total)
+        _check_axis_fits(spec, axis, link, total, cluster)
     factors = [axis.factor(link) for axis in spec.axes]
     given = [factor for factor in factors if not isinstance(factor, str)]
     product = math.prod(given)
@@ -274,20 +274,36 @@ def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
     return [total // product if isinstance(factor, str) else factor for factor in factors]
 
 
-def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
+def _check_axis_fits(spec: MeshSpec, axis: MeshAxis, link: str, total: int, cluster: Cluster) -> None:
     ways = axis.factor(link)
     if isinstance(ways, str) or ways <= total:
         return
     key = ("mesh", axis.name)
     if link == "nvlink":
         message = f"axis '{axis.name}' asks for {ways} GPUs on NVLink, but an NVLink domain has {total}."
-        hint = f"mesh.{axis.name} = {total}"
-        if ways % total == 0 and axis.infiniband == 1:
-            hint += f", or split it: mesh.{axis.name} = {{ nvlink = {total}, infiniband = {ways // total} }}"
+        smaller = replace(axis, nvlink=max(1, total // _product(spec, link, without=axis)))
+        split = replace(smaller, infiniband=ways // smaller.number(link))
+        fitting = [changed for changed in (smaller, split) if _fits_with(spec, changed, cluster)]
+        hint = f"mesh.{axis.name} = {inline((fitting or [smaller])[0].to_plain())}"
     else:
         message = f"axis '{axis.name}' asks for {ways} NVLink domains, but the cluster has {total}."
         hint = f"mesh.{axis.name} = {inline(MeshAxis(axis.name, axis.nvlink, total).to_plain())}, or more hosts"
     raise SpecError(message, key=key, value=axis.to_plain(), hint=hint)
+
+
+def _fits_with(spec: MeshSpec, changed: MeshAxis, cluster: Cluster) -> bool:
+    """Return whether the mesh fits the cluster if one of its axes is changed."""
+    try:
+        replace(spec, axes=tuple(changed if axis.name == changed.name else axis for axis in spec.axes)).resolve(cluster)
+    except SpecError:
+        return False
+    return True
+
+
+def _product(spec: MeshSpec, link: str, *, without: MeshAxis) -> int:
+    """Return the product of the numbers that the other axes have on a link."""
+    factors = [axis.factor(link) for axis in spec.axes if axis is not without]
+    return math.prod(factor for factor in factors if not isinstance(factor, str))
 
 
 def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecError:
@@ -306,8 +322,7 @@ def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecE
 def _mend(spec: MeshSpec, link: str, total: int) -> str:
     """Return a change of one axis that corrects the product; axes that use the link come first, then outermost axes."""
     for axis in sorted(spec.axes, key=lambda axis: axis.factor(link) == 1):
-        others = [other.factor(link) for other in spec.axes if other is not axis]
-        rest = math.prod(factor for factor in others if not isinstance(factor, str))
+        rest = _product(spec, link, without=axis)
         if axis.factor(link) != "fill" and total % rest == 0:
             mended = replace(axis, **{link: total // rest})
             return f"mesh.{axis.name} = {inline(mended.to_plain())}"

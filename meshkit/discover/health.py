@@ -15,8 +15,8 @@ from meshkit.discover.probe import Probe
 _INFINIBAND = "/sys/class/infiniband"
 # Linux, Documentation/ABI/stable/sysfs-class-infiniband.
 _LINK_COUNTERS = {
-    "link_downed": "times that its link went down",
-    "link_error_recovery": "times that its link recovered",
+    "link_downed": "link failures",
+    "link_error_recovery": "link recoveries",
 }
 
 
@@ -36,11 +36,11 @@ def error_counts(probe: Probe, gpus: Sequence[int] = ()) -> dict[str, int]:
             for counter, name in _LINK_COUNTERS.items():
                 text = (probe.read_file(f"{_INFINIBAND}/{device}/ports/{port}/counters/{counter}") or "").strip()
                 if text.isdecimal():
-                    found[f"{device} port {port}: {name}"] = int(text)
+                    found[f"{name} of {device} port {port}"] = int(text)
     for gpu in gpus:
         for name, count in _GPU_COUNTERS.items():
             try:
-                found[f"GPU {gpu}: {name}"] = int(count(pynvml.nvmlDeviceGetHandleByIndex(gpu)))
+                found[f"{name} of GPU {gpu}"] = int(count(pynvml.nvmlDeviceGetHandleByIndex(gpu)))
             except (pynvml.NVMLError, AttributeError, TypeError, ValueError):
                 continue
     return found
@@ -57,7 +57,7 @@ def _remapped(handle: Any) -> int:
     return correctable + uncorrectable
 
 
-_GPU_COUNTERS = {"uncorrected memory errors": _uncorrected, "remapped rows of memory": _remapped}
+_GPU_COUNTERS = {"uncorrected memory errors": _uncorrected, "remapped memory rows": _remapped}
 
 
 class ErrorGrowth:
@@ -81,5 +81,5 @@ class ErrorGrowth:
             self.hosts |= {host} if grown > 0 else set()
             if grown > 0 and grown >= 2 * self._named.get((host, name), 0):
                 self._named[host, name] = grown
-                lines.append(f"{host}, {name}: {grown} more since this training began.")
+                lines.append(f"{host}: {name} rose by {grown} since this training began.")
         return sorted(lines)

@@ -105,14 +105,13 @@ def cliff_text(cliff: CliffPart) -> str:
         twice = "1 kernel runs" if n == 1 else f"{n} kernels run"
         changes.append(f"{twice} twice, for {format_seconds(beyond.recomputed_s)}")
     if (exposed := beyond.exposed_s - before.exposed_s) > _LONGER * before.time_s:
-        changes.append(f"{format_seconds(exposed)} more of communication are exposed")
+        changes.append(f"another {format_seconds(exposed)} of communication is exposed")
     longer = format_percent(beyond.time_s / before.time_s - 1)
     takes = f"takes {format_seconds(beyond.time_s)}, {longer} longer" + ": " * bool(changes) + " and ".join(changes)
     if distance < 0:
         return f"XLA saves memory, because {format_bytes(-distance)} are missing: the step {takes}."
-    further = format_bytes(before.pool_bytes - beyond.pool_bytes)
-    least = format_bytes(distance)
-    return f"The step takes as long with {least} less memory than now; with another {further} less it {takes}."
+    enough, too_little = (format_bytes(distance + before.pool_bytes - p.pool_bytes) for p in (before, beyond))
+    return f"With {enough} less memory, the step takes as long as now; with {too_little} less, it {takes}."
 
 
 def cliff_table(cliff: CliffPart) -> Table:

@@ -249,7 +249,12 @@ def test_placement_from_a_shape():
         (
             {"tensor": 16},
             "axis 'tensor' asks for 16 GPUs on NVLink, but an NVLink domain has 8.",
-            "mesh.tensor = 8, or split it: mesh.tensor = { nvlink = 8, infiniband = 2 }",
+            "mesh.tensor = { nvlink = 8, infiniband = 2 }",
+        ),
+        (
+            {"data": {"infiniband": 2}, "fsdp": 4, "tensor": 16},
+            "axis 'tensor' asks for 16 GPUs on NVLink, but an NVLink domain has 8.",
+            "mesh.tensor = 2",
         ),
         (
             {"data": {"infiniband": 4}, "tensor": 8},

@@ -14,7 +14,7 @@ def machine(downed="0", recovered="2"):
 
 
 def test_links_are_read_from_sysfs():
-    found = {"mlx5_0 port 1: times that its link went down": 3, "mlx5_0 port 1: times that its link recovered": 2}
+    found = {"link failures of mlx5_0 port 1": 3, "link recoveries of mlx5_0 port 1": 2}
     assert error_counts(machine("3")) == found
 
 
@@ -33,9 +33,9 @@ def test_gpus_are_asked_by_their_number(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", lambda handle, kind, counter: 10 * handle + kind)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", remapped)
     assert error_counts(FixtureProbe(), [0, 1]) == {
-        "GPU 0: uncorrected memory errors": 1,
-        "GPU 0: remapped rows of memory": 5,
-        "GPU 1: uncorrected memory errors": 11,
+        "uncorrected memory errors of GPU 0": 1,
+        "remapped memory rows of GPU 0": 5,
+        "uncorrected memory errors of GPU 1": 11,
     }
 
 
@@ -50,12 +50,12 @@ def test_gpus_are_asked_by_their_number(monkeypatch):
 )
 def test_growth_is_said_and_said_again_when_it_has_doubled(counts, lines):
     growth = ErrorGrowth()
-    found = [growth.look([{"host": "n0", "errors": {"GPU 0: e": c}}, {"host": "n1", "errors": {}}]) for c in counts]
+    found = [growth.look([{"host": "n0", "errors": {"e of GPU 0": c}}, {"host": "n1", "errors": {}}]) for c in counts]
     assert [len(line) for line in found] == lines
-    assert not found[1] or found[1][0].startswith("n0, GPU 0: e: 1 more since this training began")
+    assert not found[1] or found[1][0].startswith("n0: e of GPU 0 rose by 1 since this training began")
 
 
 def test_two_processes_of_a_host_are_one_voice():
-    growth, both = ErrorGrowth(), lambda n: [{"host": "n0", "errors": {"mlx5_0 port 1: x": n}}] * 2
+    growth, both = ErrorGrowth(), lambda n: [{"host": "n0", "errors": {"x of mlx5_0 port 1": n}}] * 2
     assert growth.look(both(0)) == []
     assert len(growth.look(both(1))) == 1

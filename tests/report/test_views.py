@@ -20,6 +20,7 @@ from meshkit.report.schema import (
     FindingPart,
     KernelClassPart,
     KernelsPart,
+    MemoryPart,
     MeshAxisPart,
     QualityPart,
     Report,
@@ -31,9 +32,10 @@ from meshkit.report.schema import (
 from meshkit.report.summarize import Machines, cluster_part, training_cost
 from meshkit.report.views.charts import common, lanes, step_to_draw
 from meshkit.report.views.report import bar, render, write_html
-from meshkit.report.views.words import LOOKS, Share, interval_text, step_shares
+from meshkit.report.views.words import LOOKS, Share, interval_text, memory_text, step_shares
 from meshkit.step.program import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
+from meshkit.units import GIB
 
 
 @pytest.fixture
@@ -238,13 +240,27 @@ def test_the_step_that_is_drawn_is_the_median_one(timeline):
 @pytest.mark.parametrize(
     ("calibrated", "said"),
     [
-        (True, "990 ms to 1.17 s (80 % of comparable runs; how: docs/concepts/validation.md)"),
-        (False, "990 ms to 1.17 s (80 % of comparable runs, all of one publisher; how: docs/concepts/validation.md)"),
+        (True, "990 ms to 1.17 s (holds for 80 % of comparable runs, "),
+        (False, "990 ms to 1.17 s (holds for 80 % of comparable runs, all of one publisher, "),
     ],
 )
 def test_the_interval_is_one_sentence(report, calibrated, said):
     part = StepInterval(p50_s=(1.0, 1.1), p80_s=(0.99, 1.17), stratum="dense", calibrated=calibrated, rows=9)
-    assert interval_text(report.model_copy(update={"step": StepPart(time_interval=part)})) == said
+    text = interval_text(report.model_copy(update={"step": StepPart(time_interval=part)}))
+    assert text == f"{said}see docs/concepts/validation.md)"
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "text"),
+    [
+        (20, "20.0 GiB of 72.0 GiB per GPU, 512 MiB reserved: fits, 51.5 GiB free"),
+        (80, "80.0 GiB of 72.0 GiB per GPU, 512 MiB reserved: does not fit, 8.50 GiB too much"),
+    ],
+)
+def test_the_line_of_memory_adds_up(report, peak_gib, text):
+    margin = 72 * GIB - peak_gib * GIB - GIB // 2
+    parts = {"pool_bytes": 72 * GIB, "peak_bytes": peak_gib * GIB, "margin_bytes": margin, "fits": margin >= 0}
+    assert memory_text(report.model_copy(update={"memory": MemoryPart(**parts)})) == text
 
 
 def test_why_there_is_no_interval_stands_where_it_would(report, timeline, tmp_path):

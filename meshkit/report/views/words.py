@@ -217,7 +217,10 @@ def step_text(report: Report) -> str:
 
 
 def memory_text(report: Report) -> str:
-    """Return `61.3 GiB of 79.6 GiB per GPU: fits, 12.0 GiB to spare`."""
+    """Return `61.3 GiB of 79.6 GiB per GPU, 385 MiB reserved: fits, 17.9 GiB free`.
+
+    The peak, the reserved and the free bytes add up to the limit.
+    """
     m = report.memory
     if m.peak_bytes is None:
         return "-"
@@ -227,8 +230,10 @@ def memory_text(report: Report) -> str:
         return text
     if m.margin_bytes is None:
         return f"{text}: {'fits' if m.fits else 'does not fit'}"
-    spare = format_bytes(abs(m.margin_bytes))
-    return f"{text}: fits, {spare} to spare" if m.fits else f"{text}: does not fit, {spare} too much"
+    reserved = limit - m.peak_bytes - m.margin_bytes if limit is not None else 0
+    text += f", {format_bytes(reserved)} reserved" if reserved > 0 else ""
+    margin = format_bytes(abs(m.margin_bytes))
+    return f"{text}: fits, {margin} free" if m.fits else f"{text}: does not fit, {margin} too much"
 
 
 _HOURS_A_YEAR = 24 * 365.25
@@ -261,13 +266,13 @@ def axes_text(axes: Sequence[str]) -> str:
 
 
 def group_text(row: CommunicationPart, device: str) -> str:
-    """Return `8 x 16 GPUs, 8 per domain`: eight groups of 16 GPUs, with eight GPUs in each NVLink domain they cross."""
-    if row.group_size is None:
+    """Return `8 groups of 16 GPUs, 8 per domain`: the members of a group have eight GPUs of each NVLink domain."""
+    if row.group_size is None or row.num_groups is None:
         return ""
     inside = "" if row.link != "infiniband" else f", {row.gpus_per_domain} per domain"
     part = "" if row.axes_complete is not False else ", part of the axis"
     listed = f", {row.replica_groups}" if row.replica_groups else ""
-    return f"{row.num_groups} x {row.group_size} {device}s{inside}{part}{listed}"
+    return f"{plural(row.num_groups, 'group')} of {plural(row.group_size, device)}{inside}{part}{listed}"
 
 
 def row_name(row: CommunicationPart | ComparedRow) -> str:
@@ -451,7 +456,7 @@ def trend_text(report: Report) -> str:
 
 
 def interval_text(report: Report) -> str:
-    """Return `0.99 to 1.17 s (80 % of comparable runs; how: ...)`, or why there is no interval; empty if unknown."""
+    """Return `0.99 to 1.17 s (holds for 80 % of comparable runs, see ...)`, or why there is none; empty if unknown."""
     part, reason = report.step.time_interval, report.step.time_interval_reason
     if part is None:
         return f"no interval: {reason}" if reason else ""
@@ -459,7 +464,7 @@ def interval_text(report: Report) -> str:
     number, _, unit = low.partition(" ")
     low = number if high.endswith(f" {unit}") else low
     whose = "80 % of comparable runs" + ("" if part.calibrated else ", all of one publisher")
-    return f"{low} to {high} ({whose}; how: docs/concepts/validation.md)"
+    return f"{low} to {high} (holds for {whose}, see docs/concepts/validation.md)"
 
 
 def _bounds(report: Report) -> str:
@@ -472,8 +477,8 @@ def _bounds(report: Report) -> str:
 def _utilization(report: Report) -> str:
     step = report.step
     extra = [
-        f"{label} {format_percent(value)}"
-        for label, value in (("causal", step.mfu_causal), ("HFU", step.hfu))
+        f"{label}{format_percent(value)} by {what} FLOP"
+        for label, value, what in (("", step.mfu_causal, "causal"), ("HFU ", step.hfu, "executed"))
         if value is not None
     ]
     return f" ({', '.join(extra)})" if extra else ""

@@ -234,7 +234,7 @@ def _late_s(device: StragglerPart) -> float:
 def describe_overlap(
     number: int, exposed_share: float, late_device: int | None = None, late_share: float = 0.0, axes: str = ""
 ) -> str:
-    """Return `captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %`, in shares of the step."""
+    """Return `captured step 7: 25.0 % of the step is exposed communication, device 5 is late by 10.0 % of the step`."""
     by = f" ({axes})" if axes else ""
-    late = "" if late_device is None else f", device {late_device} is late by {format_percent(late_share)}"
-    return f"captured step {number}: {format_percent(exposed_share)} is exposed communication{by}{late}"
+    late = "" if late_device is None else f", device {late_device} is late by {format_percent(late_share)} of the step"
+    return f"captured step {number}: {format_percent(exposed_share)} of the step is exposed communication{by}{late}"

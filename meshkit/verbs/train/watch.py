@@ -439,12 +439,12 @@ class StepCaptures:
         if process != suspected:
             return None
         host, others = said[process]["host"], worst["others"]
-        message = f"process {process} on {host} makes {others} other{'s' * (others > 1)} wait "
-        message += f"{format_percent(worst['share'])} of the step"
+        message = f"process {process} on {host} "
         if worst["longer"] > _LONGER:
-            message += f", computing {format_percent(worst['longer'])} longer than the median"
+            message += f"computes {format_percent(worst['longer'])} longer than the median and "
+        message += f"makes {others} other{'s' * (others > 1)} wait {format_percent(worst['share'])} of the step"
         clock = slow_clock(said, process)
-        return LateProcess(process, host, worst["share"], message + (f", {clock}" if clock else ""))
+        return LateProcess(process, host, worst["share"], message + (f"; {clock}" if clock else ""))
 
     def ask_reader(self, request: Mapping[str, Any]) -> Any:
         """Return the answer of the reader process to a request.

@@ -63,7 +63,8 @@ def test_the_example_of_its_docstring_prints_a_line_on_a_step_of_the_loop(mesh, 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(textwrap.dedent(example), names)
     line = printed.getvalue().splitlines()[-1]
-    found = re.fullmatch(r"\d00 2.5 captured step 500: (\d+\.\d) % is exposed communication \((.+?)\)(, .*)?", line)
+    words = r"(\d+\.\d) % of the step is exposed communication \((.+?)\)(, .*)?"
+    found = re.fullmatch(rf"\d00 2.5 captured step 500: {words}", line)
     assert found, line
     report = names["live"].report
     check_invariants(report)
@@ -167,8 +168,8 @@ def test_a_late_device_goes_by_its_id_in_the_job(tmp_path_factory):
     file = write_planes(tmp_path_factory.mktemp("late") / "late.xplane.pb", *planes)
     report = measure_traces(file, TracedJob(devices={0: 4, 1: 5})).report
     assert describe_report(7, report) == (
-        # The means are of 300 and 100, and the GPU is 200 later.
-        "captured step 7: 25.0 % is exposed communication, device 5 is late by 25.0 %"
+        # The means are of 300 and 100 us, and the GPU is 200 us later.
+        "captured step 7: 25.0 % of the step is exposed communication, device 5 is late by 25.0 % of the step"
     )
 
 

@@ -101,8 +101,10 @@ def test_a_captured_step_is_printed_once_and_stands_in_every_line_from_then_on(c
     trainer.train(spec, tmp_path / "run", hooks=[mk.Hook(watch, every=3)], console=Console(file=printed, width=120))
     assert known()[:2] == [5, 5]
     last = read_metrics(log)[-1]
-    late = f", device {last['late_device']} is late by {last['late_share']:.1%}" if "late_device" in last else ""
-    line = f"captured step 5: {last['exposed_share']:.1%} is exposed communication{late}".replace("%", " %")
+    late = ""
+    if "late_device" in last:
+        late = f", device {last['late_device']} is late by {last['late_share']:.1%} of the step"
+    line = f"captured step 5: {last['exposed_share']:.1%} of the step is exposed communication{late}".replace("%", " %")
     assert printed.getvalue().count("captured step") == 1
     assert line in printed.getvalue().splitlines()
 

@@ -146,7 +146,7 @@ def test_a_gang_names_the_process_that_is_late(tmp_path):
     log = (tmp_path / "out" / "logs" / "attempt0" / "rank0.log").read_text()
     # The captured step names it once, and not the data, which cost less.
     (warning,) = [line for line in log.splitlines() if line.startswith("warning: ")]
-    assert re.search(r"process 1 on \S+ makes 1 other wait \d+\.\d % of the step, computing", warning)
+    assert re.search(r"process 1 on \S+ computes \d+\.\d % longer than the median and makes 1 other wait", warning)
     news = dict(ast.literal_eval(log.split("news ")[1].splitlines()[0]))
     assert [number for number, new in news.items() if "straggler_cpu_s" in new] == [2, 4, 6, 8, 10, 12, 14, 16, 17]
     # It is late in two captures in a row: in those of steps 10 (5th) and 12 it is process 1.
@@ -186,7 +186,7 @@ WAIT, SLOW = "makes 3 others wait 8.0 % of the step", "its GPU at 1,410 MHz, the
 @pytest.mark.parametrize(
     ("first", "second", "named"),
     [
-        ({2: 0.08}, {2: 0.08, 1: 0.01}, f"process 2 on n2 {WAIT}, computing 12.0 % longer than the median, {SLOW}"),
+        ({2: 0.08}, {2: 0.08, 1: 0.01}, f"process 2 on n2 computes 12.0 % longer than the median and {WAIT}; {SLOW}"),
         ({1: 0.08}, {1: 0.08, 0: 0.02}, f"process 1 on n1 {WAIT}"),
         ({1: 0.08}, {2: 0.08}, None),  # The late process changes.
         ({1: 0.04}, {1: 0.04}, None),  # This is too little.
