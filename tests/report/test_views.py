@@ -73,7 +73,7 @@ def test_virtual_devices_of_a_cpu_are_called_no_gpus(report, tmp_path):
     on_cpu = report.model_copy(update=parts)
     text = shown(render(on_cpu))
     assert "communication a step, per device" in text
-    assert "of 70.0 GiB per device" in text
+    assert "of 70.0 GiB a device" in text
     assert "per GPU" in shown(render(report))
     page = write_html(on_cpu, tmp_path / "a.html").read_text().partition("<script")[0]
     beside = write_html(on_cpu, tmp_path / "b.html", other=on_cpu).read_text().partition("<script")[0]
@@ -253,8 +253,8 @@ def test_the_interval_is_one_sentence(report, calibrated, said):
 @pytest.mark.parametrize(
     ("peak_gib", "text"),
     [
-        (20, "20.0 GiB of 72.0 GiB per GPU, 512 MiB reserved: fits, 51.5 GiB free"),
-        (80, "80.0 GiB of 72.0 GiB per GPU, 512 MiB reserved: does not fit, 8.50 GiB too much"),
+        (20, "20.0 GiB of 72.0 GiB a GPU, 512 MiB reserved: fits, 51.5 GiB free"),
+        (80, "80.0 GiB of 72.0 GiB a GPU, 512 MiB reserved: does not fit, 8.50 GiB too much"),
     ],
 )
 def test_the_line_of_memory_adds_up(report, peak_gib, text):

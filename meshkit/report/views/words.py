@@ -217,7 +217,7 @@ def step_text(report: Report) -> str:
 
 
 def memory_text(report: Report) -> str:
-    """Return `61.3 GiB of 79.6 GiB per GPU, 385 MiB reserved: fits, 17.9 GiB free`.
+    """Return `61.3 GiB of 79.6 GiB a GPU, 385 MiB reserved: fits, 17.9 GiB free`.
 
     The peak, the reserved and the free bytes add up to the limit.
     """
@@ -225,7 +225,7 @@ def memory_text(report: Report) -> str:
     if m.peak_bytes is None:
         return "-"
     limit = m.pool_bytes if m.pool_bytes is not None else m.capacity_bytes
-    text = f"{format_bytes(m.peak_bytes)} of {format_bytes(limit)} per {report.device}"
+    text = f"{format_bytes(m.peak_bytes)} of {format_bytes(limit)} a {report.device}"
     if m.fits is None:
         return text
     if m.margin_bytes is None:
@@ -476,9 +476,10 @@ def _bounds(report: Report) -> str:
 
 def _utilization(report: Report) -> str:
     step = report.step
+    causal = step.mfu_causal if step.mfu_causal != step.mfu else None  # They are equal without attention.
     extra = [
         f"{label}{format_percent(value)} by {what} FLOP"
-        for label, value, what in (("", step.mfu_causal, "causal"), ("HFU ", step.hfu, "executed"))
+        for label, value, what in (("", causal, "causal"), ("HFU ", step.hfu, "executed"))
         if value is not None
     ]
     return f" ({', '.join(extra)})" if extra else ""
