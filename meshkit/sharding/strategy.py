@@ -389,7 +389,7 @@ class Strategy:
         """Return the term of a table's gradient; the op's path must contain `where`, which excludes similar ops."""
         named = any("act_embed" in a.logical_axes for a in self.activations)
         rows = self._largest(frozenset(), lambda a: not named or "act_embed" in a.logical_axes)
-        words = f"gradient of the embedding over {_names(over)}: its rows exchanged for columns"
+        words = f"gradient of the embedding over {_names(over)}: shards of tokens exchanged for shards of embed"
         return Term(words, frozenset({ALL_TO_ALL}), lambda p: p.elements <= rows and where in p.source,
                     2 * self.accumulate * rows * 4 if math.isfinite(rows) else None)  # fmt: skip
 
