@@ -36,9 +36,8 @@ _MESHES = {
     4: ("hosts=4,gpus_per_host=1", "{infiniband=2}", "{infiniband=2}"),
 }
 _NAMED = re.compile(r"(?:collective \d+ of \d+ of the step: |^    )(?P<name>\S+) \((?P<what>\S+ over [^)]*)\)", re.M)
-_FIRST = re.compile(
-    r"process \d+ is stuck in attempt|no progress for|compiled a different step|ended first|no more memory"
-)
+_NAMES = re.compile(r"process \d+ is stuck in attempt|no progress for")
+_FIRST = re.compile(rf"{_NAMES.pattern}|compiled a different step|ended first|no more memory")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ class Case:
     """`stops` (SIGSTOP), `keeps the interpreter`; else it sleeps."""
     step: int = 0
     launcher: str = "local"
-    """`local`, or `none`: processes that only the environment makes a gang, as SLURM's and MPI's."""
+    """`local`; `hosts`, where each process has a launcher of its own, as on several hosts; or `none`: processes that
+    only the environment makes a gang, as SLURM's and MPI's."""
 
     @property
     def name(self) -> str:
@@ -82,6 +82,8 @@ CASES = (
     Case("data", 1, 2, launcher="none"),
     Case("data", 2, 3, "keeps the interpreter", launcher="none"),
     Case("data", 0, 2, "stops", launcher="none"),
+    Case("data", 0, 2, launcher="hosts"),
+    Case("data", 1, 3, launcher="hosts"),
     Case("hook", 1, 2),
     Case("hook", 0, 3),
     Case("check", 1, 2),
@@ -137,7 +139,7 @@ def run_case(case: Case, folder: Path, late_s: float = _LATE_S) -> Found:
         f"mesh.tensor={tensor}",
     ):
         words += ["--set", text]
-    start = _start_launcher if case.launcher == "local" else _start_alone
+    start = _start_alone if case.launcher == "none" else _start_launchers
     started = start(case, words, env, folder)
     try:
         return _read(case, folder, started, late_s)
@@ -154,23 +156,29 @@ def _limits(case: Case) -> list[str]:
     return [f"{_LIMIT_S:g}", *(f"{phase}={s:g}" for phase, s in patient.items()), f"stopped={_LIMIT_S:g}"]
 
 
-def _start_launcher(case: Case, words: Sequence[str], env: dict[str, str], folder: Path) -> list[subprocess.Popen]:
-    devices = "2" if case.processes == 2 else "1"
-    command = ["launch", "local", "--processes", str(case.processes), "--devices", devices, "--max-restarts", "0"]
-    with (folder / "said").open("wb") as said:
-        limits = [word for text in _limits(case) for word in ("--stall-timeout", text)]
-        return [
-            subprocess.Popen(
-                [sys.executable, "-m", "meshkit", *command, *limits, *words],
-                cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT,
-            )
-        ]  # fmt: skip
+def _start_launchers(case: Case, words: Sequence[str], env: dict[str, str], folder: Path) -> list[subprocess.Popen]:
+    devices, started = "2" if case.processes == 2 else "1", []
+    command = ["launch", "local", "--devices", devices, "--max-restarts", "0"]
+    command += [word for text in _limits(case) for word in ("--stall-timeout", text)]
+    parts = [["--processes", str(case.processes)]]
+    if case.launcher == "hosts":
+        shared = ["--processes", "1", "--hosts", str(case.processes), "--coordinator", _address()]
+        parts = [[*shared, "--host-index", str(host)] for host in range(case.processes)]
+    for host, part in enumerate(parts):
+        with (folder / f"said{host}").open("wb") as said:
+            process = [sys.executable, "-m", "meshkit", *command, *part, *words]
+            started.append(subprocess.Popen(process, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT))
+    return started
+
+
+def _address() -> str:
+    return f"127.0.0.1:{_PORT + secrets.randbelow(4000)}"
 
 
 def _start_alone(case: Case, words: Sequence[str], env: dict[str, str], folder: Path) -> list[subprocess.Popen]:
     """What a launcher that meshkit does not know would do."""
     shared = {
-        "MESHKIT_COORDINATOR": f"127.0.0.1:{_PORT + secrets.randbelow(4000)}",
+        "MESHKIT_COORDINATOR": _address(),
         "MESHKIT_NUM_PROCESSES": str(case.processes),
         "MESHKIT_SECRET": secrets.token_hex(32),
         "MESHKIT_JOIN_TIMEOUT": "120",
@@ -211,7 +219,9 @@ def _read(case: Case, folder: Path, started: Sequence[subprocess.Popen], late_s:
 def _message(said: str) -> list[str]:
     """The lines of the message: the first that names the hang, and those below it."""
     lines = said.splitlines()
-    first = next((i for i, line in enumerate(lines) if _FIRST.search(line)), len(lines))
+    # A launcher also says that a process has ended, because another one has named the hang.
+    found = (i for pattern in (_NAMES, _FIRST) for i, line in enumerate(lines) if pattern.search(line))
+    first = next(found, len(lines))
     last = next((i for i, line in enumerate(lines[first + 1 :], first + 1) if "evidence: " in line), first + 3)
     return [line for line in lines[first : last + 1] if line.strip()]
 

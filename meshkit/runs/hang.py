@@ -265,20 +265,26 @@ class Hang:
         return [*lines[: most - 1], f"  evidence: {evidence}"]
 
 
-def name_hang(witnesses: Sequence[Witness], order: StepOrder | None) -> Hang:
+def name_hang(witnesses: Sequence[Witness], order: StepOrder | None, *, elsewhere: bool = False) -> Hang:
     """Find out where processes wait and for which processes, from the state of each.
 
     Args:
-        witnesses: the states of all processes of the job, or of those on this machine.
+        witnesses: the states of all processes of the job, or of those on this host.
         order: the collectives of the step; None if they are not known, as before the first step.
+        elsewhere: whether the job has processes on other hosts, of which nothing is known.
     """
     furthest = max(w.place for w in witnesses)
     ahead = [w for w in witnesses if w.place == furthest]
     behind = sorted((w for w in witnesses if w.place < furthest), key=lambda w: w.place)
     in_step = furthest[1] == _STEP
     if behind and not (in_step and all(w.phase is None for w in behind)):
-        return _behind(ahead, behind, order if in_step else None)
-    return _inside(witnesses, order) if in_step else _in_phase(witnesses)
+        hang = _behind(ahead, behind, order if in_step and not elsewhere else None)
+    else:
+        hang = _inside(witnesses, order) if in_step else _in_phase(witnesses)
+    if not elsewhere:
+        return hang
+    head = hang.head.replace("all processes", "all processes of this host")
+    return replace(hang, head=f"{head}; nothing is known here of the other hosts", exact=False)
 
 
 def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrder | None) -> Hang:

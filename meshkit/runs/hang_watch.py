@@ -3,9 +3,9 @@
     a phase exceeds its limit -> its process sets `late` in jax's coordination service -> every process publishes its
     phase and stack there -> the process that set `late` names the hang -> all end with exit code 4 (may be restarted)
 
-`meshkit launch local` on one machine watches its processes from outside, so they need no such threads. Under SLURM,
-MPI, Kubernetes and users' own launchers no program sees all processes. Until a process is late, each process only asks
-the service for `late` every second, and sends nothing else.
+`meshkit launch local` on one host watches its processes from outside, so they need no such threads. On several hosts
+and under SLURM, MPI, Kubernetes and users' own launchers no program sees all processes. Until a process is late, each
+process only asks the service for `late` every second, and sends nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshkit.distributed.join import Agreement
 from meshkit.errors import RUN_FAILED
 from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witnesses
 from meshkit.runs.limits import AWAY_S, limits_of_environment
-from meshkit.runs.phases import PULSE_VARIABLE, Phases
+from meshkit.runs.phases import WATCHED_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
 _MEET_S, _ANSWER_S = 2.0, 3.5  # time limits for this process's report, and for the reports of all
@@ -77,7 +77,7 @@ class HangWatch:
         self._limits = limits_of_environment()
         self._line, gang = Agreement("hang"), read_gang()
         self._attempt = gang.attempt if gang is not None else 0
-        seen_from_outside = PULSE_VARIABLE in os.environ and gang is not None and gang.on_loopback
+        seen_from_outside = os.environ.get(WATCHED_VARIABLE) == str(self._line.size)
         self._watches = self._line.size > 1 and not seen_from_outside
         self._ended, self._heard, self._told = threading.Event(), threading.Event(), threading.Event()
         # A request to a service that does not answer blocks its thread, so `_look` has a thread of its own.

@@ -21,6 +21,8 @@ STALL_TIMEOUT = "MESHKIT_STALL_TIMEOUT"
 _STOPPED_S, _STOPPED = 10.0, "stopped"
 # A longer time between two checks is not counted: the checking process was stopped (job suspended), or had no CPU.
 AWAY_S = 5.0
+# Within this time after a limit, HangWatch has named the hang and ended all processes.
+HANG_WATCH_S = 12.0
 # Phases that are long by nature: their limit is `_PATIENCE` times that of a step.
 _PATIENT = ("start", "compile", "restore", "init", "trace", "save")
 _PATIENCE = 6.0

@@ -38,6 +38,7 @@ from meshkit.errors import PREEMPTED, USER_ERROR
 from meshkit.runs.standby import turn_came_at
 
 PULSE_VARIABLE = "MESHKIT_PULSE"
+WATCHED_VARIABLE = "MESHKIT_WATCHED"  # the number of processes that the launcher of this process watches
 Phase = Literal["start", "compile", "restore", "init", "data", "step", "evaluate", "check", "trace", "save", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _MOVE_BYTES, _PARTS_BYTES = 128, 896  # of a pulse: the last `Move`, and behind it the parts of the start

@@ -111,6 +111,23 @@ def test_who_gives_no_answer_is_not_taken_for_one_outside_of_the_step():
     assert (late.missing, late.exact) == ((0, 1), False)
 
 
+@pytest.mark.parametrize(
+    ("phases", "missing", "head"),
+    [
+        (["data"], (2,), "the process does not get on in phase 'data'"),
+        (["step"], (), "all processes of this host have entered step 7 and wait in it"),
+        (["step", "step"], (), "all processes of this host have entered step 7 and wait in it"),
+        (["step", "data"], (3,), "process 3 has not entered step 7, in which process 2 waits"),
+    ],
+)
+def test_of_a_host_that_knows_nothing_of_the_others_only_its_own_processes_are_judged(phases, missing, head):
+    here = [replace(IN_STEP[2 + i], phase=phase) for i, phase in enumerate(phases)]
+    hang = name_hang(here, ORDER, elsewhere=True)
+    assert (hang.missing, hang.exact) == (missing, False)
+    assert hang.head == f"{head}; nothing is known here of the other hosts"
+    assert not missing or not hang.candidates  # another process may be the one that is waited for
+
+
 def test_phases_before_the_first_step_are_told_by_how_far_each_has_come():
     compiled = [Witness(p, "compile", 0, 9.0, moves=4) for p in range(4)]
     hang, text = said([*compiled[:2], replace(compiled[2], moves=3), compiled[3]], None)

@@ -32,10 +32,12 @@ from meshkit.config.files import integer, open_regular
 from meshkit.config.sections import LaunchTable
 from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
+    ATTEMPT,
     COORDINATOR,
     JOIN_TIMEOUT,
     LOCAL_DEVICE_IDS,
     MTLS,
+    NUM_PROCESSES,
     SECRET,
     Gang,
     check_address,
@@ -45,10 +47,10 @@ from meshkit.distributed.environment import (
 from meshkit.distributed.roll_call import LOOPBACK, free_port
 from meshkit.errors import DONE, DRAINED, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
 from meshkit.runs.hang import FOLDER, MOST_LINES, Hang, Witness, name_hang, read_order, write_witnesses
-from meshkit.runs.limits import STALL_TIMEOUT, Limits
+from meshkit.runs.limits import HANG_WATCH_S, STALL_TIMEOUT, Limits
 from meshkit.runs.nccl_ras import ask, describe
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
-from meshkit.runs.phases import PULSE_VARIABLE, Pulse
+from meshkit.runs.phases import PULSE_VARIABLE, WATCHED_VARIABLE, Pulse
 from meshkit.runs.snapshots import COPY_VARIABLE, SNAPSHOTS, SNAPSHOTS_VARIABLE, SPARE_VARIABLE, SnapshotMemory
 from meshkit.runs.standby import STANDBY_VARIABLE
 from meshkit.verbs.launch.hosts import EndedElsewhere, Hosts
@@ -168,8 +170,13 @@ class LocalPart:
             meet = self.hosts > 1 and policy.max_restarts
             hosts = stack.enter_context(self._launchers(folder, show)) if meet else None
             environments = self.environments if hosts is None else lambda _: self._of_attempt(hosts).environments(0)
+            host = self.host_index if self.hosts > 1 else None
             supervisor = Supervisor(
-                command, environments, folder, policy, show, logs=logs, first_rank=self.first_rank, hosts=hosts
+                *(command, environments, folder, policy, show),
+                logs=logs,
+                first_rank=self.first_rank,
+                host=host,
+                hosts=hosts,
             )
             if hosts is None:
                 return supervisor.run()
@@ -323,7 +330,9 @@ class AttemptEnd:
     hang: Hang | None = None
     """If `failed` is stuck: the collective or phase in which the processes wait."""
     witnesses: tuple[Witness, ...] = ()
-    """If `failed` is stuck: the state of each process at that time."""
+    """If `failed` is stuck: the state of each process here at that time."""
+    evidence: Path | None = None
+    """If `failed` is stuck: the file with these states."""
     where: str = ""
     """The last reported activity of `failed`."""
     before_steps: bool = False
@@ -346,6 +355,7 @@ class Supervisor:
         show: prints a line for the user.
         logs: the folder for `attempt0/rank0.log`, ...; by default `logs` in the run folder.
         first_rank: the rank of the first process here.
+        host: the number of this host, where the job has several; their processes find a hang before the launchers.
         hosts: the connection to the launchers of other hosts, which restart together; None for a launcher alone.
     """
 
@@ -359,9 +369,10 @@ class Supervisor:
         *,
         logs: Path | None = None,
         first_rank: int = 0,
+        host: int | None = None,
         hosts: Hosts | None = None,
     ):
-        self.command, self.environments, self._folder = command, environments, folder
+        self.command, self.environments, self._folder, self._host = command, environments, folder, host
         self._policy, self._print, self._first_rank, self._hosts = policy, show, first_rank, hosts
         self._logs = logs or folder / "logs"
         self._signals: list[signal.Signals] = []
@@ -418,7 +429,8 @@ class Supervisor:
         with ExitStack() as stack:
             logs = self._logs / f"attempt{number}"
             started = self._standby.take(logs, stack) or stack.enter_context(self._started(number, logs))
-            gang, watchdog = started.gang, Watchdog(started.pulses, self._policy.limits)
+            wait_s = HANG_WATCH_S if self._host is not None else 0.0
+            gang, watchdog = started.gang, Watchdog(started.pulses, self._policy.limits, wait_s=wait_s)
             follower = Follower(gang.members[0].log)
             try:
                 end = self._agreed(self.watch(number, gang, follower, watchdog))
@@ -446,7 +458,8 @@ class Supervisor:
         with ExitStack() as stack:
             pulses = tuple(stack.enter_context(closing(Pulse())) for _ in environments)
             self._snapshots += [SnapshotMemory() for _ in environments[len(self._snapshots) :]]
-            told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
+            ours = {LAUNCH_VARIABLE: self._launch, WATCHED_VARIABLE: str(len(environments))}
+            told = [{**ours, PULSE_VARIABLE: str(pulse.path)} for pulse in pulses]
             told = [{**t, SNAPSHOTS_VARIABLE: memory.value} for t, memory in zip(told, self._snapshots)]
             waits = {} if waits_on is None else {STANDBY_VARIABLE: str(waits_on)}
             environments = [{**e, **of_process, **waits} for e, of_process in zip(environments, told)]
@@ -521,18 +534,17 @@ class Supervisor:
         return replace(end, elsewhere=why) if end.received is None else end
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
-        """Name the hang, and write the states of all processes, from which it is named, into the run folder."""
-        order = read_order(self._folder)
-        count = order.processes if order is not None else 0
-        here = {w.process for w in witnesses}
-        elsewhere = (Witness(p, note="its own launcher watches it") for p in range(count) if p not in here)
-        everyone = tuple(sorted((*witnesses, *elsewhere), key=lambda w: w.process))
+        """Name the hang, and write the states of the processes here, from which it is named, into the run folder."""
+        job = gang.environments[0]
+        name = f"attempt{end.number}" if self._host is None else f"attempt{job[ATTEMPT]}-host{self._host}"
+        evidence = self._folder / FOLDER / f"{name}.json"
         answer, line = _nccl_says(gang, witnesses)
-        write_witnesses(self._folder / FOLDER / f"attempt{end.number}.json", everyone, answer)
-        hang = name_hang(everyone, order)
+        write_witnesses(evidence, witnesses, answer)
+        elsewhere = int(job.get(NUM_PROCESSES, 0)) > len(gang.members)
+        hang = name_hang(witnesses, read_order(self._folder), elsewhere=elsewhere)
         if line:
             hang = replace(hang, details=(*hang.details, f"  {line}"))
-        end = replace(end, hang=hang, witnesses=everyone)
+        end = replace(end, hang=hang, witnesses=tuple(witnesses), evidence=evidence)
         missing = [(m, w) for m in gang.members for w in witnesses if m.rank == w.process and m.rank in hang.missing]
         if missing and end.failed not in [m for m, _ in missing]:  # the stacks show which process it is
             member, witness = missing[0]
@@ -570,8 +582,7 @@ class Supervisor:
                 f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all processes are stopped"
             )
             if end.hang is not None:
-                evidence = f"{self._folder / FOLDER / f'attempt{end.number}.json'}, {failed.log.parent}"
-                for line in end.hang.lines(end.witnesses, evidence, MOST_LINES - 1):
+                for line in end.hang.lines(end.witnesses, f"{end.evidence}, {failed.log.parent}", MOST_LINES - 1):
                     self._show(line)
             return
         when = f"{failed.ended_s:.1f} s into attempt {end.number}"

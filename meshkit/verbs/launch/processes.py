@@ -290,11 +290,19 @@ class Watchdog:
     Args:
         pulses: the pulse of each member, in the order of the gang.
         limits: the limits after which a process counts as stuck.
+        wait_s: additional seconds in a phase, in which `HangWatch` can name the hang.
         clock: returns seconds.
     """
 
-    def __init__(self, pulses: Sequence[Pulse], limits: Limits, *, clock: Callable[[], float] = time.monotonic):
-        self._pulses, self._limits, self._clock = pulses, limits, clock
+    def __init__(
+        self,
+        pulses: Sequence[Pulse],
+        limits: Limits,
+        *,
+        wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._pulses, self._limits, self._wait_s, self._clock = pulses, limits, wait_s, clock
         self._seen = [_Seen(moved_at=clock()) for _ in pulses]
         self._looked = clock()
 
@@ -348,7 +356,7 @@ class Watchdog:
     def _late(self, running: list[tuple[Member, _Seen]], now: float) -> Stuck | None:
         if not self._limits.silent_too:
             running = [(member, seen) for member, seen in running if seen.moves >= 0]
-        if not any(now - s.moved_at > self._limits.of(s.phase) for _, s in running):
+        if not any(now - s.moved_at > self._limits.of(s.phase) + self._wait_s for _, s in running):
             return None
         # The others wait for the process that is furthest behind; among equals, for a stopped one.
         behind = lambda member, seen: (_witness(member, seen, now).place, seen.stopped_at is None, seen.moved_at)

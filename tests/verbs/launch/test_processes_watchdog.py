@@ -16,9 +16,11 @@ from typing import cast
 
 import pytest
 
+from meshkit.distributed.environment import Gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs import owner
-from meshkit.runs.limits import Limits, read_limits
+from meshkit.runs.hang import StepOrder
+from meshkit.runs.limits import HANG_WATCH_S, Limits, read_limits
 from meshkit.runs.phases import PHASES, Phases, Pulse
 from meshkit.verbs.launch.local import Policy, Supervisor
 from meshkit.verbs.launch.processes import LocalGang, Watchdog
@@ -32,13 +34,14 @@ def waits_for_data():
 """
 
 
-def run(folder, body, limits, max_restarts=1):
+def run(folder, body, limits, max_restarts=1, host=None, **variables):
     shown = []
     within = "with Phases() as phases:\n    enter = phases.enter\n" + textwrap.indent(textwrap.dedent(body), "    ")
     code = PRELUDE + within
     policy = Policy(max_restarts=max_restarts, failure_grace_s=0.3, pause_s=0.01, limits=limits)
-    environments = lambda attempt: [{**os.environ, "RANK_": str(i), "ATTEMPT_": str(attempt)} for i in range(2)]
-    supervisor = Supervisor([sys.executable, "-c", code], environments, folder, policy, shown.append)
+    told = {**os.environ, **variables}
+    environments = lambda attempt: [{**told, "RANK_": str(i), "ATTEMPT_": str(attempt)} for i in range(2)]
+    supervisor = Supervisor([sys.executable, "-c", code], environments, folder, policy, shown.append, host=host)
     return supervisor, shown
 
 
@@ -84,6 +87,27 @@ def test_a_process_that_waits_for_data_is_named_with_its_stack(tmp_path):
     assert "in waits_for_data" in text  # The function is in its stack, the last lines of its log.
 
 
+def test_on_one_of_several_hosts_nothing_is_said_of_processes_that_others_watch(tmp_path, monkeypatch):
+    """Only its own processes are known, in a file of its own; a step that is there says how many the job has."""
+    monkeypatch.setattr("meshkit.verbs.launch.local.HANG_WATCH_S", 0.5)
+    StepOrder(4, (), ()).write(tmp_path)
+    body = """
+        if attempt == 0:
+            enter("data", 4) if rank == 1 else enter("step", 4)
+            waits_for_data()
+    """
+    job = Gang("gpu0:61000", 4, 0, attempt=7).emit()
+    supervisor, shown = run(tmp_path, body, Limits(stall_s=1.5), host=1, **job)
+    assert supervisor.run() == 0
+    text = "\n".join(shown)
+    assert (
+        "process 1 has not entered step 4, in which process 0 waits; nothing is known here of the other hosts" in text
+    )
+    assert not re.search("process(es)? [23]|no answer", text)
+    assert f"evidence: {tmp_path}/hang/attempt7-host1.json" in text
+    assert (tmp_path / "hang" / "attempt7-host1.json").exists()
+
+
 def test_a_stuck_gang_without_restarts_is_an_error(tmp_path):
     supervisor, _ = run(tmp_path, 'enter("step", 1); waits_for_data()', Limits(stall_s=0.5), max_restarts=0)
     with pytest.raises(RunError, match=r"process [01] failed"):
@@ -119,9 +143,9 @@ def gang_of(count):
 class Watched:
     """One process, its watchdog, and a clock that advances with each look."""
 
-    def __init__(self, pulse, limits):
+    def __init__(self, pulse, limits, wait_s=0.0):
         self.now, self.gang = 0.0, gang_of(1)
-        self.dog = Watchdog([pulse], limits, clock=lambda: self.now)
+        self.dog = Watchdog([pulse], limits, wait_s=wait_s, clock=lambda: self.now)
 
     def called_after(self, seconds):
         """Return when the process is called stuck, and why, or None."""
@@ -150,6 +174,14 @@ def test_limits_by_phase(phase, limits, after_s):
         called = Watched(pulse, limits).called_after(1000)
         assert (called and called[0]) == after_s
         assert called is None or f"in phase '{phase}' at step 5" in called[1]
+
+
+def test_on_several_hosts_the_processes_have_time_to_name_the_hang_first():
+    with closing(Pulse()) as pulse, Phases(pulse.path) as phases:
+        phases.enter("step", 5)
+        called = Watched(pulse, Limits(stall_s=100), HANG_WATCH_S).called_after(1000)
+    assert called is not None
+    assert called[0] == 102 + HANG_WATCH_S
 
 
 def test_before_the_first_pulse_the_limit_is_that_of_a_start():
