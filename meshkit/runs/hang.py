@@ -157,6 +157,7 @@ class Witness:
     moves: int = 0
     """Phases entered so far."""
     host: str = ""
+    pid: int = 0
     stack: str = ""
     """Stacks of its threads, as faulthandler prints them."""
     note: str = ""

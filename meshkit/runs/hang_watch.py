@@ -18,15 +18,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
+
+import jax
 
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement
 from meshkit.errors import RUN_FAILED
 from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witnesses
 from meshkit.runs.limits import AWAY_S, limits_of_environment
+from meshkit.runs.nccl_ras import ask, describe
 from meshkit.runs.phases import WATCHED_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
@@ -138,8 +141,12 @@ class HangWatch:
     def _tell(self, witnesses: list[Witness]) -> None:
         """Name the hang, and end this process by `os._exit`, since Python's normal exit would wait for the others."""
         path = self._folder / FOLDER / f"attempt{self._attempt}.json"
-        write_witnesses(path, witnesses)
+        answer = "" if jax.config.jax_platforms == "cpu" else ask(os.environ)
+        write_witnesses(path, witnesses, answer)
         hang = name_hang(witnesses, self.order)
+        here = {w.pid: w.process for w in witnesses if w.host == socket.gethostname()}
+        if line := describe(answer, here):
+            hang = replace(hang, details=(*hang.details, f"  {line}"))
         lines = hang.lines(witnesses, str(path))
         for line in [f"meshkit: no progress for {self._phases.age_s:.0f} s: {lines[0]}", *lines[1:]]:
             self._say(line)
@@ -153,7 +160,7 @@ class HangWatch:
             file.seek(0)
             stack = file.read()[-_MOST_OF_A_STACK:]
         move = phases.move
-        return Witness(self._line.rank, move.phase, move.step, phases.age_s, move.number, host, stack)
+        return Witness(self._line.rank, move.phase, move.step, phases.age_s, move.number, host, os.getpid(), stack)
 
 
 def _read(process: int, word: Any) -> Witness:

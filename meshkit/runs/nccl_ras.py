@@ -9,7 +9,7 @@ those in CUDA graphs: a lower count says which rank is behind, and not why.
 Another job can own the socket. So an answer is reported only if it names processes of this launcher and no others of
 this machine. Of its texts, only names that match a pattern get into the message.
 
-This module imports no jax, because the launcher, which asks, has none.
+This module imports no jax, because a launcher, which also asks, has none.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def describe(answer: str, processes: Mapping[int, int]) -> str:
 
     Args:
         answer: from `ask`.
-        processes: PID -> number in the job, of each process here; each of them leads a session.
+        processes: the number in the job of each process here, by its process id or by that of its session.
     """
     found = read_answer(answer)
     known = _find_processes([r for c in found for r in (*c.ranks, *c.missing_ranks)], processes)
@@ -122,7 +122,7 @@ def _find_processes(ranks: Sequence[NcclRank], processes: Mapping[int, int]) -> 
     found = {}
     for host, pid in {(r.host, r.pid) for r in ranks if r.host in here}:
         with suppress(OSError, OverflowError):  # it has ended
-            found[host, pid] = processes.get(os.getsid(pid), -1)
+            found[host, pid] = processes.get(pid, processes.get(os.getsid(pid), -1))
     return {} if -1 in found.values() else found
 
 

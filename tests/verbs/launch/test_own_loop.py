@@ -14,6 +14,7 @@ import pytest
 from meshkit.cli import main
 from meshkit.distributed.roll_call import free_port
 from meshkit.verbs.launch.jobs import command_name, make_job
+from tests.runs.test_nccl_ras import in_json, serving, with_pids
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "own-loop.md").read_text(encoding="utf-8")
 # This stands in front of the guide's script: process 1 kills itself at step 8 of the first attempt.
@@ -120,16 +121,25 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_loop_of_one_s_own_that_hangs_is_named_where_no_launcher_watches_it(tmp_path):
-    (tmp_path / "train.py").write_text(HANGS, encoding="utf-8")
-    job = {"MESHKIT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_OUT": "out"}
-    told = {"MESHKIT_SECRET": "s" * 32, "MESHKIT_STALL_TIMEOUT": "4", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command, both = [sys.executable, "train.py"], []
-    for process in range(2):
-        env = {**os.environ, **job, **told, "MESHKIT_PROCESS_ID": str(process)}
-        both.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=120)[1] for process in both]
-    assert {process.returncode for process in both} <= {4, -6}  # One may lose the coordinator first.
-    text = "\n".join(said)
+    """NCCL's service, which a test answers for, is asked about the processes, which lead no session."""
+    both = []
+    answer = lambda: with_pids(in_json({0: 1042, 1: 1041}), {process.pid: i for i, process in enumerate(both)})
+    with serving(lambda channel: channel.sendall(answer().encode())) as (ras, _):
+        text = run_pair(tmp_path, HANGS, both, **ras, JAX_PLATFORMS="")
+    assert {process.returncode for process in both} <= {4, -6}  # One may lose the coordinator first
     assert "process 1 has not entered step 3, in which process 0 waits" in text
     assert "in phase 'data' at step 3" in text
     assert "in waits_for_a_file" in text
+    assert "NCCL's RAS: communicator 0xabc123 of 2 ranks: rank 1 (process 1) has launched 1041 AllReduce" in text
+
+
+def run_pair(folder, script, both, **variables):
+    """Runs a job of two processes that no launcher watches, adds them to `both`, and returns what they print."""
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    job = {"MESHKIT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_OUT": "out"}
+    told = {"MESHKIT_SECRET": "s" * 32, "MESHKIT_STALL_TIMEOUT": "4", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for process in range(2):
+        env = {**os.environ, **job, **told, **variables, "MESHKIT_PROCESS_ID": str(process)}
+        command = [sys.executable, "train.py"]
+        both.append(subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
+    return "\n".join(process.communicate(timeout=120)[1] for process in both)
