@@ -300,7 +300,9 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
     have, wait = "has" if len(missing) == 1 else "have", "waits" if len(ahead) == 1 else "wait"
     others = _processes(w.process for w in ahead)
     if there.phase == "step":
-        head = f"{_processes(missing)} {have} not entered step {there.step}, in which {others} {wait}"
+        # On GPUs the others may have dispatched a further step: they wait in the first step that is not entered.
+        first = [w.step + (w.place[1] > _STEP) for w in behind if w.phase == "data" or w.place[1] > _STEP]
+        head = f"{_processes(missing)} {have} not entered step {min([there.step, *first])}, in which {others} {wait}"
     else:
         at = f" at step {there.step}" if there.step else ""
         head = f"{_processes(missing)} {have} not come as far as {others}, which {wait} in phase '{there.phase}'{at}"

@@ -50,6 +50,16 @@ def test_who_has_not_entered_the_step_is_named_with_the_collective_that_needs_it
     assert f"in phase '{phase}' at step {step} for 11 s" in text
 
 
+@pytest.mark.parametrize(
+    ("phase", "step", "first"),
+    [("data", 6, 6), ("save", 5, 6), ("check", 6, 7), ("data", 7, 7), ("init", 0, 7), ("step", 6, 7)],
+)
+def test_others_that_have_dispatched_a_further_step_wait_in_the_first_that_is_not_entered(phase, step, first):
+    """As on GPUs, where a process reads the numbers of step 6 once it has dispatched step 7."""
+    hang, _ = said(with_one(1, phase=phase, step=step))
+    assert hang.head == f"process 1 has not entered step {first}, in which processes 0, 2-3 wait"
+
+
 def test_who_waits_where_if_one_never_comes():
     """Without 3, 2 waits in the row; 0 and 1 then wait for 2 and 3 in the columns."""
     assert ORDER.blocked([3]) == {2: 0, 0: 1, 1: 1}
