@@ -42,11 +42,7 @@ from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 _FABRIC_S = 60.0  # Time limit for all processes to report the NVLink domains of their devices.
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
 # would kill a healthy run.
-_CPU_FLAGS = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
-    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
-    "xla_cpu_collective_timeout_seconds": 1200,
-}
+_CPU_WARN_S, _CPU_S, _LONGEST_S = 300, 1200, 10**6
 # XLA's time limits on GPUs for a program's execution and NCCL's rendezvous: off by default, in jaxlib from 0.12 on.
 _GPU_FLAGS = ("xla_gpu_execution_terminate_timeout", "xla_gpu_nccl_termination_timeout_seconds")
 _GPU_FLAGS_SINCE = (0, 12)
@@ -315,13 +311,23 @@ def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) 
                 hint=f"jax.config.update('jax_num_cpu_devices', {cluster.num_gpus}) before any other use of jax",
             )
         return
-    present = _add_flags(_CPU_FLAGS)
+    present = _add_flags(cpu_timeouts())
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
         processes = jax_runtime().num_processes or 1
         # A lone process keeps a larger number that was set before. In a job, each process has a part of the devices.
         least = jax.config.jax_num_cpu_devices if processes == 1 else 1
         jax.config.update("jax_num_cpu_devices", max(least, cluster.num_gpus // processes))
+
+
+def cpu_timeouts() -> dict[str, int]:
+    """Return flags for XLA's own time limits on CPU devices: 1200 s, or twice meshkit's limit if that is longer."""
+    limit_s = max(_CPU_S, math.ceil(min(2 * limits_of_environment().of("step"), _LONGEST_S)))
+    return {
+        "xla_cpu_collective_call_warn_stuck_timeout_seconds": _CPU_WARN_S,
+        "xla_cpu_collective_call_terminate_timeout_seconds": limit_s,
+        "xla_cpu_collective_timeout_seconds": limit_s,
+    }
 
 
 def gpu_timeouts() -> dict[str, int | str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshkit as mk
-from meshkit.sharding.mesh import gpu_timeouts, order_by_domain
+from meshkit.sharding.mesh import cpu_timeouts, gpu_timeouts, order_by_domain
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,17 @@ mk.prepare_platform(mk.Cluster.load("cpu8", gpus_per_host=4))
 assert len(jax.devices()) == 8
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("ours", "xlas"), [("600", 1200), ("5", 1200), ("3600.5", 7201), ("0", 10**6)])
+def test_xlas_own_limits_on_cpu_devices_come_after_meshkits_and_are_numbers_that_it_takes(monkeypatch, ours, xlas):
+    monkeypatch.setenv("MESHKIT_STALL_TIMEOUT", ours)
+    flags = cpu_timeouts()
+    assert set(flags.values()) == {300, xlas}
+    env = os.environ | {"XLA_FLAGS": " ".join(f"--{name}={value}" for name, value in flags.items())}
+    code = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
 
 
