@@ -444,15 +444,14 @@ def leave_gang(code: int) -> None:
     """End this process at once if it failed and its job has several processes.
 
     Python's normal exit would wait for the others at jax's last barrier, while they wait for this process in a
-    collective. With exit codes 0 and 75 all processes end together, so the normal exit is used. A process that is still
-    there 300 s after its main thread has ended prints its stacks and is killed. The main thread itself has no limit, so
-    a program may continue after `meshkit.cli.main`.
+    collective. With exit codes 0 and 75 all processes end together, so the normal exit is used, as in a process that is
+    alone. A process that is still there 300 s after its main thread has ended prints its stacks and is killed. The main
+    thread itself has no limit, so a program may continue after `meshkit.cli.main`.
     """
-    if _gang_of_several() is None:
-        return
-    if code in (DONE, PREEMPTED):
+    if code in (DONE, PREEMPTED) or _gang_of_several() is None:
         threading.Thread(target=_limit_end, name="meshkit-end", daemon=True).start()
         return
+    faulthandler.dump_traceback_later(END_S, exit=True)  # nobody may read what is flushed
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

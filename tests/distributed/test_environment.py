@@ -182,20 +182,21 @@ def test_a_new_gang_inherits_nothing_of_an_old_one():
     assert left["SLURM_JOB_ID"] == "77"
 
 
+@pytest.mark.parametrize(("job", "code"), [(OURS, 0), ({}, 0), ({}, 1)])
 @pytest.mark.parametrize("hangs", ["atexit.register(waits)", "threading.Thread(target=waits).start()"])
-def test_an_end_that_hangs_is_ended_with_its_stacks(hangs):
+def test_an_end_that_hangs_is_ended_with_its_stacks(hangs, job, code):
     """The end may hang in jax's exit barrier or for storage; the limit starts when the main thread has ended."""
-    code = f"""
+    program = f"""
 import atexit, threading, time
 from meshkit.distributed import environment
 environment.END_S = 0.5
 def waits(): time.sleep(600)
 {hangs}
-environment.leave_gang(0)
+environment.leave_gang({code})
 time.sleep(1.5)
 print("gone on", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | OURS, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | job, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == "gone on\n"
     assert "in waits" in done.stderr

@@ -63,9 +63,10 @@ def test_a_failed_process_of_several_does_not_wait_for_the_others(environment, c
     # A real thread would end this very process, minutes after its tests.
     limit = SimpleNamespace(start=lambda: limited.append(code))
     monkeypatch.setattr("threading.Thread", lambda **_: limit)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: limited.append(code))
     leave_gang(code)
     assert left == [code] * leaves
-    assert limited == [code] * (environment == GANG and code in (0, 75))
+    assert limited == [code]  # however it ends
 
 
 @pytest.mark.parametrize("words", [["--sbatch", "a=1", "--sbatch", "a=2"], ["--sbatch", "=x"]])
