@@ -64,6 +64,7 @@ class Keeper:
         self.port: int = self._server.getsockname()[1]
         self._channel, self._lock = channel, threading.Lock()
         self._memory: dict[int, SnapshotMemory] = {}
+        self._copying: ssl.SSLSocket | None = None
 
     def __enter__(self) -> Keeper:
         threading.Thread(target=self._listen, name="meshkit-keeper", daemon=True).start()
@@ -82,11 +83,18 @@ class Keeper:
 
     def keep(self, ranks: Sequence[int], *, anew: bool) -> None:
         """Keep the snapshots of these ranks from now on; free those of other ranks, or of all ranks if `anew`."""
+        self._abort_copy()
         with self._lock:
             for rank in list(self._memory):
                 if anew or rank not in ranks:
                     self._memory.pop(rank).close()
             self._memory |= {rank: SnapshotMemory() for rank in ranks if rank not in self._memory}
+
+    def _abort_copy(self) -> None:
+        """Abort a copy in progress, so that nothing waits for a sender that has vanished."""
+        if (connection := self._copying) is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
         while True:
@@ -104,11 +112,17 @@ class Keeper:
             connection = self._channel.server.wrap_socket(plain, server_side=True)
             with connection, connection.makefile("rwb") as file:
                 request = _receive_message(file)
-                with self._lock:
-                    if "give" in request:
+                if "give" in request:  # from a new launcher, which replaces the sender
+                    self._abort_copy()
+                    with self._lock:
                         self._give(file, request["give"])
-                    else:
+                    return
+                with self._lock:
+                    self._copying = connection
+                    try:
                         _send_message(file, answer=self._keep(file, **request))
+                    finally:
+                        self._copying = None
 
     def _keep(self, file: BufferedRWPair, rank: int, size: int, record: dict[str, Any], whole: list[str]) -> str:
         """Receive a snapshot, unless this host has it, and return the answer for the sender.

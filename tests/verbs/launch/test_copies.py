@@ -1,5 +1,6 @@
 """Test copies of snapshots at another launcher: who has the job's certificate gets back what was sealed."""
 
+import json
 import os
 import socket
 import ssl
@@ -114,6 +115,23 @@ def test_a_snapshot_that_the_keeper_does_not_expect_yet_is_copied_once_it_does(j
         copied(held, keeper, job, said := [], rank=RANK + 1)
         soon.join()
     assert said == []
+
+
+def test_a_sender_that_has_vanished_keeps_nobody_waiting(job, keeper):
+    """Its copy is on its way as the next attempt begins, and as a new launcher asks for what is there."""
+    with memory() as held:
+        seal(held.slots[0], 4)
+        copied(held, keeper, job, [])
+    for goes_on in (lambda: keeper.keep([RANK], anew=False), lambda: fetched(keeper, job)):
+        with job.connect((HERE, keeper.port)) as silent, silent.makefile("rwb") as file:
+            message = {"rank": RANK, "size": 9 << 20, "record": {"step": 8, "sha256": "8"}, "whole": []}
+            file.write(json.dumps(message).encode() + b"\n" + b"part")
+            file.flush()
+            assert json.loads(file.readline()) == {"answer": "send"}
+            began = time.monotonic()
+            goes_on()
+            assert time.monotonic() - began < 10  # else it would wait for 30 s
+    assert fetched(keeper, job) == {}  # that sender had no whole snapshot, by its own word
 
 
 def test_who_has_another_certificate_or_none_gets_nothing(job, keeper, tmp_path):
