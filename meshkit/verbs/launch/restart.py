@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from meshkit.distributed.roll_call import is_free
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, RunError
 from meshkit.runs.phases import Pulse
 from meshkit.verbs.launch.processes import LocalGang
 
@@ -78,16 +79,24 @@ class Standby:
     def __init__(self, start: Start, folder: Path):
         self._start, self._folder = start, folder
         self._held, self._started, self._lets_go = ExitStack(), None, -1
+        self._starting = threading.Thread()
 
     def start(self, number: int) -> None:
-        """Start the processes of an attempt, which then wait. If the machine cannot start them, none wait."""
+        """Start the processes of an attempt, which then wait. If the machine cannot start them, none wait.
+
+        A thread starts them: on a busy machine that may take long, and the caller watches for failures meanwhile.
+        """
         self.close()  # also removes the files that a killed launcher has left
+        self._starting = threading.Thread(target=self._run, args=(number,), name="meshkit-standby", daemon=True)
+        self._starting.start()
+
+    def _run(self, number: int) -> None:
         reads, self._lets_go = os.pipe()
         self._held.callback(os.close, self._lets_go)
         try:
             self._started = self._held.enter_context(self._start(number, self._folder, reads))
-        except (ConfigError, OSError):
-            self.close()
+        except (ConfigError, RunError, OSError):
+            self._held.close()
         finally:
             os.close(reads)
 
@@ -102,6 +111,7 @@ class Standby:
             The processes. None if no processes wait, one of them has ended, their port is taken, or their logs cannot
             be moved.
         """
+        self._wait()
         try:
             found = self._started
             if found is None or found.gang.poll() or (found.coordinator and not is_free(found.coordinator)):
@@ -118,9 +128,14 @@ class Standby:
 
     def close(self) -> None:
         """End the waiting processes, and remove their files."""
+        self._wait()
         self._started = None
         self._held.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self) -> None:
+        if self._starting.ident is not None:
+            self._starting.join()
 
     def __enter__(self) -> Self:
         return self

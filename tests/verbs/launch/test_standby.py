@@ -5,15 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshkit.distributed.environment import COORDINATOR
+from meshkit.errors import RunError
 from meshkit.runs.standby import wait_for_turn
-from meshkit.verbs.launch.restart import Outage
+from meshkit.verbs.launch.restart import Outage, Standby
 from tests.verbs.launch.children import FAST, Run, alive, wait_for
 
 STANDBY = replace(FAST, standby=True)
@@ -96,6 +99,24 @@ def test_a_port_that_is_taken_meanwhile_is_not_waited_for(tmp_path):
         (tmp_path / "taken").touch()
         assert run() == 0
     assert len(started(tmp_path, 1, 0)) == 2
+
+
+def test_a_start_that_fails_or_takes_long_holds_up_nothing(tmp_path):
+    """The launcher watches meanwhile; the next attempt waits for the start, and finds none where it failed."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    @contextmanager
+    def starts(number, folder, descriptor):
+        begun.set()
+        goes_on.wait(20)
+        raise RunError("no port is free")
+        yield
+
+    with Standby(starts, tmp_path / "standby") as standby, ExitStack() as stack:
+        standby.start(1)
+        assert begun.wait(20)
+        goes_on.set()
+        assert standby.take(tmp_path / "logs", stack) is None
 
 
 def test_nobody_waits_where_no_restart_is_left_and_none_is_left_at_the_end(tmp_path):
