@@ -258,21 +258,20 @@ class Agreement:
                 raise ConfigError(problem, at=at, hint=hint)
         raise _forged(answer, 0)
 
-    def announce(self, topic: str) -> bool:
-        """Announce a topic; return whether this process is the first to do so."""
+    def announce(self, topic: str, word: str = "yes") -> bool:
+        """Announce a topic with an unsigned word; return whether this process is the first to do so."""
         try:
-            jax_runtime().client.key_value_set(_named(f"{self._prefix}/{topic}"), str(self.rank))
+            jax_runtime().client.key_value_set(_named(f"{self._prefix}/{topic}"), word)
         except Exception:  # another process was first, or the service is gone
             return False
         return True
 
-    def heard(self, topic: str) -> bool:
-        """Return whether any process has announced a topic, without waiting."""
+    def heard(self, topic: str) -> str:
+        """Return the word with which a process has announced a topic, without waiting; "" if none has."""
         try:
-            jax_runtime().client.key_value_try_get(_named(f"{self._prefix}/{topic}"))
+            return jax_runtime().client.key_value_try_get(_named(f"{self._prefix}/{topic}"))
         except Exception:  # nobody has, or the service is gone
-            return False
-        return True
+            return ""
 
     def tell(self, topic: str, mine: Any) -> None:
         """Store a value (JSON) that other processes can `gather`, without waiting."""

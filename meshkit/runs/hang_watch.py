@@ -2,6 +2,7 @@
 
     a phase exceeds its limit -> its process sets `late` in jax's coordination service -> every process publishes its
     phase and stack there -> the process that set `late` names the hang -> all end with exit code 4 (may be restarted)
+    a process fails with an exception -> it sets `late` to its number -> all others end with exit code 4
 
 `meshkit launch local` on one host watches its processes from outside, so they need no such threads. On several hosts
 and under SLURM, MPI, Kubernetes and users' own launchers no program sees all processes. Until a process is late, each
@@ -11,6 +12,7 @@ process only asks the service for `late` every second, and sends nothing else.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import socket
 import sys
@@ -26,7 +28,7 @@ import jax
 
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement
-from meshkit.errors import RUN_FAILED
+from meshkit.errors import PREEMPTED, RUN_FAILED
 from meshkit.runs.hang import FOLDER, StepOrder, Witness, name_hang, write_witnesses
 from meshkit.runs.limits import AWAY_S, limits_of_environment
 from meshkit.runs.nccl_ras import ask, describe
@@ -37,6 +39,7 @@ _MEET_S, _ANSWER_S = 2.0, 3.5  # time limits for this process's report, and for 
 _GRACE_S = 5.0  # additional seconds until the processes that do not name the hang end
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
+_watches = itertools.count()  # the same number in every process; a later training does not hear of an earlier one
 
 
 class AwakeAge:
@@ -78,7 +81,7 @@ class HangWatch:
     def __init__(self, phases: Phases, folder: Path, say: Callable[[str], None]):
         self._phases, self._folder, self._say = phases, folder, say
         self._limits = limits_of_environment()
-        self._line, gang = Agreement("hang"), read_gang()
+        self._line, gang = Agreement(f"hang/{next(_watches)}"), read_gang()
         self._attempt = gang.attempt if gang is not None else 0
         seen_from_outside = os.environ.get(WATCHED_VARIABLE) == str(self._line.size)
         self._watches = self._line.size > 1 and not seen_from_outside
@@ -92,17 +95,28 @@ class HangWatch:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """End the threads. If this process alone may have failed, first tell the others, which would wait for it."""
+        if self._watches and isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED:
+            tells = threading.Thread(target=self._line.announce, args=(_LATE, str(self._line.rank)), daemon=True)
+            tells.start()
+            tells.join(_MEET_S)
         self._ended.set()
         for thread in self._threads if self._watches else ():  # they must not use jax's client after its end
             thread.join(_GRACE_S)
 
     def _ask(self) -> None:
-        """Ask the service until a process has set `late`."""
+        """Ask the service until a process has set `late`; if that one has failed, end this process."""
         while not self._ended.wait(_ASK_S):
-            if self._line.heard(_LATE):
+            if not (word := self._line.heard(_LATE)):
+                continue
+            if not word.isdecimal():
                 self._heard.set()
-                return
+            elif not self._ended.wait(_GRACE_S):  # it may fail for the same reason, with an exit code of its own
+                self._say(f"meshkit: process {word} has failed, and its log says why; this process ends, too")
+                sys.stderr.flush()
+                os._exit(RUN_FAILED)
+            return
 
     def _look(self) -> None:
         """Wait until this or another process is late; then report this process's state."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -102,4 +102,6 @@ def _leave(kind: type[BaseException], error: BaseException, traceback: Traceback
     lost = say_lost_process(error) if isinstance(error, Exception) else 0
     if not lost:
         sys.__excepthook__(kind, error, traceback)
+    with suppress(Exception):
+        _loop.around.__exit__(kind, error, traceback)  # tells the other processes
     leave_gang(lost or (error.exit_code if isinstance(error, MeshkitError) else BUG))

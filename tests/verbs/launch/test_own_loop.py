@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,25 @@ def test_a_loop_of_one_s_own_that_hangs_is_named_where_no_launcher_watches_it(tm
     assert "in phase 'data' at step 3" in text
     assert "in waits_for_a_file" in text
     assert "NCCL's RAS: communicator 0xabc123 of 2 ranks: rank 1 (process 1) has launched 1041 AllReduce" in text
+
+
+def test_where_no_launcher_watches_the_others_end_soon_after_one_that_has_failed(tmp_path):
+    """jax itself notices after 100 s that a process other than the first is gone."""
+    script = """
+import time
+import meshkit as mk
+process, _ = mk.init_distributed()
+mk.progress(1)
+if process == 1:
+    raise ValueError("the data are wrong")
+time.sleep(600)
+"""
+    both, began = [], time.monotonic()
+    text = run_pair(tmp_path, script, both, MESHKIT_STALL_TIMEOUT="600")
+    assert time.monotonic() - began < 90
+    assert [process.returncode for process in both] == [4, 1]
+    assert "ValueError: the data are wrong" in text
+    assert "process 1 has failed, and its log says why; this process ends, too" in text
 
 
 def run_pair(folder, script, both, **variables):
