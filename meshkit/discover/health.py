@@ -12,7 +12,7 @@ import pynvml
 
 from meshkit.discover.probe import Probe
 
-_INFINIBAND = "/sys/class/infiniband"
+_INFINIBAND, _NET = "/sys/class/infiniband", "/sys/class/net"
 # Linux, Documentation/ABI/stable/sysfs-class-infiniband.
 _LINK_COUNTERS = {
     "link_downed": "link failures",
@@ -24,7 +24,7 @@ def error_counts(probe: Probe, gpus: Sequence[int] = ()) -> dict[str, int]:
     """Return the error counters of a machine by name; counters that it does not have are left out.
 
     NVML counts the uncorrected memory errors and the remapped rows of each GPU. sysfs counts how often the link of each
-    InfiniBand port went down, and how often it recovered.
+    InfiniBand port or Ethernet adapter went down, and how often that of a port recovered.
 
     Args:
         probe: reads the files of the machine.
@@ -37,6 +37,10 @@ def error_counts(probe: Probe, gpus: Sequence[int] = ()) -> dict[str, int]:
                 text = (probe.read_file(f"{_INFINIBAND}/{device}/ports/{port}/counters/{counter}") or "").strip()
                 if text.isdecimal():
                     found[f"{name} of {device} port {port}"] = int(text)
+    for device in probe.list_dir(_NET):
+        text = (probe.read_file(f"{_NET}/{device}/carrier_down_count") or "").strip()
+        if text.isdecimal() and probe.list_dir(f"{_NET}/{device}/device"):  # Virtual interfaces have no device.
+            found[f"link failures of {device}"] = int(text)
     for gpu in gpus:
         for name, count in _GPU_COUNTERS.items():
             try:

@@ -18,6 +18,12 @@ def test_links_are_read_from_sysfs():
     assert error_counts(machine("3")) == found
 
 
+def test_ethernet_adapters_are_read_but_no_virtual_interface():
+    files = {f"/sys/class/net/{name}/carrier_down_count": "2\n" for name in ("eth0", "docker0")}
+    files["/sys/class/net/eth0/device/vendor"] = "0x15b3"
+    assert error_counts(FixtureProbe(files=files)) == {"link failures of eth0": 2}
+
+
 def test_what_the_kernel_does_not_count_is_left_out():
     assert error_counts(machine("no PMA", "N/A")) == {}
     assert error_counts(FixtureProbe()) == {}
