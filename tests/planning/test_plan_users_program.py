@@ -203,6 +203,7 @@ def test_it_is_planned_at_several_sizes_with_the_batch_that_it_makes(file, capsy
     assert "the batch at each size is what its function returns" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_options_of_xla_that_meshkit_would_derive_are_tried(file, capsys):
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     said = [f"xla.xla_gpu_{kind}_combine_threshold_bytes=1000" for kind in kinds]

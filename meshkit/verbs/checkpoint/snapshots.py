@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,11 +66,16 @@ class Snapshots:
         if missing and self._agreement.rank == 0:
             say("note: no snapshots are taken; checkpoint.snapshot_every needs `meshkit launch local` to keep them.")
 
-    def take(self, state: TrainState) -> None:
-        """Copy the state; return when the next step may change it. Wait for an earlier snapshot first."""
+    def take(self, state: TrainState) -> float:
+        """Copy the state, when an earlier snapshot is done; return the seconds for which it was waited for.
+
+        When this returns, the next step may change the state.
+        """
+        began = time.monotonic()
         self.close()
+        waited_s = time.monotonic() - began
         if not self.enabled:  # `close` may have disabled them; the older snapshot, which all may have, must then stay
-            return
+            return waited_s
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
         layout = _layout(state)
         blocks.append(np.frombuffer(layout, np.uint8))
@@ -85,6 +91,7 @@ class Snapshots:
         run = (slot, data, record, problem)
         self._thread = threading.Thread(target=self._seal, args=run, name="meshkit-snapshot", daemon=True)
         self._thread.start()
+        return waited_s
 
     def _seal(self, slot: Slot, data: memoryview | None, record: dict[str, Any], problem: str) -> None:
         """Seal the snapshot, and wait for all processes. After a failure on any process, none takes further ones."""

@@ -1,6 +1,6 @@
 """Test hangs planted in real gangs: they are named in at most 12 lines, and ended.
 
-Four cheap cases run by default on any machine, and all of them are `slow`. `python -m benchmarks.hangs` prints the
+Three cheap cases run by default on any machine, and all of them are `slow`. `python -m benchmarks.hangs` prints the
 table, and holds each to its limit and 5 s.
 """
 
@@ -17,7 +17,6 @@ pytestmark = [
 CHEAP = (
     Case("data", 1, 2),
     Case("program", 1, 2),
-    Case("data", 1, 2, launcher="none"),
     Case("data", 0, 2, launcher="hosts"),
 )
 SLOW = tuple(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in CHEAP)
