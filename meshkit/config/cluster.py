@@ -110,6 +110,27 @@ class Cluster(ClusterTable):
         """Return the number of GPUs that the job uses in all domains."""
         return self.num_nvlink_domains * self.gpus_used_per_domain
 
+    @property
+    def hosts_used(self) -> int:
+        """Return the number of hosts with a GPU that the job uses."""
+        return self.num_nvlink_domains * self.hosts_used_per_domain if self._hosts_per_domain else self.hosts
+
+    @property
+    def hosts_used_per_domain(self) -> int:
+        """Return the hosts of each domain with a GPU that the job uses, the first ones; 1 if a host has several."""
+        return -(-self.gpus_used_per_domain // self.gpus_per_host)
+
+    @property
+    def gpus_used_per_host(self) -> int:
+        """Return the GPUs that the job uses on each host that it uses; the last host of a domain may have fewer."""
+        if self._hosts_per_domain:
+            return min(self.gpus_used_per_domain, self.gpus_per_host)
+        return self.num_gpus // self.hosts
+
+    @property
+    def _hosts_per_domain(self) -> int:
+        return self.nvlink_domain_size // self.gpus_per_host
+
     def domain_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
         """Return the scale-up domain of a GPU index, or of each index in an array."""
         return gpu_index // self.gpus_used_per_domain

@@ -236,9 +236,9 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
 
 
 def _changes_for_hosts(experiment: Experiment) -> list[str]:
-    """Return the overrides that make the experiment fit `launch.hosts`; none if its cluster has as many."""
+    """Return the overrides that make the experiment fit `launch.hosts`; none if its mesh uses as many."""
     hosts, cluster = experiment.launch.hosts, experiment.cluster
-    if hosts in (None, cluster.hosts):
+    if hosts in (None, cluster.hosts_used):
         return []
     replicas = (experiment.local_sgd.axis, experiment.compression.axis)
     parts = (cluster, experiment.mesh, experiment.rules, experiment.train, experiment.pipeline)

@@ -32,7 +32,7 @@ def fit_to_hosts(
     """Return the overrides that make an experiment run on fewer hosts.
 
     Args:
-        hosts: number of hosts that are left.
+        hosts: number of hosts that are left, fewer than the mesh uses.
         mesh: the experiment's mesh, resolved on the cluster.
         pipeline: the [pipeline] section, whose axis is None if there is no pipeline.
         replicas: mesh axes whose replicas have a state of their own, so that they keep their size.
@@ -41,12 +41,13 @@ def fit_to_hosts(
         SpecError: the cluster has fewer hosts, the hosts are not whole NVLink domains, no mesh axis can become smaller,
             or the global batch cannot be split evenly.
     """
-    if hosts > cluster.hosts:
-        message = f"launch.hosts = {hosts} is more than the {cluster.hosts} hosts of the cluster."
-        raise SpecError(message, key=_KEY, value=hosts, hint=f"launch.hosts = {cluster.hosts}")
-    domains, odd = divmod(hosts * cluster.gpus_per_host, cluster.nvlink_domain_size)
+    there = cluster.hosts_used
+    if hosts > there:
+        message = f"launch.hosts = {hosts} is more than the {there} hosts that the mesh uses."
+        raise SpecError(message, key=_KEY, value=hosts, hint=f"launch.hosts = {there}")
+    domains, odd = divmod(hosts * cluster.num_nvlink_domains, there)
     if odd:
-        per_domain = cluster.nvlink_domain_size // cluster.gpus_per_host
+        per_domain = cluster.hosts_used_per_domain
         message = f"{hosts} hosts are not a whole number of NVLink domains of {per_domain} hosts."
         raise SpecError(
             message, key=_KEY, value=hosts, hint=f"launch.hosts = {max(1, hosts // per_domain) * per_domain}"
@@ -68,7 +69,7 @@ def fit_to_hosts(
     for count in range(least, train.global_batch // ways + 1, multiple):
         if train.global_batch % (ways * count) == 0:
             meshes = (f"mesh.{each.name}={inline(each.to_plain())}" for each in axes)
-            return [f"cluster.hosts={hosts}", *meshes, f"{key}={count}"]
+            return [f"cluster.hosts={cluster.hosts * share}", *meshes, f"{key}={count}"]
     unit = ways * least
     raise SpecError(
         f"a global batch of {train.global_batch} cannot be split evenly into {ways} shards on {hosts} hosts, each of "

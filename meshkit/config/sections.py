@@ -502,7 +502,7 @@ class LaunchTable(TomlTable):
 
     spares: Natural = Field(
         default=0,
-        description="number of launchers beyond the cluster's hosts; one of them replaces a host that is lost",
+        description="number of launchers beyond the mesh's hosts; one of them replaces a host that is lost",
     )
     min_hosts: Count | None = Field(
         default=None,
@@ -520,7 +520,7 @@ class LaunchTable(TomlTable):
     hosts: Count | None = Field(
         default=None,
         examples=[1],
-        description="number of hosts that are left, below the cluster's; cluster, mesh and accumulation are "
+        description="number of hosts that are left, fewer than the mesh uses; cluster, mesh and accumulation are "
         "adapted to it",
     )
 

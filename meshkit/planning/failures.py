@@ -49,13 +49,6 @@ class _Known(NamedTuple):
         return cls(*(row[name] if getattr(given, name) is None else getattr(given, name) for name in cls._fields))
 
 
-def _hosts(cluster: Cluster) -> int:
-    """Return the number of hosts with a GPU that trains. A domain that spans hosts uses its first hosts."""
-    if cluster.nvlink_domain_size < cluster.gpus_per_host:
-        return cluster.hosts
-    return cluster.num_nvlink_domains * math.ceil(cluster.gpus_used_per_domain / cluster.gpus_per_host)
-
-
 def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | ProgramExperiment) -> FailuresPart:
     """Return the planned training's goodput under failures, and the shares of time that are lost.
 
@@ -68,7 +61,7 @@ def plan_failures(report: Report, facts: StepFacts, experiment: Experiment | Pro
         missing = "a step time" if state_bytes else "the bytes of parameters and optimizer state"
         hint = "leaving out --failures, or planning a [model] with meshkit's own step, whose state is known"
         raise ConfigError(f"--failures needs {missing}, which this plan does not have.", at="--failures", hint=hint)
-    known, hosts = _Known.read(given), _hosts(cluster)
+    known, hosts = _Known.read(given), cluster.hosts_used
     rates = {name: rate * cluster.gpus_per_host for name, rate in catalog.published_failures_per_gpu_day().items()}
     default, rate = next(iter(rates.items()))
     rate, source = (given.per_host_day, "given") if given.per_host_day is not None else (rate, default)

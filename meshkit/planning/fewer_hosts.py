@@ -17,7 +17,7 @@ from meshkit.planning.planner import experiments_with_fewer_hosts
 def answer(request: dict[str, Any]) -> list[int]:
     """Return the numbers of hosts, fewer than the experiment's, the largest first."""
     experiment = load(request["file"], request["overrides"])
-    return [smaller.cluster.hosts for smaller in experiments_with_fewer_hosts(experiment)]
+    return [smaller.cluster.hosts_used for smaller in experiments_with_fewer_hosts(experiment)]
 
 
 if __name__ == "__main__":

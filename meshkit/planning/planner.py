@@ -260,7 +260,7 @@ def experiments_with_fewer_hosts(experiment: Experiment) -> Iterator[Experiment]
 
     A number is passed over if it does not divide a mesh axis, the global batch, or a dim that the axis shards.
     """
-    document, most = experiment.document, experiment.cluster.hosts
+    document, most = experiment.document, experiment.cluster.hosts_used
     set_by_user = [override.raw for override in document.overrides] if document is not None else []
     for hosts in range(most - 1, (experiment.launch.min_hosts or most) - 1, -1):
         try:
@@ -330,7 +330,7 @@ def make_plan(
         simulation,
         schedule,
         source="plan",
-        machines=Machines(compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
+        machines=Machines(compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts_used),
         facts=facts,
         instructions=instructions,
         warnings=[

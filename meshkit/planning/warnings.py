@@ -228,12 +228,12 @@ def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Clus
     Args:
         state_bytes: bytes of the state on one GPU; a snapshot holds replicated arrays only once for each process.
     """
-    each = cluster.num_gpus / cluster.hosts
-    held = snapshots_held(cluster.hosts) * state_bytes
+    each = cluster.gpus_used_per_host
+    held = snapshots_held(cluster.hosts_used) * state_bytes
     taken, needed = held * each, (held + compiled.host_peak_bytes) * each
     there = cluster.host_memory_bytes
     of = "" if there is None else f" of {format_bytes(there)}"
-    others = ", two of another host" if cluster.hosts > 1 else ""
+    others = ", two of another host" if cluster.hosts_used > 1 else ""
     message = (
         f"checkpoint.snapshot_every keeps two snapshots{others} and one copy on its way from the GPUs in host memory, "
         f"up to {format_bytes(taken)}{of} a host"
@@ -249,7 +249,7 @@ def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cl
     if not simulation.host_bytes:
         return []
     link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
-    needed = compiled.host_peak_bytes * cluster.num_gpus / cluster.hosts
+    needed = compiled.host_peak_bytes * cluster.gpus_used_per_host
     there = cluster.host_memory_bytes
     of = "" if there is None else f" of {format_bytes(there)}"
     message = (

@@ -438,7 +438,7 @@ def pool_bytes(experiment: Experiment) -> int:
 def host_pool_bytes(experiment: Experiment) -> float | None:
     """Return one GPU's part of its host's memory; None if unknown."""
     cluster = experiment.cluster
-    return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus
+    return cluster.host_memory_bytes and cluster.host_memory_bytes / cluster.gpus_used_per_host
 
 
 def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:

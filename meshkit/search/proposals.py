@@ -301,8 +301,8 @@ def plan_fewer_hosts(
         if smaller.pipeline.axis is not None:
             key, pieces = "microbatches", smaller.pipeline.microbatches
         axes = " x ".join(f"{axis} {size}" for axis, size in smaller.mesh.sizes.items())
-        what = f"{smaller.cluster.hosts} of {experiment.cluster.hosts} hosts, {axes}, {key} {pieces}"
-        asked.append(_change("hosts", what, (f"launch.hosts={smaller.cluster.hosts}",)))
+        what = f"{smaller.cluster.hosts_used} of {experiment.cluster.hosts_used} hosts, {axes}, {key} {pieces}"
+        asked.append(_change("hosts", what, (f"launch.hosts={smaller.cluster.hosts_used}",)))
     with open_workers(file_request(path, overrides), jobs) as workers:
         workers.plan(asked)
     return tuple(_part(change, report.step.time_s) for change in asked if change.time_s)

@@ -41,6 +41,23 @@ def test_gpu_numbering_when_a_domain_spans_hosts():
     assert [cluster.domain_of(i) for i in (0, 63, 64, 127)] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "hosts", "gpus"),
+    [
+        ({"name": "gb200_nvl72", "hosts": 72, "gpus_used_per_domain": 64}, 64, 4),
+        ({"name": "gb200_nvl72", "hosts": 72}, 72, 4),
+        ({"name": "gb200_nvl72", "hosts": 36, "gpus_used_per_domain": 66}, 34, 4),  # 2 of the last host of each rack
+        ({"name": "gb200_nvl72", "gpus_used_per_domain": 2}, 1, 2),
+        ({"name": "dgx_h100", "hosts": 4, "gpus_used_per_domain": 6}, 4, 6),
+        ({"gpu": "h100_pcie", "gpus_per_host": 4, "nvlink_domain_size": 2, "hosts": 2, "nic": "ib_ndr"}, 2, 4),
+    ],
+)
+def test_the_hosts_that_a_job_uses(cluster, hosts, gpus):
+    cluster = Cluster.load(cluster)
+    assert (cluster.hosts_used, cluster.gpus_used_per_host) == (hosts, gpus)
+    assert len({int(cluster.host_of(i)) for i in range(cluster.num_gpus)}) == hosts
+
+
 def test_gpu_numbering_when_a_host_has_several_domains():
     cluster = Cluster.load(
         {"gpu": "h100_pcie", "gpus_per_host": 4, "nvlink_domain_size": 2, "hosts": 2, "nic": "ib_ndr"}

@@ -43,6 +43,15 @@ def test_one_axis_becomes_smaller_and_the_global_batch_is_accumulated_in_more_pi
     assert 192 / found.mesh.size / accumulate <= 192 / 64
 
 
+def test_hosts_of_part_of_a_rack_are_those_that_the_mesh_uses(tmp_path):
+    cluster = 'cluster = { name = "gb200_nvl72", hosts = 72, gpus_used_per_domain = 64 }\n'
+    overrides = ("train.global_batch=512",)
+    found = on(tmp_path, 32, "fsdp = { nvlink = 64, infiniband = 4 }", cluster=cluster, overrides=overrides)
+    assert (found.cluster.hosts, found.cluster.hosts_used, found.mesh.sizes) == (36, 32, {"fsdp": 128})
+    with pytest.raises(ConfigError, match="54 hosts are not a whole number of NVLink domains of 16 hosts"):
+        on(tmp_path, 54, "fsdp = { nvlink = 64, infiniband = 4 }", cluster=cluster, overrides=overrides)
+
+
 def test_a_smaller_experiment_loads_back_as_it_is(tmp_path):
     found = on(tmp_path, 4, "fsdp = { nvlink = 8, infiniband = 8 }")
     (tmp_path / "resolved.toml").write_text(found.to_toml())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.distributed import join
 from meshkit.errors import ConfigError
@@ -113,6 +114,9 @@ def test_what_the_plan_does_not_know_is_said():
 def test_snapshots_count_in_a_hosts_memory():
     compiled = SimpleNamespace(host_peak_bytes=GB)
     roomy, tight = (load("llama3_8b", [f"cluster.host_memory_bytes={size}"]).cluster for size in ("2e12", "100e9"))
+    rack = Cluster.load("gb200_nvl72", hosts=72, gpus_used_per_domain=64)
+    (of_part,) = snapshot_warnings(PER_GPU, compiled, rack)  # pyright: ignore[reportArgumentType]
+    assert f"up to {format_bytes(5 * PER_GPU * 4)} a host" in of_part.message
     (told,) = snapshot_warnings(PER_GPU, compiled, roomy)  # pyright: ignore[reportArgumentType]
     assert told.code == "host_memory"
     assert "two snapshots, two of another host and one copy" in told.message

@@ -11,7 +11,8 @@ into their text.
 The JobSet is configured so that all its pods stop together and restart together. There is one pod on each host. A pod
 needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. If a host runs
 several processes, `meshkit launch local` starts them inside the pod, since processes in separate pods would not reach
-each other over NVLink. The pods read their certificates (or their shared secret, if there is no mutual TLS) from a
+each other over NVLink. If NVLink domains span hosts, the pods of each domain are a Job of their own, and JobSet places
+each Job in another domain. The pods read their certificates (or their shared secret, if there is no mutual TLS) from a
 Secret, which Kubernetes removes with the JobSet. The rendered JobSet names the Secret and holds no key.
 Sources: the Kubernetes API (batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema is in tests/data/.
 """
@@ -33,6 +34,7 @@ from typing import Any
 
 import yaml
 
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.files import read_bounded
 from meshkit.console import say
@@ -60,6 +62,8 @@ _WORKERS, _CONTAINER = "workers", "main"
 _KILL_S = 30
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+_JOB_INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
+_EXCLUSIVE, _DOMAIN_LABEL = "alpha.jobset.sigs.k8s.io/exclusive-topology", "nvidia.com/gpu.clique"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _MTLS_FOLDER, _SHARED = "/etc/meshkit/mtls", "secret"
 _QUANTITY = re.compile(r"[0-9]{1,12}([KMGT]i?)?", re.ASCII)
@@ -90,6 +94,10 @@ class Job:
     """The user's own command in place of `meshkit train`. It gets the run folder in MESHKIT_OUT."""
     stall_timeout: tuple[str, ...] = ()
     """The `--stall-timeout` options, which the processes get in MESHKIT_STALL_TIMEOUT."""
+    hosts_per_domain: int = 1
+    """Hosts of one NVLink domain that the job uses, if a domain spans hosts."""
+    hosts_in_domain: int = 1
+    """Hosts that an NVLink domain has."""
 
     @property
     def num_processes(self) -> int:
@@ -129,9 +137,11 @@ def make_job(
         stall_timeout: the `--stall-timeout` options.
 
     Raises:
-        ConfigError: the processes cannot share a host's GPUs evenly, the cluster is one of virtual CPU devices, nobody
-            says how many hosts there are, or one of `stall_timeout` is no limit.
+        ConfigError: the processes cannot share a host's GPUs evenly, the mesh does not use equally many GPUs of each
+            host, the cluster is one of virtual CPU devices, nobody says how many hosts there are, or one of
+            `stall_timeout` is no limit.
     """
+    together = in_domain = 1
     if file is not None:
         experiment = load(file, overrides)
         cluster = experiment.cluster
@@ -142,7 +152,9 @@ def make_job(
             )
         if experiment.launch.continues:
             say("note: [launch] applies to `meshkit launch local --hosts` alone; this launcher waits for all hosts.")
-        hosts, gpus, name = cluster.hosts, cluster.num_gpus // cluster.hosts, job_name(experiment.name)
+        hosts, gpus, name = cluster.hosts_used, cluster.gpus_used_per_host, job_name(experiment.name)
+        together, in_domain = cluster.hosts_used_per_domain, max(1, cluster.nvlink_domain_size // cluster.gpus_per_host)
+        _check_even(cluster)
     else:
         given, gpus, name = machines[0], machines[1], command_name(own)
         if given is None:
@@ -161,6 +173,27 @@ def make_job(
         max_restarts=max_restarts,
         own=own,
         stall_timeout=tuple(stall_timeout),
+        hosts_per_domain=together,
+        hosts_in_domain=in_domain,
+    )
+
+
+def _check_even(cluster: Cluster) -> None:
+    """Raise an error if the mesh uses other GPUs of its hosts than the first ones, equally many of each host."""
+    used, size, per_host = cluster.gpus_used_per_domain, cluster.nvlink_domain_size, cluster.gpus_per_host
+    if size < per_host and used < size:
+        message = f"the mesh uses {used} of each {size} GPUs on NVLink, and a host has {per_host // size} such groups"
+        even = size
+    elif used > per_host and used % per_host:
+        full, rest = divmod(used, per_host)
+        message = f"of each NVLink domain the mesh uses {full} hosts of {per_host} GPUs and {rest} GPUs of one more host"
+        even = full * per_host
+    else:
+        return
+    raise ConfigError(
+        f"{message}, but this launcher takes equally many neighbouring GPUs of each host.",
+        at="cluster.gpus_used_per_domain",
+        hint=f"--set cluster.gpus_used_per_domain={even}, and a mesh of {even} GPUs on NVLink",
     )
 
 
@@ -268,11 +301,22 @@ def slurm_script(job: Job, site: Slurm) -> str:
 
     Raises:
         ConfigError: an option cannot be written into a script; mounts or a working folder are given without an image;
-            or a working folder in the container is given and the run folder is not an absolute path.
+            a working folder in the container is given and the run folder is not an absolute path; or SLURM could place
+            the hosts of two NVLink domains in one.
     """
+    together, there = job.hosts_per_domain, job.hosts_in_domain
+    if job.hosts > together and there > 1 and 2 * together <= there and "spread-segments" not in site.options:
+        raise ConfigError(
+            f"the job needs {together} hosts in each of {job.hosts // together} NVLink domains, but two such groups fit "
+            f"one domain of {there} hosts, where SLURM may place them.",
+            at="--sbatch",
+            hint="--sbatch spread-segments (from Slurm 25.05 on)",
+        )
     directives = {
         "job-name": job.name,
         "nodes": str(job.hosts),
+        # With SLURM's topology/block plugin each segment of hosts is in one block, which is one NVLink domain.
+        **({"segment": str(together)} if there > 1 else {}),
         "ntasks-per-node": str(job.processes_per_host),
         "gpus-per-node": str(job.gpus_per_host),
         "exclusive": "",
@@ -312,8 +356,16 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
         mtls: as in `Slurm.mtls`.
 
     Raises:
-        ConfigError: the run folder, or a word of a command, has a line break or control character in it.
+        ConfigError: the run folder, or a word of a command, has a line break or control character in it; or NVLink
+            domains span hosts, and `hostfile` has other hosts than the job needs.
     """
+    if job.hosts_in_domain > 1 and (listed := count_hosts(hostfile)) != job.hosts:
+        raise ConfigError(
+            f"it names {listed} hosts, but the mesh uses {job.hosts_per_domain} in each of "
+            f"{job.hosts // job.hosts_per_domain} NVLink domains: {job.hosts}.",
+            at=hostfile,
+            hint=f"the names of {job.hosts_per_domain} hosts of each domain alone",
+        )
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
     options += ("-x", MTLS if mtls else SECRET)
     values = {**_assignments(job, python, mtls), "hostfile": hostfile, "mpirun_options": options}
@@ -467,9 +519,12 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
         ConfigError: Kubernetes does not take a name or a quantity, or a claim's folder is not an absolute path.
     """
     _check(site)
+    together = job.hosts_per_domain if job.hosts_in_domain > 1 else job.hosts
+    # JobSet gives each Job a value of this node label of its own. NVIDIA's driver sets the label to the NVLink domain.
+    apart = {"metadata": {"annotations": {_EXCLUSIVE: _DOMAIN_LABEL}}} if job.hosts_in_domain > 1 else {}
     pods = {
-        "parallelism": job.hosts,
-        "completions": job.hosts,
+        "parallelism": together,
+        "completions": together,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": _pod_failure_policy(),
@@ -484,7 +539,9 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
             "coordinator": {"replicatedJob": _WORKERS, "jobIndex": 0, "podIndex": 0},
             "failurePolicy": _failure_policy(job),
-            "replicatedJobs": [{"name": _WORKERS, "replicas": 1, "template": {"spec": pods}}],
+            "replicatedJobs": [
+                {"name": _WORKERS, "replicas": job.hosts // together, "template": {**apart, "spec": pods}}
+            ],
         },
     }
 
@@ -494,7 +551,7 @@ def _metadata(name: str, site: Kubernetes) -> dict[str, Any]:
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:
-    """Return the policy for a failure of the JobSet's only Job: all pods restart, unless a rule overrides this.
+    """Return the policy for a failure of one of the JobSet's Jobs: all pods restart, unless a rule overrides this.
 
     They start only once all pods of the last attempt are gone, since a new process must not join an old one. The
     patterns match the messages that Kubernetes' job controller writes for a pod failure policy.
@@ -568,6 +625,8 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
     }
     shared = {"secretKeyRef": {"name": _secret_name(job, site), "key": _SHARED}}
     fields = {PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX": _INDEX, ATTEMPT: _RESTARTS}
+    if job.hosts_in_domain > 1:
+        fields = {"JOB_INDEX": _JOB_INDEX, "POD_INDEX": _INDEX, ATTEMPT: _RESTARTS}
     return [
         *({"name": name, "value": value} for name, value in values.items()),
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
@@ -578,15 +637,20 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
 def _command(job: Job, site: Kubernetes) -> list[str]:
     """Return the command of a pod. Kubernetes expands `$(NAME)`, so each `$` in the user's words is doubled."""
     command = [word.replace("$", "$$") for word in job.command((site.python,))]
+    numbered = job.hosts_in_domain > 1
+    index = f"$$((JOB_INDEX * {job.hosts_per_domain} + POD_INDEX))"  # bash computes it, since Kubernetes cannot
     if job.processes_per_host == 1:
-        return command
+        return ["bash", "-c", f'{PROCESS_ID}={index} exec "$$0" "$$@"', *command] if numbered else command
     devices = job.gpus_per_host // job.processes_per_host
     part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
-    part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
+    part += ["--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
     part += [word for limit in job.stall_timeout for word in ("--stall-timeout", limit)]
     # `meshkit launch local` takes the arguments of `meshkit train`, or `--` and the user's own command.
     arguments = ["--out", job.out, "--", *command] if job.own else command[command.index("train") + 1 :]
-    return [site.python, "-m", "meshkit", "launch", "local", *part, *arguments]
+    local = ["-m", "meshkit", "launch", "local"]
+    if numbered:
+        return ["bash", "-c", f'exec "$$0" {" ".join(local)} --host-index {index} "$$@"', site.python, *part, *arguments]
+    return [site.python, *local, "--host-index", "$(HOST_INDEX)", *part, *arguments]
 
 
 def _coordinator_host(job: Job) -> str:

@@ -257,12 +257,12 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     if experiment is None:
         return
     cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
-    if launch.continues and part.hosts != cluster.hosts:
+    if launch.continues and part.hosts != cluster.hosts_used:
         raise ConfigError(
-            f"[launch] replaces lost hosts, so --hosts {part.hosts} must be the {cluster.hosts} hosts of cluster "
+            f"[launch] replaces lost hosts, so --hosts {part.hosts} must be the {cluster.hosts_used} hosts of cluster "
             f"'{cluster.name}'.",
             at="--hosts",
-            hint=f"--hosts {cluster.hosts}, one launcher for each host",
+            hint=f"--hosts {cluster.hosts_used}, one launcher for each host",
         )
     if started != cluster.num_gpus:
         whole = f"{part.hosts} hosts x " if part.hosts > 1 else ""
