@@ -573,8 +573,12 @@ def step_windows(
     return list(zip(first[:-1].tolist(), first[1:].tolist()))
 
 
-def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
-    """Return the windows of executions whose ids and number are unknown; the trace may begin and end inside one.
+def found_windows(
+    start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray
+) -> tuple[list[tuple[float, float]], bool]:
+    """Return the windows of executions whose ids and number are unknown, and whether they are executions.
+
+    The trace may begin and end inside an execution.
 
     Operations that ran equally often tell where executions begin. These operations are chosen in one of three ways:
 
@@ -582,7 +586,8 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
     - without `once`: all operations, if their counts have a common divisor;
     - else those whose count is a multiple of c, the smallest count > 1 that divides at least a quarter of all counts.
 
-    If this gives too few or too many windows, the whole trace is a single window.
+    If this gives too few or too many windows, the whole trace is a single window. That is an execution only if nothing
+    shows a second one: the most frequent count in `once` is 1, or without `once`, no operation ran more than once.
 
     Args:
         start, end, op: as in `step_windows`.
@@ -591,6 +596,7 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
     every = np.bincount(op, minlength=len(once))
     ids = np.flatnonzero(every)
     count = every[ids]
+    executions = count.max(initial=1)
     chosen, least = np.ones(len(ids), bool), 2  # Two windows need three executions: fewer are no evidence of a period.
     if once[ids].any():
         values, votes = np.unique(count[once[ids]], return_counts=True)
@@ -603,7 +609,9 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
         chosen = (count % number == 0) if number > 1 else chosen
     rows = slice(None) if chosen.all() else np.isin(op, ids[chosen])
     windows = step_windows(start[rows], end[rows], op[rows], np.broadcast_to(-1, len(op[rows])))
-    return windows if least <= len(windows) <= _MOST_FOUND else [(float(start[0]), float(end.max()))]
+    if least <= len(windows) <= _MOST_FOUND:
+        return windows, True
+    return [(float(start[0]), float(end.max()))], bool(executions == 1)
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -99,6 +99,8 @@ class Facts:
     missing_devices: list[int] = field(default_factory=list)
     odd_executions: dict[int, int] = field(default_factory=dict)
     """Device -> number of executions, if it differs from the number in the capture's record."""
+    whole: list[int] = field(default_factory=list)
+    """Devices whose whole trace counts as one step, since no executions were found in it."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Collective that ran more or less often than in the program -> (expected, seen) runs per step."""
     namesakes: int = 0
@@ -185,6 +187,13 @@ class Trace:
             device: the word for a device in the sentence.
         """
         windows = [swept.total.window_s for swept in self.sweeps]
+        if self.facts.whole:
+            whole = self.facts.whole[0]
+            seconds = next((s for s, step in zip(windows, self.steps.steps) if step.device == whole), max(windows))
+            return (
+                f"No period was found in the operations of {device} {whole}, so its whole trace, "
+                f"{format_seconds(seconds)}, counts as one step."
+            )
         short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
         if max(windows) > _MOST_APART * min(windows) and not self.facts.cpu:
             return (
@@ -324,7 +333,9 @@ class _Reader:
             column if mine.all() else column[mine] for column in (ops.start_ps, ops.end_ps, ops.label, ops.run)
         )
         if self.program.found and (run == -1).all():
-            windows = found_windows(start, end, label, once)
+            windows, found = found_windows(start, end, label, once)
+            if not found:
+                self.facts.whole.append(device)
         else:
             windows = step_windows(start, end, label, run, self.num_steps)
         runs, _ = runs_in_order(start, run)
@@ -629,6 +640,12 @@ def _executions(facts: Facts) -> Iterator[Note]:
     if facts.missing_devices:
         message = f"Devices {some(facts.missing_devices)} have no operation of the program in their trace."
         yield Note("missing_devices", message)
+    if facts.whole:
+        yield Note(
+            "no_steps",
+            f"No period was found in the operations of devices {some(facts.whole)}: the whole trace counts as one "
+            "step. At least three traced steps, or the program's HLO beside the trace, would show the steps.",
+        )
     if facts.odd_executions:
         device, seen = next(iter(facts.odd_executions.items()))
         yield Note(

@@ -15,7 +15,7 @@ from meshkit.timeline import sweep
 from meshkit.trace.loose import find_traces, is_loose, open_loose
 from meshkit.trace.operations import TraceFile, found_windows
 from meshkit.trace.reader import read_trace
-from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
+from tests.trace.trace_files import collective, gpu_op, plane_text, profile_traces, program, write_planes
 
 DATA = Path(__file__).parent.parent / "data"
 SYNTHETIC = DATA / "synthetic_2gpu_3step.xplane.pb"
@@ -282,7 +282,9 @@ def windows(counts, *, first=0, last=None, once=()):
     events = sorted(events)[first:last]
     start = np.array([t for t, _ in events])
     known = np.isin(np.arange(len(counts)), once)
-    return found_windows(start, start + 0.5, np.array([op for _, op in events]), known)
+    found, executions = found_windows(start, start + 0.5, np.array([op for _, op in events]), known)
+    assert executions
+    return found
 
 
 @pytest.mark.parametrize("once", [(), (0, 1, 2, 4)])
@@ -310,4 +312,24 @@ def test_two_captured_steps_give_one_as_long_as_their_record_says():
 def test_loops_of_one_execution_are_not_steps():
     start = np.arange(14.0)
     op = np.array([0, 1, *[2, 3, 4] * 3, 5, 6, 7])
-    assert found_windows(start, start + 1, op, np.zeros(8, bool)) == [(0.0, 14.0)]
+    assert found_windows(start, start + 1, op, np.zeros(8, bool)) == ([(0.0, 14.0)], False)
+
+
+@pytest.mark.parametrize("executions", [1, 2])
+def test_a_trace_without_a_period_gets_no_verdict_but_the_reason(executions, tmp_path):
+    events = [
+        gpu_op(f"fusion.{i}", 1000 * (6 * k + i), 1000 * (6 * k + i) + 50) for k in range(executions) for i in range(6)
+    ]
+    path = write_planes(tmp_path / "x.xplane.pb", plane_text("/device:GPU:0", events))
+    report = profile_traces(path)
+    notes = [w.message for w in report.warnings if w.code == "no_steps"]
+    if executions == 1:  # A single execution is a step, as it is to `mk.live`.
+        assert report.verdict.startswith("94.1 % of the step of 5.05 ms is idle.")
+        assert not notes
+        return
+    assert report.findings == ()
+    assert report.verdict == (
+        "No verdict: No period was found in the operations of GPU 0, so its whole trace, 11.1 ms, counts as one step."
+    )
+    (note,) = notes
+    assert note.startswith("No period was found in the operations of devices 0: the whole trace counts as one step.")
