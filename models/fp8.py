@@ -6,10 +6,10 @@ micro-batches or checkpoints, and no scale is stale after a resume or a jump of 
 over each tensor and, where the tensor is cut over the mesh, an all-reduce of one number.
 
 With *delayed* scaling the scale comes from the largest absolute values of the previous steps (Micikevicius et al.,
-2022), so a tensor is cast while it is computed. Numbers above that maximum are clipped to it. So is an infinity, which
-makes the tensor NaN only from the next step on. A history is a variable whose gradient is its next value, as in flax.
-Micro-batches and replicas take the maximum of their histories. A history of zeros, as at the start, gives a scale of
-one.
+2022), so a tensor is cast while it is computed. Numbers above the largest of these values are clipped to it. An
+infinity is clipped, too. It enters the history, so that the scale, and with it the tensor, is NaN from the next step
+on. A history is a variable whose gradient is its next value, as in flax. Micro-batches and replicas take the maximum of
+their histories. A history of zeros, as at the start, gives a scale of one.
 
 Hopper's tensor cores keep 14 bits of a sum, which is enough in the forward pass. In the backward pass, where gradients
 of weights sum over all tokens, partial sums are promoted to fp32, as in flax, Transformer Engine and torchao
@@ -75,8 +75,8 @@ class Layouts:
         inputs: layout of the input as it arrives, and of the input's gradient.
         multiplied: layout of the input in the matmul; the move from `inputs` to this layout is in fp8.
         outputs: layout of the outputs.
-        gradients: layout of the outputs' gradients in the matmuls of `models.mxfp8`, which the partitioner does not
-            find by itself; fp8 and NVFP4 ignore it.
+        gradients: layout of the outputs' gradients in the matmuls of `models.mxfp8`; the partitioner does not find
+            this layout by itself. The matmuls of fp8 and NVFP4 do not use it.
     """
 
     inputs: Layout = lambda x: x
