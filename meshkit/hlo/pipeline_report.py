@@ -1,11 +1,11 @@
 """Define the report of a pipeline: the cost of its schedule, and the useful share of a program's instructions.
 
-In a lockstep pipeline every stage computes in every tick, on garbage if it has no microbatch. A program and a timeline
-count this as compute; the pipeline's schedule gives the share of it that is useful. The op_name paths of instructions
-have scopes of the pipeline, and the innermost scope determines the share (`PipelineReport.useful`).
+In a lockstep pipeline every stage computes in every tick, on garbage if it has no microbatch. FLOP counts and timelines
+include this work; the pipeline's schedule gives the share that is useful. The op_name paths of instructions have scopes
+of the pipeline, and the innermost scope determines the share (`PipelineReport.useful`).
 
-`meshkit.parallel.pipeline` makes a PipelineReport. `StepFacts` and the sidecar file of a trace contain it. The report
-has its cost, and its picture unless that is very large.
+`meshkit.parallel.pipeline` makes a PipelineReport. `StepFacts` and the sidecar file of a trace contain it. report.json
+has the cost of the schedule, and the picture unless that is very large.
 """
 
 from __future__ import annotations
