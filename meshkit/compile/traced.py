@@ -19,7 +19,7 @@ _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 # `jax.nn.scaled_matmul` multiplies [batch, m, k] by [batch, n, k].
 _BLOCK_SCALED = ("scaled_matmul", "scaled_matmul_wrapper")
 _RECOMPUTED = "rematted_computation"  # jax's name for the computation that jax.checkpoint repeats
-# The fields of `TracedFlops` in which a FLOP counts. Only those of block-scaled matmuls count in the last field.
+# Weights of the fields of `TracedFlops`: FLOP of block-scaled matmuls count in all fields, others not in the last one.
 _UNSCALED, _SCALED = np.array([1.0, 1.0, 1.0, 0.0]), np.ones(4)
 
 
@@ -30,9 +30,10 @@ class TracedFlops:
     Attributes:
         executed: includes every recomputation, and half of an attention under a causal mask. A compiled program that
             executes more FLOP repeats work on several GPUs.
-        model: excludes the recomputation of `jax.checkpoint`. Attention counts without its mask, and its backward pass
-            counts as two forward passes. This is the convention of `step.program`.
-        model_causal: like `model`, but counts only unmasked work: half of causal attention, a sliding window's band.
+        model: excludes the recomputation of `jax.checkpoint`. Attention counts in full, as if it had no mask, and its
+            backward pass counts as two forward passes. This is the convention of `step.program`.
+        model_causal: like `model`, but without the attention scores that the mask hides: half of causal attention
+            counts, and only the band of a sliding window.
         block_scaled: the part of `executed` in block-scaled matmuls (`jax.nn.scaled_matmul`, `jax.lax.scaled_dot`).
     """
 
