@@ -66,7 +66,7 @@ class Tensor:
     shape: tuple[int, ...]
     values: Any
     """The library's lazy slice of the tensor, which returns numpy arrays. For FP8, which the library cannot slice, this
-    is a memory map. After `dequantized`, that of a quantized tensor returns fp32."""
+    is a memory map. `dequantized` replaces the `values` of quantized tensors by objects that return fp32."""
 
 
 Files = Mapping[str, Tensor]
