@@ -38,7 +38,8 @@ _SWALLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def keep(launcher: socket.socket) -> None:
     """Run the command that the launcher sends, report its start and end, and kill it when the socket is closed."""
     for number in _SWALLOWED:  # a scheduler may signal every process of a job, and the reaper must go on
-        # A process inherits SIG_IGN but not a handler. So it ignores only what was ignored before, as under nohup.
+        # The job's process would inherit SIG_IGN; a handler is not inherited. So the process ignores only the signals
+        # that were ignored before, as under nohup.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     woken, wakes = os.pipe()
@@ -156,7 +157,7 @@ def _below(pid: int) -> list[int]:
 
 
 def _kill(send: Callable[[int, int], None], number: int) -> None:
-    # No process is left, or those that are left are zombies (on macOS) or another user's.
+    # The errors mean that no process is left, or only zombies (on macOS) or processes of another user.
     with suppress(ProcessLookupError, PermissionError):
         send(number, signal.SIGKILL)
 
