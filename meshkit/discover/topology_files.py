@@ -271,8 +271,8 @@ class _System:
     def _connections(self) -> Iterator[Connection]:
         """Yield the paths between devices of one host: NVLinks, or else the PCI path in the tree.
 
-        If no PCI device has a <gpu>, the file lists no NVLinks, so GPUs may have some: the path between two GPUs is
-        then unknown and left out.
+        If no PCI device has a <gpu>, the file does not say which NVLinks exist. The path between two GPUs is then
+        unknown and left out.
         """
         by_bus = {(gpu.host, gpu.bus): gpu.id for gpu in self.gpus}
         gpus = {gpu.id: gpu for gpu in self.gpus}
