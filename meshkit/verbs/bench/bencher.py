@@ -361,7 +361,10 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
 
 
 def _not_negative(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Solve weighted least squares for two unknowns >= 0; if one is negative, keep only the one that fits better."""
+    """Return the weighted least-squares solution for two unknowns >= 0.
+
+    If an unknown would be negative, the result is the better of the two fits in which one unknown is 0.
+    """
     scale = np.sqrt(weights)
     rows, target = design * scale[:, None], scale
     size = np.abs(rows).max(0)  # The columns differ by ten orders of magnitude, so each is scaled to 1.
