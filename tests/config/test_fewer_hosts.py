@@ -70,7 +70,7 @@ def test_a_pipeline_gets_more_microbatches(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "overrides", "said"),
     [
-        (9, (), "launch.hosts = 9 is more than the 8 hosts of the cluster"),
+        (9, (), "launch.hosts = 9 is more than the 8 hosts that the mesh uses"),
         (5, (), "a global batch of 192 cannot be split evenly into 40 shards on 5 hosts"),
         (4, ("mesh.fsdp=8", "mesh.context={infiniband=8}"), "can shrink to 1/2 of its NVLink domains"),
         (

@@ -5,9 +5,9 @@
     a process fails, a host is lost, or a launcher gives up -> all others get a message -> next meeting, or the end
 
 An attempt is one start of all processes of the job, up to their end. A place is the number that a host has in one
-attempt. The others wait for a lost launcher until the same command is started again, on the same or another machine.
-The memory of the new launcher is empty, so it fetches its processes' snapshots from the launcher of the next place,
-which keeps copies of them (copies.py).
+attempt. When a launcher is lost, the others wait until the same command is started again, on the same or another
+machine. The memory of the new launcher is empty, so it fetches its processes' snapshots from the launcher of the next
+place, which keeps copies of them (copies.py).
 
 A spare is a launcher without a place. It replaces a lost launcher in the next attempt. If there is no spare and the
 lost launcher does not come back, the others go on with fewer hosts, if the experiment allows it. The mesh then changes,
@@ -40,7 +40,7 @@ from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # time limit for telling the others that this launcher has given up
-_SPARE_S = 10.0  # how long a launcher whose processes are still ending is waited for, before a spare replaces it
+_SPARE_S = 10.0  # how long spares wait for launchers whose processes are still ending, before they take their places
 _LONGEST_LINE = 1 << 16
 _FEWER_HOSTS, _FIND_S = "meshkit.planning.fewer_hosts", 3600.0
 
@@ -253,7 +253,7 @@ class Hosts:
             if signals:
                 code = INTERRUPTED if signals[0] == signal.SIGINT else PREEMPTED
                 raise EndedElsewhere(code, f"{signals[0].name} while waiting for the other hosts")
-            if missing is None:  # a spare may wait without a limit while it is connected to host 0
+            if missing is None:  # host 0 has answered this launcher, or launchers write snapshots: no time limit
                 ends, progress = time.monotonic() + wait_s, Progress(self._show, wait_s)
                 continue
             if time.monotonic() > ends:
@@ -266,7 +266,10 @@ class Hosts:
     # -------------------------------------------------------------------------------- the meeting, at host 0
 
     def _gather(self, mine: dict[str, Any]) -> Iterator[str | None]:
-        """Yield the missing hosts until the attempt has begun, or until all know that the job is over."""
+        """Yield the missing hosts until the attempt has begun, or until all know that the job is over.
+
+        While the launchers write their snapshots, this yields None.
+        """
         assert self._keeper is not None
         began, mine = time.monotonic(), mine | {"keeper": (self._name, self._keeper.port)}
         while True:
@@ -437,7 +440,7 @@ class Hosts:
         return True
 
     def _write(self, lost: Sequence[int]) -> None:
-        """Write this host's snapshots into the run folder, and the copies of its neighbour's if that host is lost."""
+        """Write this host's snapshots into the run folder, and its copies of the previous host's if that is lost."""
         if self._was is None or self._keeper is None:
             return
         _, place, size = self._was
@@ -516,7 +519,7 @@ class Hosts:
         self._memory, neighbour = memory, self._keepers[(self.place + 1) % self.size]
         alone = self.size == 1
         held = {r: m for r, m in zip(self._ranks(self.place, self.size), memory) if m.slots and not alone}
-        if held and self._fetches:  # only in its first attempt: snapshots that processes drop later must not return
+        if held and self._fetches:  # only in its first attempt: later, the next host may have what processes dropped
             try:
                 if steps := fetch_copies(held, neighbour, self._channel):
                     which = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

@@ -87,7 +87,8 @@ class LocalPart:
     attempt: int | None = None
     """Number of earlier restarts of the whole job; None if this launcher itself counts attempts."""
     mtls: str | None = None
-    """Folder of certificates. None uses that of the environment; on one machine, a new secret for every attempt."""
+    """Folder into which new certificates are written. With None the processes use those of MESHKIT_MTLS, if it is set;
+    on one machine, they also get a new secret for every attempt."""
     stall_timeout: tuple[str, ...] = ()
     """Limits for the processes' MESHKIT_STALL_TIMEOUT; empty to inherit that of the environment."""
     virtual: bool = False
@@ -95,7 +96,8 @@ class LocalPart:
     hosts_meet: bool = False
     """Whether the launchers of several hosts are connected (hosts.py), so that they restart together."""
     spare_file: str = ""
-    """A file that exists while a spare waits that may replace this host when it is sick; empty for none."""
+    """Path of a file that exists while a healthy spare launcher waits. A process that is late, or on a host whose error
+    counters grow, then ends, so that the spare replaces its host. Empty for none."""
     launch: LaunchTable = field(default_factory=LaunchTable)
     """How the job goes on after it has lost hosts."""
     fewer_hosts: Callable[[], Sequence[int]] = tuple
@@ -229,7 +231,8 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     """Raise an error unless the job's processes together have as many devices as the experiment's cluster, if any.
 
     Raises:
-        ConfigError: they have more or fewer, or the part is none of the job, or its hosts could not meet.
+        ConfigError: they have more or fewer, or a number of the part is out of range, or its hosts would have no common
+            coordinator or certificates.
     """
     if part.coordinator is not None:
         check_address(part.coordinator, at="--coordinator", name="--coordinator")
@@ -259,8 +262,8 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
     if launch.continues and part.hosts != cluster.hosts_used:
         raise ConfigError(
-            f"[launch] replaces lost hosts, so --hosts {part.hosts} must be the {cluster.hosts_used} hosts of cluster "
-            f"'{cluster.name}'.",
+            f"[launch] replaces lost hosts, so --hosts must be {cluster.hosts_used}, the number of hosts of cluster "
+            f"'{cluster.name}', not {part.hosts}.",
             at="--hosts",
             hint=f"--hosts {cluster.hosts_used}, one launcher for each host",
         )
@@ -355,7 +358,8 @@ class Supervisor:
         show: prints a line for the user.
         logs: the folder for `attempt0/rank0.log`, ...; by default `logs` in the run folder.
         first_rank: the rank of the first process here.
-        host: the number of this host, where the job has several; their processes find a hang before the launchers.
+        host: the number of this host in a job of several hosts, else None. With several hosts the processes name a
+            hang themselves, so the launcher gives them additional time.
         hosts: the connection to the launchers of other hosts, which restart together; None for a launcher alone.
     """
 
@@ -437,7 +441,7 @@ class Supervisor:
                 found_at = time.monotonic()
                 if end.stuck is not None:  # without a grace: a stuck process does not end by itself
                     end = self._examine(end, gang, watchdog.witnesses(gang))
-                    follower.new_lines(last=True)  # skip the printed stacks, which `_examine` has read
+                    follower.new_lines(last=True)  # skip the printed stacks, which the witnesses hold
                 elif end.failed is not None or end.elsewhere:
                     gang.stop(self._policy.last_words_s)
             finally:
@@ -534,7 +538,7 @@ class Supervisor:
         return replace(end, elsewhere=why) if end.received is None else end
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
-        """Name the hang, and write the states of the processes here, from which it is named, into the run folder."""
+        """Return the end with the name of the hang. Write the states of the processes here into the run folder."""
         job = gang.environments[0]
         name = f"attempt{end.number}" if self._host is None else f"attempt{job[ATTEMPT]}-host{self._host}"
         evidence = self._folder / FOLDER / f"{name}.json"
@@ -552,7 +556,9 @@ class Supervisor:
         return end
 
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
-        """Send SIGTERM to all processes, because a process that gets it before the training loop ends alone.
+        """Send SIGTERM to all running processes.
+
+        They may not know of it: a process that has not reached its training loop ends at SIGTERM, and tells no other.
 
         Returns:
             The time by which they must have ended; infinity if one writes a checkpoint, to leave it the whole grace.
@@ -586,7 +592,7 @@ class Supervisor:
                     self._show(line)
             return
         when = f"{failed.ended_s:.1f} s into attempt {end.number}"
-        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else `where` only shows its exit
+        told = end.left or (failed.ending is not None and failed.ending.code < 0)  # otherwise the phase is `end`
         self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
@@ -623,7 +629,8 @@ class Supervisor:
 def _nccl_says(gang: LocalGang, witnesses: Sequence[Witness]) -> tuple[str, str]:
     """Return the answer of NCCL's RAS service where the processes have GPUs, and a line on it; "" where there is none.
 
-    A process that was stopped has gone on for its stack, so counts would tell of what it does now: then nobody asks.
+    A stopped process was continued so that it prints its stack. The service would count what it does now, not what it
+    did in the hang, so the service is not asked.
     """
     environment = gang.environments[0]
     if LOCAL_DEVICE_IDS not in environment or any(STOPPED in w.note for w in witnesses):

@@ -30,7 +30,7 @@ def test_help_shows_an_example(launcher, capsys):
         (("--max-restarts", "0"), (), "--max-restarts 0 forbids them"),
         ((), ("--", "true"), "a command follows `--`"),
         (("--host-index", "3"), (), "--host-index from 0 to 2"),
-        (("--hosts", "2"), (), "--hosts 2 must be the 3 hosts"),
+        (("--hosts", "2"), (), "--hosts must be 3, the number of hosts"),
     ],
 )
 def test_a_launch_that_cannot_do_what_the_launch_section_asks_is_refused(options, command, said, tmp_path, capsys):
