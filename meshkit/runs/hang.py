@@ -300,7 +300,8 @@ def _behind(ahead: Sequence[Witness], behind: Sequence[Witness], order: StepOrde
     have, wait = "has" if len(missing) == 1 else "have", "waits" if len(ahead) == 1 else "wait"
     others = _processes(w.process for w in ahead)
     if there.phase == "step":
-        # On GPUs the others may have dispatched a further step: they wait in the first step that is not entered.
+        # On GPUs the others may have dispatched later steps, too. They wait in the first step that a process behind
+        # them has not entered.
         first = [w.step + (w.place[1] > _STEP) for w in behind if w.phase == "data" or w.place[1] > _STEP]
         head = f"{_processes(missing)} {have} not entered step {min([there.step, *first])}, in which {others} {wait}"
     else:

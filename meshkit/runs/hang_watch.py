@@ -36,10 +36,10 @@ from meshkit.runs.phases import WATCHED_VARIABLE, Phases
 
 _LOOK_S, _ASK_S = 0.5, 1.0
 _MEET_S, _ANSWER_S = 2.0, 3.5  # time limits for this process's report, and for the reports of all
-_GRACE_S = 5.0  # additional seconds until the processes that do not name the hang end
+_GRACE_S = 5.0  # additional seconds for which the other processes let one process name the hang, before they end
 _MOST_OF_A_STACK = 2**14
 _LATE, _SAID = "late", "said"
-_watches = itertools.count()  # the same number in every process; a later training does not hear of an earlier one
+_watches = itertools.count()  # numbers the watches, alike in every process, so that each has messages of its own
 
 
 class AwakeAge:
@@ -96,7 +96,10 @@ class HangWatch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End the threads. If this process alone may have failed, first tell the others, which would wait for it."""
+        """End the threads. If an error ends this process, first tell the others, which would wait for it.
+
+        All processes are preempted together, so that error is not told.
+        """
         if self._watches and isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED:
             tells = threading.Thread(target=self._line.announce, args=(_LATE, str(self._line.rank)), daemon=True)
             tells.start()
@@ -112,7 +115,7 @@ class HangWatch:
                 continue
             if not word.isdecimal():
                 self._heard.set()
-            elif not self._ended.wait(_GRACE_S):  # it may fail for the same reason, with an exit code of its own
+            elif not self._ended.wait(_GRACE_S):  # this process may fail, too, with its own exit code
                 self._say(f"meshkit: process {word} has failed, and its log says why; this process ends, too")
                 sys.stderr.flush()
                 os._exit(RUN_FAILED)
