@@ -74,7 +74,7 @@ class Snapshots:
         began = time.monotonic()
         self.close()
         waited_s = time.monotonic() - began
-        if not self.enabled:  # `close` may have disabled them; the older snapshot, which all may have, must then stay
+        if not self.enabled:  # the last snapshot may have failed; then the older one stays, which all may have
             return waited_s
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
         layout = _layout(state)
