@@ -63,8 +63,8 @@ _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the 
 # For captured steps:
 _BUDGET_S = 1e-3  # seconds of CPU time per step
 _BUDGET = 0.01  # share of the steps' time
-_OF_ALL = 1.5  # a straggler causes at least this many times an even share of all waiting
-_LONGER = 0.03  # the message names longer compute from this share on
+_OF_ALL = 1.5  # of n processes, a straggler causes at least this / n of all waiting (or 75 %, if that is less)
+_LONGER = 0.03  # if a straggler computes longer than the median by more than this share, the message says so
 # For replicas:
 _MOST_NAMED = 4
 _HOST_NAME_BYTES = 64
@@ -203,7 +203,10 @@ class SlowSteps:
         self._fastest_s, self._reported_s, self._clock_mhz = math.inf, 0.0, None
 
     def look(self, said: Sequence[Mapping[str, Any]]) -> str:
-        """Return a sentence if steps are 1.5 times as long as the fastest before and as the last reported, else "".
+        """Return a sentence if steps have become slow, else "".
+
+        Slow steps take at least 1.5 times as long as those of the fastest window. They are reported again when they
+        take at least 1.5 times as long as at the last report.
 
         Args:
             said: as for `judge`.
@@ -377,7 +380,7 @@ class StepCaptures:
 
     def close(self) -> None:
         """End the reader process, and remove the captures."""
-        self._warned = True  # no warning that a capture which is being read is lost
+        self._warned = True  # a capture that is still being read is lost, which needs no warning
         self._tracer.close()
 
     def exchange(self, step: int, problem: str | None) -> None:
