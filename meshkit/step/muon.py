@@ -3,11 +3,11 @@
     logical axes of the parameters -> stacks of matrices -> Newton-Schulz on each matrix, AdamW for other parameters
 
 Updates equal those of `optax.contrib.muon` with `consistent_rms` (Liu et al., 2025, section 2.2), so that AdamW's
-learning rate and weight decay are suitable. optax multiplies matrices that are cut as the moments are, with collectives
-in each iteration. It also merges all dims of a stack, which loses the sharding over an axis that cuts the experts of
-every layer. Here the mesh axes that cut matrices move to the stack, which is padded to a multiple of their size. Each
-GPU then orthogonalizes whole matrices of its own, between two all-to-alls for each axis. A matrix that is in no stack
-stays cut.
+learning rate and weight decay are suitable. With optax, matrices stay cut as their moments are, so each iteration needs
+collectives. optax also merges all dims of a stack, which loses the sharding over an axis that cuts the experts of every
+layer. Here the mesh axes that cut matrices move to the stack, which is padded to a multiple of their size. Each GPU
+then orthogonalizes whole matrices of its own, between two all-to-alls for each axis. A matrix that is in no stack stays
+cut.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class MatrixStack:
     stored: NamedSharding
     """Sharding of the parameter's moment."""
     moves: tuple[NamedSharding, ...]
-    """Shardings of [pieces..., matrices, rows, columns], from the stored one to that of Newton-Schulz. Only one axis
-    moves from each to the next: XLA makes an all-to-all of that, but copies the whole array to move two at once."""
+    """Shardings of [pieces..., matrices, rows, columns], from the stored one to that of Newton-Schulz. Each differs
+    from the one before in one axis: XLA moves one axis by an all-to-all, but copies the whole array to move two."""
 
     def to_rows(self, x: jax.Array) -> jax.Array:
         """Return x as [pieces..., matrices, rows, columns], still sharded like its moment."""
@@ -119,7 +119,7 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
 def exchanged_elements(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, float]:
     """Return mesh axis -> elements that each GPU sends over it in a step, by two all-to-alls for each stack.
 
-    The number is infinite for an axis that cuts a matrix in no stack, which is multiplied in pieces.
+    If an axis cuts a matrix that is in no stack, its number is infinite, because this matrix is multiplied in pieces.
     """
     found: dict[str, float] = defaultdict(float)
     matrices = find_matrices(params, mesh, rules)
