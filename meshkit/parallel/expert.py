@@ -180,7 +180,7 @@ class ExchangeLayout:
 
     @property
     def ragged(self) -> bool:
-        """Whether the target's collectives have a ragged all-to-all: GPUs do, attached or described."""
+        """Whether the target has a ragged all-to-all: all GPUs do, also those that only the cluster file describes."""
         return self.scope is not None and self.scope.compute_capability is not None
 
     @property
@@ -592,7 +592,7 @@ class Dispatch:
         return there, Slices(self._mine(received), self._mine(counts), self._mine(sent))
 
     def _exchange(self, operand: jax.Array, out: Slices, into: Slices, rows: int) -> jax.Array:
-        """Send the slices `out` of `operand`. Return `rows` rows with the slices `into` received, and 0 elsewhere."""
+        """Send the slices `out` of `operand`. Return `rows` rows: the received slices at `into`, and 0 elsewhere."""
         result = jnp.zeros((rows, *operand.shape[1:]), operand.dtype)
         if self.ragged:
             pieces = -(-SLICES // self.local_experts)
@@ -638,7 +638,7 @@ class Slices:
 def one_by_one(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wrap fn so that `vmap` calls it once for each element, for operations that jax cannot map over every dim.
 
-    A `vmap` over the replicas of a mesh axis has one element on each GPU.
+    In a `vmap` over replicas that a mesh axis cuts, each GPU has one element, so it makes one call.
     """
 
     @custom_batching.custom_vmap
