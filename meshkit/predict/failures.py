@@ -187,7 +187,7 @@ def _attempt(costs: Costs, every: int, lives_s: float, spent: Spent, *, keeps: b
     since = lives_s - (first + (saves - 1) * cycle_s) if saves else lives_s  # since the last save began
     blocked = min(since, costs.blocked_s) if saves else 0.0
     ahead = (since - blocked) if saves else lives_s
-    if saves and every * step_s < ahead:  # Its steps are made, and it waits for the previous save.
+    if saves and every * step_s < ahead:  # The attempt waits for the previous save before its next one.
         blocked, ahead = blocked + ahead - every * step_s, every * step_s
     made = saves * every + int(ahead / step_s)
     saving = max(0, saves - 1) * (cycle_s - every * step_s) + blocked
@@ -265,8 +265,8 @@ def expected_shares(costs: Costs, every: int, between_s: float) -> Shares:
 def best_interval(costs: Costs, between_s: float) -> int:
     """Return the number of steps between saves for which `expected_goodput` is highest.
 
-    Goodput has a single maximum. With intervals shorter than a write, steps wait for the write. With longer intervals,
-    the optimum is Young's with corrections.
+    Goodput has a single maximum over the interval, so the search can narrow the range by thirds. The maximum is near
+    Young's interval, unless that is shorter than a write: then steps would wait for the write.
     """
     low, high = 1, max(2, math.ceil(4 * (between_s + costs.write_s) / costs.step_s))
     while high - low > 2:
