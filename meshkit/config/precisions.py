@@ -11,7 +11,7 @@ PrecisionName = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The numbers of a step: linear layers may multiply in fewer bits than the rest of the model computes in."""
+    """The number formats of a step. Linear layers may multiply in fewer bits than the rest of the model computes in."""
 
     item_bytes: int
     """Bytes of an element of activations and of gathered weights: 4 in fp32, 2 in bf16."""
@@ -22,7 +22,7 @@ class Precision:
     block: int = 0
     """Elements that share one scale; 0 if blocks have no scales."""
     packed: int = 1
-    """Elements that XLA sends as one byte."""
+    """Elements that XLA packs into one byte to send them; 1 if it packs none."""
 
 
 PRECISIONS: Mapping[str, Precision] = {
