@@ -64,13 +64,14 @@ def fit_to_hosts(
     if pipeline.axis is not None:
         key, pieces = "pipeline.microbatches", pipeline.microbatches
         multiple = mesh.sizes[pipeline.axis] if pipeline.virtual_stages > 1 else 1
-    ways = int(math.prod(mesh.sizes[name] for name in batch) * share)
+    whole = math.prod(mesh.sizes[name] for name in batch)
+    ways = int(whole * share)
     least = math.ceil(pieces / share / multiple) * multiple
     for count in range(least, train.global_batch // ways + 1, multiple):
         if train.global_batch % (ways * count) == 0:
             meshes = (f"mesh.{each.name}={inline(each.to_plain())}" for each in axes)
             return [f"cluster.hosts={cluster.hosts * share}", *meshes, f"{key}={count}"]
-    unit = ways * least
+    unit = math.lcm(ways * least, whole * pieces)  # The batch must also be one that all hosts can split.
     raise SpecError(
         f"a global batch of {train.global_batch} cannot be split evenly into {ways} shards on {hosts} hosts, each of "
         f"at least {least} micro-batches.",

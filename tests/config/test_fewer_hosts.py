@@ -87,6 +87,16 @@ def test_numbers_that_do_not_fit_are_refused_by_the_key(tmp_path, hosts, overrid
     assert raised.value.hint
 
 
+def test_the_suggested_batch_fits_both_numbers_of_hosts(tmp_path):
+    mesh = "pipeline = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }"
+    pipeline = '[pipeline]\naxis = "pipeline"\nschedule = "interleaved_1f1b"\nvirtual_stages = 2\nmicrobatches = 2\n'
+    refused = {"rest": f'[rules]\npreset = "fsdp"\n{pipeline}', "overrides": ("train.global_batch=64",)}
+    with pytest.raises(ConfigError, match="at least 4 micro-batches") as raised:
+        on(tmp_path, 6, mesh, **refused)
+    assert raised.value.hint == "another number of hosts, or train.global_batch = 192"
+    assert on(tmp_path, 6, mesh, **refused | {"overrides": ("train.global_batch=192",)}).pipeline.microbatches == 4
+
+
 def test_an_axis_of_local_sgd_keeps_its_replicas(tmp_path):
     rest = '[rules]\npreset = "hsdp"\n[local_sgd]\naxis = "data"\n'
     found = on(tmp_path, 4, "data = { infiniband = 2 }\nfsdp = { nvlink = 8, infiniband = 4 }", rest=rest)
