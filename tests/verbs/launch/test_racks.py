@@ -33,7 +33,9 @@ def test_slurm_asks_for_the_hosts_of_the_mesh_in_segments_of_one_rack(processes)
 
 
 def test_two_segments_that_fit_one_rack_are_spread():
-    with pytest.raises(ConfigError, match="8 hosts in each of 4 NVLink domains, but two such groups fit one domain of 18"):
+    with pytest.raises(
+        ConfigError, match="8 hosts in each of 4 NVLink domains, but two such groups fit one domain of 18"
+    ):
         slurm_script(job(1, 32), Slurm())
     assert "#SBATCH --spread-segments\n" in slurm_script(job(1, 32), Slurm({"spread-segments": ""}))
 
