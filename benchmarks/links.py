@@ -39,18 +39,18 @@ PARALLELISMS: list[tuple[str, str, list[tuple[str, float, int]]]] = [
             ("reduce-scatter", 4 * PARAMETERS / LAYERS, LAYERS),
         ],
     ),
-    ("tensor", "4 layers x 2 t e", [("all-reduce", _ALL, 4 * LAYERS)]),
+    ("tensor", "4 L x 2 t e", [("all-reduce", _ALL, 4 * LAYERS)]),
     (
         "tensor and sequence",
-        "8 layers x 2 t e",
+        "8 L x 2 t e",
         [("all-gather", _ALL, 4 * LAYERS), ("reduce-scatter", _ALL, 4 * LAYERS)],
     ),
     (
         "context, keys gathered",
-        "2 layers x 4 t k",
+        "2 L x 4 t k",
         [("all-gather", 4 * TOKENS * KEYS, LAYERS), ("reduce-scatter", 4 * TOKENS * KEYS, LAYERS)],
     ),
-    ("experts, 2 of them a token", "4 layers x 4 t e / n", [("all-to-all", 2 * _EACH, 4 * LAYERS)]),
+    ("experts, 2 of them a token", "4 L x 4 t e / n", [("all-to-all", 2 * _EACH, 4 * LAYERS)]),
     ("pipeline, M = 32", "2 x 2 t e", [("collective-permute", _ALL / 32, 64)]),
     ("the same, M = 1 (naive)", "2 x 2 t e", [("collective-permute", _ALL, 2)]),
 ]
