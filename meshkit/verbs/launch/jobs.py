@@ -309,8 +309,8 @@ def slurm_script(job: Job, site: Slurm) -> str:
     together, there = job.hosts_per_domain, job.hosts_in_domain
     if job.hosts > together and there > 1 and 2 * together <= there and "spread-segments" not in site.options:
         raise ConfigError(
-            f"the job needs {together} hosts in each of {job.hosts // together} NVLink domains, but two such groups fit "
-            f"one domain of {there} hosts, where SLURM may place them.",
+            f"the job needs {together} hosts in each of {job.hosts // together} NVLink domains, but two such groups "
+            f"fit one domain of {there} hosts, where SLURM may place them.",
             at="--sbatch",
             hint="--sbatch spread-segments (from Slurm 25.05 on)",
         )
