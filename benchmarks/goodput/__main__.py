@@ -53,7 +53,10 @@ def measure_costs(scratch: Path) -> dict[str, Any]:
 
 
 def _costs_of_failures(hits: list[Hit], step_s: float) -> dict[str, dict[str, float]]:
-    """Return the mean detection time by fault, and the mean time from then until steps are possible by restart."""
+    """Return two tables of mean times: `detection_s` by fault, and `up_s` by kind of restart.
+
+    `up_s` is the time from the detection until the next attempt can make a step.
+    """
     detection, up = defaultdict(list), defaultdict(list)
     for hit in hits:
         detection[_fault(hit.kind)].append(hit.detection_s)

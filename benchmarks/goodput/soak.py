@@ -72,9 +72,13 @@ def ends_launcher(kind: str) -> bool:
 
 
 def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: float = _LONGEST_S) -> Soak:
-    """Run to the last step, or for some seconds and then to the end of a SIGTERM.
+    """Return what a run with these failures costs. A launcher that has ended is started again.
 
-    A launcher that has ended is started again.
+    Args:
+        folder: a folder for the run.
+        failures: the failures, with times from the start of the first attempt.
+        steps: the last step, after which the run ends.
+        seconds: the time after which SIGTERM ends the run, if it still trains.
     """
     launch = Launch(folder, options=_options(steps), experiment=EXPERIMENT)
     launch.start()
@@ -119,9 +123,9 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
 
 
 def restarts(folder: Path, seed: int, times: int) -> list[Hit]:
-    """Inject each kind of failure some times, in random order, and return what followed.
+    """Inject each kind of failure `times` times, in random order, and return what followed.
 
-    Each attempt first makes a step, and then trains for a random time with the mean of `schedule`, as it does there.
+    Each attempt first makes a step, and then trains for a random time with the same mean as in `schedule`.
     """
     chance = Random(seed)
     kinds = [*FAULTS] * times
