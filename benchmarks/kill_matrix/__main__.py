@@ -1,4 +1,4 @@
-"""`make kill-matrix`: every fault in every phase, into `matrix.csv` and a page. Goes on where it stopped."""
+"""`make kill-matrix`: run every fault in every phase, and write `matrix.csv` and a page. Goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from benchmarks.kill_matrix.table import machine, page, read_rows, write_rows
 _EXPLAINS = """\
 2 processes x 4 CPU devices over gloo train a perceptron of two layers for 24 steps, with a checkpoint every 4 steps.
 The phases `start` and `compile` belong to a first attempt, `restore` to the checkpoint of step 8, and `step`, `save`
-and `commit` to step 12. The process waits in the phase until its pulse, the phase that it publishes in shared memory,
-names the phase and the fault hits it. For `commit`, process 0 waits just before the rename that completes the
-checkpoint.
+and `commit` to step 12. The process waits in the phase. The fault hits it once its pulse, the phase that it publishes
+in shared memory, names the phase. For `commit`, process 0 waits just before the rename that completes the checkpoint.
 
 A cell has the seconds until the last process of the gang is gone / the seconds until the next attempt's first step is
 made, both from the fault, and the number of restarts. After SIGTERM, which ends the launch with exit code 75, and after
@@ -33,14 +32,14 @@ not end before the fault takes effect.
 
 
 def main() -> int:
-    """Runs what is missing, and writes after each cell.
+    """Run the cells that have no result yet, and write the results after each cell.
 
     Returns:
-        1 if a cell is not as promised.
+        The exit code: 1 if a cell is not as promised, else 0.
     """
     parser = argparse.ArgumentParser(prog="benchmarks.kill_matrix", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--only", default="", help="of a matrix that is there: anew the cells whose name has this text")
+    parser.add_argument("--only", default="", help="in an existing matrix, rerun the cells whose name has this text")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     whole, partial = chosen.out / "matrix.csv", chosen.out / "matrix.partial.csv"
@@ -66,7 +65,7 @@ def main() -> int:
 
 
 def run_or_say(cell: Cell, scratch: Path, alone: Path, losses: list[tuple[int, float]]) -> Row:
-    """A cell in a folder of its own. A cell that hangs is a row, too."""
+    """Run a cell in a folder of its own, and return its result. A cell that hangs also has one."""
     folder = scratch / cell.name.replace(" ", "_").replace(",", "")
     try:
         return run_cell(cell, folder, alone, losses)

@@ -1,4 +1,4 @@
-"""A launch under test: started, watched from outside through /proc, hit, and read afterwards."""
+"""Start a launch under test, watch it from outside through /proc, hit its processes, and read its results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
 _SITE = Path(__file__).with_name("injected")
 _LOOK_S = 0.01
-# For whatever has to come; a machine under load is 8 times slower than a quiet one.
+# Time limit of every wait. A machine under load is 8 times slower than a quiet one.
 PATIENCE_S = 240.0
-# A process of a gang notes its memory after so many of its steps.
+# Number of steps after which a process writes down its memory, again and again.
 MEMORY_EVERY = 10
 # A process under test raises an exception when it enters a phase after this signal; see injected/sitecustomize.py.
 RAISE = signal.SIGUSR2
@@ -29,7 +29,16 @@ RAISE = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Gate:
-    """Where the fault of an attempt comes; see injected/sitecustomize.py."""
+    """The place of an attempt's fault; see injected/sitecustomize.py.
+
+    Attributes:
+        phase: the phase in which the fault comes.
+        rank: rank of the process that is hit.
+        step: the first step at which the fault may come.
+        raises: whether the process itself raises an exception at the gate.
+        holds: whether the process waits at the gate until `Launch.let_go`.
+        slow_s: seconds that are added to each later step of this process.
+    """
 
     phase: str
     rank: int
@@ -40,18 +49,18 @@ class Gate:
 
 
 class Launch:
-    """`meshkit launch local` of processes x 4 devices, in a folder of its own.
+    """A `meshkit launch local` with 4 devices for each process, in a folder of its own.
 
     Args:
-        folder: where the run (`run/`), the marks of the gates and what the launcher says go.
-        gates: attempt -> where its fault comes.
-        options: of the launcher.
-        experiment: that it runs.
-        injects: whether something is injected into its processes.
-        processes: of this launcher.
-        out: run folder, of launchers that share one; `run` of the folder by default.
-        variables: of its environment, beside those of this process.
-        prefix: of its command, such as `ip netns exec NAME`.
+        folder: the folder for the run (`run`), the marks of the gates, and the launcher's output.
+        gates: attempt -> the gate of its fault.
+        options: further options of the launcher.
+        experiment: the experiment file.
+        injects: whether the processes import injected/sitecustomize.py.
+        processes: number of processes.
+        out: the run folder, if several launchers share it; by default `run` in `folder`.
+        variables: environment variables that are added to those of this process.
+        prefix: words before the command, such as `ip netns exec NAME`.
     """
 
     def __init__(
@@ -77,12 +86,12 @@ class Launch:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Starts it, or the same command again."""
+        """Start the launcher. After its end, this starts the same command again."""
         path = [str(_SITE)] * self._injects + [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         told = json.dumps({"folder": str(self._marks), "gates": self._gates, "memory_every": MEMORY_EVERY})
         env = os.environ | self._variables | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
         env |= {"KILL_GATES": told} if self._injects else {}
-        env.pop("XLA_FLAGS", None)  # of whatever test runs this
+        env.pop("XLA_FLAGS", None)  # the test that runs this may have set it
         command = [
             sys.executable,
             "-m",
@@ -102,34 +111,39 @@ class Launch:
 
     @property
     def said(self) -> str:
-        """All that the launcher has printed."""
+        """The output of the launcher so far."""
         return self._said.read_text(errors="replace")
 
     def mark(self, attempt: int, name: str) -> dict | None:
-        """What a gate of an attempt has told, if it has."""
+        """Return the mark that an attempt has written under this name; None until then."""
         try:
             return json.loads((self._marks / f"attempt{attempt}" / name).read_text())
         except (OSError, ValueError):
             return None
 
     def wait_for_mark(self, attempt: int, name: str) -> dict:
-        """The same, once it has.
+        """Wait until an attempt has written a mark under this name, and return it.
 
         Raises:
-            TimeoutError: it does not come.
+            TimeoutError: no mark is written in time.
         """
         return self.wait(lambda: self.mark(attempt, name), f"{name} of attempt {attempt}")
 
     def let_go(self, attempt: int) -> None:
-        """Lets the processes that hold at a gate go on."""
+        """Let the processes that wait at a gate of an attempt go on."""
         (self._marks / f"attempt{attempt}").mkdir(parents=True, exist_ok=True)
         (self._marks / f"attempt{attempt}" / "go").touch()
 
     def wait[T](self, look: Callable[[], T | None], what: str, seconds: float = PATIENCE_S) -> T:
-        """What `look` finds, once it finds something.
+        """Return the first result of `look` that is neither None nor False.
+
+        Args:
+            look: called again and again.
+            what: what is waited for, for the message.
+            seconds: the time limit.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: there is no such result in time.
         """
         deadline = time.monotonic() + seconds
         while (found := look()) is None or found is False:
@@ -139,26 +153,30 @@ class Launch:
         return found
 
     def end(self, seconds: float = PATIENCE_S) -> int:
-        """The exit code, once there is one."""
+        """Wait until the launcher ends, and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it does not end in time.
+        """
         assert self.process is not None
         return self.process.wait(seconds)
 
     def attempt(self) -> int:
-        """Return the number of the present attempt, of which a process must be alive."""
+        """Return the number of the present attempt. One of its processes must be alive."""
         return min(self._alive())
 
     def ranks(self) -> dict[int, int]:
-        """Number of the process by rank, of those of the present attempt that are alive."""
+        """Return rank -> PID of the processes of the present attempt that are alive."""
         alive = self._alive()
         return alive[min(alive)] if alive else {}
 
     def standby(self) -> dict[int, int]:
-        """The same of those that wait for the next attempt."""
+        """Return rank -> PID of the processes that wait for the next attempt."""
         alive = self._alive()
         return alive[max(alive)] if len(alive) > 1 else {}
 
     def _alive(self) -> dict[int, dict[int, int]]:
-        """Number of the process by attempt and rank: below a reaper, and leading its session."""
+        """Return attempt -> rank -> PID of all living processes: the children of reapers that lead a session."""
         assert self.process is not None
         found: dict[int, dict[int, int]] = {}
         parents = _parents()
@@ -169,24 +187,24 @@ class Launch:
         return found
 
     def helpers(self, attempt: int) -> list[int]:
-        """Daemons that the processes of an attempt have left, see injected/sitecustomize.py."""
+        """Return the PIDs of the daemons that an attempt's processes have started; see injected/sitecustomize.py."""
         return processes_with(str(self._marks / f"attempt{attempt}"))
 
     def pulse(self, rank: int) -> dict:
-        """What a process says of itself; empty if nothing, or if it is gone."""
+        """Return the pulse that a process has published; {} if it has published none or is gone."""
         pid = self.ranks().get(rank, 0)
         path = (_variable(pid, "MESHKIT_PULSE") or "").replace("/self/", f"/{pid}/")
         try:
-            return json.JSONDecoder().raw_decode(Path(path).read_text())[0]  # the parts of its start stand behind it
+            return json.JSONDecoder().raw_decode(Path(path).read_text())[0]  # the parts of its start follow
         except (OSError, ValueError):
             return {}
 
     def copied_step(self) -> int:
-        """Newest step of which every process's snapshot has a copy on another host; 0 for none."""
+        """Return the step up to which other hosts have copies of all processes' snapshots; 0 if there is none."""
         return min((max(_copied_steps(pid), default=0) for pid in self.ranks().values()), default=0)
 
     def memory(self, attempt: int, rank: int) -> dict[int, int]:
-        """Steps made in an attempt -> resident bytes of the process."""
+        """Return number of steps made in an attempt -> resident bytes of a process after them."""
         try:
             lines = (self._marks / f"attempt{attempt}" / f"memory{rank}.jsonl").read_text().splitlines()
         except OSError:
@@ -194,11 +212,11 @@ class Launch:
         return {record["made"]: record["bytes"] for record in map(json.loads, lines)}
 
     def coordinator(self) -> str | None:
-        """Where process 0 of the present attempt listens."""
+        """Return the address at which process 0 of the present attempt listens; None if no process is alive."""
         return next((_variable(pid, "MESHKIT_COORDINATOR") for pid in self.ranks().values()), None)
 
     def losses(self) -> list[tuple[int, float]]:
-        """Step and loss, of the whole run so far."""
+        """Return step and loss of every step of the run so far."""
         try:
             lines = (self.out / "metrics.jsonl").read_text().splitlines()
         except OSError:
@@ -207,7 +225,7 @@ class Launch:
         return [(r["step"], r["loss"]) for r in records]
 
     def kill(self) -> None:
-        """Ends what is left of it."""
+        """Kill the launcher and all its descendants, if it still runs."""
         if self.process is not None and self.process.poll() is None:
             for pid in [self.process.pid, *descendants(self.process.pid)]:
                 send(pid, signal.SIGKILL)
@@ -215,13 +233,13 @@ class Launch:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may be gone."""
+    """Send a signal to a process, which may be gone."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, their children, and so on."""
+    """Return the PIDs of a process's children, their children, and so on."""
     parents, found = _parents(), [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
@@ -229,12 +247,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Whether all have ended; what nobody has waited for yet counts as ended."""
+    """Return whether all these processes have ended. A zombie counts as ended."""
     return all(_state(pid) in ("", "Z", "X") for pid in pids)
 
 
 def processes_with(text: str) -> list[int]:
-    """Processes whose command line has the text."""
+    """Return the PIDs of the processes whose command line contains a text."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -254,7 +272,7 @@ def _parents() -> dict[int, int]:
 
 
 def _copied_steps(pid: int) -> list[int]:
-    """Steps of a process's snapshots that another host has."""
+    """Return the steps of a process's snapshots of which another host has a copy."""
     steps = []
     for path in (_variable(pid, "MESHKIT_SNAPSHOTS") or "").replace("/self/", f"/{pid}/").split(os.pathsep):
         with suppress(OSError), open(path, "rb") as file:
@@ -270,13 +288,13 @@ def _state(pid: int) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far; 0 if it is gone."""
+    """Return the CPU seconds that a process has used; 0 if it is gone."""
     words = _stat(pid)
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if words else 0.0
 
 
 def _stat(pid: int) -> list[str]:
-    """From the state on."""
+    """Return the fields of /proc/PID/stat from the state on; [] if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -292,6 +310,6 @@ def _variable(pid: int, name: str) -> str | None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it is gone."""
+    """Return the resident memory of a process in bytes; 0 if it is gone."""
     words = _stat(pid)
     return int(words[21]) * os.sysconf("SC_PAGE_SIZE") if words else 0

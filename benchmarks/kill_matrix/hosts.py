@@ -1,12 +1,14 @@
-"""Launchers of a process each, as on hosts that share a file system: what the loss of a host costs.
+"""Measure what the loss of a host costs. Each launcher runs one process, as on hosts that share a file system.
 
     python -m benchmarks.kill_matrix.hosts
 
-Every row is a run of its own: seconds from the fault until a launcher that is left reports it, and until the first new
-step. The losses are compared with an undisturbed run. Two hosts: launchers that were lost are started again at once.
-Three hosts: nobody starts them again. Where the network is cut or slow, each of the two launchers has a network
-namespace (this needs root and `ip`). The link between them is down for CUT_S seconds, or a proxy forwards its frames at
-SLOW_BYTES_PER_S. A process compares its times with the others every four steps then.
+Every row is a run of its own. It has the seconds from the fault until a remaining launcher reports it, and until the
+first new step. The losses are compared with an undisturbed run. With two hosts, lost launchers are started again at
+once. With three hosts, nobody starts them again.
+
+Where the network is cut or slow, each of the two launchers has a network namespace (this needs root and `ip`). The link
+between them is down for CUT_S seconds, or a thread forwards its frames at SLOW_BYTES_PER_S. With the slow network, the
+processes compare their step times every four steps.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ DRAIN = (
 
 
 class SeveralHosts:
-    """The launchers of a job, with the gate of the first attempt at process 1.
+    """The launchers of a job, of which process 1 has a gate in the first attempt.
 
     Args:
-        folder: of all that they write.
-        options: of all launchers.
-        count: hosts of the job.
-        spares: launchers beyond them.
-        experiment: that they run.
-        network: network namespaces, one for each launcher; None for loopback.
-        slow: a launcher whose processes read data slowly, see `slow_examples`.
+        folder: the folder for all files.
+        options: options of all launchers.
+        count: number of hosts of the job.
+        spares: number of additional launchers, which are spares.
+        experiment: the experiment file.
+        network: names of network namespaces, one for each launcher; None for loopback.
+        slow: the launcher whose process reads data slowly, see `slow_examples`; None for none.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class SeveralHosts:
         self._count = count
 
     def wait_for_gate(self) -> None:
-        """Returns when process 1 holds before its snapshot of step 16, and what came before that is whole."""
+        """Return when process 1 waits before its snapshot of step 16, and earlier copies and checkpoints are whole."""
         self.launches[GATE.rank].wait_for_mark(0, "at")
         for launch in self.launches[: self._count * self._copies]:
             launch.wait(lambda launch=launch: launch.copied_step() >= GATE.step - 2, "the copies of step 14")
@@ -103,7 +105,7 @@ class SeveralHosts:
             self.launches[0].wait(self._checkpoint.exists, f"the checkpoint {self._checkpoint}")
 
     def lose(self, *hosts: int) -> None:
-        """Their launchers go, and with them their processes and what they hold in memory."""
+        """Kill the launchers of these hosts, and with them their processes and the snapshots in their memory."""
         pids = [pid for host in hosts for pid in self.launches[host].ranks().values()]
         for host in hosts:
             process = self.launches[host].process
@@ -113,25 +115,25 @@ class SeveralHosts:
         self.launches[0].wait(lambda: are_gone(pids), "the end of the processes of a lost host")
 
     def replace(self, *hosts: int) -> None:
-        """Others take their places."""
+        """Start new launchers of these hosts."""
         for host in hosts:
             self.launches[host].start()
 
     def found(self, began: float, host: int = 0) -> float:
-        """Seconds until a launcher reports that the attempt has ended on another host."""
+        """Return the seconds from `began` until a launcher reports that the attempt has ended on another host."""
         launch = self.launches[host]
         launch.wait(lambda: "attempt 0 ended on another host" in launch.said or None, "a report of the fault")
         return time.monotonic() - began
 
     def kill_process(self) -> None:
-        """Process 1 goes, and its launcher stays."""
+        """Kill process 1, but not its launcher."""
         send(self.launches[1].ranks()[1], signal.SIGKILL)
 
     def end(self, *but: int) -> list[tuple[int, float]]:
-        """The losses, once all launchers but some have ended well.
+        """Return the losses once all launchers have ended well, except those of the hosts `but`.
 
         Raises:
-            RuntimeError: one has not.
+            RuntimeError: a launcher has failed.
         """
         codes = [launch.end() for host, launch in enumerate(self.launches) if host not in but]
         if any(codes):
@@ -140,7 +142,7 @@ class SeveralHosts:
 
     @property
     def said(self) -> str:
-        """All that the launchers have printed."""
+        """The output of all launchers so far."""
         return "".join(launch.said for launch in self.launches)
 
 
@@ -155,7 +157,7 @@ def several_hosts(
     network: tuple[str, ...] | None = None,
     slow: int | None = None,
 ) -> Iterator[SeveralHosts]:
-    """The launchers; nothing of them is left afterwards."""
+    """Yield the started launchers of a job, and kill what is left of them at the end."""
     made = SeveralHosts(folder, options, count, spares, experiment, network, slow)
     try:
         for launch in made.launches:
@@ -167,7 +169,7 @@ def several_hosts(
 
 
 def slow_examples(*, seed: int, experiment: Experiment) -> Mirrored:
-    """Return a `[data] source` that takes SLOW seconds for each example where that variable is set."""
+    """Return a `[data] source` that waits before each example, for as many seconds as SLOW_EXAMPLES_S says."""
     return _Slow(seed, experiment.model.options["embed"])
 
 
@@ -178,7 +180,7 @@ class _Slow(Mirrored):
 
 
 def _measure_cut(folder: Path, alone: list[tuple[int, float]]) -> str:
-    """Cut the link between two hosts for a while; no process and no launcher ends by itself."""
+    """Return the row of a link between two hosts that is cut for a while. No process or launcher is killed."""
     with two_hosts() as network, several_hosts(folder, MEMORY_ALONE, network=network.names) as hosts:
         hosts.wait_for_gate()
         began = time.monotonic()
@@ -191,7 +193,7 @@ def _measure_cut(folder: Path, alone: list[tuple[int, float]]) -> str:
 
 
 def _measure_slow(folder: Path, alone: list[tuple[int, float]]) -> str:
-    """Slow down the link between two hosts until the end."""
+    """Return the row of a link between two hosts that is slow until the end."""
     with two_hosts() as network, several_hosts(folder, COMPARED, network=network.names) as hosts:
         hosts.wait_for_gate()
         began = time.monotonic()
@@ -203,7 +205,7 @@ def _measure_slow(folder: Path, alone: list[tuple[int, float]]) -> str:
 
 
 def _measure_unreplaced(fault: str, folder: Path, options: tuple[str, ...], alone: list[tuple[int, float]]) -> str:
-    """Lose host 2 of three for good."""
+    """Return the row of a job of three hosts that loses host 2 for good."""
     with several_hosts(folder, options, 3, spares=int(options == SPARE), experiment=THREE_HOSTS) as hosts:
         hosts.wait_for_gate()
         began = time.monotonic()
@@ -214,7 +216,7 @@ def _measure_unreplaced(fault: str, folder: Path, options: tuple[str, ...], alon
 def _row(
     fault: str, hosts: SeveralHosts, began: float, found: float | None, alone: list[tuple[int, float]], *lost: int
 ) -> str:
-    """Wait until the first new step, and compare the losses at the end."""
+    """Wait for the first new step and for the end of the run, and return the row of the fault."""
     made = lambda: max((step for step, _ in hosts.launches[0].losses()), default=0)
     hosts.launches[0].wait(lambda: made() > GATE.step or None, "a new step")
     again = time.monotonic() - began
@@ -245,11 +247,11 @@ def _measure(fault: str, folder: Path, alone: list[tuple[int, float]]) -> str:
 
 
 def main() -> None:
-    """Prints a row for every fault."""
+    """Print a row for every fault."""
     with tempfile.TemporaryDirectory(prefix="meshkit-hosts-") as scratch:
         os.environ.setdefault("MESHKIT_CACHE", f"{scratch}/cache")
         alone = baseline(Path(scratch) / "alone")
-        print("| fault | s until said | s until a new step | steps lost | losses |\n|---|---|---|---|---|")
+        print("| fault | s until reported | s until a new step | steps lost | losses |\n|---|---|---|---|---|")
         for i, fault in enumerate(FAULTS):
             print(_measure(fault, Path(scratch) / str(i), alone), flush=True)
         if os.geteuid() == 0:

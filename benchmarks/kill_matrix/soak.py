@@ -1,4 +1,4 @@
-"""`make soak`: 300 steps with ten faults at random moments, against the same run left alone, as a page.
+"""`make soak`: compare a run of 300 steps with ten faults at random moments with an undisturbed run, and write a page.
 
 seed -> Planned: one fault for each attempt -> one run folder, launched until it is done -> losses, what is left, memory
 """
@@ -33,7 +33,14 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Planned:
-    """The fault of one attempt: what, from when on, and how long after that."""
+    """The fault of one attempt.
+
+    Attributes:
+        fault: the name of the fault in `FAULTS`.
+        phase: the phase in which the process reaches its gate.
+        step: the first step at which it may reach the gate.
+        delay_s: seconds from then until the fault.
+    """
 
     fault: str
     phase: str
@@ -48,17 +55,17 @@ class Planned:
 
 @dataclass
 class Found:
-    """What a soak came to.
+    """The result of a soak.
 
     Attributes:
-        plan: the faults.
-        hits: what followed each.
-        codes: exit codes of the launches, the last one 0.
-        equal: the losses are those of the run left alone, bit for bit.
-        left: files, processes and ports that should not be there.
-        launcher_bytes: resident memory of the launcher, in each attempt when its fault came.
-        after: attempt -> resident bytes of process 0 and 1 after the first `MEMORY_EVERY` steps of that attempt.
-        alone: steps -> resident bytes of process 0 and 1 of the run left alone.
+        plan: the planned faults.
+        hits: the injected faults, in the same order.
+        codes: exit codes of the launches; the last one should be 0.
+        equal: whether the losses equal those of the undisturbed run, bit for bit.
+        left: files, processes and ports that should not be left.
+        launcher_bytes: resident memory of the launcher at the fault of each attempt.
+        after: attempt -> resident bytes of processes 0 and 1 after the first `MEMORY_EVERY` steps of the attempt.
+        alone: number of steps -> resident bytes of processes 0 and 1 of the undisturbed run.
     """
 
     plan: list[Planned]
@@ -76,10 +83,11 @@ _DRAWN = [fault for fault, hit in FAULTS.items() if hit != ("kill", None)]
 
 
 def plan(seed: int, *, count: int = COUNT, steps: int = STEPS) -> list[Planned]:
-    """Faults drawn at random; the same for the same seed.
+    """Return faults that are drawn at random; the same seed gives the same faults.
 
-    Not two in a row before the first step: the launcher stops after two attempts that reach no new step. Nor a commit
-    that fails on process 0, which costs no attempt.
+    Two faults in a row never come before the first step, because the launcher gives up after two attempts that reach no
+    new step. A fault in `restore` comes only after an attempt that has made steps, so that a checkpoint may exist. An
+    exception in a commit of process 0 is never drawn, because it does not end the attempt.
     """
     draw = random.Random(seed)
     due = sorted(draw.sample(range(10, steps - 40), count))
@@ -95,7 +103,7 @@ def plan(seed: int, *, count: int = COUNT, steps: int = STEPS) -> list[Planned]:
 
 
 def soak(folder: Path, planned: Sequence[Planned]) -> Found:
-    """Runs it, and the run left alone."""
+    """Make the undisturbed run and the run with the planned faults, and return the result."""
     found = Found(list(planned))
     losses = baseline(folder / "alone", _OPTIONS)
     alone = Launch(folder / "alone")
@@ -127,9 +135,9 @@ def soak(folder: Path, planned: Sequence[Planned]) -> Found:
 
 
 def problems(found: Found) -> list[str]:
-    """What is not as promised; empty if nothing."""
+    """Return what is not as promised."""
     wrong = list(found.left)
-    wrong += [] if found.equal else ["other losses"]
+    wrong += [] if found.equal else ["the losses differ"]
     expected = [75] * sum(FAULTS[p.fault][0] == "term" for p in found.plan) + [0]
     wrong += [] if found.codes == expected else [f"exit codes {found.codes} instead of {expected}"]
     slow = [h.detection_s for h in found.hits if h.detection_s is None or h.detection_s > 2 * DOWN_S]
@@ -137,11 +145,11 @@ def problems(found: Found) -> list[str]:
 
 
 def page(found: Found, seed: int) -> str:
-    """What was found, as Markdown."""
+    """Return the result as Markdown."""
     wrong = "; ".join(problems(found))
     verdict = f"**{wrong}**." if wrong else "the losses of an undisturbed run, bit for bit; no file or process is left."
     codes = ", ".join(map(str, found.codes))
-    heads = ("attempt", "fault", "drawn for", "pulse then", "gang down after s", "launcher MiB", "processes 0, 1 MiB")
+    heads = ("attempt", "fault", "planned", "phase at fault", "gang down after s", "launcher MiB", "processes 0, 1 MiB")
     lines = [
         f"{STEPS} steps, {len(found.plan)} faults (seed {seed}), launches with exit codes {codes}: {verdict}",
         "",
@@ -171,7 +179,7 @@ def page(found: Found, seed: int) -> str:
 
 
 def still_listening(coordinators: set) -> list[str]:
-    """Ports that something still has."""
+    """Return the ports of these coordinators on which something still listens."""
     left = []
     for coordinator in sorted(coordinators):
         host, port = coordinator.rsplit(":", 1)
@@ -185,10 +193,10 @@ def still_listening(coordinators: set) -> list[str]:
 
 
 def main() -> int:
-    """Runs it and writes the page.
+    """Run the soak and write the page.
 
     Returns:
-        1 if something is not as promised.
+        The exit code: 1 if something is not as promised, else 0.
     """
     parser = argparse.ArgumentParser(prog="benchmarks.kill_matrix.soak", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)

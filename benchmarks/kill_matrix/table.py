@@ -1,4 +1,4 @@
-"""The results as they are kept: a CSV that a stopped campaign goes on from, and the Markdown page made of it."""
+"""Read and write the results: a CSV file, with which a stopped campaign can go on, and a Markdown page of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = [f.name for f in fields(Row)]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The cells that were run before."""
+    """Return the results of the cells that were run before."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -26,7 +26,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """All rows, in the order of the matrix."""
+    """Write all results, in the order of the matrix."""
     order = {(fault, phase): i for i, (fault, phase) in enumerate((f, p) for f in FAULTS for p in PHASES)}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, _NAMES, lineterminator="\n")
@@ -36,7 +36,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The table as Markdown."""
+    """Return the matrix as Markdown."""
     by_cell = {(row.fault, row.phase): row for row in rows}
     good = sum(not row.wrong for row in rows)
     equal = sum(row.losses_equal for row in rows)
@@ -55,7 +55,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def machine() -> str:
-    """Where and with what this was run."""
+    """Return a line with the date, the versions and the machine of this run."""
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     load = os.getloadavg()[1]
     return (

@@ -1,9 +1,9 @@
-"""Runs in every process of a gang under test: stops it at a gate, so that a fault comes at the very moment it is for.
+"""Make a process of a gang under test wait at a gate, so that a fault hits it at exactly the intended moment.
 
-    KILL_GATES (JSON, of the harness) -> gate of this attempt -> `at` is written, the process holds -> fault
+    KILL_GATES (JSON, from the harness) -> gate of this attempt -> `at` is written, the process waits -> fault
 
-Python imports this by its name. Nothing in meshkit knows of it: it wraps `Phases.enter`, and hears of files and sockets
-through an audit hook.
+Python imports this module in every process because of its name. meshkit has no code for it: the module wraps
+`Phases.enter`, and an audit hook tells it of files and sockets.
 """
 
 import json
@@ -22,14 +22,19 @@ _CHECKPOINT_FILE = re.compile(r"/checkpoints/\d+/")
 
 
 class InjectedError(Exception):
-    """What nobody expects."""
+    """An exception that no code expects."""
 
 
 class Gate:
-    """Where one process of one attempt is to be hit.
+    """The gate of an attempt, in one of its processes.
 
-    `phase`, `rank`, `step` say where; `raises` that it breaks by itself; `holds` that it waits there for the fault;
-    `slow_s` is added to each later step, so that a stop that all agree on comes before the end of the run.
+    After the gate, `slow_s` makes the steps of the process longer. Without it, the run could end before all processes
+    have agreed to stop.
+
+    Args:
+        said: the fields of `gang.Gate`.
+        folder: the folder for the attempt's marks.
+        rank: rank of this process.
     """
 
     def __init__(self, said, folder, rank):
@@ -40,20 +45,20 @@ class Gate:
         self.lock = threading.Lock()
 
     def entered(self, phase, step):
-        """The main thread of this process begins a phase."""
+        """Handle the start of a phase in the main thread of this process."""
         self.now = phase
         if self.passed and self.slow_s and phase == "step":
             time.sleep(self.slow_s)
         if self.phase == "commit" and self.victim and self.rank == self.victim:
             self.saved |= phase == "save" and step is not None and step >= self.step
             if self.saved and phase == "step":
-                self.wait("committing")  # by process 0, of the step before, in another thread
+                self.wait("committing")  # until a thread of process 0 commits the step before
                 self.reach(self.raises)
         elif self.rank == self.victim and phase == self.phase and phase in ("compile", "step", "save"):
             self.reach(self.raises, step)
 
     def heard(self, event, arguments):
-        """Something that Python does with files and sockets, in whatever thread."""
+        """Handle an audit event, such as an opened file or a connected socket, from any thread."""
         if self.phase == "start" and event in ("socket.bind", "socket.connect") and self.rank == self.victim:
             port = os.environ["MESHKIT_COORDINATOR"].rsplit(":", 1)[1]
             if isinstance(arguments[1], tuple) and str(arguments[1][1]) == port:
@@ -71,7 +76,7 @@ class Gate:
                     self.wait("go")
 
     def reach(self, raises, step=None):
-        """The moment has come, unless this step is before the one that is meant."""
+        """Write the mark `at`, then raise or wait as the gate says. This happens once, from the gate's step on."""
         if step is not None and step < self.step:
             return
         with self.lock:
@@ -96,20 +101,20 @@ class Gate:
 
 
 def note_memory(path, made):
-    """Adds the resident memory of this process after so many steps."""
+    """Append the resident memory of this process after `made` steps to a file."""
     status = Path("/proc/self/status").read_text()
     with path.open("a") as file:
         file.write(json.dumps({"made": made, "bytes": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024}) + "\n")
 
 
 def leave_helper(text):
-    """A process in a session of its own, whose parent is gone, that only SIGKILL ends. Nothing may be left of it."""
+    """Start a daemon in a session of its own, which only SIGKILL ends. No run may leave it behind."""
     code = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); os.fork() or time.sleep(3600)"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, text], check=True)
 
 
 def install(said, rank, attempt):
-    """Wraps what there is to wrap, in a process of a gang."""
+    """Wrap `Phases.enter` in this process, install the gate of this attempt, and start a daemon."""
     from meshkit.runs.phases import Phases
 
     folder = Path(said["folder"]) / f"attempt{attempt}"
