@@ -1,9 +1,9 @@
-"""Plants hangs in gangs of 2 to 4 processes on CPU devices, and prints what was said of each.
+"""Plant hangs in gangs of 2 to 4 processes on CPU devices, and print a table of the messages that report them.
 
     Case -> gang with the plant -> the planted process writes when it got stuck -> message -> Found: seconds, right?
 
-The table says `exact` where the message names the collective or phase and the missing process, and `N candidates` where
-it lists collectives that it may be.
+The table says `exact` where the message names the collective or phase and the missing process. It says `N candidates`
+where the message lists collectives in which the processes may wait.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _HERE = Path(__file__).parent
-_LIMIT_S, _PATIENT_S = 10.0, 60.0  # of a step, and of phases in which a healthy process of a loaded machine is for long
-_LATE_S = 5.0  # promised: found within the limit and this
+_LIMIT_S, _PATIENT_S = 10.0, 60.0  # limits of a step, and of phases that take long on a loaded machine
+_LATE_S = 5.0  # a hang must be found at most this long after the limit
 _PATIENCE_S = 240.0
 _PORT = 61000
 # Processes -> cluster, data axis, tensor axis.
@@ -45,16 +45,20 @@ class Case:
     """A hang to plant."""
 
     kind: str
-    """`data`, `callback`, `program`, `hook` in the user's code; `memory`, where the process gets no more of it, which
-    is no hang; else the phase in which the process gets stuck."""
+    """`data`, `callback` and `hook` get stuck in the user's code. `program` compiles a different step in one process.
+    `memory` lets a process run out of memory, which is no hang. Any other kind is the phase in which a process gets
+    stuck."""
     rank: int
+    """Rank of the process that gets stuck."""
     processes: int
+    """Number of processes."""
     how: str = ""
-    """`stops` (SIGSTOP), `keeps the interpreter`; else it sleeps."""
+    """`stops`: the process gets SIGSTOP. `keeps the interpreter`: it sleeps and holds the GIL. Otherwise it sleeps."""
     step: int = 0
+    """The first step at which a process gets stuck in a phase, or runs out of memory."""
     launcher: str = "local"
-    """`local`; `hosts`, where each process has a launcher of its own, as on several hosts; or `none`: processes that
-    only the environment makes a gang, as SLURM's and MPI's."""
+    """`local`: one launcher. `hosts`: a launcher for each process, as on several hosts. `none`: only environment
+    variables join the processes into a gang, as under SLURM and MPI."""
 
     @property
     def name(self) -> str:
@@ -62,12 +66,12 @@ class Case:
 
     @property
     def phase(self) -> str:
-        """The phase that the message has to give the planted process."""
+        """The phase of the planted process that the message must name."""
         return {"callback": "step", "program": "compile", "hook": "evaluate"}.get(self.kind, self.kind)
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which the hang is to be seen."""
+        """Seconds after which the hang should be found."""
         if self.kind == "memory":
             return 0.0
         if self.how == "stops" or self.phase in ("init", "data", "step", "evaluate", "check", "save"):
@@ -108,20 +112,29 @@ CASES = (
 
 @dataclass(frozen=True)
 class Found:
-    """What was said of a planted hang."""
+    """The message about a planted hang, and whether it is right."""
 
     case: Case
     seconds: float
-    """From the hang to the message."""
+    """Seconds from the hang to the message."""
     message: tuple[str, ...]
+    """The lines of the message."""
     collectives: tuple[str, ...]
+    """The collectives that the message names."""
     exact: bool
+    """Whether the message lists no candidates."""
     wrong: str
-    """What is not as it should be; empty if nothing."""
+    """What is wrong with the message; "" if nothing is."""
 
 
 def run_case(case: Case, folder: Path, late_s: float = _LATE_S) -> Found:
-    """Plants a hang in a gang of its own and reads what is said; `late_s` after the limit it has to be there."""
+    """Plant a hang in a new gang, and return its message.
+
+    Args:
+        case: the hang.
+        folder: a folder for the run, which is replaced.
+        late_s: seconds after the limit by which the message must be there.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     plant = {"kind": case.kind, "rank": case.rank, "how": case.how, "step": case.step, "mark": str(folder / "at")}
@@ -130,7 +143,7 @@ def run_case(case: Case, folder: Path, late_s: float = _LATE_S) -> Found:
         "PYTHONPATH": os.pathsep.join([str(_HERE / "injected"), str(ROOT)]),
         "MESHKIT_STALL_TIMEOUT": " ".join(_limits(case)),
     }
-    env.pop("XLA_FLAGS", None)  # of whatever test runs this
+    env.pop("XLA_FLAGS", None)  # the test that runs this may have set it
     hosts, data, tensor = _MESHES[case.processes]
     words = [str(_HERE / "experiment.toml"), "--out", str(folder / "run")]
     for text in (
@@ -176,7 +189,7 @@ def _address() -> str:
 
 
 def _start_alone(case: Case, words: Sequence[str], env: dict[str, str], folder: Path) -> list[subprocess.Popen]:
-    """What a launcher that meshkit does not know would do."""
+    """Start the processes as a launcher would that meshkit does not know."""
     shared = {
         "MESHKIT_COORDINATOR": _address(),
         "MESHKIT_NUM_PROCESSES": str(case.processes),
@@ -193,9 +206,9 @@ def _start_alone(case: Case, words: Sequence[str], env: dict[str, str], folder: 
 
 
 def _read(case: Case, folder: Path, started: Sequence[subprocess.Popen], late_s: float) -> Found:
-    """Waits for the message, and holds it against what was planted."""
+    """Wait for the message and the end of the gang, and compare the message with what was planted."""
     deadline, at, said, ended = time.monotonic() + _PATIENCE_S, None, "", False
-    if case.how == "stops" and case.launcher == "none":  # whoever started it has to end what is stopped
+    if case.how == "stops" and case.launcher == "none":  # it does not end by itself
         started = [process for rank, process in enumerate(started) if rank != case.rank]
     while time.monotonic() < deadline and not ended:
         ended = all(process.poll() is not None for process in started)
@@ -206,18 +219,18 @@ def _read(case: Case, folder: Path, started: Sequence[subprocess.Popen], late_s:
             break
         time.sleep(0.05)
     now = time.time()
-    while not ended and time.monotonic() < deadline:  # the rest of the message, and the end
+    while not ended and time.monotonic() < deadline:  # wait for the rest of the message, and for the end
         ended = all(process.poll() is not None for process in started)
         time.sleep(0.05)
-    now = time.time() if case.kind == "memory" else now  # of that the end counts
+    now = time.time() if case.kind == "memory" else now  # without memory, the processes must have ended in time
     said = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("said*")))
     message = _message(said)
-    seconds = now - at if at is not None else 0.0  # a program that differs is said before anything hangs
+    seconds = now - at if at is not None else 0.0  # a different program is reported before anything hangs
     return _judge(case, seconds, message, ended, late_s)
 
 
 def _message(said: str) -> list[str]:
-    """The lines of the message: the first that names the hang, and those below it."""
+    """Return the lines of the message: the first line that names the hang, and those below it."""
     lines = said.splitlines()
     # A launcher also says that a process has ended, because another one has named the hang.
     found = (i for pattern in (_NAMES, _FIRST) for i, line in enumerate(lines) if pattern.search(line))
@@ -234,7 +247,7 @@ def _judge(case: Case, seconds: float, message: list[str], ended: bool, late_s: 
     if case.kind == "program":
         wrong += [] if re.search(named, text) and len(re.findall(r"collective \d+ is ", text)) == 1 else ["not named"]
     elif case.kind == "memory":
-        wrong += [] if "memory" in text or "lost another" in text else ["not said"]
+        wrong += [] if "memory" in text or "lost another" in text else ["not reported"]
     else:
         if not re.search(named, text):
             wrong.append("the planted process is not named")
@@ -257,7 +270,7 @@ def _judge(case: Case, seconds: float, message: list[str], ended: bool, late_s: 
 
 
 def table(found: Sequence[Found]) -> str:
-    """All cases as Markdown."""
+    """Return all cases as a Markdown table."""
     lines = ["| planted | launcher | found after s (limit) | said | |", "|---|---|---|---|---|"]
     for f in found:
         c = f.case
@@ -270,13 +283,13 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main() -> int:
-    """Runs the cases and prints the table.
+    """Run the cases and print the table.
 
     Returns:
-        1 if one is not as promised.
+        The exit code: 1 if a message is not as promised, else 0.
     """
     parser = argparse.ArgumentParser(
-        prog="benchmarks.hangs", description="Plants hangs in gangs on CPU devices, and prints what was said of each."
+        prog="benchmarks.hangs", description="Plant hangs in gangs on CPU devices, and print a table of the messages."
     )
     parser.add_argument("--only", default="", help="the cases whose name has this text")
     parser.add_argument("--verbose", action="store_true", help="print every message, too")

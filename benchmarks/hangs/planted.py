@@ -1,6 +1,6 @@
 """Code of a user in which a hang can be planted: a source of examples, a loss, a hook.
 
-HANG_PLANT (JSON, of the harness) -> where this process gets stuck: `at` is written, and it does not come back
+HANG_PLANT (JSON, from the harness) -> the process reaches the planted place -> it writes the time, and never returns
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ HERE = int(os.environ.get("MESHKIT_PROCESS_ID", "0")) == PLANT["rank"]
 
 
 def is_planted(kind: str) -> bool:
-    """Whether this process gets stuck in this way."""
+    """Return whether this process is to get stuck in this way."""
     return HERE and PLANT["kind"] == kind
 
 
 def say_so() -> None:
-    """Leaves a file for the harness."""
+    """Write the time into the file that the harness reads."""
     part = Path(f"{PLANT['mark']}.{threading.get_ident()}")  # several threads may read data
     part.write_text(json.dumps({"time": time.time()}))
     with suppress(FileExistsError):
-        os.link(part, PLANT["mark"])  # the first one's time stays
+        os.link(part, PLANT["mark"])  # the time of the first thread stays
 
 
 def get_stuck() -> None:
-    """Says so, and never returns."""
+    """Write the time, and never return."""
     say_so()
     if PLANT.get("how") == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -54,7 +54,11 @@ def get_stuck() -> None:
 
 
 def run_out_of_memory() -> None:
-    """From now on the kernel gives this process no more memory."""
+    """Set a limit so that the kernel gives this process no more memory, and ask for more.
+
+    Raises:
+        MemoryError: the kernel refuses.
+    """
     say_so()
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -63,10 +67,10 @@ def run_out_of_memory() -> None:
 
 @dataclass(frozen=True)
 class Examples(Mirrored):
-    """As Mirrored, until the storage of this process does not answer."""
+    """The examples of `Mirrored`. In the planted process, reading blocks after some of them, like dead storage."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """An example."""
+        """Return an example."""
         _read.append(index)
         if is_planted("data") and len(_read) > PLANT["after"]:
             get_stuck()
@@ -78,7 +82,7 @@ _called: list[int] = []
 
 
 def examples(*, seed: int, experiment) -> Examples:
-    """A `[data] source`."""
+    """Return a `[data] source`."""
     return Examples(seed, experiment.model.options.get("embed", 64))
 
 
@@ -90,7 +94,10 @@ def _seen(x: np.ndarray) -> np.ndarray:
 
 
 def loss(model, batch: dict, rng: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
-    """The squared error; by plan after a callback into Python on each device, or another in one process."""
+    """Return the squared error.
+
+    The kind `callback` calls Python on each device first. The kind `program` changes the loss of the planted process.
+    """
     if PLANT["kind"] == "callback":
         scope, rows = current_scope(), PartitionSpec("data")
         assert scope is not None

@@ -1,4 +1,4 @@
-"""Runs in every process of a gang under test: gets it stuck as it enters a phase. Nothing in meshkit knows of it."""
+"""Make a process of a gang under test get stuck as it enters a phase. meshkit has no code for it."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def install(plant):
-    """Wraps the phases of this process."""
+    """Wrap the methods of `Phases` in this process."""
     from meshkit.runs.phases import Phases
 
     enter, begin = Phases.enter, Phases.__enter__
