@@ -192,6 +192,7 @@ class SnapshotCopies:
                     for slot, record in sorted(records, key=lambda found: found[1]["step"]):
                         if slot.said_copied() is None and not self._ends.is_set():
                             self._copy(rank, slot, record, whole)
+                failures = 0
             except (OSError, ValueError) as error:
                 failures += 1
                 # If the next host is lost, hosts.py reports that and ends this context manager.

@@ -103,5 +103,5 @@ def test_hosts_of_which_the_mesh_uses_unequal_parts_are_refused(tmp_path, cluste
 def test_launchers_on_the_hosts_of_the_mesh_are_its_hosts(tmp_path):
     experiment = load(FOUR_RACKS, ["launch.spares=1"])
     check_part(LocalPart(1, 4, 64, 0, "gpu7:61000"), experiment)
-    with pytest.raises(ConfigError, match="--hosts 72 must be the 64 hosts"):
+    with pytest.raises(ConfigError, match="--hosts must be 64, the number of hosts"):
         check_part(LocalPart(1, 4, 72, 0, "gpu7:61000"), experiment)
