@@ -126,6 +126,10 @@ class DeepSeekConfig(MoeConfig):
             )
 
     @property
+    def choice_groups(self) -> tuple[int, int]:
+        return self.groups, self.groups_per_token
+
+    @property
     def dense(self) -> DeepSeekConfig:
         """Config of the layers without experts."""
         width = self.dense_mlp or self.mlp * (self.experts_per_token + self.shared_experts)

@@ -43,6 +43,8 @@ class MoeConfig(LlamaConfig):
         capacity_factor: an expert's slots on each sending GPU, as a multiple of an even load; rows beyond the slots are
             dropped. None drops nothing ("dropless").
         buffer_factor: size of the dropless buffers as a multiple of an even load; None is the worst case.
+        hierarchical_dispatch: sends one copy of a token to each NVLink domain that holds experts of it, over the outer
+            one of two mesh axes of the experts; the inner axis then carries the copies to the experts.
         load_balance_weight: weight of the load-balance loss.
         z_loss_weight: weight of the router z-loss (Zoph et al., 2022).
         dense_layers: number of layers without experts before the `layers` with experts (Dai et al., 2024).
@@ -54,6 +56,7 @@ class MoeConfig(LlamaConfig):
     shared_experts: int = 0
     capacity_factor: float | None = None
     buffer_factor: float | None = None
+    hierarchical_dispatch: bool = False
     load_balance_weight: float = 0.01
     z_loss_weight: float = 0.0
     dense_layers: int = 0
@@ -70,6 +73,11 @@ class MoeConfig(LlamaConfig):
     def stacked(self) -> int:
         """How many blocks with experts a scan runs: the leading dim of their parameters."""
         return self.layers
+
+    @property
+    def choice_groups(self) -> tuple[int, int]:
+        """How many groups of neighbouring experts there are, and how many of them a token may choose from."""
+        return 1, 1
 
     @property
     def dense(self) -> LlamaConfig:
@@ -161,6 +169,7 @@ class MoeMlp(nnx.Module):
             kernels,
             capacity_factor=c.capacity_factor,
             buffer_factor=c.buffer_factor,
+            groups=c.choice_groups if c.hierarchical_dispatch else None,
             saved_name=PROJECTION,
             **self.experts.layer_options(),
         )

@@ -29,6 +29,16 @@ choices). If rows must be dropped, first choices are kept before second choices,
 The sending GPU decides this alone, deterministically. A dropped row adds nothing to its token. A *slot* is a place in
 the buffer that a GPU sends from, where rows are grouped by expert.
 
+**Hierarchical** (`groups` is not None): of the two axes of the experts the outer one crosses the network and the inner
+one is NVLink. A token crosses the network once for each block of experts that it chooses from, and one sum comes back
+(`meshkit.parallel.exchange`). The factors apply to both stages, each with its own rows of an even load.
+
+| per layer | outer axis, of [blocks x slots, embed] | inner axis | small ones over the outer axis, bytes per row |
+|---|---|---|---|
+| forward | 1 dispatch, 1 combine | 1 dispatch, 1 combine | 8 k (choices and weights); k if rows may be dropped |
+| recomputed forward | 1 dispatch | 1 dispatch | 8 k |
+| backward | 1 dispatch, 1 combine | 1 dispatch, 1 combine, 4 bytes per row | 4 k (gradients of the weights) |
+
 Tensor parallelism cuts `act_mlp` inside of each expert. All GPUs along its axis then exchange the same tokens.
 """
 
@@ -42,12 +52,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import custom_batching, lax
+import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from meshkit.errors import ConfigError
+from meshkit.parallel.exchange import (
+    Axes,
+    Dispatch,
+    HierarchicalDispatch,
+    one_by_one,
+    worst_case_rows,
+)
 from meshkit.sharding.constrain import (
     Scope,
     current_scope,
@@ -58,17 +76,12 @@ from meshkit.sharding.constrain import (
     sharding_scope,
 )
 
-Axes = tuple[str, ...]
 Tokens = Float[Array, "batch length embed"]
 Wide = Float[Array, "experts embed mlp"]
 Kernels = tuple[Wide, Wide, Float[Array, "experts mlp embed"]]  # gate, up and down
 Narrow = Float[Array, "experts mlp"]
 Biases = tuple[Narrow, Narrow, Float[Array, "experts embed"]]  # of gate, up and down
 GATHERED = "gathered_experts"  # the name of the gathered kernels, which a policy should not save
-# Slices of a ragged exchange for each pair of GPUs. XLA's kernel runs one block of 128 threads for each slice, and a
-# block carries 2 GB/s. On 16 GPUs (GB200) the kernel was 17.8 times as fast with 32 slices as with one slice
-# (marin-community/marin#8077). On 64 GPUs it was as fast with 64 slices as with 32, and slower with 16 (marin#8317).
-SLICES = 32
 
 
 def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -84,6 +97,7 @@ def expert_layer(
     *,
     capacity_factor: float | None = None,
     buffer_factor: float | None = None,
+    groups: tuple[int, int] | None = None,
     saved_name: str | None = None,
     biases: Biases | tuple[()] = (),
     activation: Callable[[jax.Array, jax.Array], jax.Array] = silu_gate,
@@ -100,6 +114,8 @@ def expert_layer(
         kernels: of gate, up and down; each gradient has the dtype of its kernel.
         capacity_factor: slots of an expert, as a multiple of its rows under a balanced load; None is dropless.
         buffer_factor: rows of a dropless buffer, as a multiple of its rows under a balanced load; None: the worst case.
+        groups: dispatches hierarchically; (number of groups of neighbouring experts, number of groups that a token may
+            choose from), (1, 1) without a limit. None dispatches directly.
         saved_name: a further name by which `jax.checkpoint` policies find the outputs of gate and up; their own names
             are `gate` and `up`.
         biases: of gate, up and down, or none; each gradient has the dtype of its bias.
@@ -109,17 +125,15 @@ def expert_layer(
         The layer's output in the dtype of x, and whether each choice was kept.
 
     Raises:
-        ConfigError: an axis cuts the experts but not the tokens, or the axes do not divide a size.
+        ConfigError: an axis cuts the experts but not the tokens, the axes do not divide a size, or a hierarchical
+            dispatch lacks an axis across NVLink domains or one inside them.
     """
     layout = ExchangeLayout.of(current_scope())
     layout.check(x.shape, kernels[0].shape)
     batch, length, _ = x.shape
     tokens, k, ways = batch * length // layout.pieces(layout.tokens), choices.shape[-1], layout.size(layout.experts)
     experts = kernels[0].shape[0] * ways // layout.pieces(layout.experts)
-    worst = worst_case_rows(tokens, k, experts // ways)
-    capacity = None if capacity_factor is None else math.ceil(capacity_factor * tokens * k / experts)
-    bound = worst if buffer_factor is None else min(worst, math.ceil(buffer_factor * tokens * k / ways))
-    dispatch = Dispatch(tokens, k, experts, layout.experts, ways, capacity, bound, layout.ragged)
+    dispatch = _make_dispatch(layout, tokens, k, experts, capacity_factor, buffer_factor, groups)
     parameters = kernels + biases
     casts = tuple(
         layout.gather(lax.stop_gradient(w.astype(x.dtype)), spec)
@@ -127,6 +141,36 @@ def expert_layer(
     )
     with jax.named_scope("experts"):
         return _experts(x, weights, choices, parameters, casts, _Layer(layout, dispatch, saved_name, activation))
+
+
+def _make_dispatch(
+    layout: ExchangeLayout,
+    tokens: int,
+    k: int,
+    experts: int,
+    capacity_factor: float | None,
+    buffer_factor: float | None,
+    groups: tuple[int, int] | None,
+) -> Dispatch | HierarchicalDispatch:
+    """Return the exchange of a layer, from one GPU's number of tokens and the layer's number of experts."""
+
+    def one_level(rows: int, experts: int, axes: Axes) -> Dispatch:
+        """Return the exchange of `rows` tokens over axes that cut `experts`; an even load is k rows for each token."""
+        ways = layout.size(axes)
+        worst = worst_case_rows(rows, k, experts // ways)
+        capacity = None if capacity_factor is None else math.ceil(capacity_factor * tokens * k / experts)
+        bound = worst if buffer_factor is None else min(worst, math.ceil(buffer_factor * tokens * k / ways))
+        return Dispatch(rows, k, experts, axes, ways, capacity, bound, layout.ragged)
+
+    if groups is None or layout.size(layout.experts) == 1:
+        return one_level(tokens, experts, layout.experts)
+    outer, inner = layout.two_levels()
+    blocks, factor, (count, of_token) = layout.size(outer), capacity_factor or buffer_factor, groups
+    straddles = max(blocks, count) % min(blocks, count) > 0  # A group may begin inside a block.
+    most = min(k, blocks, of_token * (-(-blocks // count) + straddles))
+    room = tokens if factor is None else min(tokens, math.ceil(factor * tokens * most / blocks))
+    between = Dispatch(tokens, most, blocks, outer, blocks, room, 0, layout.ragged)
+    return HierarchicalDispatch(between, one_level(between.received_rows, experts // blocks, inner))
 
 
 @dataclass(frozen=True)
@@ -209,6 +253,30 @@ class ExchangeLayout:
                     hint=f"a multiple of {ways}",
                 )
 
+    def two_levels(self) -> tuple[Axes, Axes]:
+        """Return the axis of the experts that crosses NVLink domains, and the axis inside them.
+
+        Raises:
+            ConfigError: there are not two such axes; domains are known for described devices.
+        """
+        assert self.scope is not None
+        devices, names = self.scope.mesh.devices, self.scope.mesh.axis_names
+        sizes = [devices.shape[names.index(a)] for a in self.experts]
+        domains: list[int] = []
+        for axis in self.experts if self.ragged and hasattr(devices.flat[0], "domain") else ():
+            along = np.moveaxis(devices, names.index(axis), 0).reshape(devices.shape[names.index(axis)], -1)[:, 0]
+            domains.append(len({d.domain for d in along}))
+        if len(sizes) == 2 and min(sizes) > 1 and domains in ([], [sizes[0], 1]):
+            return self.experts[:1], self.experts[1:]
+        over = [f"{n} over {d} NVLink domain{'s' * (d > 1)}" for n, d in zip(sizes, domains)] or sizes
+        told = ", ".join(f"'{a}' ({n})" for a, n in zip(self.experts, over))
+        raise ConfigError(
+            "a hierarchical dispatch needs two mesh axes for the experts, an outer one with each GPU in another NVLink "
+            f"domain and an inner one inside a domain, but act_experts has {told}.",
+            hint="[mesh] expert_outer = { infiniband = 4 } and expert = 8, with experts and act_experts = "
+            '["expert_outer", "expert"], both in act_batch',
+        )
+
     def kernels(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
         """Return the axes of the kernels of gate, up and down; `embed` cuts their embed dim."""
         wide = (self.experts, embed, self.mlp)
@@ -262,7 +330,8 @@ class _Layer:
     """
 
     layout: ExchangeLayout
-    dispatch: Dispatch
+    dispatch: Any
+    """A Dispatch or HierarchicalDispatch; `routing` below is what it returns."""
     saved_name: str | None
     activation: Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -281,8 +350,8 @@ class _Layer:
     def _forward(self, x, weights, choices, casts):
         d, (gate, up, down, *biases) = self.dispatch, casts
         x2, w2, c2 = (_flat(a) for a in (x, weights, choices))
-        routing = d.route(c2)
-        rows = d.to_experts(routing, d.fill(routing, x2[:, None]))
+        routing = d.route(c2, w2)
+        rows = d.send(routing, x2)
         matmul = self._grouped(routing)
         a, b = matmul(rows, gate), matmul(rows, up)
         if biases:
@@ -290,18 +359,15 @@ class _Layer:
         out = matmul(self.activation(a, b), down)
         if biases:
             out += self._spread(routing, rows, self._once(biases[2]))
-        out = d.read(routing, d.from_experts(routing, out))
-        y = jnp.sum(w2[..., None] * out.astype(jnp.float32), axis=1)
-        y = self.layout.reduce_mlp(y.astype(x.dtype).reshape(x.shape))
-        kept = (routing.slot < d.slots).reshape(d.choices, *choices.shape[:-1])
-        return y, jnp.moveaxis(kept, 0, -1), {"routing": routing, "rows": rows, "gate": a, "up": b}
+        y = self.layout.reduce_mlp(d.collect(routing, out, w2).astype(x.dtype).reshape(x.shape))
+        kept = d.kept(routing).reshape(choices.shape)
+        return y, kept, {"routing": routing, "rows": rows, "gate": a, "up": b}
 
     def _backward(self, saved, weights, casts, g, dtypes):
         d, (gate, up, down, *biases) = self.dispatch, casts
         routing, rows = saved["routing"], saved["rows"]
         w2, g2 = _flat(weights), _flat(g)
-        weighted = (w2[..., None] * g2[:, None].astype(jnp.float32)).astype(g.dtype)
-        g_rows = d.to_experts(routing, d.fill(routing, weighted))
+        g_rows = d.send(routing, g2, w2)
         matmul, outer = self._grouped(routing), self._grouped_outer(routing)
         h, gated = jax.vjp(self.activation, saved["gate"], saved["up"])
         g_h = matmul(g_rows, down, transposed=True)
@@ -313,9 +379,9 @@ class _Layer:
             added = self._spread(routing, rows, self._once(biases[2]))
             g_weight += jnp.sum(g_rows.astype(jnp.float32) * added.astype(jnp.float32), axis=-1)
         g_a, g_b = gated(g_h)
-        g_x = d.from_experts(routing, matmul(g_a, gate, transposed=True) + matmul(g_b, up, transposed=True))
-        g_x = jnp.sum(d.read(routing, g_x).astype(jnp.float32), axis=1).astype(g.dtype).reshape(g.shape)
-        g_weight = d.read(routing, d.from_experts(routing, g_weight))
+        g_x = d.collect(routing, matmul(g_a, gate, transposed=True) + matmul(g_b, up, transposed=True))
+        g_x = g_x.astype(g.dtype).reshape(g.shape)
+        g_weight = d.each(routing, g_weight)
         g_weight = lax.psum(g_weight, self.layout.mlp) if self.layout.mlp else g_weight
         g_weight = jnp.where(w2 == 0, 0.0, g_weight / jnp.where(w2 == 0, 1.0, w2)).reshape(weights.shape)
         pairs = ((rows, g_a, 1), (rows, g_b, 1), (h, g_rows, 2))
@@ -333,7 +399,7 @@ class _Layer:
         """Return the axes of the kernels, and of the biases if there are any; `embed` cuts their embed dims."""
         return self.layout.kernels(embed) + (self.layout.biases(embed) if len(casts) > 3 else ())
 
-    def _spread(self, routing: Routing, rows: jax.Array, bias: jax.Array) -> jax.Array:
+    def _spread(self, routing: Any, rows: jax.Array, bias: jax.Array) -> jax.Array:
         """Return [rows, out], the bias of each row's expert, from [experts, out], by a grouped product with ones."""
         return self._grouped(routing)(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])
 
@@ -342,7 +408,7 @@ class _Layer:
         axes = self.layout.mlp
         return jnp.where(lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
-    def _grouped(self, routing: Routing) -> Callable[..., jax.Array]:
+    def _grouped(self, routing: Any) -> Callable[..., jax.Array]:
         """Return the matmul [rows, in] x [experts, in, out] -> [rows, out] of each row and its expert's kernel."""
 
         def matmul(rows: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
@@ -357,7 +423,7 @@ class _Layer:
 
         return matmul
 
-    def _grouped_outer(self, routing: Routing) -> Callable[..., jax.Array]:
+    def _grouped_outer(self, routing: Any) -> Callable[..., jax.Array]:
         """Return the matmul [rows, in] x [rows, out] -> [experts, in, out], summed over the rows of each expert."""
 
         def outer(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
@@ -445,228 +511,3 @@ def _specs(axes: Any) -> Any:
     if all(isinstance(a, str) for dim in axes for a in dim):
         return partition_spec(axes)
     return tuple(_specs(value) for value in axes)
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Routing:
-    """Where the rows of one GPU go.
-
-    Attributes:
-        slot: the slot of each row; `Dispatch.slots` for a row that is dropped.
-        counts: how many rows each GPU along the experts' axes sends to each expert.
-    """
-
-    slot: Int[Array, " rows"]
-    counts: Int[Array, "ways experts"]
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """The static facts of an exchange over the experts' axes: sizes and axes.
-
-    Attributes:
-        tokens, choices: tokens on this GPU, and experts for each of them (k).
-        experts: number of experts of the whole layer.
-        axes: mesh axes that cut the experts; () where every GPU has all of them.
-        ways: GPUs along axes.
-        capacity: slots that each GPU has for each expert; None is dropless.
-        buffer_rows: the most rows that one GPU may receive from another in a dropless exchange.
-        ragged: whether `lax.ragged_all_to_all` exchanges only existing rows (GPUs); otherwise the rows are padded to
-            `buffer_rows` (CPUs).
-    """
-
-    tokens: int
-    choices: int
-    experts: int
-    axes: Axes
-    ways: int
-    capacity: int | None
-    buffer_rows: int
-    ragged: bool
-
-    @property
-    def local_experts(self) -> int:
-        """Experts of one GPU."""
-        return self.experts // self.ways
-
-    @property
-    def slots(self) -> int:
-        """Length of the buffer that a GPU sends from."""
-        return self.tokens * self.choices if self.capacity is None else self.experts * self.capacity
-
-    @property
-    def received_rows(self) -> int:
-        """Length of the buffer that a GPU's experts read: exact with a capacity, otherwise the most that may arrive."""
-        if self.capacity is not None:
-            return self.ways * self.local_experts * self.capacity
-        return self.slots if self.ways == 1 else self.ways * self.buffer_rows
-
-    def route(self, choices: Int[Array, "{self.tokens} {self.choices}"]) -> Routing:
-        """Return where each row goes, from the choices. Dropless GPUs exchange counts (4 bytes per GPU and expert)."""
-        expert = choices.T.reshape(-1)
-        if self.capacity is not None:
-            rank, _, _ = _rank(expert, self.experts)
-            slot = jnp.where(rank < self.capacity, expert * self.capacity + rank, self.slots)
-            return Routing(slot, jnp.zeros((self.ways, self.experts), jnp.int32))
-        if self.buffer_rows < worst_case_rows(self.tokens, self.choices, self.local_experts):
-            rank, _, _ = _rank(expert // self.local_experts, self.ways)
-            expert = jnp.where(rank < self.buffer_rows, expert, self.experts)
-        rank, start, counts = _rank(expert, self.experts + 1)
-        slot = jnp.where(expert < self.experts, start[expert] + rank, self.slots)
-        mine = counts[: self.experts]
-        return Routing(slot, lax.all_gather(mine, self.axes) if self.ways > 1 else mine[None])
-
-    def fill(
-        self, routing: Routing, values: Shaped[Array, "{self.tokens} k *rest"]
-    ) -> Shaped[Array, "{self.slots} *rest"]:
-        """Return the buffer to send: the values (k or 1 per token) in their slots, 0 in empty slots."""
-        rows = self.tokens * self.choices
-        row = jnp.full(self.slots, rows, jnp.int32).at[routing.slot].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
-        if values.shape[1] == 1:
-            index, table = jnp.where(row < rows, row % self.tokens, self.tokens), values[:, 0]
-        else:
-            index, table = row, jnp.swapaxes(values, 0, 1).reshape(rows, *values.shape[2:])
-        return table.at[index].get(mode="fill", fill_value=0)
-
-    def read(
-        self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
-    ) -> Shaped[Array, "{self.tokens} {self.choices} *rest"]:
-        """Return a buffer's values by token and choice; 0 where a row was dropped."""
-        rows = buffer.at[routing.slot].get(mode="fill", fill_value=0)
-        return jnp.swapaxes(rows.reshape(self.choices, self.tokens, *buffer.shape[1:]), 0, 1)
-
-    def to_experts(
-        self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
-    ) -> Shaped[Array, "{self.received_rows} *rest"]:
-        """Send the buffer's rows to their experts. Return the rows received, by expert, then by sending GPU."""
-        if self.ways == 1:
-            return buffer
-        with jax.named_scope("dispatch"):
-            if self.capacity is None:
-                there, back = self._slices(routing)
-                return self._exchange(buffer, there, back, self.received_rows)
-            pieces = buffer.reshape(self.experts, self.capacity, *buffer.shape[1:])
-            pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
-            pieces = pieces.reshape(self.ways, self.local_experts, self.capacity, *buffer.shape[1:])
-            return jnp.swapaxes(pieces, 0, 1).reshape(self.received_rows, *buffer.shape[1:])
-
-    def from_experts(
-        self, routing: Routing, rows: Shaped[Array, "{self.received_rows} *rest"]
-    ) -> Shaped[Array, "{self.slots} *rest"]:
-        """Send rows back to the GPUs that sent them in `to_experts`. Return the buffer of this GPU, by slot."""
-        if self.ways == 1:
-            return rows
-        with jax.named_scope("combine"):
-            if self.capacity is None:
-                there, back = self._slices(routing)
-                return self._exchange(rows, back, there, self.slots)
-            pieces = rows.reshape(self.local_experts, self.ways, self.capacity, *rows.shape[1:])
-            pieces = jnp.swapaxes(pieces, 0, 1).reshape(self.experts, self.capacity, *rows.shape[1:])
-            pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
-            return pieces.reshape(self.slots, *rows.shape[1:])
-
-    def group_sizes(self, routing: Routing) -> Int[Array, " {self.local_experts}"]:
-        """Return the number of rows that each expert of this GPU received (dropless)."""
-        return self._mine(jnp.sum(routing.counts, axis=0, keepdims=True))[0]
-
-    def _mine(self, table: jax.Array) -> jax.Array:
-        """Return the columns of a table [ways, experts] for this GPU's experts."""
-        if self.ways == 1:
-            return table
-        return lax.dynamic_slice_in_dim(table, lax.axis_index(self.axes) * self.local_experts, self.local_experts, 1)
-
-    def _slices(self, routing: Routing) -> tuple[Slices, Slices]:
-        """Return the slices that this GPU sends to the experts, and those that its experts receive.
-
-        There is one slice for each pair of GPU and expert. The sender's buffer has its slices in the order of experts.
-        The receiver's buffer has them in the order of experts, then of senders, so that the rows of an expert are
-        contiguous without a further sort.
-        """
-        me, counts = lax.axis_index(self.axes), routing.counts
-        sent = _exclusive_sum(counts, axis=1)
-        totals = jnp.sum(counts, axis=0).reshape(self.ways, self.local_experts)
-        received = _exclusive_sum(totals, axis=1).reshape(-1) + _exclusive_sum(counts, axis=0)
-        shape = (self.ways, self.local_experts)
-        there = Slices(sent[me].reshape(shape), counts[me].reshape(shape), received[me].reshape(shape))
-        return there, Slices(self._mine(received), self._mine(counts), self._mine(sent))
-
-    def _exchange(self, operand: jax.Array, out: Slices, into: Slices, rows: int) -> jax.Array:
-        """Send the slices `out` of `operand`. Return `rows` rows: the received slices at `into`, and 0 elsewhere."""
-        result = jnp.zeros((rows, *operand.shape[1:]), operand.dtype)
-        if self.ragged:
-            pieces = -(-SLICES // self.local_experts)
-            out, into = out.cut(pieces), into.cut(pieces)
-            offsets = (o.reshape(-1) for o in (out.here, out.sizes, out.there, into.sizes))
-            return one_by_one(partial(lax.ragged_all_to_all, axis_name=self.axes))(operand, result, *offsets)
-        padded = operand.at[out.rows(self.buffer_rows)].get(mode="fill", fill_value=0)
-        padded = lax.all_to_all(padded, self.axes, split_axis=0, concat_axis=0, tiled=True)
-        return result.at[into.rows(self.buffer_rows)].set(padded, mode="drop")
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Slices of a buffer, several for each peer; a slice is contiguous rows. All arrays are int32 [ways, slices].
-
-    Attributes:
-        here: where each slice begins in this GPU's buffer.
-        sizes: rows of each slice.
-        there: where each slice begins in the peer's buffer.
-    """
-
-    here: jax.Array
-    sizes: jax.Array
-    there: jax.Array
-
-    def cut(self, pieces: int) -> Slices:
-        """Cut each slice into `pieces` slices, whose sizes differ by one row at most."""
-        edges = self.sizes[..., None] * jnp.arange(pieces + 1, dtype=jnp.int32) // pieces
-        begins, sizes = edges[..., :-1], jnp.diff(edges, axis=-1)
-        ways = self.sizes.shape[0]
-        here, there = (o[..., None] + begins for o in (self.here, self.there))
-        return Slices(here.reshape(ways, -1), sizes.reshape(ways, -1), there.reshape(ways, -1))
-
-    def rows(self, most: int) -> jax.Array:
-        """Return int32 [ways, most]: row numbers of each peer's slices, in order, then padding beyond all rows."""
-        ends = jnp.cumsum(self.sizes, axis=1)
-        i = jnp.arange(most, dtype=jnp.int32)
-        inside = jnp.sum(i[None, :, None] >= ends[:, None, :], axis=-1)  # the slice of the i-th row
-        begin = jnp.take_along_axis(self.here - (ends - self.sizes), inside, axis=1, mode="clip")
-        return jnp.where(i < ends[:, -1:], begin + i, jnp.iinfo(jnp.int32).max)
-
-
-def one_by_one(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wrap fn so that `vmap` calls it once for each element, for operations that jax cannot map over every dim.
-
-    In a `vmap` over replicas that a mesh axis cuts, each GPU has one element, so it makes one call.
-    """
-
-    @custom_batching.custom_vmap
-    def mapped(*arrays: jax.Array) -> jax.Array:
-        return fn(*arrays)
-
-    @mapped.def_vmap
-    def _(_axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        count = next(a.shape[0] for a, batched in zip(arrays, in_batched) if batched)
-        calls = ([a[i] if batched else a for a, batched in zip(arrays, in_batched)] for i in range(count))
-        return jnp.stack([mapped(*call) for call in calls]), True
-
-    return mapped
-
-
-def worst_case_rows(tokens: int, choices: int, local_experts: int) -> int:
-    """Return the most rows that one GPU may send to another: a token goes to an expert at most once."""
-    return tokens * min(choices, local_experts)
-
-
-def _rank(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each row's rank in its group, and each group's first place and size, from the rows' group numbers."""
-    order = jnp.argsort(group, stable=True)
-    sizes = jnp.zeros(groups, jnp.int32).at[group].add(1)
-    start = _exclusive_sum(sizes, axis=0)
-    ranks = jnp.arange(group.shape[0], dtype=jnp.int32) - start[group[order]]
-    return jnp.zeros_like(ranks).at[order].set(ranks), start, sizes
-
-
-def _exclusive_sum(x: jax.Array, axis: int) -> jax.Array:
-    return jnp.cumsum(x, axis=axis) - x

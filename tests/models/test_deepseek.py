@@ -272,8 +272,13 @@ def test_a_step_moves_the_bias_against_the_load_and_nothing_else_does():
     np.testing.assert_array_equal(bias, np.float32(-1e-3) * np.sign(loads - loads.mean()))
 
 
+AXES = '["expert_outer","expert"]'
 MESHES = {
     "expert 8": ["mesh.fsdp=1", "mesh.expert=8"],
+    "two levels, full remat": [
+        *("mesh={expert_outer=4,expert=2}", "model.hierarchical_dispatch=true", 'train.remat="full"'),
+        f"rules.logical={{act_batch={AXES},experts={AXES},act_experts={AXES}}}",
+    ],
     "fsdp 2 x expert 4, full remat": ['train.remat="full"'],
     "expert 4 x tensor 2, sequence parallel": ["mesh.fsdp=1", "mesh.expert=4", "mesh.tensor=2", 'rules.preset="all"'],
     "context 2 x expert 4": ["mesh.fsdp=1", "mesh.context=2", "mesh.expert=4", 'rules.preset="all"'],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -12,12 +13,14 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
+from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
-from meshkit.parallel import expert
+from meshkit.parallel import exchange, expert
 from meshkit.parallel.expert import expert_layer
-from meshkit.sharding import sharding_scope
+from meshkit.sharding import build_mesh, describe_devices, sharding_scope
 
 BATCH, LENGTH, EMBED, MLP, EXPERTS, K = 8, 8, 16, 24, 8, 2
 
@@ -32,20 +35,30 @@ MESHES = {
     "data 2 x expert 2 x tensor 2": {"data": 2, "expert": 2, "tensor": 2},
     "fsdp 2 x expert 4": {"fsdp": 2, "expert": 4},
     "context 2 x expert 2 x tensor 2": {"context": 2, "expert": 2, "tensor": 2},
+    "outer 2 x expert 4": {"outer": 2, "expert": 4},
+    "outer 4 x expert 2": {"outer": 4, "expert": 2},
+    "outer 2 x expert 2 x tensor 2": {"outer": 2, "expert": 2, "tensor": 2},
+    "fsdp 2 x outer 2 x expert 2": {"fsdp": 2, "outer": 2, "expert": 2},
 }
+TWO_LEVELS = {"groups": (1, 1)}
 CASES = [
-    *((name, {}) for name in MESHES if name != "expert 4 x tensor 2"),
+    *((name, {}) for name in MESHES if name != "expert 4 x tensor 2" and "outer" not in name),
+    ("outer 2 x expert 4", TWO_LEVELS),
+    pytest.param("outer 4 x expert 2", TWO_LEVELS, marks=pytest.mark.slow),
+    pytest.param("outer 2 x expert 2 x tensor 2", TWO_LEVELS, marks=pytest.mark.slow),
+    pytest.param("outer 4 x expert 2", TWO_LEVELS | {"capacity_factor": 4.0}, marks=pytest.mark.slow),
+    ("fsdp 2 x outer 2 x expert 2", TWO_LEVELS | {"buffer_factor": 4.0}),
     pytest.param("expert 4 x tensor 2", {}, marks=pytest.mark.slow),
     pytest.param("fsdp 2 x expert 4", {"capacity_factor": 4.0}, marks=pytest.mark.slow),
     ("expert 4 x tensor 2", {"capacity_factor": 4.0}),
 ]
 RULES = {
-    "act_batch": ("data", "fsdp", "expert"),
+    "act_batch": ("data", "fsdp", "outer", "expert"),
     "act_length": "context",
     "act_residual_length": ("context", "tensor"),
-    "act_experts": "expert",
+    "act_experts": ("outer", "expert"),
     "act_mlp": "tensor",
-    "experts": "expert",
+    "experts": ("outer", "expert"),
     "embed": "fsdp",
     "mlp": "tensor",
 }
@@ -158,20 +171,25 @@ def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offse
 
 
 @pytest.mark.parametrize(
-    ("sizes", "buffer_factor"), [({"expert": 4}, None), ({"fsdp": 2, "expert": 2, "tensor": 2}, 1.0)], ids=str
+    ("sizes", "options"),
+    [
+        ({"expert": 4}, {}),
+        ({"fsdp": 2, "expert": 2, "tensor": 2}, {"buffer_factor": 1.0}),
+        ({"outer": 2, "expert": 2}, TWO_LEVELS | {"buffer_factor": 1.0}),
+    ],
+    ids=str,
 )
-def test_the_ragged_exchange_moves_what_the_dense_one_does(sizes, buffer_factor, inputs, monkeypatch):
+def test_the_ragged_exchange_moves_what_the_dense_one_does(sizes, options, inputs, monkeypatch):
     """The offsets and sizes for GPUs, run by the definition, give bit for bit what the padded exchange gives."""
     arguments, choices = inputs
 
     def run():
         with scope(sizes):
-            options = {"buffer_factor": buffer_factor}
             return value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
 
     padded = run()
     monkeypatch.setattr(expert.ExchangeLayout, "ragged", True)
-    monkeypatch.setattr(expert, "SLICES", 4)  # In the definition, each slice is a compiled loop of its own.
+    monkeypatch.setattr(exchange, "SLICES", 4)  # In the definition, each slice is a compiled loop of its own.
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_by_gathering)
     for ragged, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(padded), strict=True):
         np.testing.assert_array_equal(ragged, wanted)
@@ -208,6 +226,98 @@ def test_what_is_dropped_follows_the_rule(options, group_of, limit, inputs):
         got, got_kept = value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
     np.testing.assert_array_equal(got_kept, kept)
     assert_equal(got, wanted)
+
+
+def kept_in_two_stages(choices, outer: int, inner: int, room: int, group_of, limit: int):
+    """The rule for one sequence a GPU: tokens find room for each of their blocks, then rows in the block for a group.
+
+    A GPU of a block counts the tokens of all senders with its own place along the inner axis, sender by sender.
+    """
+    kept, per_block = np.zeros(choices.shape, bool), EXPERTS // outer
+    for block, place in np.ndindex(outer, inner):
+        arrived = []
+        for source in range(outer):
+            sequence = source * inner + place
+            blocks = [list(dict.fromkeys(int(c) // per_block for c in token)) for token in choices[sequence]]
+            order = [
+                (nth, token) for nth in range(K) for token in range(LENGTH) if blocks[token][nth : nth + 1] == [block]
+            ]
+            arrived += [(sequence, token) for _, token in order[:room]]
+        taken: dict[int, int] = {}
+        for c in range(K):
+            for where in ((*row, c) for row in arrived if choices[(*row, c)] // per_block == block):
+                group = group_of(int(choices[where]) % per_block)
+                kept[where] = taken.get(group, 0) < limit
+                taken[group] = taken.get(group, 0) + 1
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("options", "room", "group_of", "limit"),
+    [
+        # Of 8 tokens with 2 blocks at most: ceil(0.6 x 8 x 2 / 2 blocks), then ceil(0.6 x 8 x 2 / 4 experts).
+        ({"capacity_factor": 0.6}, 5, lambda e: e, 3),
+        ({"buffer_factor": 0.6}, 5, lambda e: e, 3),  # an inner GPU holds one expert
+    ],
+    ids=["capacity", "buffer"],
+)
+def test_what_two_stages_drop_follows_the_rule(options, room, group_of, limit, inputs):
+    arguments, choices = inputs
+    kept = kept_in_two_stages(np.asarray(choices), 2, 4, room, group_of, limit)
+    assert 0.05 < 1 - kept.mean() < 0.6
+    wanted, _ = value_and_gradients(lambda x, w, k: dense(x, w, k, choices, kept), arguments)
+    with scope({"outer": 2, "expert": 4}):
+        layer = lambda x, w, k: expert_layer(x, w, choices, k, **TWO_LEVELS, **options)
+        got, got_kept = value_and_gradients(layer, arguments)
+    np.testing.assert_array_equal(got_kept, kept)
+    assert_equal(got, wanted)
+
+
+def test_a_limit_of_groups_shrinks_the_network_stage_and_loses_nothing(inputs):
+    """Of 4 groups of 2 experts a token takes one: of 4 blocks it goes to one, so a GPU sends 2 of 8 rows to each."""
+    arguments, choices = inputs
+    choices = choices[..., :1] // 2 * 2 + jnp.arange(K)
+    wanted, _ = value_and_gradients(lambda x, w, k: dense(x, w, k, choices), arguments)
+    with scope({"outer": 4, "expert": 2}):
+        layer = lambda x, w, k: expert_layer(x, w, choices, k, groups=(4, 1), buffer_factor=4.0)
+        got, kept = value_and_gradients(layer, arguments)
+    assert kept.all()
+    assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"expert": 8}, r"but act_experts has 'expert' \(8\)"),
+        ({"outer": 1, "expert": 8}, r"but act_experts has 'outer' \(1\), 'expert' \(8\)"),
+    ],
+    ids=str,
+)
+def test_a_hierarchical_dispatch_needs_two_axes(sizes, message, inputs):
+    (x, weights, kernels), choices = inputs
+    with scope(sizes), pytest.raises(ConfigError, match=message):
+        expert_layer(x, weights, choices, kernels, **TWO_LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"outer": 2, "expert": {"infiniband": 2}, "fsdp": 4}, "'outer' (2 over 1 NVLink domain), 'expert' (2 over 2"),
+        (
+            {"outer": {"nvlink": 2, "infiniband": 2}, "expert": 2, "fsdp": 2},
+            "'outer' (4 over 2 NVLink domains), 'expert' (2",
+        ),
+    ],
+    ids=str,
+)
+def test_two_axes_that_are_not_two_levels_are_refused_with_their_domains(mesh, message, inputs):
+    (x, weights, kernels), choices = inputs
+    cluster = Cluster.load("dgx_h100", hosts=2)
+    absent = build_mesh(MeshSpec.parse(mesh), cluster, devices=describe_devices(cluster))
+    names = {"act_batch": [*mesh], "experts": ["outer", "expert"], "act_experts": ["outer", "expert"]}
+    x, weights, choices = (jnp.concatenate([a, a]) for a in (x, weights, choices))
+    with sharding_scope(absent, ShardingRules(names)), pytest.raises(ConfigError, match=re.escape(message)):
+        expert_layer(x, weights, choices, kernels, **TWO_LEVELS)
 
 
 def test_axes_that_cut_experts_but_not_tokens_are_refused(inputs):
@@ -256,7 +366,7 @@ def test_exchanges_of_the_compiled_step(options, exchanges):
         slots, kind = SIZES["experts"] * math.ceil(capacity_factor * slots / SIZES["experts"]), "all-to-all"
     plan = plan_experiment(experiment)
     ragged = [i.collective for i, _ in plan.schedule.walk() if i.collective and i.collective.collective == kind]
-    assert {c.slices for c in ragged} == {expert.SLICES if kind == "ragged-all-to-all" else 0}
+    assert {c.slices for c in ragged} == {exchange.SLICES if kind == "ragged-all-to-all" else 0}
     told = [w for w in plan.report.warnings if w.code == "ragged_way"]
     assert ["XLA's one-shot kernel, 32 slices to each" in w.message for w in told] == [True] * (not capacity_factor)
     rows = [r for r in plan.report.communication if r.collective == kind]
@@ -294,3 +404,62 @@ def test_a_ragged_exchange_over_hosts_is_taken_apart_into_parts_of_known_size():
     assert "16 GPUs of 2 domains): in parts" in codes["ragged_way"].message
     assert (codes["ragged_way"].seconds or 0.0) > 0
     assert "ragged_fails" not in codes
+
+
+DEBUG = Path(__file__).parents[2] / "configs/experiments/moe_debug_cpu.toml"
+OUTER_INNER = ["expert_outer", "expert"]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("option", ["capacity_factor", "buffer_factor"])
+def test_bytes_and_overlap_of_the_two_stages_of_a_compiled_step(option):
+    """16 experts, 8 on each of two hosts, full remat: 3 dispatches and 2 combines a layer in each stage.
+
+    A GPU sends C = tokens rows to each host, since every token may choose from both. Choices and weights take 8 k bytes
+    a row in the forward pass and its recomputation; the gradients of weights take 4 k, and whether a choice was kept k.
+    Inside a host an expert or a GPU has room for 1.5 times its even load. The shared expert's matmuls run during
+    exchanges.
+    """
+    from meshkit.planning.planner import plan_experiment
+
+    rules = f"rules.logical={{act_batch={OUTER_INNER},experts={OUTER_INNER},act_experts={OUTER_INNER}}}"
+    plan = plan_experiment(load(DEBUG, [
+        "cluster={name='dgx_h100',hosts=2}", "mesh={expert_outer={infiniband=2},expert=8}", rules, "model.layers=1",
+        "model.experts=16", "model.shared_experts=1", "model.hierarchical_dispatch=true", f"model.{option}=1.5",
+        "train.remat=full",
+    ]))  # fmt: skip
+    tokens, k, embed = 16 * 64 // 16, 2, 64
+    outer = 2 * tokens
+    inner = 8 * math.ceil(1.5 * tokens * k / 8)
+    ragged = "all-to-all" if option == "capacity_factor" else "ragged-all-to-all"
+    found = {
+        (r.collective, r.axes, r.link, r.dtype): (r.count, r.payload_bytes)
+        for r in plan.report.communication
+        if "all-to-all" in r.collective
+    }
+    network, nvlink = (("expert_outer",), "infiniband"), (("expert",), "nvlink")
+    assert found == {
+        ("all-to-all", *network, "bf16"): (5, 5 * outer * embed * 2),
+        ("all-to-all", *network, "s32"): (2, 2 * outer * 8 * k),
+        ("all-to-all", *network, "f32"): (1, outer * 4 * k),
+        ("all-to-all", *network, "s8"): (1, outer * k),
+        (ragged, *nvlink, "bf16"): (5, 5 * inner * embed * 2),
+        (ragged, *nvlink, "f32"): (1, inner * 4),
+    }
+    assert not [f for f in plan.lint.findings if f.severity == "error" or f.code == "unexplained_collective"]
+    assert shared_matmuls_during_exchanges(plan.schedule) > 0
+
+
+def shared_matmuls_during_exchanges(schedule) -> int:
+    """How many matmuls of a shared expert stand between the start and the done of a layer's exchange."""
+    count = 0
+    for instructions in schedule.computations.values():
+        running: set[str] = set()
+        for i in instructions:
+            if i.kind == "start" and i.collective and "all-to-all" in i.collective.collective:
+                running.add(i.name)
+            elif i.kind == "done":
+                running.discard(i.starts)
+            elif running and i.cost and i.cost.matmul_flops:
+                count += bool(re.search(r"/moe/(gate_up|down)/", i.source))
+    return count
