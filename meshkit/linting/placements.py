@@ -284,6 +284,8 @@ def _uneven(s: Subject) -> Iterator[Finding]:
 def _never_used(s: Subject) -> Iterator[Finding]:
     of_parameters = {n for p in (*s.parameters, *s.others) for n in p.logical_axes or ()}
     used = of_parameters | {n for a in s.activations for n in a.logical_axes}
+    if "experts" in used:
+        used.add("act_experts")  # `expert_layer` reads this rule itself, without a constraint.
     tables = [("logical", name) for name in s.rules.logical if name in s.rules.explicit]
     tables += [
         (kind, name) for kind in ("compute", "gradients", "optimizer") for name in getattr(s.rules, kind)
@@ -361,15 +363,22 @@ def _crossing(s: Subject) -> Iterator[Finding]:
             continue
         what = "every layer's activations" if role == "tensor" else "every routed token, twice a layer,"
         fits = math.gcd(axis.size, domain)
+        hint = (
+            f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that shards the batch"
+            if fits == axis.size
+            else f"[mesh] {axis.name} = {fits}, the most that divides it in a domain, and another axis for the rest"
+        )
+        inner = [a for a in s.spec.axes if a.name in s.roles.expert and a.size > 1 and a.number("infiniband") == 1]
+        two_levels = role == "expert" and axis.number("nvlink") == 1 and bool(inner)
+        if two_levels:
+            hint = "hierarchical_dispatch = true in [model], which sends one copy of a token to each domain"
         yield Finding(
             code="axis_crosses_domain",
-            severity="warning",
+            severity="note" if two_levels else "warning",
             path=axis.name,
             message=f"{role} axis '{axis.name}' of size {axis.size} crosses {across} NVLink domains of {domain} GPUs: "
             f"{what} go over InfiniBand",
-            hint=f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that shards the batch"
-            if fits == axis.size
-            else f"[mesh] {axis.name} = {fits}, the most that divides it in a domain, and another axis for the rest",
+            hint=hint,
         )
 
 

@@ -165,6 +165,16 @@ def test_a_tensor_or_expert_axis_across_nvlink_domains(mesh, logical, role):
     assert crossing.hint.startswith(f"[mesh] {role} = 2")
 
 
+def test_experts_over_two_levels_are_a_note_that_names_the_hierarchical_dispatch():
+    spec = mk.MeshSpec.parse({"outer": {"infiniband": 2}, "expert": 8}).resolve(mk.Cluster.load("dgx_h100", hosts=2))
+    axes = ("outer", "expert")
+    rules = mk.ShardingRules({"act_batch": axes, "experts": axes, "act_experts": axes})
+    weights = kernel("experts/up", (16, 1024, 64), ("experts", "embed", None), (axes, (), ()))
+    (found,) = lint(Subject([weights], [activation(spec=(axes, (), ()))], rules, spec))
+    assert (found.code, found.severity, found.path) == ("axis_crosses_domain", "note", "outer")
+    assert found.hint == "hierarchical_dispatch = true in [model], which sends one copy of a token to each domain"
+
+
 def test_an_fsdp_axis_may_cross_domains_and_cut_mlp():
     spec = mk.MeshSpec.parse({"fsdp": {"nvlink": 8, "infiniband": 2}}).resolve(mk.Cluster.load("dgx_h100", hosts=2))
     whole = activation(spec=(("fsdp",), (), ()))
