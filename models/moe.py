@@ -45,6 +45,8 @@ class MoeConfig(LlamaConfig):
         buffer_factor: size of the dropless buffers as a multiple of an even load; None is the worst case.
         hierarchical_dispatch: sends one copy of a token to each NVLink domain that holds experts of it, over the outer
             one of two mesh axes of the experts; the inner axis then carries the copies to the experts.
+        dispatch_parts: in how many parts a GPU exchanges its tokens; exchanges of one part can run during another's
+            matmuls.
         load_balance_weight: weight of the load-balance loss.
         z_loss_weight: weight of the router z-loss (Zoph et al., 2022).
         dense_layers: number of layers without experts before the `layers` with experts (Dai et al., 2024).
@@ -57,6 +59,7 @@ class MoeConfig(LlamaConfig):
     capacity_factor: float | None = None
     buffer_factor: float | None = None
     hierarchical_dispatch: bool = False
+    dispatch_parts: int = 1
     load_balance_weight: float = 0.01
     z_loss_weight: float = 0.0
     dense_layers: int = 0
@@ -170,6 +173,7 @@ class MoeMlp(nnx.Module):
             capacity_factor=c.capacity_factor,
             buffer_factor=c.buffer_factor,
             groups=c.choice_groups if c.hierarchical_dispatch else None,
+            parts=c.dispatch_parts,
             saved_name=PROJECTION,
             **self.experts.layer_options(),
         )

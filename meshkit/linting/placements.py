@@ -371,7 +371,7 @@ def _crossing(s: Subject) -> Iterator[Finding]:
         inner = [a for a in s.spec.axes if a.name in s.roles.expert and a.size > 1 and a.number("infiniband") == 1]
         two_levels = role == "expert" and axis.number("nvlink") == 1 and bool(inner)
         if two_levels:
-            hint = "hierarchical_dispatch = true in [model], which sends one copy of a token to each domain"
+            hint = "hierarchical_dispatch = true in [model], if not set: it sends one copy of a token to each domain"
         yield Finding(
             code="axis_crosses_domain",
             severity="note" if two_levels else "warning",

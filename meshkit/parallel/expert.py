@@ -44,8 +44,9 @@ Tensor parallelism cuts `act_mlp` inside of each expert. All GPUs along its axis
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,6 +99,7 @@ def expert_layer(
     capacity_factor: float | None = None,
     buffer_factor: float | None = None,
     groups: tuple[int, int] | None = None,
+    parts: int = 1,
     saved_name: str | None = None,
     biases: Biases | tuple[()] = (),
     activation: Callable[[jax.Array, jax.Array], jax.Array] = silu_gate,
@@ -116,6 +118,8 @@ def expert_layer(
         buffer_factor: rows of a dropless buffer, as a multiple of its rows under a balanced load; None: the worst case.
         groups: dispatches hierarchically; (number of groups of neighbouring experts, number of groups that a token may
             choose from), (1, 1) without a limit. None dispatches directly.
+        parts: exchanges a GPU's tokens in so many parts, each with its share of the slots. Exchanges of one part can
+            then run during matmuls of another.
         saved_name: a further name by which `jax.checkpoint` policies find the outputs of gate and up; their own names
             are `gate` and `up`.
         biases: of gate, up and down, or none; each gradient has the dtype of its bias.
@@ -133,14 +137,17 @@ def expert_layer(
     batch, length, _ = x.shape
     tokens, k, ways = batch * length // layout.pieces(layout.tokens), choices.shape[-1], layout.size(layout.experts)
     experts = kernels[0].shape[0] * ways // layout.pieces(layout.experts)
-    dispatch = _make_dispatch(layout, tokens, k, experts, capacity_factor, buffer_factor, groups)
+    if tokens % parts:
+        message = f"the {tokens} tokens of a GPU cannot be exchanged in {parts} equal parts."
+        raise ConfigError(message, hint=f"dispatch_parts = {math.gcd(tokens, parts)}")
+    dispatch = _make_dispatch(layout, tokens // parts, k, experts, capacity_factor, buffer_factor, groups)
     parameters = kernels + biases
     casts = tuple(
         layout.gather(lax.stop_gradient(w.astype(x.dtype)), spec)
         for w, spec in zip(parameters, layout.kernels() + layout.biases())
     )
     with jax.named_scope("experts"):
-        return _experts(x, weights, choices, parameters, casts, _Layer(layout, dispatch, saved_name, activation))
+        return _experts(x, weights, choices, parameters, casts, _Layer(layout, dispatch, saved_name, activation, parts))
 
 
 def _make_dispatch(
@@ -334,6 +341,7 @@ class _Layer:
     """A Dispatch or HierarchicalDispatch; `routing` below is what it returns."""
     saved_name: str | None
     activation: Callable[[jax.Array, jax.Array], jax.Array]
+    parts: int
 
     def forward(self, x, weights, choices, casts):
         """Return (y, whether each choice was kept, residuals)."""
@@ -348,10 +356,15 @@ class _Layer:
         return self._manual(partial(self._backward, dtypes=dtypes), inputs, outputs)(saved, weights, casts, g)
 
     def _forward(self, x, weights, choices, casts):
+        parts = [self._forward_part(*part, casts) for part in self._parts(x, weights, choices)]
+        y, kept, saved = (list(each) for each in zip(*parts))
+        y = self.layout.reduce_mlp(jnp.concatenate(y).astype(x.dtype).reshape(x.shape))
+        return y, jnp.concatenate(kept).reshape(choices.shape), dict(enumerate(saved))
+
+    def _forward_part(self, x, weights, choices, casts):
         d, (gate, up, down, *biases) = self.dispatch, casts
-        x2, w2, c2 = (_flat(a) for a in (x, weights, choices))
-        routing = d.route(c2, w2)
-        rows = d.send(routing, x2)
+        routing = d.route(choices, weights)
+        rows = d.send(routing, x)
         matmul = self._grouped(routing)
         a, b = matmul(rows, gate), matmul(rows, up)
         if biases:
@@ -359,41 +372,46 @@ class _Layer:
         out = matmul(self.activation(a, b), down)
         if biases:
             out += self._spread(routing, rows, self._once(biases[2]))
-        y = self.layout.reduce_mlp(d.collect(routing, out, w2).astype(x.dtype).reshape(x.shape))
-        kept = d.kept(routing).reshape(choices.shape)
-        return y, kept, {"routing": routing, "rows": rows, "gate": a, "up": b}
+        saved = {"routing": routing, "rows": rows, "gate": a, "up": b}
+        return d.collect(routing, out, weights), d.kept(routing), saved
 
     def _backward(self, saved, weights, casts, g, dtypes):
+        parts = zip(saved.values(), self._parts(weights, g))
+        g_x, g_weights, g_kernels = zip(*(self._backward_part(kept, *part, casts, dtypes) for kept, part in parts))
+        g_x = jnp.concatenate(g_x).astype(g.dtype).reshape(g.shape)
+        g_weights = jnp.concatenate(g_weights)
+        g_weights = lax.psum(g_weights, self.layout.mlp) if self.layout.mlp else g_weights
+        w2 = _flat(weights)
+        g_weights = jnp.where(w2 == 0, 0.0, g_weights / jnp.where(w2 == 0, 1.0, w2)).reshape(weights.shape)
+        dims = (1, 1, 2, None, None, 1)
+        g_kernels = tuple(self.layout.reduce_tokens(sum(each), dim) for each, dim in zip(zip(*g_kernels), dims))
+        return self.layout.reduce_mlp(g_x), g_weights.astype(weights.dtype), g_kernels
+
+    def _backward_part(self, saved, weights, g, casts, dtypes):
         d, (gate, up, down, *biases) = self.dispatch, casts
         routing, rows = saved["routing"], saved["rows"]
-        w2, g2 = _flat(weights), _flat(g)
-        g_rows = d.send(routing, g2, w2)
+        g_rows = d.send(routing, g, weights)
         matmul, outer = self._grouped(routing), self._grouped_outer(routing)
         h, gated = jax.vjp(self.activation, saved["gate"], saved["up"])
         g_h = matmul(g_rows, down, transposed=True)
         # A routing weight's gradient is <g, output of the expert>, g being the gradient of y. That equals
         # <gradient of h, h>, so the output need not be kept. `g_h` is multiplied by the weight, which is divided out
-        # below.
+        # in `_backward`.
         g_weight = jnp.sum(g_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1)
         if biases:
             added = self._spread(routing, rows, self._once(biases[2]))
             g_weight += jnp.sum(g_rows.astype(jnp.float32) * added.astype(jnp.float32), axis=-1)
         g_a, g_b = gated(g_h)
         g_x = d.collect(routing, matmul(g_a, gate, transposed=True) + matmul(g_b, up, transposed=True))
-        g_x = g_x.astype(g.dtype).reshape(g.shape)
-        g_weight = d.each(routing, g_weight)
-        g_weight = lax.psum(g_weight, self.layout.mlp) if self.layout.mlp else g_weight
-        g_weight = jnp.where(w2 == 0, 0.0, g_weight / jnp.where(w2 == 0, 1.0, w2)).reshape(weights.shape)
-        pairs = ((rows, g_a, 1), (rows, g_b, 1), (h, g_rows, 2))
-        g_kernels = tuple(
-            self.layout.reduce_tokens(outer(left, right, dtype), dim)
-            for (left, right, dim), dtype in zip(pairs, dtypes)
-        )
+        g_kernels = [outer(*pair, dtype) for pair, dtype in zip(((rows, g_a), (rows, g_b), (h, g_rows)), dtypes)]
         if biases:
             ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-            sums = (outer(ones, g, dtype)[:, 0] for g, dtype in zip((g_a, g_b, g_rows), dtypes[3:]))
-            g_kernels += tuple(self.layout.reduce_tokens(g, dim) for g, dim in zip(sums, (None, None, 1)))
-        return self.layout.reduce_mlp(g_x), g_weight.astype(weights.dtype), g_kernels
+            g_kernels += [outer(ones, g, dtype)[:, 0] for g, dtype in zip((g_a, g_b, g_rows), dtypes[3:])]
+        return g_x, d.each(routing, g_weight), g_kernels
+
+    def _parts(self, *arrays: jax.Array) -> Iterator[list[jax.Array]]:
+        """Yield arrays of tokens [batch, length, ...] as [tokens, ...], part by part."""
+        return zip(*(jnp.split(_flat(a), self.parts) for a in arrays))
 
     def _weights(self, casts: Sequence[jax.Array], embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
         """Return the axes of the kernels, and of the biases if there are any; `embed` cuts their embed dims."""
@@ -444,7 +462,7 @@ class _Layer:
     def _saved(self):
         """Layout of the residuals that the backward pass reads. The arrays of the routing are cut as the rows are."""
         rows, hidden = (self.layout.tokens,), (self.layout.tokens, self.layout.mlp)
-        return {"routing": rows, "rows": rows, "gate": hidden, "up": hidden}
+        return {part: {"routing": rows, "rows": rows, "gate": hidden, "up": hidden} for part in range(self.parts)}
 
     @property
     def _tokens(self):
@@ -479,8 +497,8 @@ def _experts(x, weights, choices, kernels, casts, layer: _Layer):
 def _experts_forward(x, weights, choices, kernels, casts, layer: _Layer):
     y, kept, saved = layer.forward(x, weights, choices, casts)
     if layer.saved_name:
-        named = {name: checkpoint_name(saved[name], name) for name in ("gate", "up")}
-        saved |= {name: checkpoint_name(value, layer.saved_name) for name, value in named.items()}
+        for part, name in itertools.product(saved.values(), ("gate", "up")):
+            part[name] = checkpoint_name(checkpoint_name(part[name], name), layer.saved_name)
     like = tuple(jnp.zeros((), w.dtype) for w in kernels)
     return (y, kept), (saved, weights, casts, like)
 

@@ -47,7 +47,8 @@ CASES = [
     pytest.param("outer 4 x expert 2", TWO_LEVELS, marks=pytest.mark.slow),
     pytest.param("outer 2 x expert 2 x tensor 2", TWO_LEVELS, marks=pytest.mark.slow),
     pytest.param("outer 4 x expert 2", TWO_LEVELS | {"capacity_factor": 4.0}, marks=pytest.mark.slow),
-    ("fsdp 2 x outer 2 x expert 2", TWO_LEVELS | {"buffer_factor": 4.0}),
+    ("fsdp 2 x outer 2 x expert 2", TWO_LEVELS | {"buffer_factor": 4.0, "parts": 2}),
+    pytest.param("expert 4 x tensor 2", {"parts": 4}, marks=pytest.mark.slow),
     pytest.param("expert 4 x tensor 2", {}, marks=pytest.mark.slow),
     pytest.param("fsdp 2 x expert 4", {"capacity_factor": 4.0}, marks=pytest.mark.slow),
     ("expert 4 x tensor 2", {"capacity_factor": 4.0}),
@@ -299,6 +300,13 @@ def test_a_hierarchical_dispatch_needs_two_axes(sizes, message, inputs):
         expert_layer(x, weights, choices, kernels, **TWO_LEVELS)
 
 
+def test_parts_that_do_not_divide_the_tokens_are_refused(inputs):
+    (x, weights, kernels), choices = inputs
+    message = r"the 16 tokens of a GPU cannot be exchanged in 6 equal parts(.|\n)*dispatch_parts = 2"
+    with scope({"expert": 4}), pytest.raises(ConfigError, match=message):
+        expert_layer(x, weights, choices, kernels, parts=6)
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
@@ -446,6 +454,7 @@ def test_bytes_and_overlap_of_the_two_stages_of_a_compiled_step(option):
         (ragged, *nvlink, "bf16"): (5, 5 * inner * embed * 2),
         (ragged, *nvlink, "f32"): (1, inner * 4),
     }
+    assert plan.lint is not None
     assert not [f for f in plan.lint.findings if f.severity == "error" or f.code == "unexplained_collective"]
     assert shared_matmuls_during_exchanges(plan.schedule) > 0
 
