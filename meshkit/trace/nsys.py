@@ -247,20 +247,60 @@ class _Database:
 
     def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
         """Return the columns as whole numbers, [rows] each; -1 where a row has no value."""
-        cells = chain.from_iterable(self._select(table, columns, 'CAST(IFNULL("{}", -1) AS INTEGER)'))
-        parts: list[tuple[np.ndarray, ...]] = []
-        while len(part := np.fromiter(islice(cells, CHUNK * len(columns)), np.int64)):
-            parts.append(tuple(part.reshape(-1, len(columns)).T.copy()))
+        parts = self._joined(table, columns)
+        if parts is None:
+            cells = chain.from_iterable(self._select(table, columns, 'CAST(IFNULL("{}", -1) AS INTEGER)'))
+            parts = []
+            while len(part := np.fromiter(islice(cells, CHUNK * len(columns)), np.int64)):
+                parts.append(tuple(part.reshape(-1, len(columns)).T.copy()))
         found = concatenated(parts, len(columns))
         self._check(table, len(found[0]))
         return found
 
-    def _select(self, table: str, columns: Sequence[str], form: str, where: str = "TRUE") -> Iterable[tuple]:
+    def _joined(self, table: str, columns: Sequence[str]) -> list[tuple[np.ndarray, ...]] | None:
+        """Return the columns as one part; None if a cell is not a whole number, or row ids have wide gaps.
+
+        SQLite joins a column's cells of some rows into one text, since Python takes three times as long to make an
+        object of every cell.
+        """
+        if not self._has(table, columns):
+            return []
+        read = self._connection.execute
+        texts = ", ".join(f'group_concat(IFNULL("{column}", -1))' for column in columns)
+        try:
+            first, last = (read(f'SELECT {end}(rowid) FROM "{table}"').fetchone()[0] for end in ("min", "max"))
+            if first is None or last - first > self._most(table):
+                return [] if first is None else None
+            found, rows = [np.empty(last - first + 1, np.int64) for _ in columns], 0
+            for at in range(first, last + 1, CHUNK):
+                some = f"rowid BETWEEN {at} AND {min(at + CHUNK - 1, last)}"
+                count, *cells = read(f'SELECT count(*), {texts} FROM "{table}" WHERE {some}').fetchone()
+                for column, text in zip(found, cells if count else ()):
+                    numbers = np.fromstring(text, np.int64, sep=",")
+                    if len(numbers) != count:
+                        return None
+                    column[rows : rows + count] = numbers
+                rows += count
+        except (sqlite3.OperationalError, ValueError, DeprecationWarning):  # The table has no rowid, or a cell is text.
+            return None
+        return [tuple(column[:rows] for column in found)]
+
+    def _has(self, table: str, columns: Sequence[str]) -> bool:
+        """Return whether the file has a table.
+
+        Raises:
+            TraceError: the table lacks one of the columns.
+        """
         if table not in self.tables:
-            return ()
+            return False
         if missing := {*columns} - self.columns(table):
             message = f"table {table} of this SQLite file has no column {min(missing)}: it has another schema."
             raise TraceError(message, at=str(self.path), hint=f"a recent nsys, and {_EXPORT}")
+        return True
+
+    def _select(self, table: str, columns: Sequence[str], form: str, where: str = "TRUE") -> Iterable[tuple]:
+        if not self._has(table, columns):
+            return ()
         chosen = ", ".join(map(form.format, columns))
         return self._connection.execute(f'SELECT {chosen} FROM "{table}" WHERE {where} LIMIT {self._most(table) + 1}')
 
@@ -280,9 +320,8 @@ def _read_sqlite(path: Path, size: int) -> _Events:
             message = f"this SQLite file has no kernels of nsys (no table {_KERNEL}); tables: {listed}."
             raise TraceError(message, at=str(path), hint=f"nsys profile --trace cuda,nvtx, then {_EXPORT}")
         strings, names = dict(database.rows("StringIds", "id", "value")), _Names()
-        tables = [_table(database, table, strings, names) for table in (_KERNEL, _COPY, _FILL, _GRAPH)]
-        start, end, local, process, correlation, name, node, copy = map(np.concatenate, zip(*tables))
-        del tables
+        tables = [tuple(_table(database, table, strings, names)) for table in (_KERNEL, _COPY, _FILL, _GRAPH)]
+        start, end, local, process, correlation, name, node, copy = concatenated(tables, 8)
         thread, called = _launches(database, process, correlation)
         ops, modules = _Names(), _Names()
         thunks, around = _ranges(database, strings, ops, modules)
@@ -291,14 +330,17 @@ def _read_sqlite(path: Path, size: int) -> _Events:
         found = Operations(clock_ns=_clock_ns(database), hardware=_hardware(database), messages=_messages(database))
     lost = [int(m[1] or m[2]) for text in found.messages for m in DROPPED.finditer(text)]
     found.dropped = sum(lost) if lost else None
+    execution = around.innermost(thread, called)
+    module, op = _pick(around.meaning, execution), _pick(thunks.meaning, thunks.innermost(thread, called))
+    del thread, called, thunks, around  # These columns take as much memory as the events do.
     number, _ = distinct_rows((process >> _THREAD_BITS,))
     local_number, local_first = distinct_rows((local,))
     device, first = distinct_rows((number * len(local_first) + local_number,))
-    execution = around.innermost(thread, called)
+    del number, local_number
     return _Events(
         start, end, device, name,
-        op=_pick(thunks.meaning, thunks.innermost(thread, called)),
-        module=_pick(around.meaning, execution),
+        op=op,
+        module=module,
         execution=execution,
         launch=correlation,
         node=node,
@@ -320,14 +362,12 @@ def _table(database: _Database, table: str, strings: Mapping[int, Any], names: _
     kinds = kinds if kind else np.zeros_like(kinds)
     inverse, first = distinct_rows((kinds,))
     texts = [_operation_name(table, id_, strings) for id_ in kinds[first].tolist()]
-    name = np.array([names.number(text) for text in texts], np.int64)[inverse]
-    if table == _GRAPH:
-        nodes = np.full_like(nodes, _WHOLE_GRAPH)
-    elif node != "graphNodeId":
-        nodes = np.full_like(nodes, -1)
-    else:
+    name = np.array([names.number(text) for text in texts], np.int32)[inverse]
+    if table == _GRAPH or node != "graphNodeId":
+        nodes = np.broadcast_to(np.int64(_WHOLE_GRAPH if table == _GRAPH else -1), len(name))
+    elif (nodes == 0).any():
         nodes = np.where(nodes == 0, -1, nodes)
-    return [*numbers, name, nodes, np.full(len(name), table in (_COPY, _FILL))]
+    return [*numbers, name, nodes, np.broadcast_to(table in (_COPY, _FILL), len(name))]
 
 
 def _operation_name(table: str, id_: int, strings: Mapping[int, Any]) -> str:
@@ -366,32 +406,26 @@ class _Ranges:
 
     def innermost(self, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Return [m] the innermost range on each thread at each time; -1 where there is none."""
-        found, depth = np.full(len(time), -1, np.int64), self._depth()
+        threads, latest = np.unique(self.thread), int(self.start.max(initial=0)) + 1
+
+        def key(thread: np.ndarray, time: np.ndarray) -> np.ndarray:  # It sorts by thread, then by time.
+            return np.searchsorted(threads, thread) << latest.bit_length() | np.clip(time, 0, latest)
+
+        begin = key(self.thread, self.start)
+        order = np.argsort(begin, kind="stable").astype(np.int32)
+        begin = begin[order]
+        closed = np.searchsorted(np.sort(key(self.thread, self.end)), begin, "right")
+        # The depth of a range is the number of open ranges on its thread, itself included.
+        depth = (np.arange(1, len(begin) + 1) - closed).astype(np.int32)
+        del closed
+        found, wanted = np.full(len(time), -1, np.int32), key(thread, time)
         for level in np.unique(depth)[:_DEEPEST]:
-            rows = np.flatnonzero(depth == level)
-            rows = rows[np.lexsort((self.start[rows], self.thread[rows]))]
-            at = _last(self.thread[rows], self.start[rows], thread, time)
+            same = depth == level
+            rows, at = order[same], np.searchsorted(begin[same], wanted, "right") - 1
             row = rows[np.maximum(at, 0)]
             inside = (at >= 0) & (self.thread[row] == thread) & (self.end[row] >= time)
             found[inside] = row[inside]
         return found
-
-    def _depth(self) -> np.ndarray:
-        """Return [n] the number of open ranges on the same thread when each range begins, itself included."""
-        step = np.repeat([1, -1], len(self.start))
-        order = np.lexsort((step, np.r_[self.start, self.end], np.r_[self.thread, self.thread]))
-        depth = np.empty(len(step), np.int64)
-        depth[order] = np.cumsum(step[order])
-        return depth[: len(self.start)]
-
-
-def _last(thread: np.ndarray, start: np.ndarray, on: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Return [m] index of the last of the sorted pairs (thread, start) <= each pair (`on`, `time`); -1 for none."""
-    asked = np.r_[np.zeros(len(start), bool), np.ones(len(time), bool)]
-    order = np.lexsort((asked, np.r_[start, time], np.r_[thread, on]))
-    found = np.empty(len(order), np.int64)
-    found[order] = np.cumsum(~asked[order]) - 1
-    return found[len(start) :]
 
 
 def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[_Ranges, _Ranges]:
@@ -400,9 +434,12 @@ def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, module
     number, first = distinct_rows((id_,))
     registered = [strings.get(i, "") for i in id_[first].tolist()]
     own = _Names()
-    number[id_ == -1] = len(registered) + np.array([own.number(text) for (text,) in said], np.int64)
+    others = np.array([own.number(text) for (text,) in said], np.int64)
+    if len(others) != np.count_nonzero(id_ == -1):
+        raise sqlite3.DatabaseError("rows of NVTX_EVENTS are found in one way and not in another")
+    number[id_ == -1] = len(registered) + others
     meanings = [_meaning(str(text), ops, modules) for text in (*registered, *own.values)]
-    kind, meaning = np.array(meanings, np.int64).reshape(-1, 2)[number].T
+    kind, meaning = np.array(meanings, np.int32).reshape(-1, 2)[number].T
     end = np.where(end < 0, _NEVER, end)
 
     def ranges_of(wanted: int) -> _Ranges:
@@ -423,7 +460,7 @@ def _meaning(text: str, ops: _Names, modules: _Names) -> tuple[int, int]:
 
 
 def _pick(values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    return np.where(at >= 0, np.append(values, -1)[at], -1)
+    return np.append(values, np.int32(-1))[np.maximum(at, -1)]
 
 
 def _launchers(threads: Iterable[tuple[Any, Any]]) -> _Launchers:

@@ -19,7 +19,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import TraceError
 from meshkit.trace.loose import find_traces, is_loose, open_loose
-from meshkit.trace.nsys import read_nsys
+from meshkit.trace.nsys import _Ranges, read_nsys  # pyright: ignore[reportPrivateUsage]
 from meshkit.trace.operations import TraceFile, is_communication
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.profiler import TracedJob, measure_traces
@@ -276,6 +276,50 @@ def test_thunks_outside_of_their_module_get_that_of_their_neighbours(tmp_path):
     assert inside.devices[0].run[:-1].tolist() == apart.devices[0].run[:-1].tolist() == [-1, 0, 0, 1, 1, 2]
     # Nothing comes after it.
     assert (apart.labels[of[-1]].op, apart.labels[of[-1]].module) == ("all-gather-start.2", "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET rowid = rowid * 1000000000",
+        "UPDATE NVTX_EVENTS SET end = end + 0.5",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET graphNodeId = 'none' WHERE graphNodeId IS NULL",
+        """CREATE TABLE other AS SELECT * FROM NVTX_EVENTS; DROP TABLE NVTX_EVENTS;
+           CREATE TABLE NVTX_EVENTS (id INTEGER, start INTEGER, end INTEGER, text TEXT, globalTid INTEGER,
+               textId INTEGER, PRIMARY KEY (start, id)) WITHOUT ROWID;
+           INSERT INTO NVTX_EVENTS SELECT rowid, start, end, text, globalTid, textId FROM other""",
+    ],
+)
+def test_cells_that_are_no_numbers_and_rows_without_dense_ids_read_alike(change, tmp_path):
+    usual, odd = made(), made()
+    odd.database.executescript(change)
+    totals = [[s.total for s in read(e.write(tmp_path / "x.sqlite"))[1].sweeps] for e in (usual, odd)]
+    assert totals[0] == totals[1]
+
+
+def test_each_launch_gets_the_innermost_range_around_it_on_its_thread():
+    chance, ranges = random.Random(36), []
+
+    def nest(thread, start, end, depth):
+        ranges.append((thread, start, end))
+        while depth and end - start > 4:
+            inner = chance.randint(start + 1, end - 2)
+            start = chance.randint(inner + 1, end - 1)
+            nest(thread, inner, start, depth - 1)
+
+    threads = [chance.randrange(1 << 56) for _ in range(40)]
+    for thread in threads:
+        for begin in range(0, 2000, 500):
+            nest(thread, begin + chance.randrange(50), begin + 400, 4)
+    chance.shuffle(ranges)
+    thread, start, end = (np.array(column) for column in zip(*ranges))
+    asked = [(chance.choice([*threads, 5]), chance.randint(-1, 2100)) for _ in range(3000)]
+    found = _Ranges(start, end, thread, start).innermost(*(np.array(column) for column in zip(*asked)))
+    for (on, time), row in zip(asked, found.tolist()):
+        around = [r for r in ranges if r[0] == on and r[1] <= time <= r[2]]
+        innermost = max((r[1] for r in around), default=None)
+        assert (start[row] if row >= 0 else None) == innermost
+        assert row < 0 or end[row] >= time
 
 
 def test_launching_threads_name_the_global_ids_of_devices(tmp_path):
