@@ -38,6 +38,7 @@ def write_folder(
     *,
     predicted: Report | None = None,
     title: str | None = None,
+    keep: bool = True,
 ) -> Report:
     """Write a report's files; return the written report, with history, goodput and prediction added to a measurement.
 
@@ -45,6 +46,7 @@ def write_folder(
         timeline: the timeline that the report summarizes, for the page and for Perfetto.
         predicted: the prediction to compare a measurement with; None looks in the folder (see `find_prediction`).
         title: the title of the page; by default the folder's name.
+        keep: whether to write the prediction to `plan.json`, where later measurements find it.
 
     Raises:
         TraceError: the folder has a `plan.json` that is not a report.
@@ -61,7 +63,8 @@ def write_folder(
         goodput = read_goodput_part(folder)
         report = report.model_copy(update={"history": history, "goodput": goodput, "warnings": warnings})
         if predicted is not None:
-            predicted.write(folder / PLAN_FILE)
+            if keep:
+                predicted.write(folder / PLAN_FILE)
             report = with_predicted(report, predicted)
     report.write(folder)
     about = {"title": title, "sources": _sources(report), "device": report.device}

@@ -2,15 +2,20 @@
 
 import gzip
 import json
+import re
+import shutil
 from collections import Counter
 
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
+from typer.testing import CliRunner
 
+from meshkit.cli import app
 from meshkit.hlo.instructions import kind_of_kernel, read_instructions
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.simulate import step_pricer
+from meshkit.report.folder import read_report
 from meshkit.report.summarize import UNMAPPED, kernels_part
 from meshkit.report.views.report import write_html
 from meshkit.report.views.words import training_text
@@ -20,6 +25,7 @@ from meshkit.trace.live import Watcher
 from meshkit.trace.measured import kernel_runs, kernel_seconds, tensor_share, write_calibration
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
+from meshkit.verbs.profile.block import ProfileCapture
 from meshkit.verbs.profile.profiler import measure_run
 from tests.trace.h100 import run_folder
 from tests.trace.trace_files import collective, profile_traces, program, write_trace
@@ -183,6 +189,18 @@ def test_a_bare_trace_has_classes_by_name_and_beside_its_program_instructions(ru
     by_name, known = ({c.kind: c.time_s for c in r.kernels.classes} for r in (bare, whole))
     assert by_name.keys() == known.keys()
     assert by_name["matmul"] == pytest.approx(known["matmul"], rel=0.002)  # The memsets of workspaces are missing.
+
+
+def test_a_run_without_a_plan_is_priced_by_its_captured_program(runs, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(runs["h100_llama_1b"][0], folder)
+    inside = ProfileCapture(folder).report.predicted  # of `mk.profile`
+    shown = CliRunner().invoke(app, ["profile", str(folder)]).stdout
+    assert inside == read_report(folder).predicted
+    assert inside.step.predicted_s == pytest.approx(inside.step.measured_s, rel=0.05)
+    assert {"matmul", "attention"} <= {kind.kind for kind in inside.kernels}
+    assert re.search(r"step time +\d+ ms +\d+ ms", shown)
+    assert not (folder / "plan.json").exists()  # the next capture may be of another program
 
 
 def test_what_is_said_of_a_trace_with_graphs(runs):

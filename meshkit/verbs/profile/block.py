@@ -19,12 +19,13 @@ import jax
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, a_type, check_kinds
+from meshkit.report.folder import find_prediction
 from meshkit.report.schema import Report
 from meshkit.step.program import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes, traced_block
 from meshkit.trace.captured import TRACE_FOLDER
-from meshkit.verbs.profile.profiler import MeasuredTraces, Measurement, TracedJob, measure_run, measure_traces
+from meshkit.verbs.profile.profiler import MeasuredTraces, TracedJob, measure_run, measure_traces
 
 
 class ProfileCapture:
@@ -39,22 +40,22 @@ class ProfileCapture:
         self.folder, self._traced, self._program = folder, traced, program
 
     @cached_property
-    def _measured(self) -> Measurement | MeasuredTraces:
-        if self._traced is None:
-            measured = measure_run(self.folder)
-        else:
-            measured = measure_traces(self.folder / TRACE_FOLDER, self._traced, program=self._program)
-        measured.report.write(self.folder)
-        return measured
+    def _measured(self) -> MeasuredTraces:
+        return measure_run(self.folder) if self._traced is None else self._measure(self._traced, self._program)
 
-    @property
+    def _measure(self, traced: TracedJob, program: str | None) -> MeasuredTraces:
+        return measure_traces(self.folder / TRACE_FOLDER, traced, program=program)
+
+    @cached_property
     def report(self) -> Report:
-        """The measured report. The first access writes `report.json` into the folder.
+        """The measured report, with the program's predicted times. The first access writes `report.json`.
 
         Raises:
             TraceError: the block is still running, or did not run the program.
         """
-        return self._measured.report
+        report = self._measured.write(None, find_prediction(self.folder) or self._measured.price())
+        report.write(self.folder)
+        return report
 
     @property
     def timeline(self) -> Timeline:
@@ -69,7 +70,8 @@ class ProfileCapture:
         Raises:
             TraceError: the block ran no such program.
         """
-        return measure_traces(self.folder / TRACE_FOLDER, self._traced or TracedJob(), program=program).report
+        measured = self._measure(self._traced or TracedJob(), program)
+        return measured.write(None, measured.price())
 
 
 @contextmanager

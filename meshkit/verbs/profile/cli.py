@@ -66,15 +66,15 @@ def profile(
     """Measure a run from its trace, or any JAX trace.
 
     Shows overlapped and exposed communication per mesh axis, link and collective. Shows predicted beside measured
-    values with --plan, or if the run folder has a plan (plan.json, or a plan made with the same --out). The program in
-    a bare trace gets predicted times, too; --cluster names its GPUs and links.
+    values of the traced program, of the run folder's plan (plan.json, or a plan made with the same --out) if there is
+    one, or of --plan. --cluster names the GPUs and links of a bare trace.
     """
     from meshkit.report.compare import compare as compare_reports
-    from meshkit.report.folder import find_prediction, read_report
+    from meshkit.report.folder import read_report
     from meshkit.report.views.report import render
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
-    from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_inspector, profile_run
+    from meshkit.verbs.profile.profiler import TracedJob, measure_run, measure_traces, profile_inspector
 
     inspector, chosen = find_inspector_files(run), _chosen(steps)
     if inspector and steps:
@@ -92,9 +92,9 @@ def profile(
     else:
         _check_run(run, experiment=experiment, mesh=mesh, cluster=cluster, program=program, out=out)
         out = run if run.is_dir() else run.parent
-        other = read_report(predicted) if predicted else find_prediction(out)
+        plan = read_report(predicted) if predicted else None
         with status(f"reading the trace of {run}"), _uncollected():
-            report = profile_run(run, predicted=other, steps=chosen)
+            report, other = measure_run(out, steps=chosen).write_run(out, plan)
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
         output("")

@@ -26,7 +26,7 @@ from meshkit.predict.simulate import simulate
 from meshkit.report import schema
 from meshkit.report.causes import add_communication_findings
 from meshkit.report.compare import with_predicted
-from meshkit.report.folder import feedback_part, write_folder
+from meshkit.report.folder import feedback_part, find_prediction, write_folder
 from meshkit.report.late import late_devices
 from meshkit.report.measured import (
     METRICS_FILE,
@@ -65,95 +65,6 @@ _UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # With
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """The measured report, the timeline that it summarizes and that the HTML page draws, and the sources of both."""
-
-    report: Report
-    timeline: Timeline
-    captured: Captured
-    trace: Trace
-
-
-def profile_run(run: str | Path, *, predicted: Report | None = None, steps: Container[int] | None = None) -> Report:
-    """Return the measured report of a run folder with a capture, and write its files into the folder.
-
-    It also writes two files for later compiles. A cluster file may name `calibration.toml`, which is written if the run
-    had messages or kernels large enough to measure. XLA schedules a recompile by `pgle.pbtxt` (`--set
-    xla.xla_gpu_pgle_profile_file_or_directory_path=...`).
-
-    Args:
-        run: the folder, or the `report.json` in it.
-        predicted: a plan's report, which the page shows next to the measurement; None looks for one in the folder.
-        steps: numbers of the steps that count; None leaves out warm-up steps and outliers.
-
-    Raises:
-        TraceError: there is no capture, or it cannot be read.
-    """
-    folder = Path(run).parent if Path(run).suffix == ".json" else Path(run)
-    measured = measure_run(folder, steps=steps)
-    write_calibration(folder / CALIBRATION_FILE, measured.captured, measured.trace)
-    write_pgle(folder / PGLE_FILE, measured_costs(measured.trace, measured.captured.schedule))
-    return write_folder(measured.report, folder, measured.timeline, predicted=predicted)
-
-
-def measure_run(
-    run: str | Path, *, only_process: int | None = None, steps: Container[int] | None = None
-) -> Measurement:
-    """Return the measured report of a run folder, and its timeline.
-
-    Args:
-        only_process: the process whose trace is read; None for all.
-        steps: numbers of the steps that count; None leaves out warm-up steps and outliers.
-
-    Raises:
-        TraceError: there is no capture, or it cannot be read.
-    """
-    captured = open_capture(run, only_process=only_process)
-    record, each = captured.record, captured.record.work.steps_per_call
-    trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0], steps)
-    notes = machine_notes(captured.cluster, trace.facts, record.device_kind)
-    seen = len(captured.records) - len(trace.facts.damaged)
-    instructions = read_instructions(captured.module, also=trace.timeline.op_names)
-    report = summarize(
-        trace.steps,
-        source="profile",
-        machines=Machines(captured.placement, captured.cluster, seen, len(captured.expected)),
-        facts=_executed(record.work, captured.schedule),
-        instructions=instructions,
-        swept=trace,
-        warnings=to_warnings([*notes_of_capture(captured), *notes, *trace.notes]),
-    )
-    history = read_history(Path(run))
-    untraced_s = _untraced_s(captured.records, history)
-    traced = [r.cost.traced_step_s for r in captured.records if r.cost and r.cost.traced_step_s]
-    overhead_s = None
-    # The host's time of the traced steps includes starting the trace and waiting for the last step, so bound it.
-    if traced and untraced_s and report.step.time_s:
-        overhead_s = max(0.0, min(max(traced), report.step.time_s) - untraced_s)
-    parts = {
-        "memory": _memory(captured.records, captured.cluster),
-        "program": captured_program(record, captured.schedule),
-        "quality": quality_part(trace, missing=captured.missing, overhead_s=overhead_s, steps_per_execution=each),
-        "stragglers": find_stragglers(trace, {r.process: r.host for r in captured.records}, instructions, each),
-        "feedback": feedback_part(record.options),
-    }
-    report = _with_bandwidths(withhold_axes(report.model_copy(update=parts), trace))
-    known = Known(
-        trace,
-        captured.program,
-        captured.schedule,
-        instructions,
-        captured.cluster,
-        record.options,
-        untraced_step_s=untraced_s,
-        steps_per_execution=each,
-        gpu=gpu_of_trace(trace.facts),
-    )
-    report = add_findings(report, known, history)
-    return Measurement(report, trace.timeline, captured, trace)
-
-
-@dataclass(frozen=True)
 class TracedJob:
     """The known facts of a job of which there are only traces, without a run folder (bare traces)."""
 
@@ -166,7 +77,7 @@ class TracedJob:
 
 @dataclass(frozen=True)
 class MeasuredTraces:
-    """The measured report and the measured steps of bare traces."""
+    """The measured report and the measured steps of bare traces; `price` predicts them."""
 
     report: Report
     timeline: Timeline
@@ -212,6 +123,116 @@ class MeasuredTraces:
         if out is not None:
             return write_folder(self.report, run_folder(Path(out)), self.timeline, predicted=predicted, title=self.name)
         return with_predicted(self.report, predicted)
+
+
+@dataclass(frozen=True)
+class Measurement(MeasuredTraces):
+    """The measured report and the measured steps of a run folder, and the sources of both."""
+
+    captured: Captured
+    trace: Trace
+
+    def write_run(self, folder: Path, plan: Report | None = None) -> tuple[Report, Report | None]:
+        """Return the report with a prediction, and the prediction; write the report's files into its run folder.
+
+        It also writes two files for later compiles. A cluster file may name `calibration.toml`, which is written if the
+        run had messages or kernels large enough to measure. XLA schedules a recompile by `pgle.pbtxt` (`--set
+        xla.xla_gpu_pgle_profile_file_or_directory_path=...`).
+
+        Args:
+            plan: a plan's report; None looks for one in the folder, or else prices the captured program.
+        """
+        write_calibration(folder / CALIBRATION_FILE, self.captured, self.trace)
+        write_pgle(folder / PGLE_FILE, measured_costs(self.trace, self.captured.schedule))
+        plan = plan or find_prediction(folder)
+        predicted = plan or self.price()
+        keep = plan is not None  # A price is not kept as a plan, since the next capture may be of another program.
+        return write_folder(self.report, folder, self.timeline, predicted=predicted, keep=keep), predicted
+
+
+def profile_run(run: str | Path, *, predicted: Report | None = None, steps: Container[int] | None = None) -> Report:
+    """Return the measured report of a run folder with a capture, and write its files into the folder.
+
+    Args:
+        run: the folder, or the `report.json` in it.
+        predicted: a plan's report, which the page shows next to the measurement; None looks for one in the folder, or
+            else prices the captured program.
+        steps: numbers of the steps that count; None leaves out warm-up steps and outliers.
+
+    Raises:
+        TraceError: there is no capture, or it cannot be read.
+    """
+    folder = Path(run).parent if Path(run).suffix == ".json" else Path(run)
+    return measure_run(folder, steps=steps).write_run(folder, predicted)[0]
+
+
+def measure_run(
+    run: str | Path, *, only_process: int | None = None, steps: Container[int] | None = None
+) -> Measurement:
+    """Return the measured report of a run folder, and its timeline.
+
+    Args:
+        only_process: the process whose trace is read; None for all.
+        steps: numbers of the steps that count; None leaves out warm-up steps and outliers.
+
+    Raises:
+        TraceError: there is no capture, or it cannot be read.
+    """
+    captured = open_capture(run, only_process=only_process)
+    record, each = captured.record, captured.record.work.steps_per_call
+    trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0], steps)
+    notes = machine_notes(captured.cluster, trace.facts, record.device_kind)
+    seen = len(captured.records) - len(trace.facts.damaged)
+    instructions = read_instructions(captured.module, also=trace.timeline.op_names)
+    machines = Machines(captured.placement, captured.cluster, seen, len(captured.expected))
+    report = summarize(
+        trace.steps,
+        source="profile",
+        machines=machines,
+        facts=_executed(record.work, captured.schedule),
+        instructions=instructions,
+        swept=trace,
+        warnings=to_warnings([*notes_of_capture(captured), *notes, *trace.notes]),
+    )
+    history = read_history(Path(run))
+    untraced_s = _untraced_s(captured.records, history)
+    traced = [r.cost.traced_step_s for r in captured.records if r.cost and r.cost.traced_step_s]
+    overhead_s = None
+    # The host's time of the traced steps includes starting the trace and waiting for the last step, so bound it.
+    if traced and untraced_s and report.step.time_s:
+        overhead_s = max(0.0, min(max(traced), report.step.time_s) - untraced_s)
+    parts = {
+        "memory": _memory(captured.records, captured.cluster),
+        "program": captured_program(record, captured.schedule),
+        "quality": quality_part(trace, missing=captured.missing, overhead_s=overhead_s, steps_per_execution=each),
+        "stragglers": find_stragglers(trace, {r.process: r.host for r in captured.records}, instructions, each),
+        "feedback": feedback_part(record.options),
+    }
+    report = _with_bandwidths(withhold_axes(report.model_copy(update=parts), trace))
+    known = Known(
+        trace,
+        captured.program,
+        captured.schedule,
+        instructions,
+        captured.cluster,
+        record.options,
+        untraced_step_s=untraced_s,
+        steps_per_execution=each,
+        gpu=gpu_of_trace(trace.facts),
+    )
+    return Measurement(
+        add_findings(report, known, history),
+        trace.timeline,
+        Path(run).name,
+        None if trace.facts.cpu else captured.schedule,
+        instructions,
+        machines,
+        record.work,
+        len(record.mesh.device_ids),
+        known.gpu,
+        captured,
+        trace,
+    )
 
 
 def measure_traces(
