@@ -25,6 +25,7 @@ from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace.graphs import graph_nodes
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Note, Trace, read_trace, some
+from meshkit.trace.xspace import foreign_format
 from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # A folder inside a run folder.
@@ -34,6 +35,7 @@ LARGEST_PROGRAM_BYTES = 2**30  # Limit of the unpacked file; a proto has at most
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
 _MOST_ENTRIES = 6  # The most files of a folder that a message names.
+_TRACES = "*.xplane.pb, *.sqlite of nsys, or trace.parquet of nsys-jax"
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
@@ -386,6 +388,19 @@ def has_capture(run: Path) -> bool:
     return any(next(folder.glob("capture-p*.json"), None) for folder in (run, run / TRACE_FOLDER))
 
 
+def no_trace(folder: Path, lead: str, hint: str | None = None) -> TraceError:
+    """Return an error for a folder without traces: what it holds, and what to do with a trace of another format."""
+    message = f"{lead} trace ({_TRACES}) in it or in plugins/profile/ below; {contents(folder)}"
+    for file in (f for pattern in ("*", "plugins/profile/*/*") for f in sorted(folder.glob(pattern)) if f.is_file()):
+        if (known := foreign_format(file)) is not None:
+            return TraceError(
+                f"{message}; {file.name} is {known[0]}.",
+                at=str(folder),
+                hint=known[1].replace("REPORT.nsys-rep", file.name),
+            )
+    return TraceError(f"{message}.", at=str(folder), hint=hint)
+
+
 def contents(folder: Path) -> str:
     """Return `it holds 12 entries (a, b, c, d, ...)`; `it is empty`."""
     try:
@@ -404,8 +419,9 @@ def _trace_folder(run: Path) -> Path:
         return run
     if not run.is_dir():
         raise TraceError("there is no such run folder.", at=str(run), hint=_HINT)
-    message = f"there is no captured trace in this run, and no *.xplane.pb in plugins/profile/ below; {contents(run)}."
-    raise TraceError(message, at=str(run), hint=_HINT)
+    raise no_trace(
+        run, "there is no captured trace in this run, and no other in it or in plugins/profile/ below", _HINT
+    )
 
 
 def _read_module(folder: Path, record: CaptureRecord) -> Module:

@@ -24,7 +24,7 @@ from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
 from meshkit.hlo.module import COLLECTIVES, Module, ReadProgram, read_program
 from meshkit.hlo.proto import ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective, read_groups
-from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, contents, has_capture, traced_program
+from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, has_capture, no_trace, traced_program
 from meshkit.trace.nsys import home, is_nsys, read_nsys
 from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations
 from meshkit.trace.reader import Note, some
@@ -87,16 +87,16 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
         TraceError: there is no trace.
     """
     if path.is_file():
-        host, timeline, _ = path.name.partition(".trace.json")  # jax writes it beside HOST.xplane.pb.
-        return [file for file in _jax_traces(path.parent) if timeline and _host_of(file) == host] or [path], []
+        beside = _jax_traces(path.parent) if "trace.json" in path.name else []  # jax writes both of one session.
+        host = path.name.partition(".trace.json")[0]
+        own = [file for file in beside if path.name.startswith("perfetto_trace.json") or _host_of(file) == host]
+        return own or [path], []
     sessions = _sessions(path) if path.is_dir() else []
     if not path.exists():
         hint = "a *.xplane.pb or *.sqlite file, or its folder"
         raise TraceError("there is no such trace.", at=str(path), hint=hint)
     if not sessions:
-        message = f"there is no trace (*.xplane.pb) in this folder or in plugins/profile/ below; {contents(path)}."
-        report = next(path.glob("*.nsys-rep"), None) if path.is_dir() else None
-        raise TraceError(message, at=str(path), hint=f"nsys export --type sqlite {report.name}" if report else None)
+        raise no_trace(path, "this folder has no")
     if all(_OF_A_PROCESS.fullmatch(s.name) for s in sessions):
         return [file for s in sessions for file in _traces(s)], []
     *earlier, newest = sessions

@@ -9,13 +9,17 @@ whose fields are in an unusual order are decoded one by one, so that any valid f
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from meshkit.config.files import open_regular
 from meshkit.errors import TraceError
 from meshkit.trace.protobuf import Buffer, Malformed, WireError, assembled, span_of
 
@@ -221,7 +225,31 @@ _JSON = (
 )
 _ARCHIVE = ("an archive, as nsys-jax writes it", "unpacking it; meshkit profile FOLDER reads what is in it")
 _NSYS = ("a report of Nsight Systems", "nsys export --type sqlite REPORT.nsys-rep; meshkit profile reads its SQLite")
-_LONGEST_SPACE = 64  # The most white space before the first brace of a JSON file.
+_FORMATS = {  # The end of a file's name -> the format.
+    ".nsys-rep": _NSYS,
+    ".qdrep": _NSYS,
+    "trace.json": _JSON,
+    "trace.json.gz": _JSON,
+}
+_LONGEST_BEGIN = 256
+_JSON_KEY = re.compile(rb'\s*(?:\[\s*)?\{\s*"[^"]{0,64}"\s*:')
+
+
+def foreign_format(path: Path) -> tuple[str, str] | None:
+    """Return what a file with a trace of another format is, and what to do with it; None for any other file.
+
+    The end of its name and its first bytes tell; a large file is not unpacked.
+    """
+    known = next((format_ for end, format_ in _FORMATS.items() if path.name.endswith(end)), None)
+    if known is not None:
+        return known
+    with suppress(OSError, EOFError, zlib.error), open_regular(path) as file:
+        begin = file.read(_LONGEST_BEGIN)
+        if begin.startswith(b"\x1f\x8b"):
+            file.seek(0)
+            begin = gzip.GzipFile(fileobj=file).read(_LONGEST_BEGIN)
+        return _JSON if _JSON_KEY.match(begin) else _ARCHIVE if begin.startswith(b"PK") else None
+    return None
 
 
 def read_xspace(path: str | Path) -> XSpace:
@@ -231,6 +259,8 @@ def read_xspace(path: str | Path) -> XSpace:
         TraceError: the file cannot be read, or is not an XSpace.
     """
     path = Path(path)
+    if (known := foreign_format(path)) is not None:
+        raise TraceError(f"this is {known[0]}, and meshkit reads XSpace.", at=str(path), hint=known[1])
     try:
         buffer = Buffer.read(path)
     except OSError as e:
@@ -252,11 +282,6 @@ def read_xspace(path: str | Path) -> XSpace:
             elif number != _SPACE_HOST:
                 raise Malformed(f"field {number} is not one of an XSpace")
     except WireError as e:
-        begin = bytes(buffer.data[:_LONGEST_SPACE]).lstrip()
-        known = _JSON if begin[:1] == b"{" else _ARCHIVE if begin[:2] == b"PK" else None
-        known = _NSYS if path.suffix == ".nsys-rep" else known
-        if known is not None:
-            raise TraceError(f"this is {known[0]}, and meshkit reads XSpace.", at=str(path), hint=known[1]) from None
         raise TraceError(f"this file is not a profiler trace, or is cut short: {e}.", at=str(path)) from None
     space.messages = [*messages[_SPACE_ERROR], *messages[_SPACE_WARNING]]
     return space

@@ -235,7 +235,7 @@ def test_json_that_is_no_file_of_a_run_is_a_trace_of_another_format(tmp_path):
 def test_errors_say_what_is_missing(tmp_path):
     with pytest.raises(TraceError, match="there is no such trace"):
         open_loose(tmp_path / "x.xplane.pb")
-    with pytest.raises(TraceError, match=r"no trace .* in this folder"):
+    with pytest.raises(TraceError, match=r"this folder has no trace \(.*\) in it"):
         open_loose(tmp_path)
     (tmp_path / "x.xplane.pb.gz").write_bytes(b"nothing packed")
     with pytest.raises(TraceError, match="cannot be unpacked: it is not gzip data"):

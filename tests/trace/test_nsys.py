@@ -1,5 +1,6 @@
 """Test traces of Nsight Systems, real and made-up ones, against a plain loop that shares no code with the reader."""
 
+import gzip
 import random
 import re
 import shutil
@@ -13,8 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from typer.testing import CliRunner
 
 import meshkit as mk
+from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import TraceError
@@ -407,6 +410,45 @@ def test_the_timeline_of_jax_is_read_from_the_trace_beside_it(tmp_path):
     timeline.write_bytes(b"")
     assert find_traces(timeline) == ([tmp_path / "host.xplane.pb"], [])
     assert find_traces(tmp_path)[0] == [tmp_path / "host.xplane.pb"]
+    (tmp_path / "perfetto_trace.json.gz").write_bytes(b"")
+    assert find_traces(tmp_path / "perfetto_trace.json.gz")[0] == [tmp_path / "host.xplane.pb"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "hint"),
+    [
+        ("rank0.pt.trace.json", "JSON: a timeline .* PyTorch's Kineto", "Holistic Trace Analysis"),
+        ("plugins/profile/2026_01_01_00_00_00/host.trace.json.gz", "JSON: a timeline", r"the \*.xplane.pb beside it"),
+        ("perfetto_trace.json.gz", "JSON: a timeline", r"the \*.xplane.pb beside it"),
+        ("a.nsys-rep", "a report of Nsight Systems", "nsys export --type sqlite a.nsys-rep"),
+        ("job.zip", "an archive, as nsys-jax writes it", "unpacking it"),
+    ],
+)
+def test_a_folder_that_holds_other_formats_alone_says_what_they_are_and_where_to_go(name, what, hint, tmp_path):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(b"PK\3\4" if name == "job.zip" else b"never read")
+    assert not is_loose(tmp_path)  # The command answers for a run folder.
+    with pytest.raises(TraceError) as loose:
+        find_traces(tmp_path)
+    for error in (loose.value, CliRunner().invoke(app, ["profile", str(tmp_path)]).exception):
+        words = " ".join(str(error).split())
+        assert "trace (*.xplane.pb, *.sqlite of nsys, or trace.parquet of nsys-jax) in it" in words
+        assert re.search(rf"{re.escape(Path(name).name)} is {what}.*{hint}", words)
+
+
+def test_a_timeline_is_told_by_its_first_bytes_without_being_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshkit.trace.xspace.Buffer.read", lambda path: pytest.fail("it was unpacked"))
+    for name, pack in (("a.json", bytes), ("b.json.gz", gzip.compress), ("c.xplane.pb.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(b'\n{ "displayTimeUnit": "ns", "traceEvents": [' + b" " * 2**20))
+        with pytest.raises(TraceError, match="this is JSON: a timeline"):
+            open_loose(tmp_path / name)
+
+
+def test_a_plane_whose_length_is_a_brace_is_no_json(tmp_path):
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(b"\x0a\x7b\x12\x79" + b'"' * 121)  # One plane of 123 bytes, the code of a brace.
+    with pytest.raises(TraceError, match="no operation of a GPU"):
+        open_loose(path)
 
 
 def test_without_pyarrow_parquet_is_answered_with_what_to_install(monkeypatch):
