@@ -109,6 +109,33 @@ def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():
     assert trace.facts.kernels_mapped_share > 0.99
 
 
+def test_tensorflow_on_two_of_eight_v100s_has_no_step_and_no_verdict(tmp_path):
+    path = DATA / "traces" / "tensorflow_v100x8.xplane.pb.gz"
+    (tmp_path / "x.xplane.pb").write_bytes(gzip.decompress(path.read_bytes()))
+    planes = ProfileData.from_file(str(tmp_path / "x.xplane.pb")).planes  # an independent reader
+    trace, report = read(path)[1], profile_traces(path)
+    busiest = {step.device: (step, swept) for step, swept in zip(trace.steps.steps, trace.sweeps) if step.device != 1}
+    assert busiest.keys() == {4, 6}  # GPU 1 gets copies alone.
+    for plane in planes:
+        step, swept = busiest.get(int(plane.name[-1]), (None, None))
+        events = [(e.start_ns, e.end_ns, e.name.startswith("Memcpy")) for line in plane.lines for e in line.events]
+        if step is None:
+            continue
+        begin, until = min(a for a, *_ in events), max(b for _, b, _ in events)
+        covered, reach = 0.0, begin
+        for start, end in sorted((a, b) for a, b, copies in events if not copies):
+            covered += max(0.0, end - max(start, reach))
+            reach = max(reach, end)
+        assert step.window[1] == pytest.approx((until - begin) * 1e-9, abs=1e-9)
+        assert swept.total.compute_s == pytest.approx(covered * 1e-9, abs=1e-9)
+        assert (len(step.compute), len(step.copies)) == (665, len(events) - 665)
+    assert report.findings == ()
+    assert report.verdict == (
+        "No verdict: No period was found in the operations of GPU 4, so its whole trace, 119 ms, counts as one step."
+    )
+    assert [w.code for w in report.warnings][:2] == ["steps_found", "no_program"]
+
+
 def test_streams_that_are_called_by_what_they_do_not_run_mislead_nobody(tmp_path):
     """The streams' labels give 3.17 s of exposed communication, but what ran gives 1.02 s (marin#8053, made small).
 
