@@ -92,9 +92,17 @@ def _readers(folder: Path) -> Callable[[int], Attack]:
 
     Some put pipes, devices and folders in the places of files.
     """
+    from tests.trace.nsys_files import made
+
     run, trace = _captured_run(folder)
     good, bundle = folder / "good", folder / "bundle"
-    traces = [trace, _DATA / "synthetic_2gpu_3step.xplane.pb", _DATA / "traces" / "tracelens_jax08_gemm.xplane.pb"]
+    traces = [
+        trace,
+        _DATA / "synthetic_2gpu_3step.xplane.pb",
+        _DATA / "traces" / "tracelens_jax08_gemm.xplane.pb",
+        made(range(20)).write(folder / "nsys.sqlite"),
+        _DATA / "traces" / "maxtext_h100x4" / "nvtx_gpu_proj_trace" / "trace.parquet",
+    ]
     for path in traces:
         _sound("profile", str(path), "--out", str(good))
     _sound("profile", str(run))

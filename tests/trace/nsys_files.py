@@ -117,3 +117,30 @@ def export_of(rows, device_of):
                 made.kernel(name, start, start + row["Projected Duration"], device, at=now, thread=global_tid)
         close(None)
     return made
+
+
+def made(run=range(3), *, apart=False):
+    """Two processes of one GPU each that run `jit_f`: a matmul, an all-gather at its end, one copy before.
+
+    Args:
+        run: numbers of its executions.
+        apart: the all-gather is launched on a thread of its own, outside of the module, as XLA does since 2026.
+    """
+    export = Export()
+    export.add("TARGET_INFO_SESSION_START_TIME", {"utcEpochNs": 10**18})
+    gpu = {"id": 0, "name": "H100", "totalMemory": 80 * 10**9, "computeMajor": 9, "computeMinor": 0}
+    export.add("TARGET_INFO_GPU", gpu)
+    for process, device in ((31, 1), (30, 0)):
+        thread = process << 24 | process
+        export.copy(1, 900, 950, device, at=100, thread=thread)
+        for i in run:
+            at, on_gpu = 1000 * (i + 1), 10_000 * (i + 1)
+            export.range("XlaModule:#hlo_module=jit_f,program_id=7#", at, at + 900, thread, registered=False)
+            export.range("Thunk:#name=jit(f)/dot[a=(1,),b],hlo_op=dot.1#", at + 10, at + 90, thread)
+            export.kernel("gemm", on_gpu, on_gpu + 6000, device, at=at + 50, thread=thread)
+            export.range("Thunk:#hlo_op=while.4#", at + 100, at + 800, thread)
+            by, more = (thread + 1, ",unique_hlo_op_id=4294967298") if apart else (thread, "")
+            export.range(f"Thunk:#hlo_op=all-gather-start.2{more}#", at + 200, at + 300, by)
+            name, start = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", on_gpu + 5000
+            export.kernel(name, start, start + 4000, device, at=at + 250, thread=by)
+    return export
