@@ -33,6 +33,7 @@ from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.step.loss import deferred_axes
+from meshkit.step.muon import matrix_dims
 from meshkit.step.pipelined import arrange_description, check_model, find_stack
 from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
@@ -96,7 +97,7 @@ class Bounds:
         self._experiment = experiment
         self._spec = resolve(experiment)
         self.model: ModelDescription = describe_model(self._spec)
-        self._layers, self._model_flops = _work(self.model, experiment)
+        self._layers, self._copies, self._model_flops = _work(self.model, experiment)
         cluster, precision = experiment.cluster, experiment.train.precision
         self._peak = compute_peak_flops(cluster.gpu, precision) or math.inf
         self._sustained = self._peak * cluster.gpu.achieved["matmul"]
@@ -161,6 +162,7 @@ class Bounds:
         whole = _whole_weights_bytes(places["compute"], sizes, variant, deferred)
         kept = self._kept(places["compute"], sizes, variant, tokens / pieces)
         moved = self._moved(places, variant, token_axes, tokens)
+        moved["exchanges"] = self._exchanges(places["compute"], variant, tokens, kept.recomputed_share)
         stages = sizes.get(variant.pipeline.axis or "", 1)
         bubble = (stages - 1) / (variant.pipeline.microbatches * variant.pipeline.virtual_stages)
         flops = self._model_flops / self._cluster.num_gpus * (1 + bubble)
@@ -170,7 +172,7 @@ class Bounds:
         work_s = flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
         host_s = kept.host_bytes / self._host_bytes_per_s  # For one micro-batch, in one direction.
         # Layers that exchange activations are not double-buffered, so the copies in one direction are exposed.
-        waiting_s = host_s if moved["activations"] else 0.0
+        waiting_s = host_s if moved["activations"] or moved["exchanges"] else 0.0
         return Bound(
             state_bytes=int(state),
             needed_bytes=int(state + whole + max(held, kept.least_bytes)),
@@ -206,7 +208,8 @@ class Bounds:
     def _communication_guess_s(
         self, moved: Mapping[str, Sequence[_Payload]], variant: Experiment, deferred: Sequence[str]
     ) -> float:
-        seconds = _ACTIVATIONS_SHOW * sum(self._price(payload, variant.mesh) for payload in moved["activations"])
+        shown = (*moved["activations"], *moved["exchanges"])
+        seconds = _ACTIVATIONS_SHOW * sum(self._price(payload, variant.mesh) for payload in shown)
         for payload in moved["weights"]:
             times = 1 if set(payload.axes) <= set(deferred) else variant.train.accumulate
             shows = _WEIGHTS_SHOW if times == 1 else _WEIGHTS_SHOW_IN_LOOP
@@ -236,42 +239,45 @@ class Bounds:
         policy = _Policy.from_remat(remat)
         if not self._layers:
             return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
-        width, inner, outer, work, kept_work, attended = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        # A step of the scan may have several layers, and several kinds of them, so each array counts its own stack.
+        width, scanned = _residual_width(leaves), 1
+        inner, outer, work, kept_work, attended = 0.0, 0.0, 0.0, 0.0, 0.0
         away, away_outer = 0.0, 0  # The parts of `inner` and `outer` in host memory.
         for leaf in leaves:
             names = leaf.logical_axes or ()
             if "layers" not in names or len(names) < 3 or _RESIDUAL not in names:
                 continue
-            width = leaf.shape[names.index(_RESIDUAL)]
+            stack = leaf.shape[names.index("layers")]
+            scanned = max(scanned, stack)
             work += math.prod(leaf.shape)
             first, *rest = [i for i, name in enumerate(names) if name != "layers"]
-            made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
+            made = stack * math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
             if _FUSED in policy.named and "query" in leaf.path.split("/"):
-                attended = made  # The output of attention has the size of its queries.
+                attended += made  # The output of attention has the size of its queries.
             if (where := policy.where(leaf.path)) == "drop":
                 continue
             kept_work += math.prod(leaf.shape)
             if names[first] == _RESIDUAL:
                 inner, away = (inner, away + made) if where == "offload" else (inner + made, away)
             else:  # The output is added to the residual stream and has its width.
-                outer, away_outer = (outer, away_outer + 1) if where == "offload" else (outer + 1, away_outer)
+                outer, away_outer = (outer, away_outer + stack) if where == "offload" else (outer + stack, away_outer)
         (residual,) = variant.rules.spec_for(("act_residual_length",), kind="activations")
         (length,) = variant.rules.spec_for(("act_length",), kind="activations")
         width /= math.prod(sizes[a] for a in residual if a not in length)
-        each = tokens * self._layers * PRECISIONS[variant.train.precision].item_bytes
+        each = tokens * PRECISIONS[variant.train.precision].item_bytes
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
         # The backward pass does not need outputs that are added to the residual stream, so the bound leaves them out.
-        stays = 0 if policy.input_leaves else 1
-        host = each * (away + width * (away_outer + 1 - stays))
+        stays = 0 if policy.input_leaves else scanned
+        host = each * (away + width * (away_outer + scanned - stays))
         guess = each * (width * (stays + outer) + inner + attended) * everything
-        guess += _LAYERS_IN_FLIGHT * host / self._layers
+        guess += _LAYERS_IN_FLIGHT * host / scanned
         again = 1 - kept_work / work if work else 1.0
         if stages.axis is None:
             return _Kept(each * (width * stays + inner), guess, again, host)
         ways, chunks = sizes[stages.axis], stages.virtual_stages
         flying = min((chunks + 1) * ways - 1, 2 * chunks * stages.microbatches) / (ways * chunks)
         if stages.residuals == "recompute":  # All chunks keep inputs; the recomputed chunk keeps what the policy says.
-            return _Kept(0.0, each / self._layers * width * flying * ways * chunks + guess / (ways * chunks), 1 + again)
+            return _Kept(0.0, each * width * flying * ways * chunks + guess / (ways * chunks), 1 + again)
         return _Kept(0.0, guess * flying, again)
 
     def _moved(
@@ -305,14 +311,36 @@ class Bounds:
         weights += [_Payload("all-reduce", axes, payload) for axes, payload in reduced.items()]
         activations = []
         axes = tuple(a for a in variant.mesh.axis_names if a in other and sizes[a] > 1)
-        width = next((leaf.shape[leaf.logical_axes.index(_RESIDUAL)] for leaf in places["parameters"]
-                      if leaf.logical_axes and _RESIDUAL in leaf.logical_axes), 0)  # fmt: skip
+        width = _residual_width(places["parameters"])
         if axes and self._layers and width:
             # Tensor parallelism (Megatron) sums a layer's activations twice in the forward and twice in the backward
             # pass. Each sum is an all-gather and a reduce-scatter.
             layers = self._layers / sizes.get(variant.pipeline.axis or "", 1)
             activations.append(_Payload("all-reduce", axes, 4 * layers * tokens * width * bytes_each))
         return {"weights": weights, "activations": activations}
+
+    def _exchanges(
+        self, leaves: Sequence[Placed], variant: Experiment, tokens: float, recomputed_share: float
+    ) -> list[_Payload]:
+        """Return the all-to-alls of a step that bring tokens to their experts and back.
+
+        They are no bound, since an exchange may send one copy of a token to several experts, or drop tokens.
+        """
+        stacks, axes = {}, set()
+        for leaf in leaves:
+            names = leaf.logical_axes or ()
+            if "experts" in names:
+                dim = names.index("experts")
+                stacks[leaf.path.rpartition("/")[0]] = math.prod(leaf.shape[:dim])
+                axes |= set(leaf.spec[dim])
+        over = tuple(a for a in variant.mesh.axis_names if a in axes and variant.mesh.sizes[a] > 1)
+        if not over:
+            return []
+        # There and back in the forward and in the backward pass; recomputation brings the tokens there once more.
+        times = (4 + recomputed_share) * sum(stacks.values()) / variant.mesh.sizes.get(variant.pipeline.axis or "", 1)
+        bytes_each = PRECISIONS[variant.train.precision].item_bytes
+        sent = times * tokens * self._copies * _residual_width(leaves) * bytes_each
+        return [_Payload("all-to-all", over, sent)]
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
         return self._seconds_of(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
@@ -369,13 +397,21 @@ class _Payload:
     bytes: float
 
 
-def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
+def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, int, float]:
+    """Return the layers, the experts that get a token (1 if the model does not say it), and the FLOP of a step."""
     tokens = experiment.train.global_batch * experiment.train.sequence_length
     made = model.abstract_model()
     params = [leaf for leaf in jax.tree.leaves(model.params) if hasattr(leaf, "shape")]
     flops = count_model_flops(made, params, tokens, experiment.train.sequence_length)
     layers = made.attention_shape()[0] if hasattr(made, "attention_shape") else 0  # pyright: ignore
-    return layers, flops.model_flops_causal or 0.0
+    copies = getattr(getattr(made, "config", None), "experts_per_token", 1)
+    return layers, copies, flops.model_flops_causal or 0.0
+
+
+def _residual_width(leaves: Sequence[Placed]) -> int:
+    """Return the width of the residual stream; projections from a narrower latent name their input like it."""
+    named = ((leaf.logical_axes or (), leaf.shape) for leaf in leaves)
+    return max((shape[n.index(_RESIDUAL)] for n, shape in named if "layers" in n and _RESIDUAL in n), default=0)
 
 
 def _token_axes(variant: Experiment) -> tuple[str, ...]:
@@ -391,11 +427,15 @@ def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) 
 
 def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
     optimizer = variant.optimizer
-    unknown = optimizer.memory == "host" or optimizer.class_path is not None
-    moments = 0 if unknown else 4 + PRECISIONS[optimizer.dtype].item_bytes
     kept = PRECISIONS[variant.train.parameter_precision].item_bytes
     state = kept * sum(_local(leaf, sizes) for leaf in places["parameters"])
-    return state + moments * sum(_local(leaf, sizes) for leaf in places["optimizer"])
+    if optimizer.memory == "host" or optimizer.class_path is not None:
+        return state
+    first = PRECISIONS[optimizer.dtype].item_bytes
+    for leaf in places["optimizer"]:
+        by_muon = optimizer.algorithm == "muon" and matrix_dims(leaf.logical_axes or ()) is not None
+        state += (first if by_muon else first + 4) * _local(leaf, sizes)  # Muon has no second moment.
+    return state
 
 
 def _gradient_bytes(

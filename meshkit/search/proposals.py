@@ -408,8 +408,12 @@ def _micro_batches(experiment: Experiment) -> Iterator[Candidate]:
 
 def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
     now = {axis.name: axis.size for axis in experiment.mesh.axes}
+    crossing = lambda mesh: {axis.name for axis in mesh.axes if axis.number("infiniband") > 1}
+    # Axes that exchange activations stay inside an NVLink domain.
+    may_cross = crossing(experiment.mesh) | {"data", "fsdp", experiment.pipeline.axis}
+    meshes = [mesh for mesh in space.meshes if crossing(mesh) <= may_cross]
     for name, what in (("fsdp", "shard the state over more GPUs"), ("tensor", "tensor and sequence parallelism")):
-        larger = [mesh for mesh in space.meshes if _grows_only(now, {a.name: a.size for a in mesh.axes}, name)]
+        larger = [mesh for mesh in meshes if _grows_only(now, {a.name: a.size for a in mesh.axes}, name)]
         # For each size, an axis inside a domain comes before an axis that crosses domains, which is slower.
         larger.sort(key=lambda mesh: [(a.size, a.number("infiniband")) for a in mesh.axes if a.name == name])
         sizes = set()

@@ -298,6 +298,8 @@ def what_text(outcome: Outcome) -> str:
             words.append(mesh_text(outcome))
         elif key == "cluster.hosts":
             words.append(f"{value} hosts")
+        elif key == "cluster.gpus_used_per_domain":
+            words.append(f"{value} GPUs of each NVLink domain")
         elif key == "train.remat":
             words.append(f"remat {_remat_text(value)}")
         elif key == "rules.gradients.embed":

@@ -24,7 +24,7 @@ from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, check_kinds
 from meshkit.planning.planner import check_has_gpus
 from meshkit.search.bounds import Bounds
-from meshkit.search.candidate import Candidate
+from meshkit.search.candidate import Candidate, fastest_first
 from meshkit.search.order import Journal, Pruned, Search, candidates
 from meshkit.search.scaling import parse_sizes
 from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, make_tune_report
@@ -54,15 +54,16 @@ _LEAST = 2
 class Sizes:
     """Further sizes of the cluster, with the same model and global batch, and the objective of the search.
 
-    The experiment's own size is searched first. Each other size then gets a small share of the budget. Its candidates
-    have all meshes and recomputation policies, but only the XLA options of the best so far. They have a pipeline only
-    if the best so far has one.
+    The experiment's own size is searched first. If its NVLink domains span hosts, a size with a power of two GPUs of
+    each domain (64 of 72) is searched, too. Each other size gets a small share of the budget. Its candidates have all
+    meshes and recomputation policies, but only the XLA options of the best so far. They have a pipeline only if the
+    best so far has one.
     """
 
     hosts: tuple[int, ...] = ()
     """The numbers of hosts to search in addition to the experiment's own."""
     objective: str = "time"
-    """`time`: the winner is the fastest at the experiment's size; `gpu_hours`: it has the fewest GPU hours at any
+    """`time`: the winner is the fastest on the experiment's hosts; `gpu_hours`: it has the fewest GPU hours at any
     size."""
 
 
@@ -132,14 +133,15 @@ def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | Non
     start = time.perf_counter()
     path, overrides, out, budget, jobs, sizes, progress = asked
     _check(experiment, budget, jobs, sizes.objective)
-    others = [n for n in sizes.hosts if n != experiment.cluster.hosts]
-    at_sizes = {n: _at_size(path, overrides, experiment, n) for n in others}
+    parts = _parts_of_domains(experiment.cluster) if budget > _LEAST * (1 + len(sizes.hosts)) else []
+    others = [*parts, *((f"cluster.hosts={n}",) for n in sizes.hosts if n != experiment.cluster.hosts)]
+    at_sizes = {size: _at_size(path, overrides, experiment, size) for size in others}
     own_share, other_share = shares(budget, len(others))
     journal, pruned = Journal(out, experiment), Pruned()
     searches: list[Search] = []
 
     def tell(candidate: Candidate, known: bool) -> None:
-        progress.done(candidate, known, _best(searches, sizes.objective))
+        progress.done(candidate, known, _best(searches, sizes.objective, 1 + len(parts)))
 
     space, bounds = _space(experiment, axes)
     found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
@@ -149,16 +151,18 @@ def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | Non
     log = out / LOG_FILE if out else None
     with open_workers(file_request(path, overrides), jobs, log) as workers:
         searches[0].run(workers, tell)
-        for other, sized in at_sizes.items():
+        for size, sized in at_sizes.items():
             best = searches[0].best()
-            space, bounds = _space(sized, axes, hosts=other, like=best.variant if best else None)
+            space, bounds = _space(sized, axes, size=size, like=best.variant if best else None)
             found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
-            search = Search(found, space.base, other_share, journal, pruned, searches[0].wrong)
+            # Of whole domains there may be few variants that divide, and the parts get what they leave of the budget.
+            share = other_share + (own_share - searches[0].compiled if size in parts else 0)
+            search = Search(found, space.base, share, journal, pruned, searches[0].wrong)
             searches.append(search)
             search.run(workers, tell, base_first=False)
     return _report(
         searches,
-        _best(searches, sizes.objective),
+        _best(searches, sizes.objective, 1 + len(parts)),
         experiment.cluster,
         start,
         experiment=experiment.name,
@@ -237,7 +241,7 @@ def _run_search(space: Space, budget: int, journal: Journal, workers: Workers, p
 
 
 def _space(
-    experiment: Experiment, axes: Sequence[str] | None, *, hosts: int | None = None, like: Variant | None = None
+    experiment: Experiment, axes: Sequence[str] | None, *, size: tuple[str, ...] = (), like: Variant | None = None
 ) -> tuple[Space, Bounds]:
     """Return the variants of the experiment on one size of the cluster, and their bounds."""
     bounds = Bounds(experiment)
@@ -247,7 +251,7 @@ def _space(
         logical_axes=bounds.logical_axes,
         remats=bounds.remats(REMATS),
         can_pipeline=bounds.can_pipeline,
-        hosts=hosts,
+        size=size,
     )
     if like is not None:
         space = replace(space, options=(like.options,), pipeline=space.pipeline if like.stages else None)
@@ -283,15 +287,28 @@ def shares(budget: int, others: int) -> tuple[int, int]:
     return budget - others * other, other
 
 
-def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -> Experiment:
-    """Return the experiment on another number of hosts, as a base for the meshes of that size.
+def _parts_of_domains(cluster: Cluster) -> list[tuple[str, ...]]:
+    """Return the size that uses a power of two GPUs of each NVLink domain, if domains span hosts and it uses another.
+
+    Widths, batches and experts are rarely multiples of the 9 in a rack of 72.
+    """
+    used = 1 << (cluster.gpus_used_per_domain.bit_length() - 1)
+    if cluster.nvlink_domain_size <= cluster.gpus_per_host or used == cluster.gpus_used_per_domain:
+        return []
+    return [(f"cluster.gpus_used_per_domain={used}",)]
+
+
+def _at_size(path: str, overrides: Sequence[str], own: Experiment, size: tuple[str, ...]) -> Experiment:
+    """Return the experiment on a cluster of another size, as a base for the meshes of that size.
 
     Its largest axis spans all GPUs. Its batch is the experiment's even if this mesh does not divide it, because the
     search need not try this mesh.
     """
+    changed = {key.removeprefix("cluster."): int(value) for key, _, value in (text.partition("=") for text in size)}
     try:
-        cluster = Cluster.load(own.cluster.to_dict(), hosts=hosts)
+        cluster = Cluster.load(own.cluster.to_dict() | changed)
     except ConfigError as error:
+        hosts = changed["hosts"]
         raise ConfigError(
             f"the cluster cannot have {hosts} hosts: {error.message}", at="--hosts", hint=error.hint
         ) from None
@@ -300,7 +317,7 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
     axes = {a.name: (whole if a.name == largest.name else MeshAxis(a.name, 1, 1)).to_plain() for a in own.mesh.axes}
     batch = own.train.global_batch
     divides = f"train.global_batch={batch * cluster.num_gpus}"
-    loaded = load(path, (*overrides, f"cluster.hosts={hosts}", f"mesh={inline(axes)}", divides))
+    loaded = load(path, (*overrides, *size, f"mesh={inline(axes)}", divides))
     return replace(loaded, train=loaded.train.model_copy(update={"global_batch": batch}))
 
 
@@ -312,10 +329,10 @@ def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, obj
         raise ConfigError(f"'{objective}' is not an objective.", at="--objective", hint=" or ".join(OBJECTIVES))
 
 
-def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
-    """Return the fastest candidate at the experiment's own size, or the one with the fewest GPU hours at any size."""
+def _best(searches: Sequence[Search], objective: str, own: int) -> Candidate | None:
+    """Return the fastest candidate of the first `own` searches, or the one with the fewest GPU hours of all."""
     if objective == "time":
-        return searches[0].best()
+        return next(iter(fastest_first([best for search in searches[:own] if (best := search.best())])), None)
     found = [best for search in searches if (best := search.best()) is not None]
     return min(found, key=lambda c: (c.gpu_seconds, c.settings), default=None)
 

@@ -109,8 +109,8 @@ class Space:
     pipeline: str | None = None
     virtual_stages: tuple[int, ...] = ()
     """The numbers of chunks of layers that a stage of an interleaved pipeline may have."""
-    hosts: int | None = None
-    """The hosts of the cluster; None for the experiment's own number."""
+    size: tuple[str, ...] = ()
+    """The values for `--set` that give the cluster another size; none for the experiment's own."""
 
     def variants(self) -> Iterator[Variant]:
         """Yield every combination; the base may be among them."""
@@ -172,10 +172,8 @@ class Space:
 
     def settings(self, variant: Variant) -> tuple[str, ...]:
         """Return the values for `--set` that make a variant, without those that equal the experiment's."""
-        base, found = self.base, []
-        if self.hosts is not None:
-            found.append(f"cluster.hosts={self.hosts}")
-        if self.hosts is not None or variant.mesh != base.mesh:
+        base, found = self.base, [*self.size]
+        if self.size or variant.mesh != base.mesh:
             found.append(f"mesh={inline(variant.mesh.to_dict())}")
         known = {*base.mesh.axis_names, *(preset_axes(self.preset) if self.preset else ()), self.pipeline}
         if self.preset and not set(variant.mesh.axis_names) <= known:
@@ -207,7 +205,7 @@ def make_space(
     logical_axes: set[str],
     remats: Sequence[Any],
     can_pipeline: bool = False,
-    hosts: int | None = None,
+    size: tuple[str, ...] = (),
 ) -> Space:
     """Return the variants of an experiment; if `axes` is None, those over the axes that its rules know.
 
@@ -232,7 +230,7 @@ def make_space(
         vary_reduction=preset is not None and not experiment.rules.gradients,
         pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
         virtual_stages=(2, 4, 5),
-        hosts=hosts,
+        size=size,
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -89,8 +89,11 @@ def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str,
     return {p.path: matrix for p in placed if (matrix := _matrix_of(p, mesh)) is not None}
 
 
-def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
-    names = p.logical_axes or ()
+def matrix_dims(names: Sequence[str | None]) -> tuple[int, int] | None:
+    """Return how many leading dims of a parameter are a stack's, and how many after them are a matrix's rows.
+
+    It is None for a parameter with these logical axes that Muon does not update.
+    """
     stacked = next((dim for dim, name in enumerate(names) if name not in _STACKED), len(names))
     groups: list[list[str | None]] = []
     for name in names[stacked:]:
@@ -100,7 +103,14 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
             groups.append([name])
     if len(groups) != 2 or any(name in ("vocab", *_STACKED) for group in groups for name in group):
         return None
-    inner = len(groups[0])
+    return stacked, len(groups[0])
+
+
+def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
+    dims = matrix_dims(p.logical_axes or ())
+    if dims is None:
+        return None
+    stacked, inner = dims
     stack, rows, columns = p.spec[:stacked], [*p.spec[stacked]], [*p.spec[stacked + inner]]
     ways = lambda axes: math.prod(mesh.shape[a] for a in axes)
     pieces = tuple(map(ways, stack))
