@@ -265,7 +265,7 @@ def _layout(config: Any, rows: tuple[Row, ...], written: Mapping[str, Any], **mo
 
 
 def read_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the options of `Llama`, `Moe` or `DeepSeek` that correspond to a folder's config.json.
+    """Return the options of `Llama`, `Moe`, `DeepSeek` or `GptOss` that correspond to a folder's config.json.
 
     Raises:
         ConfigError: no config.json, another architecture, or one with a feature that our models do not have.
