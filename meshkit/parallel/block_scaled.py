@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshkit.errors import ConfigError
+
 type Axes = tuple[str, ...]
 
 
@@ -65,6 +67,7 @@ def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> An
     # gathered.
     taken = {axis for cut in columns for axis in cut}
     inner = [k if other in (k, ()) and not taken & {*k} else () for k, other in zip(left, right)]
+    _check_whole_blocks(args[0], args[1], inner[-1])
     added = tuple(axis for cut in inner for axis in cut)
     kept, scattered = [], []  # for each dim of the result: axes that cut the product, axes of its reduce-scatter
     for wanted, has in zip(out, rows + columns):
@@ -86,6 +89,23 @@ def _partition(summed: int, dtype: str, mesh: Any, args: Any, result: Any) -> An
 
     first, second = sharding(rows + inner), sharding(columns + inner)
     return mesh, multiply, sharding([k + s for k, s in zip(kept, scattered)]), (first, first, second, second)
+
+
+def _check_whole_blocks(values: Any, scales: Any, cut: Axes) -> None:
+    """Raise an error if a GPU's part of the last summed dim ends inside a block, whose scale another GPU then has.
+
+    Raises:
+        ConfigError: the blocks do not divide among the mesh axes that cut the dim.
+    """
+    sizes, (size, blocks) = values.sharding.mesh.shape, (values.shape[-1], scales.shape[-1])
+    ways = math.prod(sizes[axis] for axis in cut)
+    if blocks % ways:
+        each, axes = size // blocks, " x ".join(f"{axis} {sizes[axis]}" for axis in cut)
+        raise ConfigError(
+            f"a block-scaled matmul sums over a dim of {size}, which is {blocks} blocks of {each}, and the mesh cuts "
+            f"it over {axes}: {blocks / ways:g} blocks a GPU, where {math.gcd(blocks, ways)} instead of {ways} ways "
+            "would give whole ones.",
+        )
 
 
 def _free(cut: Axes, used: set[str]) -> tuple[Axes, Axes]:

@@ -77,6 +77,16 @@ def test_it_is_one_devices_and_moves_no_more_than_it_must(case):
     assert sorted(collectives(compiled.as_text())) == sorted(moved)
 
 
+@pytest.mark.parametrize(("ways", "each"), [(2, 1.5), (8, 0.375)])
+def test_a_cut_inside_a_block_is_refused(ways, each):
+    """Three blocks of 32: the scale of the second one would be on one GPU, and half of its values on another."""
+    row = jax.make_mesh((ways,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ways])
+    cut = NamedSharding(row, P(None, "tensor"))
+    a, b = ((jax.device_put(values, cut), scales) for values, scales in (blocks(0, 16, 96), blocks(2, 24, 96)))
+    with pytest.raises(Exception, match=f"96, which is 3 blocks of 32, .* tensor {ways}: {each} blocks a GPU"):
+        jax.jit(lambda a, b: block_scaled_matmul(a, b, 1, jnp.float32))(a, b)
+
+
 def collectives(hlo):
     """Yield the collective and the number of elements of every array that a collective makes."""
     pattern = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
