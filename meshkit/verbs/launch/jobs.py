@@ -186,9 +186,7 @@ def _check_even(cluster: Cluster) -> None:
         even = size
     elif used > per_host and used % per_host:
         full, rest = divmod(used, per_host)
-        message = (
-            f"of each NVLink domain the mesh uses {full} hosts of {per_host} GPUs and {rest} GPUs of one more host"
-        )
+        message = f"in each NVLink domain the mesh uses {full} hosts of {per_host} GPUs and {rest} GPUs of one more"
         even = full * per_host
     else:
         return
@@ -651,14 +649,8 @@ def _command(job: Job, site: Kubernetes) -> list[str]:
     arguments = ["--out", job.out, "--", *command] if job.own else command[command.index("train") + 1 :]
     local = ["-m", "meshkit", "launch", "local"]
     if numbered:
-        return [
-            "bash",
-            "-c",
-            f'exec "$$0" {" ".join(local)} --host-index {index} "$$@"',
-            site.python,
-            *part,
-            *arguments,
-        ]
+        script = f'exec "$$0" {" ".join(local)} --host-index {index} "$$@"'
+        return ["bash", "-c", script, site.python, *part, *arguments]
     return [site.python, *local, "--host-index", "$(HOST_INDEX)", *part, *arguments]
 
 
