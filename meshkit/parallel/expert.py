@@ -46,9 +46,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -356,7 +357,7 @@ class _Layer:
         return self._manual(partial(self._backward, dtypes=dtypes), inputs, outputs)(saved, weights, casts, g)
 
     def _forward(self, x, weights, choices, casts):
-        parts = [self._forward_part(*part, casts) for part in self._parts(x, weights, choices)]
+        parts = [self._forward_part(a, b, c, casts) for a, b, c in self._parts(x, weights, choices)]
         y, kept, saved = (list(each) for each in zip(*parts))
         y = self.layout.reduce_mlp(jnp.concatenate(y).astype(x.dtype).reshape(x.shape))
         return y, jnp.concatenate(kept).reshape(choices.shape), dict(enumerate(saved))
@@ -377,14 +378,16 @@ class _Layer:
 
     def _backward(self, saved, weights, casts, g, dtypes):
         parts = zip(saved.values(), self._parts(weights, g))
-        g_x, g_weights, g_kernels = zip(*(self._backward_part(kept, *part, casts, dtypes) for kept, part in parts))
+        g_x, g_weights, g_kernels = zip(*(self._backward_part(kept, a, b, casts, dtypes) for kept, (a, b) in parts))
         g_x = jnp.concatenate(g_x).astype(g.dtype).reshape(g.shape)
         g_weights = jnp.concatenate(g_weights)
         g_weights = lax.psum(g_weights, self.layout.mlp) if self.layout.mlp else g_weights
         w2 = _flat(weights)
         g_weights = jnp.where(w2 == 0, 0.0, g_weights / jnp.where(w2 == 0, 1.0, w2)).reshape(weights.shape)
         dims = (1, 1, 2, None, None, 1)
-        g_kernels = tuple(self.layout.reduce_tokens(sum(each), dim) for each, dim in zip(zip(*g_kernels), dims))
+        g_kernels = tuple(
+            self.layout.reduce_tokens(reduce(operator.add, each), dim) for each, dim in zip(zip(*g_kernels), dims)
+        )
         return self.layout.reduce_mlp(g_x), g_weights.astype(weights.dtype), g_kernels
 
     def _backward_part(self, saved, weights, g, casts, dtypes):
@@ -409,7 +412,7 @@ class _Layer:
             g_kernels += [outer(ones, g, dtype)[:, 0] for g, dtype in zip((g_a, g_b, g_rows), dtypes[3:])]
         return g_x, d.each(routing, g_weight), g_kernels
 
-    def _parts(self, *arrays: jax.Array) -> Iterator[list[jax.Array]]:
+    def _parts(self, *arrays: jax.Array) -> Iterator[tuple[Any, ...]]:
         """Yield arrays of tokens [batch, length, ...] as [tokens, ...], part by part."""
         return zip(*(jnp.split(_flat(a), self.parts) for a in arrays))
 
