@@ -25,7 +25,7 @@ from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace.graphs import graph_nodes
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Note, Trace, read_trace, some
-from meshkit.trace.xspace import foreign_format
+from meshkit.trace.xspace import named_format
 from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # A folder inside a run folder.
@@ -391,8 +391,9 @@ def has_capture(run: Path) -> bool:
 def no_trace(folder: Path, lead: str, hint: str | None = None) -> TraceError:
     """Return an error for a folder without traces: what it holds, and what to do with a trace of another format."""
     message = f"{lead} trace ({_TRACES}) in it or in plugins/profile/ below; {contents(folder)}"
-    for file in (f for pattern in ("*", "plugins/profile/*/*") for f in sorted(folder.glob(pattern)) if f.is_file()):
-        if (known := foreign_format(file)) is not None:
+    own = (folder / "report.json").exists()  # A run folder has a trace.json.gz by meshkit.
+    for file in (f for pattern in ("*", "plugins/profile/*/*") for f in sorted(folder.glob(pattern)) if not own):
+        if (known := named_format(file)) is not None:
             return TraceError(
                 f"{message}; {file.name} is {known[0]}.",
                 at=str(folder),

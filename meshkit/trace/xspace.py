@@ -225,31 +225,26 @@ _JSON = (
 )
 _ARCHIVE = ("an archive, as nsys-jax writes it", "unpacking it; meshkit profile FOLDER reads what is in it")
 _NSYS = ("a report of Nsight Systems", "nsys export --type sqlite REPORT.nsys-rep; meshkit profile reads its SQLite")
-_FORMATS = {  # The end of a file's name -> the format.
-    ".nsys-rep": _NSYS,
-    ".qdrep": _NSYS,
-    "trace.json": _JSON,
-    "trace.json.gz": _JSON,
-}
+_FORMATS = {".nsys-rep": _NSYS, ".qdrep": _NSYS, "trace.json": _JSON, "trace.json.gz": _JSON, ".zip": _ARCHIVE}
 _LONGEST_BEGIN = 256
 _JSON_KEY = re.compile(rb'\s*(?:\[\s*)?\{\s*"[^"]{0,64}"\s*:')
 
 
-def foreign_format(path: Path) -> tuple[str, str] | None:
-    """Return what a file with a trace of another format is, and what to do with it; None for any other file.
+def named_format(path: Path) -> tuple[str, str] | None:
+    """Return what a file named like a trace of another format is, and what to do with it; None for any other file."""
+    return next((format_ for end, format_ in _FORMATS.items() if path.name.endswith(end)), None)
 
-    The end of its name and its first bytes tell; a large file is not unpacked.
-    """
-    known = next((format_ for end, format_ in _FORMATS.items() if path.name.endswith(end)), None)
-    if known is not None:
-        return known
+
+def _foreign_format(path: Path) -> tuple[str, str] | None:
+    """Return the same by the name or the first bytes; a large file is not unpacked."""
+    known = named_format(path)
     with suppress(OSError, EOFError, zlib.error), open_regular(path) as file:
         begin = file.read(_LONGEST_BEGIN)
         if begin.startswith(b"\x1f\x8b"):
             file.seek(0)
             begin = gzip.GzipFile(fileobj=file).read(_LONGEST_BEGIN)
-        return _JSON if _JSON_KEY.match(begin) else _ARCHIVE if begin.startswith(b"PK") else None
-    return None
+        known = known or (_JSON if _JSON_KEY.match(begin) else _ARCHIVE if begin.startswith(b"PK") else None)
+    return known
 
 
 def read_xspace(path: str | Path) -> XSpace:
@@ -259,7 +254,7 @@ def read_xspace(path: str | Path) -> XSpace:
         TraceError: the file cannot be read, or is not an XSpace.
     """
     path = Path(path)
-    if (known := foreign_format(path)) is not None:
+    if (known := _foreign_format(path)) is not None:
         raise TraceError(f"this is {known[0]}, and meshkit reads XSpace.", at=str(path), hint=known[1])
     try:
         buffer = Buffer.read(path)

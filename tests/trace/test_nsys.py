@@ -26,7 +26,7 @@ from meshkit.trace.loose import find_traces, is_loose, open_loose
 from meshkit.trace.nsys import _Ranges, read_nsys  # pyright: ignore[reportPrivateUsage]
 from meshkit.trace.operations import TraceFile, is_communication
 from meshkit.trace.reader import read_trace
-from meshkit.verbs.profile.profiler import TracedJob, measure_traces
+from meshkit.verbs.profile.profiler import TracedJob, measure_traces, profile_run
 from tests.trace.nsys_files import SCHEMA, WARNING, Export, export_of, made
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
@@ -449,6 +449,14 @@ def test_a_folder_that_holds_other_formats_alone_says_what_they_are_and_where_to
         words = " ".join(str(error).split())
         assert "trace (*.xplane.pb, *.sqlite of nsys, or trace.parquet of nsys-jax) in it" in words
         assert re.search(rf"{re.escape(Path(name).name)} is {what}.*{hint}", words)
+
+
+def test_the_timeline_and_the_metrics_of_a_run_are_no_traces_of_other_formats(tmp_path):
+    for name in ("report.json", "trace.json.gz", "metrics.jsonl"):
+        (tmp_path / name).write_text('{"step": 1}')
+    with pytest.raises(TraceError, match=r"holds 3 entries \(.*\)\.\n") as caught:
+        profile_run(tmp_path)
+    assert "meshkit train" in caught.value.hint
 
 
 def test_a_timeline_is_told_by_its_first_bytes_without_being_unpacked(tmp_path, monkeypatch):
