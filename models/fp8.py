@@ -44,7 +44,10 @@ INPUT, KERNEL, GRADIENT = range(3)  # columns of a history
 
 
 def new_history(stack: int | None) -> nnx.Variable:
-    """Return the largest absolute values of previous steps [steps, 3], newest first; `stack` adds a dim for layers."""
+    """Return a history of zeros for the largest absolute values of previous steps, newest first.
+
+    Its shape is [steps, 3], and [stack, steps, 3] for the layers of a stack.
+    """
     kind = nnx.variable_type_from_name(fp8_ops.OVERWRITE_WITH_GRADIENT, allow_register=True)
     return kind(jnp.zeros((STEPS, 3) if stack is None else (stack, STEPS, 3), jnp.float32))
 

@@ -28,8 +28,8 @@ class TracedFlops:
     """FLOP of one call of a step over all GPUs, counted in the traced jaxpr.
 
     Attributes:
-        executed: includes every recomputation, and half of an attention under a causal mask. A compiled program that
-            executes more FLOP repeats work on several GPUs.
+        executed: includes every recomputation, and the part of an attention that its mask leaves: half if it is causal,
+            the band of a sliding window. A compiled program that executes more FLOP repeats work on several GPUs.
         model: excludes the recomputation of `jax.checkpoint`. Attention counts in full, as if it had no mask, and its
             backward pass counts as two forward passes. This is the convention of `step.program`.
         model_causal: like `model`, but without the attention scores that the mask hides: half of causal attention
@@ -70,7 +70,7 @@ def dead_updates(jaxpr: Any) -> tuple[str, ...]:
     used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
     made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
     dropped = sorted(name for name in entering if made[name] > kept[name])
-    # Prefer types whose new values are all dropped. If some are used, activations may have the same type.
+    # Where some new values of a type are used, the dropped ones may be activations that have the type of a parameter.
     return tuple([name for name in dropped if not kept[name]] or dropped)
 
 
@@ -111,7 +111,7 @@ def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
 
 
 def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
-    """Return the fields as `_of_equation` does, but as if `jax.checkpoint` did not recompute the equation itself."""
+    """Return the fields of an equation that is no part of a recomputation; equations inside it may be."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _UNSCALED * _of_dot(equation)
@@ -173,7 +173,10 @@ def _of_convolution(equation: Any) -> float:
 
 
 def _of_attention(equation: Any) -> np.ndarray:
-    """Return the FLOP of fused attention: two matmuls forward and five backward, as in `hlo.costs` for cuDNN calls."""
+    """Return the fields for fused attention: two matmuls forward; backward five are executed, and the model's are four.
+
+    `hlo.costs` counts cuDNN's calls in the same way.
+    """
     query, key, value = (v.aval.shape for v in equation.invars[:3])
     names = equation.params.get("layout", 0)
     batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])

@@ -240,7 +240,7 @@ class _Bench:
             kinds_ = sorted({f"{row.collective} over {row.axes[0] if row.axes else '-'}" for row in rows if row.wrong})
             self._warn("wrong", f"{wrong} elements differ from numpy's: {', '.join(kinds_)}.")
         if median is not None and median > GOOD_FIT:
-            text = f"the fitted latency and bandwidth are off by {format_percent(median)} at the median"
+            text = f"half of the measured times differ from the fitted ones by more than {format_percent(median)}"
             self._warn("fit", f"{text}; so a plan with this calibration is that inaccurate, too.")
         device = self.mesh.devices.flat[0]
         if device.platform == "cpu":

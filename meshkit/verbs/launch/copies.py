@@ -43,7 +43,7 @@ class Channel:
         Raises:
             OSError: nobody listens there, or the other end does not show the job's certificate.
         """
-        with socket.create_connection(address, timeout=_CONNECT_S) as plain:  # after wrapping, `found` owns it
+        with socket.create_connection(address, timeout=_CONNECT_S) as plain:  # closed if wrapping fails
             keep_alive(plain)
             found = self.client.wrap_socket(plain, server_hostname=self.name, do_handshake_on_connect=handshake)
         found.settimeout(_TIMEOUT_S)

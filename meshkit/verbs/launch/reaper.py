@@ -11,8 +11,8 @@ On Linux the ended process stays a zombie, so that its PID is not reused. Orphan
 reaper (PR_SET_CHILD_SUBREAPER), and the process is killed when the reaper is killed (PR_SET_PDEATHSIG). On other
 systems the reaper kills only the process group.
 
-A control group (cgroup) is not used. It would need rights that few jobs have, and another process to kill it when the
-launcher is gone. A leftover group would also get in the way of the scheduler's groups.
+A control group (cgroup) is not used. It would need rights that few jobs have, and still a process like this one to kill
+it when the launcher is gone. A leftover group would also get in the way of the scheduler's groups.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _reap(process: int) -> int | None:
             if found.si_pid == process:
                 return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
             os.waitpid(found.si_pid, 0)
-        pid, status = os.waitpid(process, os.WNOHANG)  # macOS
+        pid, status = os.waitpid(process, os.WNOHANG)  # macOS before Python 3.13, without waitid
         return os.waitstatus_to_exitcode(status) if pid else None
     except ChildProcessError:
         return None
