@@ -46,9 +46,9 @@ def guides_program() -> str:
 
 
 def readmes_commands() -> list[str]:
-    """Return the commands that README says work in an empty folder."""
+    """Return the commands that README says work in any folder."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^(meshkit .*?) +#", text.split("in an empty folder", 1)[1].split("\n## ")[0], re.MULTILINE)
+    return re.findall(r"^(meshkit .*?) +#", text.split("work in any folder", 1)[1].split("\n## ")[0], re.MULTILINE)
 
 
 def said(output: str) -> str:
