@@ -153,7 +153,7 @@ def _nothing_in(folder: Path) -> ConfigError:
         return ConfigError(
             f"{pickles[0]} is a pickle, and loading a pickle runs whatever code is in it, so it is not read.",
             at=str(folder),
-            hint="the same weights as safetensors, written by save_pretrained (in a sandbox, if nobody vouches for them)",
+            hint="the same weights as safetensors, written by save_pretrained (in a sandbox, if you do not trust them)",
         )
     found = ", ".join(names[:5]) or "nothing"
     message = f"{folder} has neither {SINGLE} nor {INDEX}, but {found}{', ...' * (len(names) > 5)}."
