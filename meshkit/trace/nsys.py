@@ -395,7 +395,7 @@ def _launches(database: _Database, process: np.ndarray, correlation: np.ndarray)
 
 
 @dataclass
-class _Ranges:
+class Ranges:
     """NVTX ranges of one kind; two ranges of a thread are disjoint or nested."""
 
     start: np.ndarray
@@ -428,7 +428,7 @@ class _Ranges:
         return found
 
 
-def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[_Ranges, _Ranges]:
+def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, modules: _Names) -> tuple[Ranges, Ranges]:
     start, end, thread, id_ = database.numbers("NVTX_EVENTS", "start", "end", "globalTid", "textId")
     said = database.rows("NVTX_EVENTS", "text", where='CAST(IFNULL("textId", -1) AS INTEGER) = -1')
     number, first = distinct_rows((id_,))
@@ -442,9 +442,9 @@ def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, module
     kind, meaning = np.array(meanings, np.int32).reshape(-1, 2)[number].T
     end = np.where(end < 0, _NEVER, end)
 
-    def ranges_of(wanted: int) -> _Ranges:
+    def ranges_of(wanted: int) -> Ranges:
         rows = (kind == wanted) & (start >= 0) & (thread >= 0)
-        return _Ranges(start[rows], end[rows], thread[rows], meaning[rows])
+        return Ranges(start[rows], end[rows], thread[rows], meaning[rows])
 
     return ranges_of(_OF_THUNK), ranges_of(_OF_MODULE)
 

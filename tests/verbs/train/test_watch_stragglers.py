@@ -82,7 +82,7 @@ def test_one_process_alone_watches_its_error_counters():
         alone.join(10.0)
     assert "straggler" not in alone.news()
     assert len(said) == 1
-    assert "GPU 0: x: 2 more" in said[0]
+    assert "GPU 0: x rose by 2" in said[0]
 
 
 GANG = """
