@@ -47,6 +47,7 @@ def test_the_notebook_shows_its_report():
     assert "child.py" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_kernel_runs_it():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

@@ -27,6 +27,7 @@ def test_every_training_was_planned_blind_and_fits():
     assert [name for name, plan in planned.items() if plan.get("fits") is not True] == []
 
 
+@pytest.mark.slow
 def test_rows_are_measured_and_scored_against_their_plans(tmp_path, capsys, monkeypatch):
     """The command runs in a process of its own, because no device may have started there."""
     names = ("row_llama_8b", "row_lstm")

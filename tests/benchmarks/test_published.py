@@ -222,6 +222,7 @@ def test_a_file_never_seen_is_planned_row_by_row(tmp_path, monkeypatch, capsys):
     assert "interval of 80 %: covers 100% of 2 rows" in said
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_file_is_what_meshkit_says(tmp_path):
     """One GPU and one layer make the smallest program that can be planned."""
     cells = {"n_gpus": "1", "gpus_per_node": "1", "fsdp": "1", "micro_batch": "1", "global_batch_seqs": "1",

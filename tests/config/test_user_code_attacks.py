@@ -294,6 +294,7 @@ def test_code_that_a_group_may_write_is_warned_of_once(tmp_path, monkeypatch, ca
     assert str(folder) in err
 
 
+@pytest.mark.slow
 def test_a_process_that_plans_finds_the_code_beside_the_experiment(tmp_path, monkeypatch):
     """The worker runs nothing else that lies there, and no folder of an experiment is on its path."""
     shared, log = tmp_path / "shared", tmp_path / "log"

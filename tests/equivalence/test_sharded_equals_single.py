@@ -113,8 +113,9 @@ def assert_close(got, wanted, tolerance: float) -> None:
 
 
 # These are slow tests: another strategy has their axes, or (zero2) the same program without accumulation.
-COVERED = ("zero2", "hsdp", "tensor + sequence", "zero1 + tensor", "hsdp + tensor", "fsdp, accumulated",
-           "hsdp + tensor + sequence", "zero1, accumulated")  # fmt: skip
+COVERED = ("zero2", "data, accumulated", "hsdp", "tensor + sequence",
+           "zero1 + tensor", "hsdp + tensor", "fsdp, accumulated", "hsdp + tensor + sequence",
+           "zero1, accumulated")  # fmt: skip
 
 
 @pytest.mark.parametrize(

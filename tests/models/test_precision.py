@@ -348,6 +348,7 @@ def test_activations_are_gathered_in_the_precision_they_are_multiplied_in(precis
     assert large(precision)["all-gather", ("tensor",)] == (6 * LAYERS * bytes_each + 2 * 2) * activation
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_program_for_blackwell_multiplies_in_blocks():
     """All projections of the layers run as often as in fp8, by XLA's one call for block-scaled matmuls.

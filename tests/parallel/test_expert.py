@@ -352,7 +352,7 @@ DROPLESS = "model.buffer_factor="
 @pytest.mark.parametrize(
     ("options", "exchanges"),
     [
-        ((), 5),  # tests/verbs/explain uses the same program.
+        ((), 5),
         pytest.param((DROPLESS,), 5, marks=pytest.mark.slow),
         pytest.param((DROPLESS, "train.remat=none"), 4, marks=pytest.mark.slow),
         pytest.param((DROPLESS, "model.capacity_factor=1.5"), 5, marks=pytest.mark.slow),
@@ -419,7 +419,7 @@ OUTER_INNER = ["expert_outer", "expert"]
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("option", ["capacity_factor", "buffer_factor"])
+@pytest.mark.parametrize("option", [pytest.param("capacity_factor", marks=pytest.mark.slow), "buffer_factor"])
 def test_bytes_and_overlap_of_the_two_stages_of_a_compiled_step(option):
     """16 experts, 8 on each of two hosts, full remat: 3 dispatches and 2 combines a layer in each stage.
 

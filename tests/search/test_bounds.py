@@ -41,7 +41,10 @@ def test_layers_of_a_pair_are_counted_once():
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("remat", ['"full"', '["query", "key", "value"]', '["projection"]'])
+@pytest.mark.parametrize(
+    "remat",
+    [*(pytest.param(r, marks=pytest.mark.slow) for r in ('"full"', '["query", "key", "value"]')), '["projection"]'],
+)
 def test_the_bounds_of_pairs_of_layers_are_below_the_plan(remat):
     experiment = load(GPT_OSS, (*DEBUG, f"train.remat={remat}", 'optimizer.algorithm="muon"', "model.layers=8"))
     bound, report = Bounds(experiment).bound(experiment), plan_experiment(experiment).report

@@ -173,7 +173,7 @@ def check(kind, schedule="1f1b", chunks=1, context="all_gather", *, stages=2, mi
 
 
 # These have one of each kind of axis over which stages communicate themselves; `slow` has the rest.
-DEFAULT = {("context", "1f1b", 1, "ring"), ("expert_alone", "1f1b", 1, "all_gather")}
+DEFAULT = {("context", "1f1b", 1, "ring")}
 CASES = [
     *((kind, "1f1b", 1, "all_gather") for kind in KINDS),
     *((kind, "interleaved_1f1b", 2, "all_gather") for kind in KINDS),

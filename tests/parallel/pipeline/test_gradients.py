@@ -112,6 +112,7 @@ def test_dropout_losses_of_layers_tied_tables_and_uneven_layers(schedule, chunks
     check(mesh, layers, 4, schedule=schedule, virtual_stages=chunks, data=("data",), **HARD, **options)
 
 
+@pytest.mark.slow
 def test_a_head_over_the_pipeline_with_fsdp_and_tensor():
     """All axes are used: the table is sharded over the pipeline along vocab and over fsdp along embed."""
     mesh = toy.make_mesh(pipeline=2, fsdp=2, tensor=2)

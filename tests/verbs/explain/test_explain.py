@@ -25,7 +25,7 @@ SHIPPED = sorted((ROOT / "configs/experiments").glob("*.toml"))
 # The default suite compiles what takes seconds, or what other tests plan too; the slow one compiles all of them as they
 # are.
 ON_16 = ("cluster={name='dgx_h100',hosts=2}", "mesh.data={infiniband=2}", "mesh.fsdp=4")
-DEFAULT = {"llama3_8b": (), "llama_debug_cpu": ON_16, "mlp": ()}
+DEFAULT = {"llama_debug_cpu": ON_16, "mlp": ()}
 COMPILED = [pytest.param(f, DEFAULT[f.stem], id=f"{f.stem}, default") for f in SHIPPED if f.stem in DEFAULT]
 COMPILED += [pytest.param(f, (), id=f.stem, marks=pytest.mark.slow) for f in SHIPPED if DEFAULT.get(f.stem) != ()]
 DEBUG = ROOT / "configs/experiments/llama_debug_cpu.toml"

@@ -51,7 +51,10 @@ def losses(out) -> list[float]:
     return [r["loss"] for r in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("precision", [[], ['train.precision="fp8"', 'train.fp8_scaling="delayed"']])
+DELAYED = ['train.precision="fp8"', 'train.fp8_scaling="delayed"']
+
+
+@pytest.mark.parametrize("precision", [[], pytest.param(DELAYED, marks=pytest.mark.slow)])
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_path, precision):
     """Dropout draws masks by the number of the step, and delayed scales depend on the steps before."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
