@@ -160,7 +160,7 @@ def _work(out: Path, pairs: int, every: int, state_bytes: int) -> None:
     products = Agreement("benchmark").reach("products", needed, max, timeout_s=60)
     step = make(products)
     state, _ = timed(step, state)
-    snapshots = Snapshots("benchmark", print)
+    snapshots = Snapshots("benchmark", out.parent / "snapshots", print)
     found: dict[str, list[float]] = defaultdict(list)
 
     def block(state: TrainState, kind: str) -> TrainState:
