@@ -4,7 +4,8 @@
     predict  costs.json, seed -> the goodput that the simulator expects          -> predictions.csv
     soak     the same seed: the run itself                                       -> soaks.csv, goodput.md
 
-Commit the predictions before a soak runs. Without an argument, all three parts run.
+Commit the predictions before a soak runs. Without an argument, all three parts run. The soak of 1,800 s has not been
+run with this program yet.
 """
 
 from __future__ import annotations
