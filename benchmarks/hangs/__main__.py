@@ -274,7 +274,7 @@ def table(found: Sequence[Found]) -> str:
     lines = ["| planted | launcher | found after s (limit) | said | |", "|---|---|---|---|---|"]
     for f in found:
         c = f.case
-        by_name = "exact" if f.exact else f"{len(f.collectives)} candidate(s)"
+        by_name = "exact" if f.exact else f"{len(f.collectives)} candidate{'s' * (len(f.collectives) != 1)}"
         kind = {"program": "before the step", "memory": "its end"}.get(c.kind, by_name)
         what = f"{kind}: {', '.join(f.collectives) or f"phase '{c.phase}'"}"
         time_s = "-" if c.kind == "program" else f"{f.seconds:.1f} ({c.limit_s:g})"
