@@ -14,15 +14,13 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix import unpriced_share
+from benchmarks.matrix import EXPERIMENTS, unpriced_share
 from meshkit.children import peak_rss_bytes
 from meshkit.config.experiment import load_any
 from meshkit.planning.planner import plan_experiment
 
-EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 HEAD = (
     "| experiment | GPUs | step, s | planned in, s | CPU, s | memory, GB | unpriced, % | unexplained |\n"
     "|---|---|---|---|---|---|---|---|"
