@@ -1,6 +1,5 @@
 """Test that the documentation's Python runs, commands parse, experiments load, and tables are complete.
 
-
 A page marks its blocks like this:
 
 - Every ```python block runs, and the blocks of a page run one after the other in one namespace. What a line

@@ -125,7 +125,7 @@ def test_a_public_class_name_stands_once(trees):
 
 
 def test_a_small_module_has_several_users(imports):
-    """If only one module uses a module of less than 60 lines, it belongs into that module."""
+    """If only one module uses a module of less than 60 lines, it belongs in that module."""
     users = Counter(m for found in imports.values() for m in found)
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     small = {n for n, count in lines.items() if count < 60 and users[n] == 1 and not n.endswith(".cli")}

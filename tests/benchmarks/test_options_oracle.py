@@ -1,4 +1,4 @@
-"""The option oracle keeps its predictions until all new ones are there."""
+"""Test that the option oracle keeps its predictions until all new ones are there."""
 
 import pytest
 
@@ -16,6 +16,6 @@ def test_an_arm_that_fails_leaves_the_predictions_as_they_were(monkeypatch, tmp_
     monkeypatch.setattr(options_oracle, "PREDICTED", tmp_path / "predicted.csv")
     monkeypatch.setattr(options_oracle, "plan_experiment", fails)
     monkeypatch.setattr("sys.argv", ["options_oracle", "--predict"])
-    with pytest.raises(ProgramError):
+    with pytest.raises(ProgramError, match="XLA refuses it"):
         options_oracle.main()
     assert (tmp_path / "predicted.csv").read_text(encoding="utf-8") == kept
