@@ -67,7 +67,7 @@ _REMEDIES = (
         "Unable to convert MHLO to StableHLO",
         "jax.nn.scaled_matmul in place of jax.lax.scaled_dot, which this XLA cannot partition, GPUs attached or not",
     ),
-    ("No supported config", "[xla] without xla_gpu_deterministic_ops"),
+    ("No supported config", "[xla] xla_gpu_enable_triton_gemm = false, or without xla_gpu_deterministic_ops"),
 )
 
 
