@@ -174,31 +174,28 @@ class Dispatch:
         self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
     ) -> Shaped[Array, "{self.received_rows} *rest"]:
         """Send the buffer's rows to their experts. Return the rows received, by expert, then by sending GPU."""
-        if self.ways == 1:
-            return buffer
         with jax.named_scope("dispatch"):
-            if self.capacity is None:
-                there, back = self._slices(routing)
-                return self._exchange(buffer, there, back, self.received_rows)
-            pieces = buffer.reshape(self.experts, self.capacity, *buffer.shape[1:])
-            pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
-            pieces = pieces.reshape(self.ways, self.local_experts, self.capacity, *buffer.shape[1:])
-            return jnp.swapaxes(pieces, 0, 1).reshape(self.received_rows, *buffer.shape[1:])
+            return self._move(routing, buffer, back=False)
 
     def from_experts(
         self, routing: Routing, rows: Shaped[Array, "{self.received_rows} *rest"]
     ) -> Shaped[Array, "{self.slots} *rest"]:
         """Send rows back to the GPUs that sent them in `to_experts`. Return the buffer of this GPU, by slot."""
+        with jax.named_scope("combine"):
+            return self._move(routing, rows, back=True)
+
+    def _move(self, routing: Routing, rows: jax.Array, *, back: bool) -> jax.Array:
+        """Return received rows, by expert, for rows by slot; `back` returns rows by slot for those by expert."""
         if self.ways == 1:
             return rows
-        with jax.named_scope("combine"):
-            if self.capacity is None:
-                there, back = self._slices(routing)
-                return self._exchange(rows, back, there, self.slots)
-            pieces = rows.reshape(self.local_experts, self.ways, self.capacity, *rows.shape[1:])
-            pieces = jnp.swapaxes(pieces, 0, 1).reshape(self.experts, self.capacity, *rows.shape[1:])
-            pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
-            return pieces.reshape(self.slots, *rows.shape[1:])
+        if self.capacity is None:
+            sent, received = self._slices(routing)
+            out, into, size = (received, sent, self.slots) if back else (sent, received, self.received_rows)
+            return self._exchange(rows, out, into, size)
+        by_slot, by_expert = (self.ways, self.local_experts), (self.local_experts, self.ways)
+        pieces = rows.reshape(*(by_expert if back else by_slot), self.capacity, *rows.shape[1:])
+        pieces = lax.all_to_all(pieces, self.axes, split_axis=int(back), concat_axis=int(not back))
+        return pieces.reshape(rows.shape)
 
     def group_sizes(self, routing: Routing) -> Int[Array, " {self.local_experts}"]:
         """Return the number of rows that each expert of this GPU received (dropless)."""
