@@ -30,12 +30,13 @@ from models.layers import (
     Matmuls,
     Projection,
     dropout,
+    for_matmuls,
     layer_keys,
     parameter,
-    project,
     project_each,
     training_key,
 )
+from models.matmul import project
 from models.options import Rate, check_option
 from models.remat import check_remat, run_layers
 from models.vit import LayerNorm
@@ -273,7 +274,7 @@ class GPT(nnx.Module):
             x = self._run_layers(x, key)
         dtype = jnp.float32 if self.config.fp32_logits else self.dtype
         with jax.named_scope("logits"):
-            x = constrain(constrain(self.norm(x), *RESIDUAL_AXES), "act_batch", "act_length", "act_embed")
+            x = for_matmuls(self.norm(x))
             if self.config.tied:
                 logits = project(x, self.embedding.get_value().T, 1, dtype)
             else:

@@ -78,7 +78,7 @@ class Matmuls:
             the matmuls, see `meshkit.parallel.collective_matmul`.
 
     Raises:
-        ValueError: two at once.
+        ValueError: options that exclude each other, or delayed scaling without fp8.
     """
 
     fp8: bool = False
@@ -91,11 +91,11 @@ class Matmuls:
         if self.fp8_scaling not in ("current", "delayed"):
             raise ValueError(f"fp8_scaling = '{self.fp8_scaling}' is neither current nor delayed.")
         if self.delayed and not self.fp8:
-            raise ValueError("fp8_scaling = 'delayed' is of fp8, which is off.")
+            raise ValueError("fp8_scaling = 'delayed' needs fp8, which is off.")
         if self.fp8 + self.mxfp8 + self.nvfp4 > 1:
-            raise ValueError("fp8 has a scale for a tensor, mxfp8 and nvfp4 one for a block: choose one of the two.")
+            raise ValueError("fp8, mxfp8 and nvfp4 exclude each other: choose one.")
         if self.few_bits and self.collective:
-            raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8 or fp4: choose one of the two.")
+            raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8 or fp4: choose one.")
 
     @property
     def delayed(self) -> bool:
@@ -184,8 +184,7 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
             layouts = Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
             outputs = _in_few_bits(x, projections, x.dtype, layouts)
         else:
-            # Constrained in pieces first: otherwise the gather is put before the cast that ends a norm, and moves fp32.
-            x = constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
+            x = for_matmuls(x)
             outputs = [project(x, kernel, 1, x.dtype) for kernel in kernels]
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
 
@@ -240,8 +239,8 @@ def layer_keys(key: Any, layers: int) -> Any:
 
 def for_matmuls(x: jax.Array) -> jax.Array:
     """Return the input of matmuls: whole along embed, and along the length that sequence parallelism cuts."""
-    x = constrain(x, *RESIDUAL_AXES)  # in pieces first: otherwise the gather moves the array that x was cast from
-    return constrain(x, *WHOLE_AXES)
+    # Without the first constraint XLA gathers before the cast that ends a norm, and moves fp32.
+    return constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
 
 
 def depth_scale(layers: int) -> float:

@@ -11,7 +11,7 @@ from jax import lax
 
 
 def dot(a: jax.Array, b: jax.Array, a_dims, b_dims, dtype, precision=None) -> jax.Array:
-    """Contract dims of `a` with dims of `b`; the product is summed, over the mesh too, in `dtype`."""
+    """Return `a` contracted with `b` over these dims of both; the product is summed in `dtype`, over the mesh too."""
     return lax.dot_general(a, b, ((tuple(a_dims), tuple(b_dims)), ((), ())), precision, preferred_element_type=dtype)
 
 
@@ -21,7 +21,7 @@ def multiply(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype) -> jax
 
 
 def project(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype, forward: Callable = multiply) -> jax.Array:
-    """Contract x with the kernel over its first `contracted` dims; `forward` multiplies in the forward pass.
+    """Return x contracted with the kernel over its first `contracted` dims; `forward` multiplies in the forward pass.
 
     The kernel is cast once, outside of the custom_vjp. So a recomputed forward pass and the backward pass share the
     cast kernel, and also the all-gather that FSDP puts after the cast.

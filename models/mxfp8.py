@@ -55,8 +55,7 @@ def quantize(x: jax.Array, axis: int = -1) -> Blocks:
     inverse = jnp.where(exponent == 255, jnp.nan, lax.bitcast_convert_type((254 - scale) << 23, jnp.float32))
     values = (blocks.astype(jnp.float32) * inverse).astype(VALUES).reshape(x.shape)
     scales = lax.bitcast_convert_type(jnp.squeeze(scale, axis + 1).astype(jnp.uint8), SCALES)
-    # Where XLA dequantizes before it multiplies, it would otherwise drop the cast to fp8 and the cast back, because it
-    # may keep more precision than asked for.
+    # Without the barrier XLA may remove the cast to fp8 and the cast back (its option xla_allow_excess_precision).
     return Blocks(*lax.optimization_barrier((values, scales)))
 
 

@@ -1,4 +1,4 @@
-"""Matmuls of the linear layers in NVFP4, for plans alone: e2m1 values, and an e4m3 scale for each block of 16 values
+"""Matmuls of the linear layers in NVFP4, only for plans: e2m1 values, and an e4m3 scale for each block of 16 values
 along the dim that a matmul sums over.
 
 The range of e4m3 is small, so a tensor also has one scale in fp32. Only the forward pass multiplies in NVFP4, as in
@@ -20,7 +20,8 @@ from models.mxfp8 import Blocks, matrix_of
 
 BLOCK = 16
 VALUES, SCALES = jnp.float4_e2m1fn, jnp.float8_e4m3fn
-_LARGEST_VALUE, _LARGEST_SCALE, _SMALLEST_SCALE = 6.0, 448.0, 2.0**-9
+_LARGEST_VALUE, _LARGEST_SCALE = float(jnp.finfo(VALUES).max), float(jnp.finfo(SCALES).max)
+_SMALLEST_SCALE = float(jnp.finfo(SCALES).smallest_subnormal)
 
 
 def quantize(x: jax.Array) -> tuple[Blocks, jax.Array]:
@@ -31,14 +32,17 @@ def quantize(x: jax.Array) -> tuple[Blocks, jax.Array]:
     scales = (jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST_VALUE).astype(SCALES)
     values = blocks / jnp.maximum(scales.astype(jnp.float32), _SMALLEST_SCALE)[..., None]
     values = jnp.clip(values, -_LARGEST_VALUE, _LARGEST_VALUE).astype(VALUES).reshape(x.shape)
-    # Where XLA dequantizes before it multiplies, it would otherwise remove both casts (excess precision).
+    # Without the barrier XLA may remove the cast to 4 bits and the cast back (its option xla_allow_excess_precision).
     return Blocks(*lax.optimization_barrier((values, scales))), scale
 
 
 def project_each(
     x: jax.Array, kernels: Sequence[jax.Array], contracted: int, out_dtype, layouts: Layouts = AS_THEY_COME
 ) -> tuple[jax.Array, ...]:
-    """Do what `models.fp8.project_each` does, in NVFP4. Tensors move over the mesh in bf16, for the gradients."""
+    """Return what `models.fp8.project_each` returns, computed in NVFP4.
+
+    Tensors move over the mesh in bf16, because the backward pass multiplies them in bf16.
+    """
     x = layouts.multiplied(layouts.inputs(x))
     return tuple(layouts.outputs(project(x, k, contracted, jnp.dtype(out_dtype), _multiply)) for k in kernels)
 

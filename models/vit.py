@@ -24,12 +24,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from meshkit.sharding import constrain
-from models.layers import Projection, parameter
+from models.attention import HEAD_AXES
+from models.layers import RESIDUAL_AXES, Projection, for_matmuls, parameter
 from models.options import check_option
 from models.remat import check_remat, run_layers
-
-RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
-HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
 
 
 @dataclass(frozen=True)
@@ -131,9 +129,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
-            x = constrain(x + self.attention(_for_matmuls(self.attention_norm(x))), *RESIDUAL_AXES)
+            x = constrain(x + self.attention(for_matmuls(self.attention_norm(x))), *RESIDUAL_AXES)
         with jax.named_scope("mlp"):
-            hidden = jax.nn.gelu(self.up(_for_matmuls(self.mlp_norm(x))))
+            hidden = jax.nn.gelu(self.up(for_matmuls(self.mlp_norm(x))))
             return constrain(x + self.down(constrain(hidden, "act_batch", "act_length", "act_mlp")), *RESIDUAL_AXES)
 
 
@@ -274,8 +272,3 @@ class SyntheticImages:
         image = pattern.repeat(scale, axis=0).repeat(scale, axis=1)
         noise = np.random.default_rng((self.seed, 1, index)).standard_normal(image.shape, np.float32)
         return {"images": (image + noise) / np.float32(math.sqrt(2)), "labels": np.array(label, np.int32)}
-
-
-def _for_matmuls(x: jax.Array) -> jax.Array:
-    """Return the input of a block's matmuls: whole along embed, and along the length that sequence parallelism cuts."""
-    return constrain(x, "act_batch", "act_length", "act_embed")

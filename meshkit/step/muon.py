@@ -132,14 +132,13 @@ def exchanged_elements(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict
     If an axis cuts a matrix that is in no stack, its number is infinite, because this matrix is multiplied in pieces.
     """
     found: dict[str, float] = defaultdict(float)
-    matrices = find_matrices(params, mesh, rules)
     for p in placements(params, mesh, rules, kind="optimizer"):
-        if (matrix := matrices.get(p.path)) is None:
+        if (matrix := _matrix_of(p, mesh)) is None:
             continue
-        for axis in (axis for axes in p.spec[matrix.stacked :] for axis in axes):
-            each = math.prod(p.shape[matrix.stacked :])
-            ways = math.prod(mesh.shape[a] for axes in p.spec[matrix.stacked :] for a in axes)
-            found[axis] += 2 * matrix.matrices // ways * each if matrix.stacked else math.inf
+        axes = [axis for cut in p.spec[matrix.stacked :] for axis in cut]
+        here = matrix.matrices * math.prod(p.shape[matrix.stacked :]) // math.prod(mesh.shape[a] for a in axes)
+        for axis in axes:
+            found[axis] += 2 * here if matrix.stacked else math.inf
     return found
 
 

@@ -169,7 +169,7 @@ def test_a_delayed_scale_is_of_the_steps_before_and_clips_what_is_larger():
 @pytest.mark.parametrize("options", [{"fp8": True, "collective": True}, {"mxfp8": True, "collective": True},
                                      {"fp8": True, "mxfp8": True}, {"mxfp8": True, "nvfp4": True}])  # fmt: skip
 def test_two_ways_of_multiplying_do_not_go_together(options):
-    with pytest.raises(ValueError, match="choose one of the two"):
+    with pytest.raises(ValueError, match="choose one"):
         Matmuls(**options)
 
 
