@@ -67,7 +67,10 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 MOST_BYTES = 1 << 20
 MOST_AT_ONCE, MOST_AT_THE_END = 4 << 20, 64 << 20
 _MOST_OF_A_TRACEBACK = 60
-_CHATTER = "[Gloo] Rank"  # the start of Gloo's line for each group of processes, which is not shown
+# A line of only this text is not shown. Gloo writes it piece by piece, so the lines of two threads may be mixed.
+_CHATTER = re.compile(
+    r"\d*(?:(?:\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : )\d*)+"
+)
 
 
 @dataclass(frozen=True)
@@ -568,7 +571,7 @@ class Supervisor:
 
     def _follow(self, gang: LocalGang, follower: Follower, *, last: bool = False) -> None:
         for line in follower.new_lines(last=last):
-            if not line.startswith(_CHATTER):
+            if not _CHATTER.fullmatch(line):
                 self._show(f"[{gang.members[0].rank}] {line}")
 
     def _show(self, line: str) -> None:
@@ -798,7 +801,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def last_words(path: Path, count: int) -> list[str]:
     """Return the last `count` lines of a failed process's log, or more if its last traceback begins before them."""
-    lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not line.startswith(_CHATTER)]
+    lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not _CHATTER.fullmatch(line)]
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     return lines[min(starts[-1], max(0, len(lines) - count)) :] if starts else lines[-count:]
 
