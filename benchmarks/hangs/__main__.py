@@ -37,7 +37,7 @@ _MESHES = {
 }
 _NAMED = re.compile(r"(?:collective \d+ of \d+ of the step: |^    )(?P<name>\S+) \((?P<what>\S+ over [^)]*)\)", re.M)
 _NAMES = re.compile(r"process \d+ is stuck in attempt|no progress for")
-_FIRST = re.compile(rf"{_NAMES.pattern}|compiled a different step|ended first|no more memory")
+_FIRST = re.compile(rf"{_NAMES.pattern}|compiled a different step|ended first|MemoryError")
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _judge(case: Case, seconds: float, message: list[str], ended: bool, late_s: 
     if case.kind == "program":
         wrong += [] if re.search(named, text) and len(re.findall(r"collective \d+ is ", text)) == 1 else ["not named"]
     elif case.kind == "memory":
-        wrong += [] if "memory" in text or "lost another" in text else ["not reported"]
+        wrong += [] if "memory" in text.lower() or "lost another" in text else ["not reported"]
     else:
         if not re.search(named, text):
             wrong.append("the planted process is not named")

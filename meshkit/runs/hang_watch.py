@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import jax
 
+from meshkit.config.places import describe_error
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement
 from meshkit.errors import PREEMPTED, RUN_FAILED
@@ -86,6 +87,7 @@ class HangWatch:
         seen_from_outside = os.environ.get(WATCHED_VARIABLE) == str(self._line.size)
         self._watches = self._line.size > 1 and not seen_from_outside
         self._ended, self._heard, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._fails = False  # whether an error ends this process
         # A request to a service that does not answer blocks its thread, so `_look` has a thread of its own.
         runs = {"meshkit-hang": self._look, "meshkit-hang-asks": self._ask}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in runs.items()]
@@ -96,20 +98,22 @@ class HangWatch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End the threads. If an error ends this process, first tell the others, which would wait for it.
+        """End the threads. If an error ends this process, they first tell the others, which would wait for it.
 
         All processes are preempted together, so that error is not told.
         """
-        if self._watches and isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED:
-            tells = threading.Thread(target=self._line.announce, args=(_LATE, str(self._line.rank)), daemon=True)
-            tells.start()
-            tells.join(_MEET_S)
+        self._fails = isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED
+        if self._watches and self._fails:  # printed first, since the others may end jax's service and so this process
+            self._say(f"meshkit: process {self._line.rank} ends after {describe_error(error)}; the others end, too")
         self._ended.set()
         for thread in self._threads if self._watches else ():  # they must not use jax's client after its end
             thread.join(_GRACE_S)
 
     def _ask(self) -> None:
-        """Ask the service until a process has set `late`; if that one has failed, end this process."""
+        """Ask the service until a process has set `late`; if that one has failed, end this process.
+
+        If this process fails, set `late`. No new thread does that, because a process without memory cannot start one.
+        """
         while not self._ended.wait(_ASK_S):
             if not (word := self._line.heard(_LATE)):
                 continue
@@ -120,6 +124,8 @@ class HangWatch:
                 sys.stderr.flush()
                 os._exit(RUN_FAILED)
             return
+        if self._fails:
+            self._line.announce(_LATE, str(self._line.rank))
 
     def _look(self) -> None:
         """Wait until this or another process is late; then report this process's state."""

@@ -149,7 +149,8 @@ time.sleep(600)
     text = run_pair(tmp_path, script, both, MESHKIT_STALL_TIMEOUT="600")
     assert time.monotonic() - began < 90
     assert [process.returncode for process in both] == [4, 1]
-    assert "ValueError: the data are wrong" in text
+    assert "ValueError: the data are wrong\n" in text
+    assert "process 1 ends after ValueError: the data are wrong (train.py:7); the others end, too" in text
     assert "process 1 has failed, and its log says why; this process ends, too" in text
 
 
