@@ -37,7 +37,7 @@ from meshkit.errors import RunError
 from meshkit.runs.snapshots import COPY_VARIABLE, Slot, slots_here
 from meshkit.sharding.resolve import path_name
 from meshkit.step.state import TrainState
-from meshkit.units import format_bytes
+from meshkit.units import format_bytes, format_seconds
 
 Index = tuple[tuple[int, int], ...]  # First and end index of a shard in each dimension.
 _LIMIT_S = 600.0  # Seconds for all processes to seal a snapshot, or to report which snapshots they have.
@@ -58,6 +58,7 @@ class Snapshots:
         self._agreement = Agreement(f"snapshots/{next(_made)}")
         self._thread: threading.Thread | None = None
         self._next = 0
+        self._longest_wait_s = 0.5  # only a longer wait for a snapshot is reported
         missing = self._agreement.reach(
             "slots", bool(self._slots), lambda every: every.count(False), timeout_s=_LIMIT_S
         )
@@ -66,16 +67,18 @@ class Snapshots:
         if missing and self._agreement.rank == 0:
             say("note: no snapshots are taken; checkpoint.snapshot_every needs `meshkit launch local` to keep them.")
 
-    def take(self, state: TrainState) -> float:
-        """Copy the state, when an earlier snapshot is done; return the seconds for which it was waited for.
-
-        When this returns, the next step may change the state.
-        """
+    def take(self, state: TrainState) -> None:
+        """Copy the state, when an earlier snapshot is done. When this returns, the next step may change the state."""
         began = time.monotonic()
         self.close()
-        waited_s = time.monotonic() - began
+        if (waited_s := time.monotonic() - began) > self._longest_wait_s:
+            self._longest_wait_s = 2 * waited_s
+            self._say(
+                f"warning: training waited {format_seconds(waited_s)} for the previous snapshot; a larger "
+                "checkpoint.snapshot_every avoids that"
+            )
         if not self.enabled:  # the last snapshot may have failed; then the older one stays, which all may have
-            return waited_s
+            return
         blocks = [block for leaf in jax.tree.leaves(state) for block in _blocks_of(leaf)]
         layout = _layout(state)
         blocks.append(np.frombuffer(layout, np.uint8))
@@ -91,7 +94,6 @@ class Snapshots:
         run = (slot, data, record, problem)
         self._thread = threading.Thread(target=self._seal, args=run, name="meshkit-snapshot", daemon=True)
         self._thread.start()
-        return waited_s
 
     def _seal(self, slot: Slot, data: memoryview | None, record: dict[str, Any], problem: str) -> None:
         """Seal the snapshot, and wait for all processes. After a failure on any process, none takes further ones."""

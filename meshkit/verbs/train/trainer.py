@@ -44,7 +44,7 @@ from meshkit.step.program import StepFacts
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, build_train_step
 from meshkit.trace.capture import CapturedStep
-from meshkit.units import format_percent, format_seconds
+from meshkit.units import format_percent
 from meshkit.verbs.checkpoint.snapshots import Snapshots
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
 from meshkit.verbs.train.captures import Captures, planned_capture
@@ -174,7 +174,6 @@ def train(
 
 
 _ownerships = itertools.count()  # the same number in every process, since all call `_own` in the same order
-_WAIT_S = 0.5  # a shorter wait for the previous snapshot is not reported
 _OWN_S = 3600.0  # longer than process 0 may wait for an earlier owner
 
 
@@ -218,8 +217,6 @@ class _Run:
     resumed_step: int = 0
     checked_step: int = 0
     """The last step after which the replicas were compared."""
-    longest_wait_s: float = 0.0
-    """The wait for a snapshot from which on it is reported again."""
     evaluation_loss: float | None = None
     running: Mapping[str, jax.Array] = field(default_factory=dict)
 
@@ -393,13 +390,7 @@ class _Run:
             self._check_replicas(step)
             self.phases.enter("save", step.number)
             self.goodput.mark(step.number)
-            waited_s = self.snapshots.take(step.state)
-            if waited_s > max(_WAIT_S, self.longest_wait_s):
-                self.longest_wait_s = 2 * waited_s
-                self.progress.say(
-                    f"warning: training waited {format_seconds(waited_s)} for the previous snapshot; a larger "
-                    "checkpoint.snapshot_every avoids that"
-                )
+            self.snapshots.take(step.state)
             spare = os.environ.get(SPARE_VARIABLE)
             if (reason := self.stragglers.sick) and spare and os.path.exists(spare):
                 self.snapshots.close()  # returns when all processes have the snapshot

@@ -134,9 +134,8 @@ class Stragglers:
             return
         mine = {name: statistics.median(s[name] for s in self._steps) for name in (*_PARTS, "step_time_s")}
         self._steps, self._window = [], self._window + 1
-        self._thread = threading.Thread(
-            target=self._compare, args=(self._window, mine), name="meshkit-stragglers", daemon=True
-        )
+        run = (self._window, mine, self._thread)
+        self._thread = threading.Thread(target=self._compare, args=run, name="meshkit-stragglers", daemon=True)
         self._thread.start()
 
     def news(self) -> dict[str, float]:
@@ -153,7 +152,9 @@ class Stragglers:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _compare(self, window: int, mine: dict[str, Any]) -> None:
+    def _compare(self, window: int, mine: dict[str, Any], earlier: threading.Thread | None) -> None:
+        if earlier is not None:  # a comparison uses what the one before it has found
+            earlier.join()
         said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "errors": self._errors()}
         said["cpu_s"] = self.cpu_s
 
@@ -220,7 +221,8 @@ class SlowSteps:
             self._reported_s = 0.0
         elif step_s >= _AGAIN * self._reported_s:
             self._reported_s = step_s
-            why = "a link between hosts may be slow, or others use it" if len(said) > 1 else "the GPUs may be slow"
+            several = len({s["host"] for s in said}) > 1
+            why = "a link between hosts may be slow, or others use it" if several else "the GPUs may be slow"
             if clock_mhz and self._clock_mhz and clock_mhz < (1 - LEAST_SHARE) * self._clock_mhz:
                 why = f"the GPUs' clocks fell from {self._clock_mhz:,.0f} to {clock_mhz:,.0f} MHz"
             return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 from pathlib import Path
 
@@ -191,8 +193,9 @@ def test_a_snapshot_counts_once_another_host_has_it_where_one_copies(memory, mon
     while memory.slots[0].record() is None:  # It is being hashed.
         time.sleep(0.01)
     assert store.enabled
-    memory.slots[0].say_copied(True)
+    threading.Timer(0.6, memory.slots[0].say_copied, [True]).start()
     store.take(state_of(8))
+    assert re.match(r"warning: training waited [\d.]+ m?s for the previous snapshot", said.pop())
     while memory.slots[1].record() is None:
         time.sleep(0.01)
     memory.slots[1].say_copied(False)

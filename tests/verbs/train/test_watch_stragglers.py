@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,7 +66,10 @@ def test_the_clock_is_that_of_the_gpus_that_this_process_drives(visible, clock, 
 
 def test_steps_that_become_slower_for_all_are_reported_once_until_they_are_faster_or_slower_again():
     steps = SlowSteps()
-    found = [steps.look([STEP | {"step_time_s": s}] * 2) for s in (0.12, 0.1, 0.14, 0.3, 0.4, 0.5, 0.1, 0.2)]
+    found = [
+        steps.look([STEP | {"step_time_s": s, "host": f"n{i}"} for i in (0, 1)])
+        for s in (0.12, 0.1, 0.14, 0.3, 0.4, 0.5, 0.1, 0.2)
+    ]
     assert [bool(line) for line in found] == [False, False, False, True, False, True, False, True]
     assert found[3] == (
         "a step takes 300 ms, 3.0 times as long as the fastest before, and no process is late: a link between hosts "
@@ -75,11 +79,18 @@ def test_steps_that_become_slower_for_all_are_reported_once_until_they_are_faste
 
 
 def test_one_process_alone_watches_its_error_counters():
-    said, counts = [], iter([{"GPU 0: x": 1}, {"GPU 0: x": 3}])
-    alone = Stragglers(1, said.append, errors=lambda: next(counts))
+    """The second comparison waits for the first one, which takes longer than a window."""
+    said, counts = [], iter([(1, 0.3), (3, 0.0)])
+
+    def errors():
+        count, pause_s = next(counts)
+        time.sleep(pause_s)
+        return {"GPU 0: x": count}
+
+    alone = Stragglers(1, said.append, errors=errors)
     for _ in range(2):
         alone.note(STEP)
-        alone.join(10.0)
+    alone.join(10.0)
     assert "straggler" not in alone.news()
     assert len(said) == 1
     assert "GPU 0: x rose by 2" in said[0]
