@@ -339,8 +339,9 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
 
     The fit minimizes the sum of absolute relative errors, by least squares with iterated weights 1 / |error|. Errors
     are relative, so that small sizes count as much as large ones. They are absolute rather than squared, so that one
-    disturbed size hardly moves the line. Both terms stay physical: a latency that would be negative is 0, and if the
-    time does not grow with the size, the bandwidth is the highest measured one.
+    disturbed size hardly moves the line. Both terms stay physical: a latency that would be negative is 0. If the time
+    grows by less than the median error up to the largest size, the errors hide the growth. The bandwidth is then the
+    lowest with a growth that they hide, or the highest measured one if that is higher.
     """
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:
@@ -348,13 +349,14 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
     # latency * (1 / t) + slope * (wire / t) = 1: divided by the measured time t, each equation's error is relative.
     design = np.stack([1 / times, wire / times], axis=1)
     weights = np.ones(len(times))
-    solution = np.zeros(2)
+    solution = errors = np.zeros(2)
     for _ in range(_FIT_ITERATIONS):
         solution = _not_negative(design, weights)
         errors = np.abs(design @ solution - 1)
         weights = 1 / np.maximum(errors, _SMALLEST_ERROR)
     latency, slope = solution
-    slope = slope if slope > 0 else float((times / wire).min())
+    hidden = max(np.median(errors), _SMALLEST_ERROR)  # A share of the latency.
+    slope = max(slope, min(hidden * latency / wire.max(), (times / wire).min()))
     errors = np.abs(design @ np.array([latency, slope]) - 1)
     median, p90 = np.quantile(errors, [0.5, 0.9])
     return FittedLine(float(latency), float(1 / slope), float(median), float(p90), len(times))

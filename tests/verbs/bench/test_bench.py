@@ -151,15 +151,26 @@ def test_the_fit_finds_a_line_in_spite_of_outliers():
 
 def test_the_fit_stays_physical():
     sizes = [1e3, 1e4, 1e5, 1e6]
-    shrinking = fit_line(sizes, [4e-5, 3e-5, 2e-5, 1e-5])
-    growing = fit_line(sizes, [1e-9, 1e-6, 1e-4, 1e-2])
-    for line in (shrinking, growing):
+    for times in ([4e-5, 3e-5, 2e-5, 1e-5], [2e-5] * 4, [1e-9, 1e-6, 1e-4, 1e-2]):
+        line = fit_line(sizes, times)
         assert line is not None
         assert line.latency_s >= 0
         assert 0 < line.bytes_per_s < math.inf
         assert math.isfinite(line.residual_median)
     assert fit_line([1e3], [1e-5]) is None
     assert fit_line([1e3, 1e3], [1e-5, 2e-5]) is None
+
+
+def test_times_that_do_not_grow_are_fitted_at_every_size():
+    sizes = 4.0 ** np.arange(5, 15)
+    noise = 1 + 0.05 * np.cos(3 * np.arange(10))  # The largest size took less time than the smallest.
+    for times in (np.full(10, 2e-5), 2e-5 * noise, 2e-5 * noise * np.linspace(1.1, 0.9, 10)):
+        line = fit_line(list(sizes), list(times))
+        assert line is not None
+        fitted = line.latency_s + sizes / line.bytes_per_s
+        assert fitted / times == pytest.approx(1, abs=2 * line.residual_p90 + 2e-3)
+        assert line.residual_p90 < 0.15
+        assert max(sizes / times) <= line.bytes_per_s < math.inf
 
 
 def test_a_bench_measures_every_axis_and_collective(measured):
