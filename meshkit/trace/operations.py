@@ -573,10 +573,8 @@ def step_windows(
     return list(zip(first[:-1].tolist(), first[1:].tolist()))
 
 
-def found_windows(
-    start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray
-) -> tuple[list[tuple[float, float]], bool]:
-    """Return the windows of executions whose ids and number are unknown, and whether they are executions.
+def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
+    """Return the windows of executions whose ids and number are unknown; none if no period is found.
 
     The trace may begin and end inside an execution.
 
@@ -586,8 +584,8 @@ def found_windows(
     - without `once`: all operations, if their counts have a common divisor;
     - else those whose count is a multiple of c, the smallest count > 1 that divides at least a quarter of all counts.
 
-    If this gives too few or too many windows, the whole trace is a single window. That is an execution only if nothing
-    shows a second one: the most frequent count in `once` is 1, or without `once`, no operation ran more than once.
+    If this gives too few or too many windows, the whole trace is an execution only if nothing shows a second one: the
+    most frequent count in `once` is 1, or without `once`, no operation ran more than once.
 
     Args:
         start, end, op: as in `step_windows`.
@@ -610,8 +608,8 @@ def found_windows(
     rows = slice(None) if chosen.all() else np.isin(op, ids[chosen])
     windows = step_windows(start[rows], end[rows], op[rows], np.broadcast_to(-1, len(op[rows])))
     if least <= len(windows) <= _MOST_FOUND:
-        return windows, True
-    return [(float(start[0]), float(end.max()))], bool(executions == 1)
+        return windows
+    return [(float(start[0]), float(end.max()))] if executions == 1 else []
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -99,8 +99,8 @@ class Facts:
     missing_devices: list[int] = field(default_factory=list)
     odd_executions: dict[int, int] = field(default_factory=dict)
     """Device -> number of executions, if it differs from the number in the capture's record."""
-    whole: list[int] = field(default_factory=list)
-    """Devices whose whole trace counts as one step, since no executions were found in it."""
+    whole: dict[int, float] = field(default_factory=dict)
+    """Device -> seconds of its whole trace, if it counts as one step, since no executions were found in it."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Collective that ran more or less often than in the program -> (expected, seen) runs per step."""
     namesakes: int = 0
@@ -186,14 +186,13 @@ class Trace:
         Args:
             device: the word for a device in the sentence.
         """
-        windows = [swept.total.window_s for swept in self.sweeps]
         if self.facts.whole:
-            whole = self.facts.whole[0]
-            seconds = next((s for s, step in zip(windows, self.steps.steps) if step.device == whole), max(windows))
+            whole, seconds = next(iter(self.facts.whole.items()))
             return (
                 f"No period was found in the operations of {device} {whole}, so its whole trace, "
                 f"{format_seconds(seconds)}, counts as one step."
             )
+        windows = [swept.total.window_s for swept in self.sweeps]
         short, long = (self.steps.steps[windows.index(at)] for at in (min(windows), max(windows)))
         if max(windows) > _MOST_APART * min(windows) and not self.facts.cpu:
             return (
@@ -333,9 +332,10 @@ class _Reader:
             column if mine.all() else column[mine] for column in (ops.start_ps, ops.end_ps, ops.label, ops.run)
         )
         if self.program.found and (run == -1).all():
-            windows, found = found_windows(start, end, label, once)
-            if not found:
-                self.facts.whole.append(device)
+            windows = found_windows(start, end, label, once)
+            if not windows:
+                windows = [(float(start[0]), float(end.max()))]
+                self.facts.whole[device] = (windows[0][1] - windows[0][0]) * 1e-12
         else:
             windows = step_windows(start, end, label, run, self.num_steps)
         runs, _ = runs_in_order(start, run)
