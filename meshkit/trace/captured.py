@@ -420,9 +420,7 @@ def _trace_folder(run: Path) -> Path:
         return run
     if not run.is_dir():
         raise TraceError("there is no such run folder.", at=str(run), hint=_HINT)
-    raise no_trace(
-        run, "there is no captured trace in this run, and no other in it or in plugins/profile/ below", _HINT
-    )
+    raise no_trace(run, "there is no captured trace in this run, and no other", _HINT)
 
 
 def _read_module(folder: Path, record: CaptureRecord) -> Module:
