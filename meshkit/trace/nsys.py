@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -239,51 +238,38 @@ class _Database:
         Raises:
             TraceError: the table lacks one of the columns, or has more rows than the file has room for.
         """
-        count = 0
-        for row in self._select(table, columns, '"{}"', where):
+        if not self._has(table, columns):
+            return
+        chosen = ", ".join(f'"{column}"' for column in columns)
+        for i, row in enumerate(self._connection.execute(f'SELECT {chosen} FROM "{table}" WHERE {where}')):
+            self._check(table, i + 1)
             yield row
-            count += 1
-        self._check(table, count)
 
     def numbers(self, table: str, *columns: str) -> list[np.ndarray]:
-        """Return the columns as whole numbers, [rows] each; -1 where a row has no value."""
-        parts = self._joined(table, columns)
-        if parts is None:
-            cells = chain.from_iterable(self._select(table, columns, 'CAST(IFNULL("{}", -1) AS INTEGER)'))
-            parts = []
-            while len(part := np.fromiter(islice(cells, CHUNK * len(columns)), np.int64)):
-                parts.append(tuple(part.reshape(-1, len(columns)).T.copy()))
-        found = concatenated(parts, len(columns))
-        self._check(table, len(found[0]))
-        return found
+        """Return the columns as whole numbers, [rows] each; -1 where a row has no value.
 
-    def _joined(self, table: str, columns: Sequence[str]) -> list[tuple[np.ndarray, ...]] | None:
-        """Return the columns as one part; None if a cell is not a whole number, or row ids have wide gaps.
+        Raises:
+            TraceError: as for `rows`.
+        """
+        parts = list(self._joined(table, columns)) if self._has(table, columns) else []
+        return concatenated(parts, len(columns))
 
-        SQLite joins a column's cells of some rows into one text, since Python takes three times as long to make an
+    def _joined(self, table: str, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield the columns of some rows at a time.
+
+        SQLite joins a column's cells of these rows into one text, since Python takes three times as long to make an
         object of every cell.
         """
-        if not self._has(table, columns):
-            return []
-        read = self._connection.execute
-        texts = ", ".join(f'group_concat(IFNULL("{column}", -1))' for column in columns)
-        try:
-            first, last = (read(f'SELECT {end}(rowid) FROM "{table}"').fetchone()[0] for end in ("min", "max"))
-            if first is None or last - first > self._most(table):
-                return [] if first is None else None
-            found, rows = [np.empty(last - first + 1, np.int64) for _ in columns], 0
-            for at in range(first, last + 1, CHUNK):
-                some = f"rowid BETWEEN {at} AND {min(at + CHUNK - 1, last)}"
-                count, *cells = read(f'SELECT count(*), {texts} FROM "{table}" WHERE {some}').fetchone()
-                for column, text in zip(found, cells if count else ()):
-                    numbers = np.fromstring(text, np.int64, sep=",")
-                    if len(numbers) != count:
-                        return None
-                    column[rows : rows + count] = numbers
-                rows += count
-        except (sqlite3.OperationalError, ValueError, DeprecationWarning):  # The table has no rowid, or a cell is text.
-            return None
-        return [tuple(column[:rows] for column in found)]
+        texts = ", ".join(f'group_concat(CAST(IFNULL("{column}", -1) AS INTEGER))' for column in columns)
+        read, count, last = self._connection.execute, 0, -(2**63)
+        while (first := read(f'SELECT min(rowid) FROM "{table}" WHERE rowid > {last}').fetchone()[0]) is not None:
+            above, last = last, first + CHUNK - 1
+            cells = read(f'SELECT {texts} FROM "{table}" WHERE rowid BETWEEN {first} AND {last}').fetchone()
+            if first <= above or cells[0] is None:
+                raise sqlite3.DatabaseError(f"the rows of {table} are not in the order of their ids")
+            yield (part := tuple(np.fromstring(text, np.int64, sep=",") for text in cells))
+            count += len(part[0])
+            self._check(table, count)
 
     def _has(self, table: str, columns: Sequence[str]) -> bool:
         """Return whether the file has a table.
@@ -298,17 +284,8 @@ class _Database:
             raise TraceError(message, at=str(self.path), hint=f"a recent nsys, and {_EXPORT}")
         return True
 
-    def _select(self, table: str, columns: Sequence[str], form: str, where: str = "TRUE") -> Iterable[tuple]:
-        if not self._has(table, columns):
-            return ()
-        chosen = ", ".join(map(form.format, columns))
-        return self._connection.execute(f'SELECT {chosen} FROM "{table}" WHERE {where} LIMIT {self._most(table) + 1}')
-
-    def _most(self, table: str) -> int:
-        return self._size // (_TEXT_BYTES if table == "StringIds" else _EVENT_BYTES)
-
     def _check(self, table: str, count: int) -> None:
-        if count > self._most(table):
+        if count > self._size // (_TEXT_BYTES if table == "StringIds" else _EVENT_BYTES):
             message = f"table {table} has more rows than this file has room for: it is damaged."
             raise TraceError(message, at=str(self.path), hint=_EXPORT)
 
@@ -443,7 +420,7 @@ def _ranges(database: _Database, strings: Mapping[int, Any], ops: _Names, module
     end = np.where(end < 0, _NEVER, end)
 
     def ranges_of(wanted: int) -> Ranges:
-        rows = (kind == wanted) & (start >= 0) & (thread >= 0)
+        rows = (kind == wanted) & (start >= 0) & (start <= _LATEST_NS) & (thread >= 0)
         return Ranges(start[rows], end[rows], thread[rows], meaning[rows])
 
     return ranges_of(_OF_THUNK), ranges_of(_OF_MODULE)

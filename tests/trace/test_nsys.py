@@ -301,17 +301,20 @@ def test_thunks_outside_of_their_module_get_that_of_their_neighbours(tmp_path):
     [
         "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET rowid = rowid * 1000000000",
         "UPDATE NVTX_EVENTS SET end = end + 0.5",
-        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET graphNodeId = 'none' WHERE graphNodeId IS NULL",
-        """CREATE TABLE other AS SELECT * FROM NVTX_EVENTS; DROP TABLE NVTX_EVENTS;
-           CREATE TABLE NVTX_EVENTS (id INTEGER, start INTEGER, end INTEGER, text TEXT, globalTid INTEGER,
-               textId INTEGER, PRIMARY KEY (start, id)) WITHOUT ROWID;
-           INSERT INTO NVTX_EVENTS SELECT rowid, start, end, text, globalTid, textId FROM other""",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET graphNodeId = 'none, 7' WHERE graphNodeId IS NULL",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET graphNodeId = printf('%.*c', 1000000, 'x') WHERE rowid < 4",
+        """INSERT INTO NVTX_EVENTS (rowid, start, eventType, globalTid, text)
+           VALUES (-5, 9223372036854775807, 59, 0, 'Thunk:#hlo_op=dot.1#')""",
     ],
 )
-def test_cells_that_are_no_numbers_and_rows_without_dense_ids_read_alike(change, tmp_path):
+def test_odd_cells_and_rows_without_dense_ids_change_nothing(change, tmp_path):
     usual, odd = made(), made()
     odd.database.executescript(change)
-    totals = [[s.total for s in read(e.write(tmp_path / "x.sqlite"))[1].sweeps] for e in (usual, odd)]
+    paths = [e.write(tmp_path / f"{name}.sqlite") for name, e in (("usual", usual), ("odd", odd))]
+    found = [read_nsys(TraceFile(path, {0: 0, 1: 1})) for path in paths]
+    named = [{d: [f.labels[i] for i in ops.label.tolist()] for d, ops in f.devices.items()} for f in found]
+    assert named[0] == named[1]
+    totals = [[s.total for s in read(path)[1].sweeps] for path in paths]
     assert totals[0] == totals[1]
 
 
