@@ -11,19 +11,20 @@ overlap analysis for comparison.
 
 The second command runs the whole of `meshkit profile` on N kernels of 8 GPUs, and on N kernels of one GPU, in processes
 of their own. `--before` alternates with another checkout, and `--sqlite` uses an nsys export instead of XSpace. CPU
-seconds are user and system time of the process and its children. The third command prints the parts of the reader's
-time.
+seconds are user and system time of the process and its children. The third command prints the functions that take most
+of the reader's time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import gzip
-import importlib
 import json
 import os
 import platform
+import pstats
 import sqlite3
 import subprocess
 import sys
@@ -31,7 +32,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 MODULE = "jit_train_step"
 KERNELS_PER_LAYER = 24
@@ -52,16 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cli", action="store_true", help="measure the whole command")
     parser.add_argument("--before", metavar="TREE", help="with --cli: another checkout to compare with")
     parser.add_argument("--sqlite", action="store_true", help="with --cli: an export of nsys in place of XSpace")
-    parser.add_argument("--profile", action="store_true", help="the parts of the reader's time")
+    parser.add_argument("--profile", action="store_true", help="the functions that take the reader's time")
     parser.add_argument("--read", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.read:
-        spent = time_parts() if options.profile else {}
-        found = measure(Path(options.read), options.devices, options.steps, _layers(options))
-        print(json.dumps(found | {"parts": spent}))
+        print(json.dumps(measure(Path(options.read), options.devices, options.steps, _layers(options))))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        (whole_command if options.cli else parts if options.profile else report)(options, Path(folder))
+        (whole_command if options.cli else profile if options.profile else report)(options, Path(folder))
     return 0
 
 
@@ -131,52 +129,16 @@ def report(options: argparse.Namespace, folder: Path) -> None:
         print("HolisticTraceAnalysis: not run (--hta PYTHON)")
 
 
-_PARTS = {  # Part -> module and names of its functions.
-    "the file into memory": ("protobuf", "Buffer.read"),
-    "planes and names": ("xspace", "_read_plane"),
-    "where events begin": ("xspace", "event_starts _one_by_one _lengths"),
-    "fields and stats of events": ("xspace", "_Decoder.decode"),
-    "labels of events": ("operations", "_Reader._labels Classifier.classify"),
-    "columns by device and time": ("operations", "_Reader.gpu_plane"),
-    "windows of steps": ("reader", "step_windows found_windows runs_in_order"),
-    "spans of steps": ("reader", "_Reader._step"),
-    "sums of steps": ("reader", "_Reader._add"),
-}
-
-
-def time_parts() -> dict[str, float]:
-    """Make the reader's functions add their CPU seconds, without those of other parts inside, to the result."""
-    spent, inner = dict.fromkeys(_PARTS, 0.0), [0.0]
-    for part, (module, names) in _PARTS.items():
-        for name in names.split():
-            owner, _, method = name.rpartition(".")
-            at = importlib.import_module(f"meshkit.trace.{module}")
-            at = getattr(at, owner) if owner else at
-            found = getattr(at, method)
-
-            def timed(*args, found=found, part=part, **options):
-                inner.append(0.0)
-                began = time.process_time()
-                result = found(*args, **options)
-                took = time.process_time() - began
-                spent[part] += took - inner.pop()
-                inner[-1] += took
-                return result
-
-            setattr(at, method, timed)
-    return spent
-
-
-def parts(options: argparse.Namespace, folder: Path) -> None:
-    """Print the shares of the reader's parts, of the fastest run."""
-    for options.devices in (8, 1):
-        file = folder / f"{options.devices}.xplane.pb"
-        file.write_bytes(xspace(trace_kernels(options.steps, _layers(options)), options.devices))
-        run = min((_child(sys.executable, file, options) for _ in range(options.repeats)), key=lambda r: r["seconds"])
-        spent = run["parts"] | {"the rest": run["seconds"] - sum(run["parts"].values())}
-        print(f"{options.devices} GPUs, {options.events / run['seconds'] / 1e6:.2f} M events/s: {run['seconds']:.2f} s")
-        for part, seconds in sorted(spent.items(), key=lambda item: -item[1]):
-            print(f"  {part:<28} {seconds:.2f} s {seconds / run['seconds']:6.1%}")
+def profile(options: argparse.Namespace, folder: Path) -> None:
+    """Print the functions that take most of the reader's time; that of numpy counts for the function that calls it."""
+    for devices in (8, 1):
+        options.devices = devices
+        file, layers = folder / f"{devices}.xplane.pb", _layers(options)
+        file.write_bytes(xspace(trace_kernels(options.steps, layers), devices))
+        measure(file, devices, options.steps, layers)  # This imports what reading needs.
+        found = cProfile.Profile(time.process_time, builtins=False)
+        found.runcall(measure, file, devices, options.steps, layers)
+        pstats.Stats(found).strip_dirs().sort_stats("tottime").print_stats(12)
 
 
 def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, float]:
@@ -347,8 +309,8 @@ def _kineto(kernels: Sequence, rank: int) -> dict:
             "traceEvents": events}  # fmt: skip
 
 
-def _child(python: str, file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    command = [python, "-m", "benchmarks.trace_speed", "--read", str(file), *["--profile"] * options.profile]
+def _child(python: str, file: Path, options: argparse.Namespace) -> dict[str, float]:
+    command = [python, "-m", "benchmarks.trace_speed", "--read", str(file)]
     for name in ("devices", "steps", "events"):
         command += [f"--{name}", str(getattr(options, name))]
     one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
