@@ -122,7 +122,7 @@ class MeshSpec:
             ConfigError: the factors of a link do not multiply to the GPUs of a domain, or to the number of domains.
         """
         totals = {"nvlink": cluster.gpus_used_per_domain, "infiniband": cluster.num_nvlink_domains}
-        filled = {link: _resolve_link(self, link, total, cluster) for link, total in totals.items()}
+        filled = {link: _resolve_link(self, link, totals) for link in LINKS}
         factors = zip(self.axes, filled["nvlink"], filled["infiniband"])
         return MeshSpec(tuple(MeshAxis(axis.name, inside, across) for axis, inside, across in factors))
 
@@ -261,10 +261,11 @@ def _check_one_fill(spec: MeshSpec, link: str) -> None:
         )
 
 
-def _resolve_link(spec: MeshSpec, link: str, total: int, cluster: Cluster) -> list[int]:
-    """Return the factors of one link, in the order of the axes; their product is `total`."""
+def _resolve_link(spec: MeshSpec, link: str, totals: Mapping[str, int]) -> list[int]:
+    """Return the factors of one link, in the order of the axes; their product is the link's total."""
+    total = totals[link]
     for axis in spec.axes:
-        _check_axis_fits(spec, axis, link, total, cluster)
+        _check_axis_fits(spec, axis, link, totals)
     factors = [axis.factor(link) for axis in spec.axes]
     given = [factor for factor in factors if not isinstance(factor, str)]
     product = math.prod(given)
@@ -274,30 +275,22 @@ def _resolve_link(spec: MeshSpec, link: str, total: int, cluster: Cluster) -> li
     return [total // product if isinstance(factor, str) else factor for factor in factors]
 
 
-def _check_axis_fits(spec: MeshSpec, axis: MeshAxis, link: str, total: int, cluster: Cluster) -> None:
+def _check_axis_fits(spec: MeshSpec, axis: MeshAxis, link: str, totals: Mapping[str, int]) -> None:
     ways = axis.factor(link)
-    if isinstance(ways, str) or ways <= total:
+    if isinstance(ways, str) or ways <= totals[link]:
         return
-    key = ("mesh", axis.name)
+    left = {each: max(1, total // _product(spec, each, without=axis)) for each, total in totals.items()}
     if link == "nvlink":
-        message = f"axis '{axis.name}' asks for {ways} GPUs on NVLink, but an NVLink domain has {total}."
-        smaller = replace(axis, nvlink=max(1, total // _product(spec, link, without=axis)))
-        split = replace(smaller, infiniband=ways // smaller.number(link))
-        fitting = [changed for changed in (smaller, split) if _fits_with(spec, changed, cluster)]
-        hint = f"mesh.{axis.name} = {inline((fitting or [smaller])[0].to_plain())}"
+        message = f"axis '{axis.name}' asks for {ways} GPUs on NVLink, but an NVLink domain has {totals[link]}."
+        if any(other.infiniband == "fill" for other in spec.axes if other is not axis):
+            del left["infiniband"]  # The other axis takes all domains that are left.
+        more = ""
     else:
-        message = f"axis '{axis.name}' asks for {ways} NVLink domains, but the cluster has {total}."
-        hint = f"mesh.{axis.name} = {inline(MeshAxis(axis.name, axis.nvlink, total).to_plain())}, or more hosts"
-    raise SpecError(message, key=key, value=axis.to_plain(), hint=hint)
-
-
-def _fits_with(spec: MeshSpec, changed: MeshAxis, cluster: Cluster) -> bool:
-    """Return whether the mesh fits the cluster if one of its axes is changed."""
-    try:
-        replace(spec, axes=tuple(changed if axis.name == changed.name else axis for axis in spec.axes)).resolve(cluster)
-    except SpecError:
-        return False
-    return True
+        message = f"axis '{axis.name}' asks for {ways} NVLink domains, but the cluster has {totals[link]}."
+        del left["nvlink"]
+        more = ", or more hosts"
+    hint = f"mesh.{axis.name} = {inline(replace(axis, **left).to_plain())}{more}"
+    raise SpecError(message, key=("mesh", axis.name), value=axis.to_plain(), hint=hint)
 
 
 def _product(spec: MeshSpec, link: str, *, without: MeshAxis) -> int:

@@ -257,6 +257,16 @@ def test_placement_from_a_shape():
             "mesh.tensor = 2",
         ),
         (
+            {f"a{i}": 16 for i in range(40)},
+            "axis 'a0' asks for 16 GPUs on NVLink, but an NVLink domain has 8.",
+            "mesh.a0 = { infiniband = 2 }",
+        ),
+        (
+            {"data": {"infiniband": "fill"}, "tensor": 16},
+            "axis 'tensor' asks for 16 GPUs on NVLink, but an NVLink domain has 8.",
+            "mesh.tensor = 8",
+        ),
+        (
             {"data": {"infiniband": 4}, "tensor": 8},
             "axis 'data' asks for 4 NVLink domains, but the cluster has 2.",
             "mesh.data = { infiniband = 2 }, or more hosts",
