@@ -62,7 +62,7 @@ def domain_of(cluster: str) -> tuple[int, str]:
     The number is at most 64, because the small models do not divide by more.
     """
     one = Cluster.load(cluster)
-    hosts = max(1, -(-one.nvlink_domain_size // one.gpus_per_host))
+    hosts = one.hosts_per_domain
     if one.nvlink_domain_size > 64:
         return 64, f'{{name="{cluster}",hosts={hosts},gpus_used_per_domain=64}}'
     return Cluster.load(cluster, hosts=hosts).num_gpus, f'{{name="{cluster}",hosts={hosts}}}'

@@ -131,8 +131,7 @@ class Row:
     def place(self) -> str:
         """The place where it ran: RACKS, "between hosts", "inside a host" (with NVLink), or PCIE."""
         cluster = self.cluster
-        racked = cluster.nvlink_domain_size > cluster.gpus_per_host
-        if racked and self.gpus_per_domain * self.domains > cluster.gpus_per_host:
+        if cluster.hosts_per_domain > 1 and self.gpus_per_domain * self.domains > cluster.gpus_per_host:
             return RACKS
         if self.domains > 1:
             return "between hosts"

@@ -355,8 +355,7 @@ def topology_name(cluster: Cluster) -> str:
     (topology_util.cc). By the partitions XLA's scheduler knows whether a group is inside an NVLink domain, where its
     table of collectives applies, or spans the network.
     """
-    used = cluster.gpus_used_per_domain
-    hosts = max(1, -(-used // cluster.gpus_per_host))
+    used, hosts = cluster.gpus_used_per_domain, cluster.hosts_used_per_domain
     if used % hosts:
         hosts = 1
     return f"{cluster.num_nvlink_domains}x{hosts}x{used // hosts}"

@@ -113,7 +113,12 @@ class Cluster(ClusterTable):
     @property
     def hosts_used(self) -> int:
         """Return the number of hosts with a GPU that the job uses."""
-        return self.num_nvlink_domains * self.hosts_used_per_domain if self._hosts_per_domain else self.hosts
+        return min(self.hosts, self.num_nvlink_domains * self.hosts_used_per_domain)
+
+    @property
+    def hosts_per_domain(self) -> int:
+        """Return the hosts that a scale-up domain spans; 1 if a host has one or several domains."""
+        return max(1, self.nvlink_domain_size // self.gpus_per_host)
 
     @property
     def hosts_used_per_domain(self) -> int:
@@ -123,13 +128,8 @@ class Cluster(ClusterTable):
     @property
     def gpus_used_per_host(self) -> int:
         """Return the GPUs that the job uses on each host that it uses; the last host of a domain may have fewer."""
-        if self._hosts_per_domain:
-            return min(self.gpus_used_per_domain, self.gpus_per_host)
-        return self.num_gpus // self.hosts
-
-    @property
-    def _hosts_per_domain(self) -> int:
-        return self.nvlink_domain_size // self.gpus_per_host
+        domains = max(1, self.gpus_per_host // self.nvlink_domain_size)
+        return min(self.gpus_per_host, domains * self.gpus_used_per_domain)
 
     def domain_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
         """Return the scale-up domain of a GPU index, or of each index in an array."""

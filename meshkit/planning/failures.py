@@ -5,7 +5,6 @@ Report, StepFacts, Cluster, [failures] -> Costs -> closed form, simulator -> Fai
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -133,9 +132,8 @@ def _spares(costs: Costs, every: int, between_s: float, known: _Known, cluster: 
 
     If NVLink domains span hosts, only a host of the same domain can replace a host, so each domain has its own spares.
     """
-    in_domain = cluster.nvlink_domain_size > cluster.gpus_per_host
-    pools = cluster.num_nvlink_domains if in_domain else 1
-    there = cluster.nvlink_domain_size - cluster.gpus_used_per_domain if in_domain else 0
+    pools = cluster.num_nvlink_domains if cluster.hosts_per_domain > 1 else 1
+    there = cluster.hosts_per_domain - cluster.hosts_used_per_domain
     span_s, best = _PLAYED * between_s, expected_goodput(costs, every, between_s)
     for each in range(_MOST_SPARES + 1):
         spares = Spares(each, known.repair_hours * 3600, pools=pools, seed=_SEED)
@@ -149,5 +147,5 @@ def _spares(costs: Costs, every: int, between_s: float, known: _Known, cluster: 
             goodput=goodput,
             goodput_of_all=goodput * cluster.num_gpus / (cluster.num_gpus + gpus),
         )
-        if goodput > best - _ENOUGH and each >= math.ceil(there / cluster.gpus_per_host):
+        if goodput > best - _ENOUGH and each >= there:
             return

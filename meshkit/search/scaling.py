@@ -169,8 +169,7 @@ def _batch(experiment: Experiment, target: Cluster, kind: Kind) -> int:
 
 
 def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
-    hosts_per_domain = max(1, cluster.nvlink_domain_size // cluster.gpus_per_host)
-    used = cluster.gpus_used_per_domain
+    used, hosts_per_domain = cluster.gpus_used_per_domain, cluster.hosts_per_domain
     domains, rest = divmod(number, used if what == "gpus" else hosts_per_domain)
     table = cluster.to_dict()
     if domains and not rest:

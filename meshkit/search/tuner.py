@@ -293,7 +293,7 @@ def _parts_of_domains(cluster: Cluster) -> list[tuple[str, ...]]:
     Widths, batches and experts are rarely multiples of the 9 in a rack of 72.
     """
     used = 1 << (cluster.gpus_used_per_domain.bit_length() - 1)
-    if cluster.nvlink_domain_size <= cluster.gpus_per_host or used == cluster.gpus_used_per_domain:
+    if cluster.hosts_per_domain == 1 or used == cluster.gpus_used_per_domain:
         return []
     return [(f"cluster.gpus_used_per_domain={used}",)]
 

@@ -63,10 +63,9 @@ def factored(draw, n, axes):
 def shipped_cluster_and_mesh(draw, name):
     """Draw a shipped cluster with any number of domains and of GPUs used of each, and any mesh that fits it."""
     one = Cluster.load(name)
-    hosts_per_domain = max(1, one.nvlink_domain_size // one.gpus_per_host)
     domains = draw(st.integers(1, 64)) if one.nic or one.is_cpu else 1
     used = draw(st.one_of(st.just(one.nvlink_domain_size), st.integers(1, one.nvlink_domain_size)))
-    cluster = Cluster.load(name, hosts=domains * hosts_per_domain, gpus_used_per_domain=used)
+    cluster = Cluster.load(name, hosts=domains * one.hosts_per_domain, gpus_used_per_domain=used)
     axes = draw(st.integers(1, 5))
     inside, across = draw(factored(used, axes)), draw(factored(domains, axes))
     mesh = {f"axis{i}": {"nvlink": a, "infiniband": b} for i, (a, b) in enumerate(zip(inside, across))}
