@@ -183,6 +183,7 @@ def channels_of(name: str, collective: str, payload: float, links: Links) -> int
 
 
 def priced(collective: str, choice: Expected, payload: float, links: Links) -> Algorithm:
+    """Return the cost of one of the tuner's choices."""
     if choice.name == "nvls":
         return _nvls(payload, links)
     if choice.name == "nvls tree":

@@ -329,7 +329,7 @@ class Bounds:
         stacks, axes = {}, set()
         for leaf in leaves:
             names = leaf.logical_axes or ()
-            if "experts" in names:
+            if "experts" in names[:-1]:  # The last dim has the scores of a router, which sends no tokens.
                 dim = names.index("experts")
                 stacks[leaf.path.rpartition("/")[0]] = math.prod(leaf.shape[:dim])
                 axes |= set(leaf.spec[dim])

@@ -24,11 +24,11 @@ from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, check_kinds
 from meshkit.planning.planner import check_has_gpus
 from meshkit.search.bounds import Bounds
-from meshkit.search.candidate import Candidate, fastest_first
+from meshkit.search.candidate import Candidate
 from meshkit.search.order import Journal, Pruned, Search, candidates
 from meshkit.search.scaling import parse_sizes
 from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, make_tune_report
-from meshkit.search.variants import REMATS, Options, Space, Variant, make_space, meshes_over
+from meshkit.search.variants import REMATS, Options, Size, Space, Variant, make_space, meshes_over
 from meshkit.search.workers import (
     Build,
     Workers,
@@ -134,7 +134,7 @@ def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | Non
     path, overrides, out, budget, jobs, sizes, progress = asked
     _check(experiment, budget, jobs, sizes.objective)
     parts = _parts_of_domains(experiment.cluster) if budget > _LEAST * (1 + len(sizes.hosts)) else []
-    others = [*parts, *((f"cluster.hosts={n}",) for n in sizes.hosts if n != experiment.cluster.hosts)]
+    others = [*parts, *(("hosts", n) for n in sizes.hosts if n != experiment.cluster.hosts)]
     at_sizes = {size: _at_size(path, overrides, experiment, size) for size in others}
     own_share, other_share = shares(budget, len(others))
     journal, pruned = Journal(out, experiment), Pruned()
@@ -241,7 +241,7 @@ def _run_search(space: Space, budget: int, journal: Journal, workers: Workers, p
 
 
 def _space(
-    experiment: Experiment, axes: Sequence[str] | None, *, size: tuple[str, ...] = (), like: Variant | None = None
+    experiment: Experiment, axes: Sequence[str] | None, *, size: Size | None = None, like: Variant | None = None
 ) -> tuple[Space, Bounds]:
     """Return the variants of the experiment on one size of the cluster, and their bounds."""
     bounds = Bounds(experiment)
@@ -287,7 +287,7 @@ def shares(budget: int, others: int) -> tuple[int, int]:
     return budget - others * other, other
 
 
-def _parts_of_domains(cluster: Cluster) -> list[tuple[str, ...]]:
+def _parts_of_domains(cluster: Cluster) -> list[Size]:
     """Return the size that uses a power of two GPUs of each NVLink domain, if domains span hosts and it uses another.
 
     Widths, batches and experts are rarely multiples of the 9 in a rack of 72.
@@ -295,29 +295,27 @@ def _parts_of_domains(cluster: Cluster) -> list[tuple[str, ...]]:
     used = 1 << (cluster.gpus_used_per_domain.bit_length() - 1)
     if cluster.hosts_per_domain == 1 or used == cluster.gpus_used_per_domain:
         return []
-    return [(f"cluster.gpus_used_per_domain={used}",)]
+    return [("gpus_used_per_domain", used)]
 
 
-def _at_size(path: str, overrides: Sequence[str], own: Experiment, size: tuple[str, ...]) -> Experiment:
+def _at_size(path: str, overrides: Sequence[str], own: Experiment, size: Size) -> Experiment:
     """Return the experiment on a cluster of another size, as a base for the meshes of that size.
 
     Its largest axis spans all GPUs. Its batch is the experiment's even if this mesh does not divide it, because the
     search need not try this mesh.
     """
-    changed = {key.removeprefix("cluster."): int(value) for key, _, value in (text.partition("=") for text in size)}
+    key, value = size
     try:
-        cluster = Cluster.load(own.cluster.to_dict() | changed)
+        cluster = Cluster.load(own.cluster.to_dict() | {key: value})
     except ConfigError as error:
-        hosts = changed["hosts"]
-        raise ConfigError(
-            f"the cluster cannot have {hosts} hosts: {error.message}", at="--hosts", hint=error.hint
-        ) from None
+        message = f"the cluster cannot have {value} hosts: {error.message}"
+        raise ConfigError(message, at="--hosts", hint=error.hint) from None
     largest = max(own.mesh.axes, key=lambda axis: axis.size)
     whole = MeshAxis(largest.name, cluster.gpus_used_per_domain, cluster.num_nvlink_domains)
     axes = {a.name: (whole if a.name == largest.name else MeshAxis(a.name, 1, 1)).to_plain() for a in own.mesh.axes}
     batch = own.train.global_batch
     divides = f"train.global_batch={batch * cluster.num_gpus}"
-    loaded = load(path, (*overrides, *size, f"mesh={inline(axes)}", divides))
+    loaded = load(path, (*overrides, f"cluster.{key}={value}", f"mesh={inline(axes)}", divides))
     return replace(loaded, train=loaded.train.model_copy(update={"global_batch": batch}))
 
 
@@ -331,10 +329,9 @@ def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, obj
 
 def _best(searches: Sequence[Search], objective: str, own: int) -> Candidate | None:
     """Return the fastest candidate of the first `own` searches, or the one with the fewest GPU hours of all."""
-    if objective == "time":
-        return next(iter(fastest_first([best for search in searches[:own] if (best := search.best())])), None)
-    found = [best for search in searches if (best := search.best()) is not None]
-    return min(found, key=lambda c: (c.gpu_seconds, c.settings), default=None)
+    fastest = objective == "time"
+    found = [best for search in searches[: own if fastest else None] if (best := search.best()) is not None]
+    return min(found, key=lambda c: (c.time_s if fastest else c.gpu_seconds, c.settings), default=None)
 
 
 def _report(

@@ -55,6 +55,7 @@ REMATS: tuple[Any, ...] = (
 _RESIDUALS = ("recompute", "stash")
 
 Options = tuple[tuple[str, Any], ...]
+Size = tuple[str, int]  # A key of the cluster (`hosts` or `gpus_used_per_domain`), and the value that it gets.
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ class Space:
     pipeline: str | None = None
     virtual_stages: tuple[int, ...] = ()
     """The numbers of chunks of layers that a stage of an interleaved pipeline may have."""
-    size: tuple[str, ...] = ()
-    """The values for `--set` that give the cluster another size; none for the experiment's own."""
+    size: Size | None = None
+    """None for the size of the experiment's own cluster."""
 
     def variants(self) -> Iterator[Variant]:
         """Yield every combination; the base may be among them."""
@@ -172,7 +173,7 @@ class Space:
 
     def settings(self, variant: Variant) -> tuple[str, ...]:
         """Return the values for `--set` that make a variant, without those that equal the experiment's."""
-        base, found = self.base, [*self.size]
+        base, found = self.base, ["cluster.{}={}".format(*self.size)] if self.size else []
         if self.size or variant.mesh != base.mesh:
             found.append(f"mesh={inline(variant.mesh.to_dict())}")
         known = {*base.mesh.axis_names, *(preset_axes(self.preset) if self.preset else ()), self.pipeline}
@@ -205,7 +206,7 @@ def make_space(
     logical_axes: set[str],
     remats: Sequence[Any],
     can_pipeline: bool = False,
-    size: tuple[str, ...] = (),
+    size: Size | None = None,
 ) -> Space:
     """Return the variants of an experiment; if `axes` is None, those over the axes that its rules know.
 

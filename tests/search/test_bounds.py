@@ -1,4 +1,4 @@
-"""Bounds that are below what is planned, for Muon and for scans over several kinds of layers; estimates on racks."""
+"""Test that bounds are below the plan, for Muon and for scans over several kinds of layers; and estimates on racks."""
 
 import pytest
 
@@ -24,7 +24,7 @@ DEBUG = (
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 @pytest.mark.parametrize(("file", "overrides"), [(TINY, ON_16), (GPT_OSS, DEBUG)])
 def test_the_state_is_that_of_the_step(file, overrides, algorithm, dtype):
-    """Both moments of AdamW, of which the second is fp32, and Muon's only one; the step counts its updates besides."""
+    """AdamW has two moments, of which the second is fp32, and Muon has one; the step also counts its updates."""
     asked = (*overrides, f'optimizer.algorithm="{algorithm}"', f'optimizer.dtype="{dtype}"')
     experiment = load(file, asked)
     facts, found = absent_step(experiment).facts, Bounds(experiment).bound(experiment).state_bytes

@@ -94,10 +94,10 @@ class Job:
     """The user's own command in place of `meshkit train`. It gets the run folder in MESHKIT_OUT."""
     stall_timeout: tuple[str, ...] = ()
     """The `--stall-timeout` options, which the processes get in MESHKIT_STALL_TIMEOUT."""
+    hosts_used_per_domain: int = 1
+    """Hosts of each NVLink domain that the job uses."""
     hosts_per_domain: int = 1
-    """Hosts of one NVLink domain that the job uses, if a domain spans hosts."""
-    hosts_in_domain: int = 1
-    """Hosts that an NVLink domain has."""
+    """Hosts that an NVLink domain spans; 1 if it does not span several."""
 
     @property
     def num_processes(self) -> int:
@@ -141,7 +141,7 @@ def make_job(
             host, the cluster is one of virtual CPU devices, nobody says how many hosts there are, or one of
             `stall_timeout` is no limit.
     """
-    together = in_domain = 1
+    together = spanned = 1
     if file is not None:
         experiment = load(file, overrides)
         cluster = experiment.cluster
@@ -153,7 +153,7 @@ def make_job(
         if experiment.launch.continues:
             say("note: [launch] applies to `meshkit launch local --hosts` alone; this launcher waits for all hosts.")
         hosts, gpus, name = cluster.hosts_used, cluster.gpus_used_per_host, job_name(experiment.name)
-        together, in_domain = cluster.hosts_used_per_domain, max(1, cluster.nvlink_domain_size // cluster.gpus_per_host)
+        together, spanned = cluster.hosts_used_per_domain, cluster.hosts_per_domain
         _check_even(cluster)
     else:
         given, gpus, name = machines[0], machines[1], command_name(own)
@@ -173,8 +173,8 @@ def make_job(
         max_restarts=max_restarts,
         own=own,
         stall_timeout=tuple(stall_timeout),
-        hosts_per_domain=together,
-        hosts_in_domain=in_domain,
+        hosts_used_per_domain=together,
+        hosts_per_domain=spanned,
     )
 
 
@@ -304,8 +304,8 @@ def slurm_script(job: Job, site: Slurm) -> str:
             a working folder in the container is given and the run folder is not an absolute path; or SLURM could place
             the hosts of two NVLink domains in one.
     """
-    together, there = job.hosts_per_domain, job.hosts_in_domain
-    if job.hosts > together and there > 1 and 2 * together <= there and "spread-segments" not in site.options:
+    together, there = job.hosts_used_per_domain, job.hosts_per_domain
+    if job.hosts > together and 2 * together <= there and "spread-segments" not in site.options:
         raise ConfigError(
             f"the job needs {together} hosts in each of {job.hosts // together} NVLink domains, but two such groups "
             f"fit one domain of {there} hosts, where SLURM may place them.",
@@ -359,12 +359,12 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
         ConfigError: the run folder, or a word of a command, has a line break or control character in it; or NVLink
             domains span hosts, and `hostfile` has other hosts than the job needs.
     """
-    if job.hosts_in_domain > 1 and (listed := count_hosts(hostfile)) != job.hosts:
+    if job.hosts_per_domain > 1 and (listed := count_hosts(hostfile)) != job.hosts:
         raise ConfigError(
-            f"it names {listed} hosts, but the mesh uses {job.hosts_per_domain} in each of "
-            f"{job.hosts // job.hosts_per_domain} NVLink domains: {job.hosts}.",
+            f"it names {listed} hosts, but the mesh uses {job.hosts_used_per_domain} in each of "
+            f"{job.hosts // job.hosts_used_per_domain} NVLink domains: {job.hosts}.",
             at=hostfile,
-            hint=f"the names of {job.hosts_per_domain} hosts of each domain alone",
+            hint=f"the names of {job.hosts_used_per_domain} hosts of each domain alone",
         )
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
     options += ("-x", MTLS if mtls else SECRET)
@@ -519,9 +519,9 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
         ConfigError: Kubernetes does not take a name or a quantity, or a claim's folder is not an absolute path.
     """
     _check(site)
-    together = job.hosts_per_domain if job.hosts_in_domain > 1 else job.hosts
+    together = job.hosts_used_per_domain if job.hosts_per_domain > 1 else job.hosts
     # JobSet gives each Job a value of this node label of its own. NVIDIA's driver sets the label to the NVLink domain.
-    apart = {"metadata": {"annotations": {_EXCLUSIVE: _DOMAIN_LABEL}}} if job.hosts_in_domain > 1 else {}
+    apart = {"metadata": {"annotations": {_EXCLUSIVE: _DOMAIN_LABEL}}} if job.hosts_per_domain > 1 else {}
     pods = {
         "parallelism": together,
         "completions": together,
@@ -625,7 +625,7 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
     }
     shared = {"secretKeyRef": {"name": _secret_name(job, site), "key": _SHARED}}
     fields = {PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX": _INDEX, ATTEMPT: _RESTARTS}
-    if job.hosts_in_domain > 1:
+    if job.hosts_per_domain > 1:
         fields = {"JOB_INDEX": _JOB_INDEX, "POD_INDEX": _INDEX, ATTEMPT: _RESTARTS}
     return [
         *({"name": name, "value": value} for name, value in values.items()),
@@ -637,8 +637,8 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
 def _command(job: Job, site: Kubernetes) -> list[str]:
     """Return the command of a pod. Kubernetes expands `$(NAME)`, so each `$` in the user's words is doubled."""
     command = [word.replace("$", "$$") for word in job.command((site.python,))]
-    numbered = job.hosts_in_domain > 1
-    index = f"$$((JOB_INDEX * {job.hosts_per_domain} + POD_INDEX))"  # bash computes it, since Kubernetes cannot
+    numbered = job.hosts_per_domain > 1
+    index = f"$$((JOB_INDEX * {job.hosts_used_per_domain} + POD_INDEX))"  # bash computes it, since Kubernetes cannot
     if job.processes_per_host == 1:
         return ["bash", "-c", f'{PROCESS_ID}={index} exec "$$0" "$$@"', *command] if numbered else command
     devices = job.gpus_per_host // job.processes_per_host

@@ -1,4 +1,4 @@
-"""Part of a rack: every launcher starts the processes that the mesh needs, on hosts grouped by NVLink domain."""
+"""Test that every launcher starts the processes that a mesh on part of a rack needs, on hosts of each domain."""
 
 import itertools
 import re
