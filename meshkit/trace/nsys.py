@@ -251,25 +251,27 @@ class _Database:
         Raises:
             TraceError: as for `rows`.
         """
-        parts = list(self._joined(table, columns)) if self._has(table, columns) else []
-        return concatenated(parts, len(columns))
-
-    def _joined(self, table: str, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the columns of some rows at a time.
-
-        SQLite joins a column's cells of these rows into one text, since Python takes three times as long to make an
-        object of every cell.
-        """
+        if not self._has(table, columns):
+            return concatenated([], len(columns))
+        # SQLite joins a column's cells of some rows into one text, since Python takes three times as long to make an
+        # object of every cell.
         texts = ", ".join(f'group_concat(CAST(IFNULL("{column}", -1) AS INTEGER))' for column in columns)
-        read, count, last = self._connection.execute, 0, -(2**63)
-        while (first := read(f'SELECT min(rowid) FROM "{table}" WHERE rowid > {last}').fetchone()[0]) is not None:
-            above, last = last, first + CHUNK - 1
-            cells = read(f'SELECT {texts} FROM "{table}" WHERE rowid BETWEEN {first} AND {last}').fetchone()
-            if first <= above or cells[0] is None:
+        read, rows, last = self._connection.execute, 0, -(2**63)
+        count = read(f'SELECT count(*) FROM "{table}"').fetchone()[0]
+        self._check(table, count)
+        found = tuple(np.empty(count, np.int64) for _ in columns)
+        while rows < count:
+            first = read(f'SELECT min(rowid) FROM "{table}" WHERE rowid > {last}').fetchone()[0]
+            if first is None or first <= last:
                 raise sqlite3.DatabaseError(f"the rows of {table} are not in the order of their ids")
-            yield (part := tuple(np.fromstring(text, np.int64, sep=",") for text in cells))
-            count += len(part[0])
-            self._check(table, count)
+            last = first + CHUNK - 1
+            cells = read(f'SELECT {texts} FROM "{table}" WHERE rowid BETWEEN {first} AND {last}').fetchone()
+            if cells[0] is None or rows + (more := cells[0].count(",") + 1) > count:
+                raise sqlite3.DatabaseError(f"the rows of {table} are not in the order of their ids")
+            for column, text in zip(found, cells):
+                column[rows : rows + more] = np.fromstring(text, np.int64, sep=",")
+            rows += more
+        return concatenated([found], len(columns))
 
     def _has(self, table: str, columns: Sequence[str]) -> bool:
         """Return whether the file has a table.
