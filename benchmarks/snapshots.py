@@ -1,11 +1,12 @@
 """Measure how much training time snapshots in memory cost, with a copy of each on another host.
 
     python -m benchmarks.snapshots
-    python -m benchmarks.snapshots --pairs 12 --every 20 --megabytes 32
+    python -m benchmarks.snapshots --pairs 60 --every 20 --megabytes 32
 
-Two launchers (`launch local`, one process each) stand for two hosts. Their workers run blocks of `--every` steps in
-pairs; one block of each pair takes a snapshot after its first step. Which block comes first alternates. The result is
-the mean ratio of the time of a block with a snapshot to that of a block without, and its 95 % interval.
+Two launchers (`launch local`, one process each) stand for two hosts. Their workers run blocks of three steps in pairs;
+one block of each pair takes a snapshot after its first step. Which block comes first alternates. The cost of a snapshot
+is the mean difference of a pair, with its 95 % interval. It is printed as a share of the `--every` steps of which one
+has a snapshot.
 
 A block ends once its snapshot is whole on both hosts, so that its time includes the whole cost: the wait of the step,
 and the hashes and copies that share the cores with the following steps. Other programs disturb this time. They disturb
@@ -31,13 +32,14 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 _WIDTH, _SHORTEST_STEP_S, _SEED, _DRAWS = 1024, 1.0, 20261128, 10_000
+_BLOCK = 3  # Steps. A snapshot is whole on both hosts before they end.
 
 
 def main() -> None:
     """Start the two hosts and print what their first process has measured."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given.add_argument("--pairs", type=int, default=8, help="pairs of blocks")
-    given.add_argument("--every", type=int, default=20, help="steps of a block, as checkpoint.snapshot_every")
+    given.add_argument("--pairs", type=int, default=60, help="pairs of blocks")
+    given.add_argument("--every", type=int, default=20, help="checkpoint.snapshot_every, over which the cost is spread")
     given.add_argument("--megabytes", type=int, default=32, help="size of the state of each process")
     given.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = given.parse_args()
@@ -79,7 +81,7 @@ def _measure(folder: Path, options: list[str]) -> dict[str, list[float]]:
 
 
 def report(found: dict[str, list[float]]) -> list[str]:
-    """Return lines with the cost of a snapshot to a block and to a step, with intervals.
+    """Return lines with the cost of a snapshot, as a share of the steps that have one snapshot, with intervals.
 
     Args:
         found: lists of measurements by name. `with` and `without` are the seconds of a block, by pair; `with_cpu` and
@@ -87,26 +89,24 @@ def report(found: dict[str, list[float]]) -> list[str]:
             those of the launcher alone. `blocked` is the seconds that the step after a snapshot waits, `whole` the
             seconds until both hosts have the whole snapshot. `every` and `bytes` hold one number each.
     """
-    every, without = found["every"][0], np.array(found["without"])
-    blocked, copied_s = np.mean(found["blocked"]), np.mean(found["with_launcher"]) - np.mean(found["without_launcher"])
-    share = copied_s / np.mean(found["without_cpu"])
-    size, step_s = found["bytes"][0] / 2**20, np.median(without) / every
+    every, step_s = found["every"][0], np.mean(found["without"]) / _BLOCK
+    cpu_s, size = every * np.mean(found["without_cpu"]) / _BLOCK, found["bytes"][0] / 2**20
     return [
-        f"{size:.0f} MiB a process; a snapshot every {every:.0f} steps of {step_s:.2f} s; {len(without)} pairs",
-        f"a block with a snapshot takes {_ratio(found['with'], found['without'])} of time",
-        f"a block with a snapshot takes {_ratio(found['with_cpu'], found['without_cpu'])} of CPU time",
-        f"its launcher takes {copied_s:.2f} s more of CPU time: {share:.2%} of a block's",
-        f"a snapshot blocks the step for {1e3 * blocked:.1f} ms: {blocked / without.mean():.3%} of a block",
+        f"{size:.0f} MiB a process; a snapshot every {every:.0f} steps of {step_s:.2f} s; {len(found['with'])} pairs",
+        f"time: {_cost(found['with'], found['without'], every * step_s)}",
+        f"CPU time: {_cost(found['with_cpu'], found['without_cpu'], cpu_s)}",
+        f"CPU time of the launcher: {_cost(found['with_launcher'], found['without_launcher'], cpu_s)}",
+        f"a snapshot blocks the step: {_cost(found['blocked'], [0.0] * len(found['blocked']), every * step_s)}",
         f"it is whole on both hosts {np.median(found['whole']):.2f} s after the step",
     ]
 
 
-def _ratio(with_one: list[float], without: list[float]) -> str:
-    """Return the mean ratio of pairs less one, with a 95 % interval from resampling the pairs."""
-    ratios = np.log(np.array(with_one) / np.array(without))
-    drawn = np.random.default_rng(_SEED).choice(ratios, (_DRAWS, len(ratios))).mean(axis=1)
-    ratio, low, high = (math.exp(x) - 1 for x in (ratios.mean(), *np.quantile(drawn, [0.025, 0.975])))
-    return f"{ratio:+.2%} (95 % interval {low:+.2%} to {high:+.2%})"
+def _cost(with_one: list[float], without: list[float], spread_s: float) -> str:
+    """Return the mean difference of pairs as a share of `spread_s`, with a 95 % interval from resampling the pairs."""
+    shares = (np.array(with_one) - np.array(without)) / spread_s
+    drawn = np.random.default_rng(_SEED).choice(shares, (_DRAWS, len(shares))).mean(axis=1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return f"{shares.mean():+.2%} (95 % interval {low:+.2%} to {high:+.2%}), {shares.mean() * spread_s:.3f} s"
 
 
 def _launcher_cpu_s() -> float:
@@ -165,7 +165,7 @@ def _work(out: Path, pairs: int, every: int, state_bytes: int) -> None:
 
     def block(state: TrainState, kind: str) -> TrainState:
         began, cpu_s, launcher_s = time.perf_counter(), time.process_time(), _launcher_cpu_s()
-        for i in range(every):
+        for i in range(_BLOCK):
             state = jax.block_until_ready(step(state))
             if i == 0 and kind == "with":
                 at = time.perf_counter()
