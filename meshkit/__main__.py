@@ -1,4 +1,4 @@
-"""Run `python -m meshkit` without the working directory, which Python puts first in `sys.path`."""
+"""Run `python -m meshkit` after removing the working directory from `sys.path`, where Python puts it first."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import sys
 _ours = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 with contextlib.suppress(OSError):  # a working directory that was removed
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == os.path.realpath(os.getcwd()) != _ours:
-        del sys.path[0]  # an experiment's code there is still found, by its name
+        del sys.path[0]  # meshkit.config.user_code finds an experiment's code there
 
 from meshkit.cli import main  # noqa: E402
 

@@ -117,5 +117,5 @@ class Decoder(nn.Module):
         return self.layers * block + self.embed * self.vocab
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim) in attention FLOP = 12 L heads head_dim T tokens, for L layers and length T."""
+        """Return (L, heads, head_dim); attention FLOP are 12 x L x heads x head_dim x tokens x length, of L layers."""
         return self.layers, self.heads, self.head_dim

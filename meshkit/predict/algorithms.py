@@ -225,11 +225,11 @@ def _handoff_s(links: Links, *, outside: bool) -> float:
 
 
 def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algorithm:
-    """Price a ring: every GPU forwards the wire bytes, and each of g rings leaves a domain by another GPU's NIC."""
+    """Price a ring: every GPU forwards the wire bytes; each of g rings leaves a domain by a different GPU's NIC."""
     g, k, n = links.g, links.k, links.g * links.k
     inside_step, outside_step = _step_s("ring", protocol, links)
     if g == 1 and k > 1 and links.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # No other step hides this one.
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # No step inside hides its latency.
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
@@ -262,14 +262,14 @@ def _channels(ports: int) -> int:
 
 
 def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
-    """Price a double binary tree over domains, with a chain inside each: fewer steps than a ring, half of the links."""
+    """Price a double binary tree over domains, with a chain inside each. It has fewer steps than a ring."""
     constants, g, k = nccl_constants(), links.g, links.k
     inside_step, outside_step = _step_s("tree", protocol, links)
     latency = _base_s(protocol, links) + 2 * ((g - 1) * inside_step + math.log2(k) * outside_step)
     share = constants["protocol"]["tree_share" if k == 1 else "tree_share_net"][protocol]
     inside = 2 * payload / (links.inside_bytes_per_s * share) if g > 1 else 0.0
-    # Each NIC carries its part up and down the tree once. Half would suffice for two domains, but NCCL does not reach
-    # it.
+    # Each NIC carries its part up and down the tree once. Between two domains half of this traffic would suffice in
+    # theory, but NCCL does not achieve that.
     outside = 2 * payload / (g * links.outside_bytes_per_s * share)
     if k > 1 and links.inside == "nvlink":
         column, place = constants["tuner"][links.column], min(k, 3) - 1
@@ -323,7 +323,7 @@ def _nvls_tree(payload: float, links: Links) -> Algorithm:
     rate = _nvls_bytes_per_s(links) * links.fitted["nvls_tree_share"]
     piece = _piece_bytes(payload, links, constants["nvls"]["nvls_tree_halved_below"])
     fill = links.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
-    outside = payload * min(2.0, k / 2) / (g * links.outside_bytes_per_s)  # over two domains, both directions at once
+    outside = payload * min(2.0, k / 2) / (g * links.outside_bytes_per_s)  # at k = 2, up and down overlap
     cap = _channels(links.ports) * constants["tuner"][links.column]["nvls_tree_channel"][min(k, 3) - 1]
     outside = max(outside * links.spine[0], payload * wire_factor("all-reduce", g * k) / cap if g <= 8 else 0.0)
     handoff = constants["step_latency_s"]["net"]["ring"]["ll"] if outside > payload / rate else 0.0
@@ -437,7 +437,7 @@ def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: flo
 
 
 def _ragged_device(payload: float, links: Links) -> Algorithm:
-    """Price one kernel with a block on each multiprocessor: stores inside the domain, puts over the network.
+    """Price one kernel with a block on each multiprocessor, which stores inside the domain and puts over the network.
 
     A slice has one block or several. If there are more slices than blocks, they run in rounds (RaggedAllToAllCopy).
     """
@@ -518,7 +518,7 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
     """Return the tuner's estimate of a broadcast; over hosts it adds the latency of a network step for every GPU.
 
-    Simple has the latency of a tree's step there. Inside a host all channels run one ring, and one step counts
+    Over hosts, Simple has the latency of a tree's step. Inside a host all channels run one ring, and one step counts
     (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
@@ -531,11 +531,11 @@ def _tuned_s(protocol: str, payload: float, links: Links) -> float:
 def _chain(protocol: str, payload: float, links: Links) -> Algorithm:
     """Price a broadcast as a chain: the first slot passes all GPUs one after the other, and the other slots follow.
 
-    A network port starts to send a slot when the slot is completely written (net.cc, sendProxyProgress), and nothing
-    hides the latency of the network, as in a tree. Between GPUs, LL and LL128 forward every line as it arrives, while
-    Simple copies whole slots (prims_simple.h). Channels that share a port drift apart: the first to arrive has the port
-    to itself, and its lead grows with every port. So the first slot moves at the rate of the whole port. No sweep has
-    broadcasts, so their latencies are NCCL's own.
+    A network port starts to send a slot when the slot is completely written (net.cc, sendProxyProgress). So nothing
+    hides the latency of the network, which is a tree's. Between GPUs, LL and LL128 forward every line as it arrives,
+    while Simple copies whole slots (prims_simple.h). Channels that share a port drift apart: the first to arrive has
+    the port to itself, and its lead grows with every port. So the first slot moves at the rate of the whole port. The
+    nccl-tests runs that others are fitted to have no broadcasts, so their latencies are NCCL's own constants.
     """
     constants, k = nccl_constants(), links.k
     chain, slot_share = constants["chain"], constants["chain"]["data_share"][protocol]

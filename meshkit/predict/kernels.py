@@ -6,21 +6,22 @@ precedence.
 
 `config/matmuls.csv` has the rates of matmuls in short bursts: some 5,000 shapes of cuBLAS on seven GPUs, and 375 shapes
 (powers of two) that OpenXLA measured on an H100 and on a B200. Rates of other shapes are interpolated log-linearly
-(`burst_flops_per_s`). In a long run of one shape alone, the rate is the smaller of its burst rate and the rate of a
-large matmul under the power cap (`large_flops_per_s`), because a shape that fills half of a GPU does not draw enough
-power to be throttled (`shape_share`). A block-scaled matmul takes as long as an fp8 matmul over the same bytes, which
-for NVFP4 (two elements per byte) has half the depth.
+(`burst_flops_per_s`). In a long run of one shape alone, a shape that fills the GPU is throttled to the rate of a large
+matmul under the power cap (`large_flops_per_s`). A shape that fills half of a GPU does not draw enough power to be
+throttled, and keeps its burst rate. So the rate is the smaller of the two (`shape_share`). A block-scaled matmul takes
+as long as an fp8 matmul whose operands have as many bytes. For NVFP4, with two elements per byte, that matmul has half
+of k.
 
 In a step the power cap limits the mean power. Kernels that wait for memory draw less, and the clock rises until tensor
 cores use the remaining power. `step_gain` is their rate in a step over their rate in a long run of matmuls. Attention
 runs at the same clock and draws less power than a matmul, because its tensor cores wait for exponentials
 (`power_share`).
 
-OpenXLA's rates extend cuBLAS's rows to dims below 512, many small products and TF32. They scale the rate of the nearest
-cuBLAS shape, if there is one. Many small products fill a GPU like one large product, a dim that is not a multiple of a
-tile costs as much as the next multiple, and dims beyond the rows add waves of the same tiles. A GPU that was not
-measured has the rate of a measured GPU for a shape with the same number of tiles per multiprocessor and the same time
-per tile.
+OpenXLA's rates cover what cuBLAS's rates lack: dims below 512, batches of small matmuls, and TF32. They scale the rate
+of the nearest cuBLAS shape, if there is one. A batch of small matmuls fills a GPU like one large matmul. A dim that is
+not a multiple of a tile costs as much as the next multiple. Dims larger than any in the table add waves of the same
+tiles. For a GPU that was not measured, the table of a measured GPU is read at the shape that has as many tiles per
+multiprocessor and as much time per tile. That rate is scaled by the ratio of the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def kernel_work(
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
     matmul += cost.scalar_flops / large_flops_per_s(gpu, "fp32")
     made = cost.joined_bytes / memory_bytes_per_s(gpu, rates)
-    if _turns_fp8(gpu):  # `turned_bytes` has two bytes per element, one read and one written.
+    if _turns_fp8(gpu):  # `turned_bytes` counts an element twice: one byte is read, one written.
         made += _clocks_s(catalog.kernels()["transpose_clocks"] * cost.turned_bytes / 2, gpu)
     return KernelWork(matmul + attention + made, memory, host)
 
@@ -202,7 +203,7 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
 
 
 def _promoted_share(gpu: Gpu, dtype: str) -> float:
-    """Return the rate of an fp8 matmul that promotes its partial sums over the rate without promotion.
+    """Return the rate of an fp8 matmul that promotes its partial sums, divided by the rate without promotion.
 
     Both rates are at the same clock. Hopper's accumulators keep 14 bits of a sum, so other cores add up partial sums in
     fp32. Blackwell's accumulators keep all bits.
@@ -216,7 +217,7 @@ def _kind(assumptions: Assumptions) -> str:
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Return the sustained rate of fused attention by length and mask; it is lower if too few queries fill the GPU."""
+    """Return the sustained rate of fused attention by length and mask, lower if it has too few queries."""
     peak = peak_flops(gpu, "bf16")
     if not assumptions.attention:
         return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
@@ -251,9 +252,9 @@ def power_share(cost: Cost, gpu: Gpu) -> float:
 
 
 def attention_share(cost: Cost, gpu: Gpu) -> float:
-    """Return the rate of attention with this length and mask over that of a causal pass of its direction at 4k tokens.
+    """Return the rate of attention with this length and mask, divided by that of a causal pass over 4k tokens.
 
-    It is 1 if the length is unknown.
+    Both rates are of the same direction, forward or backward. The result is 1 if the length is unknown.
 
     Blocks of queries are assigned to the multiprocessors one by one, and most multiprocessors are idle during the last
     blocks. This costs as much as one more wave of blocks (SimuMax's measurements of 4 to 64 heads on an A100 agree).
@@ -312,7 +313,7 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
     forward = k["attention_causal_forward"]
     full = k["attention_full_backward" if backward else "attention_full_forward"]
     chart = dict(zip(k["attention_lengths"], forward if causal and not backward else full))
-    if causal and backward:  # A mask costs both passes the same share.
+    if causal and backward:  # A causal mask lowers the rate of both passes by the same factor.
         masked = dict(zip(k["attention_lengths"], np.divide(forward, k["attention_full_forward"]).tolist()))
         chart = {length: rate * masked[length] / (chart[4096] * masked[4096]) for length, rate in chart.items()}
     found: dict[str, dict[int, float]] = {"causal": {}, "full": {}}
@@ -337,7 +338,7 @@ def _turns_fp8(gpu: Gpu) -> bool:
 
 
 def _moved_bytes(cost: Cost) -> float:
-    """Return the bytes that would take as long as a kernel's memory accesses if memory were never idle.
+    """Return the bytes that memory, if it were never idle, would move in the time of a kernel's memory accesses.
 
     A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
     reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be prefetched.
@@ -350,11 +351,13 @@ def _moved_bytes(cost: Cost) -> float:
 def _handling_s(cost: Cost, gpu: Gpu) -> float:
     """Return the seconds that multiprocessors need for a kernel's elements, even if memory were infinitely fast.
 
-    It counts sectors of a look-up (from the L2 cache if rows share them), additions of a scatter (in the L2 cache),
-    elements of a transposition (through shared memory), elements of a sum over columns that writes as many, steps of a
-    sort in each tile, starts of thread blocks (known for Hopper only: fills, moves of narrow elements, joins of unequal
-    arrays), integer arithmetic of random numbers, and multiply-adds of depthwise convolutions (which cuDNN computes one
-    by one).
+    It is the longest of three times:
+
+    - sectors of a look-up (read from the L2 cache if rows share them), additions of a scatter (in the L2 cache),
+      elements of a transposition (through shared memory), elements that a kernel sums over columns and also writes,
+      steps of a sort in each tile, and multiply-adds of depthwise convolutions (computed one by one by cuDNN)
+    - starts of thread blocks, which are known only for Hopper: fills, moves of narrow elements, joins of unequal arrays
+    - integer arithmetic of random numbers
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
@@ -392,7 +395,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 @functools.lru_cache(maxsize=65536)
 def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
-    if precision == "fp32" and "bf16" in gpu.peak_flops:  # The longer time counts: that in bf16, or of the FLOP.
+    if precision == "fp32" and "bf16" in gpu.peak_flops:  # The longer time counts: bf16's, or fp32's of padded FLOP.
         faster = large_flops_per_s(gpu, "bf16", kind) / large_flops_per_s(gpu, precision, kind)
         return min(_useful(shape), faster * _shape_share(shape, key, "bf16", kind))
     if _measured_gpu(gpu, precision) is None:
@@ -439,7 +442,7 @@ def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | 
     if near[0] > grids[0][-1] and near[1] < near[0]:  # A product and its transpose are the same work.
         near = (near[1], near[0], near[2])
     found = _log_linear(grids, rates, [min(x, float(grid[-1])) for x, grid in zip(near, grids)]) * ours / theirs
-    if min(m, n, k) < least:  # The ratio to the nearest shape is that in OpenXLA's rows.
+    if min(m, n, k) < least:  # OpenXLA's rates give the ratio to the nearest cuBLAS shape.
         large = (1, max(m * batch, least), max(n, least), max(k, least))
         found *= _xla_share((batch, m, n, k), gpu, precision) / _xla_share(large, gpu, precision)
     return min(_PEAK_SHARE * peak, packed * found)
@@ -451,22 +454,22 @@ def _tiled(shape: Shape) -> Shape:
 
 
 def _useful(shape: Shape) -> float:
-    """Return the share of the work in its tiles that a shape needs; the rest is padding, which draws power too."""
+    """Return a shape's work divided by that of the whole tiles that cover it; the padding draws power, too."""
     return math.prod(shape) / math.prod(_tiled(shape))
 
 
 def step_gain(full: float, busy: float) -> float:
-    """Return the rate of tensor cores in a step over that in a long run of matmuls, at most the rate at full clock.
+    """Return the rate of tensor cores in a step, divided by that in a long run of matmuls; at most `full`.
 
     Args:
-        full: rate at the full clock over that of a long run.
-        busy: share of the step's time in which they work, each kernel by its `power_share`.
+        full: rate at the full clock, divided by that of a long run.
+        busy: share of the step's time in which tensor cores work, with each kernel weighted by its `power_share`.
     """
     return max(1.0, min(full, max(busy, 0.01) ** (-1 / catalog.kernels()["power_exponent"])))
 
 
 def full_clock(gpu: Gpu, precision: str) -> float:
-    """Return the rate of tensor cores at the full clock over that of a long run."""
+    """Return the rate of tensor cores at the full clock, divided by that of a long run."""
     return large_flops_per_s(gpu, precision, "burst") / large_flops_per_s(gpu, precision)
 
 
@@ -530,9 +533,9 @@ def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
     batch, k = batch * measured.sms / gpu.sms, k * (theirs / ours)
     most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
     batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
-    while batch > most_batch and min(m, n) < most_m:  # Many small products fill the GPU like fewer larger ones.
+    while batch > most_batch and min(m, n) < most_m:  # A batch of small matmuls fills the GPU like fewer larger ones.
         batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
-    below = 1.0  # Dims below the rows fill a part of the smallest tile that was measured.
+    below = 1.0  # Dims below the smallest in the table fill a part of its tile.
     for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
         below *= min(1.0, size / float(grid[0]))
     point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]

@@ -68,7 +68,7 @@ class Row:
             index: one index for each dim in `stacked`, in that order.
 
         Raises:
-            ValueError: more or fewer.
+            ValueError: `index` has more or fewer entries than `stacked`.
         """
         first, step = self.every
         numbers = [n * step + first if at == 0 else n for at, n in enumerate(index)]
@@ -78,8 +78,9 @@ class Row:
         """Return a block of a tensor with the parameter's dims, without those of the placeholders.
 
         Args:
-            tensor: an array, or an object that reads the part it is indexed with. The index is the block's range in
-                every dim of the file; in a merged dim, it is the range of the outermost dim.
+            tensor: an array, or an object that reads the part it is indexed with. The index has the
+                block's range in every dim of the file. In a merged dim, it is the range of the outermost dim,
+                times the sizes of the dims that are merged into it.
             sizes: sizes of all dims.
             ranges: ranges of the parameter's dims, without those of the placeholders.
         """

@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            for what left the first layer in the tick before
+    tick    gradient of the embedding                            from the gradient that the tick before gave back
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -55,7 +55,7 @@ def find_policy(residuals: Residuals) -> Callable[..., Any] | None:
     policy = getattr(jax.checkpoint_policies, residuals, None)
     if policy is None or residuals.startswith(("_", "save_")):
         raise ConfigError(
-            f"no residuals '{residuals}' of a pipeline.",
+            f"a pipeline has no residuals '{residuals}'.",
             hint='"recompute", "stash", or a policy of jax.checkpoint_policies, as "dots_saveable"',
         )
     return policy
@@ -88,7 +88,7 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps a chunk's activations, and all that its derivative needs, or what the `jax.checkpoint` policy saves."""
+    """Keeps a chunk's output, and what its derivative needs: all of it, or what the `jax.checkpoint` policy leaves."""
 
     stage: Stage
     policy: Callable[..., Any] | None = None
@@ -159,7 +159,7 @@ def loop_sums(worker: Worker, tables: Tables) -> Sums:
     state = (x, w.empty_sums(x))
     ticks = sum(p.ticks for p in tables.phases if p.forward)
     inputs = jax.tree.map(lambda a: jnp.asarray(a[:ticks]), _forward_ticks(tables))
-    # A microbatch leaves the last layer in S of every v S successive ticks. Only these ticks run the head.
+    # With S stages of v chunks, a microbatch leaves the last layer in S of every v x S ticks. Only these run the head.
     state = scan(state, jax.tree.map(lambda a: a[:last], inputs), False) if last else state
     if chunks == 1:
         return scan(state, jax.tree.map(lambda a: a[last:], inputs), True)[1]
@@ -191,7 +191,7 @@ class Lockstep:
         self.inputs = _ticks(tables)
 
     def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
-        """Return this device's part of the sums, and of the gradients of stages (arrays [v, ...]) and outer."""
+        """Return this device's part of the sums, of the gradients of its stage's chunks, and of those of `outer`."""
         state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
@@ -202,7 +202,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # traced as in a tick, so that the residuals are the same values
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # with constants, the derivative could keep other arrays
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -249,8 +249,8 @@ class Lockstep:
                     state = self._return(state, now["returned"])
             if phase.forward:
                 state, sent = self._forward(state, now["forward"])
-                # Backward waits for forward and for its gradient together. Otherwise the compiler starts the gradient's
-                # permute after forward, if it estimates that the other work before backward takes as long.
+                # Backward waits for forward and for its gradient together. Otherwise the compiler starts the
+                # permute only after forward, if it estimates that the work up to backward takes as long as the permute.
                 now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
                 state["received"] = self.worker.pass_on(sent, 1)
                 if phase.outer:
@@ -258,8 +258,8 @@ class Lockstep:
             weights = ()
             if phase.backward:
                 state, weights = self._backward(state, now, arriving, scored=phase.outer and phase.forward)
-            # The permutes and the backward chunk's gradients are waited for together, before these are added up. So the
-            # permutes overlap with all of that chunk, and with nothing after it.
+            # One barrier waits for the permutes and for the chunk's weight gradients, which are added up after it. So
+            # the permutes overlap with all of the backward chunk, and with nothing later.
             moving = [name for name in ("received", "gradient") if name in carried]
             moved, weights = lax.optimization_barrier(([state[name] for name in moving], weights))
             state |= dict(zip(moving, moved))
@@ -316,7 +316,7 @@ class Lockstep:
             return w.score(outer, y, microbatch, mine)
 
         loss_sum, pull, (weight, metrics) = jax.vjp(run, w.outer, y, has_aux=True)
-        # With a shared head, the gradient of the last stage's loss alone reaches the parts on all stages.
+        # Stages may each hold a part of the head; the gradient of the last stage's loss reaches all of these parts.
         outer, gradient = pull(jnp.where(mine, 1.0, 0.0))
         state = state | {
             "outer": _add(state["outer"], outer, valid if w.shared_head else mine),
@@ -340,10 +340,10 @@ def _add(totals: Any, gradients: Any, valid: Any) -> Any:
 
 
 def _ticks(tables: Tables) -> dict[str, Any]:
-    """Return `ticks`, tables with a row for each tick, and `after`, the `returned` of one more row after the last.
+    """Return two entries: `ticks` has a row for each tick, and `after` is `returned` one tick after the last.
 
-    `next` is the microbatch that enters the first layer one tick later. `returned` is the microbatch whose gradient
-    left the first layer one tick earlier.
+    In a row, `next` is the microbatch that enters the first layer one tick later. `returned` is the microbatch whose
+    gradient left the first layer one tick earlier.
     """
 
     def at(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:

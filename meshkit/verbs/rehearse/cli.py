@@ -31,7 +31,7 @@ def rehearse(
 ) -> None:
     """Run one GPU's part of a step on one real GPU.
 
-    Runs the program of one process of the whole job, with NCCL mocked. Kernel times and the allocator's peak are
+    The program is the whole job's; one of its processes runs here, with NCCL mocked. Kernel times and the allocator's peak are
     measured; communication is predicted, as in a plan. Writes a calibration that later plans can read.
     """
     from meshkit.config.experiment import Experiment, load_any
